@@ -92,11 +92,12 @@ def generate_text(options: DemoOptions, loaded: Loaded) -> Path:
     )
     settings = Settings(max_new_tokens=TEXT_TOKENS, temperature=TEMPERATURE, ignore_eos=True)
     method = transformers_method(loaded.model, settings, loaded.tokenizer)
-    about = options.output, settings, options.runtime.seed, loaded.name, loaded.tokenizer, loaded.bos_token_id
+    about = settings, options.runtime.seed, loaded.name, loaded.tokenizer, loaded.bos_token_id
     engine = LocalEngine(*about, 64, loaded.model, method, TEXT_SECONDS)
+    tasks = [Task(index, f"text {index + 1}", engine.begin()) for index in range(options.texts)]
     text.unlink(missing_ok=True)
-    with Journal(text) as journal:
-        tasks = [Task(index, f"text {index + 1}", engine.begin()) for index in range(options.texts)]
+    journal = Journal(text)
+    with journal.opened(tasks, options.output):
         seconds = engine.write(tasks, journal)
     options.output.console.print(f"    {journal.new_tokens:,} tokens in {seconds:.0f} s: {text}\n")
     return text

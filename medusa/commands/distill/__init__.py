@@ -96,9 +96,11 @@ def run(options: DistillOptions) -> None:
         path.unlink(missing_ok=True)
     journal = Journal(path, keep={task.index for task in tasks if task.turns > 1})
     write_json(path.with_suffix(SETTINGS), about)
-    with disk_may_fill(path, lambda: "all finished texts are kept: make room and run the same command again"), journal:
+    advice = "all finished texts are kept: make room and run the same command again"
+    with disk_may_fill(path, lambda: advice), journal.opened(tasks, options.output):
         seconds = engine.write(tasks, journal)
-    texts, total, reasons = len(journal.done), sum(task.turns for task in tasks), dict(sorted(journal.reasons.items()))
+    texts, total = len(journal.done), sum(task.turns for task in tasks)
+    reasons = dict(sorted(journal.reasons.items()))
     figures = {"texts": texts, "finish_reasons": reasons, "failed": total - texts, "new_tokens": journal.new_tokens}
     options.output.write({"settings": about} | figures | {"seconds": seconds})
     if texts < total:
@@ -177,7 +179,7 @@ def _local_engine(options: DistillOptions) -> LocalEngine:
     if opened.source is not None:
         method = DrafterMethod(loaded.model, opened.source, settings, loaded.tokenizer)
     about = loaded.name, loaded.tokenizer, loaded.bos_token_id
-    return LocalEngine(options.output, settings, options.runtime.seed, *about, options.batch_size, loaded.model, method)
+    return LocalEngine(settings, options.runtime.seed, *about, options.batch_size, loaded.model, method)
 
 
 def _server_engine(options: DistillOptions) -> ServerEngine:
@@ -188,4 +190,4 @@ def _server_engine(options: DistillOptions) -> ServerEngine:
     options.runtime.prepare()
     server = Server(str(options.server), options.model)
     about = name, tokenizer, bos_token_id(tokenizer, config)
-    return ServerEngine(options.output, options.settings, options.runtime.seed, *about, options.concurrency, server)
+    return ServerEngine(options.settings, options.runtime.seed, *about, options.concurrency, server)

@@ -18,8 +18,8 @@ from medusa.files import Json
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 """HTTP statuses after which the same request may succeed."""
 EXTRAS = ("tool_calls", "reasoning_content")  # parts of a message that are kept with its text
-ATTEMPTS, LONGEST_WAIT = 6, 60.0  # of each request, with at most so many seconds between two
-TIMEOUT = 600.0  # seconds to wait for a reply
+ATTEMPTS = 6  # of each request
+LONGEST_WAIT, TIMEOUT = 60.0, 600.0  # seconds between two attempts, and seconds to wait for a reply
 
 
 class ServerError(Exception):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -14,7 +13,7 @@ from decode.settings import Settings
 from medusa.commands.distill.client import Answer, Server, ServerError
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task
-from medusa.commands.options import Output, batches
+from medusa.commands.options import batches
 from medusa.errors import RequestError, RunError
 from medusa.files import Json
 from medusa.records.record import continuation_ids
@@ -31,7 +30,6 @@ HOPELESS = 16  # failed texts in a row that end the run; with a high --concurren
 class Engine:
     """The common part of both engines, which check tasks, generate their answers and write them to a journal."""
 
-    output: Output
     settings: Settings
     seed: int
     backbone: str
@@ -44,14 +42,6 @@ class Engine:
         if self.bos is None:
             raise RequestError(f"{self.backbone} has no BOS token; give --self-talk-seeds FILE or --prompts FILE")
         return [self.bos]
-
-    @contextlib.contextmanager
-    def progress(self, tasks: list[Task], journal: Journal) -> Iterator[Callable[[int], object]]:
-        """Show a progress bar of texts, and yield a function that advances the bar by a number of new texts."""
-        with self.output.progress_bars() as start:
-            advance = start("generating", sum(task.turns for task in tasks))
-            advance(len(journal.done))
-            yield advance
 
 
 @dataclass
@@ -80,20 +70,18 @@ class LocalEngine(Engine):
         from decode.results import text_of
 
         seconds = 0.0
-        with self.progress(tasks, journal) as advance:
-            for seed, turn, batch in self._batches(tasks, journal):
-                if seconds > self.seconds_at_most:
-                    break
-                known, prompts = len(journal.done), self._prompts(batch, turn, journal)
-                if prompts:
-                    set_seed(seed)  # a seed for each batch, so that a continued run generates the same texts
-                    results = self.method(list(prompts.values()))
-                    seconds += results[0].seconds
-                    for index, result in zip(prompts, results, strict=True):
-                        answer = text_of(result.new_ids, self.tokenizer, self.settings.stop)
-                        line = tasks[index].line(result.input_ids, result.new_ids, answer, result.finish_reason)
-                        journal.append(index, turn, line, len(result.new_ids))
-                advance(len(journal.done) - known)
+        for seed, turn, batch in self._batches(tasks, journal):
+            if seconds > self.seconds_at_most:
+                break
+            prompts = self._prompts(batch, turn, journal)
+            if prompts:
+                set_seed(seed)  # a seed for each batch, so that a continued run generates the same texts
+                results = self.method(list(prompts.values()))
+                seconds += results[0].seconds
+                for index, result in zip(prompts, results, strict=True):
+                    answer = text_of(result.new_ids, self.tokenizer, self.settings.stop)
+                    line = _line(result.input_ids, result.new_ids, answer, result.finish_reason)
+                    journal.append(tasks[index], turn, line)
         return seconds
 
     def _batches(self, tasks: list[Task], journal: Journal) -> Iterator[tuple[int, int, list[Task]]]:
@@ -120,7 +108,7 @@ class LocalEngine(Engine):
             try:
                 prompts[task.index] = self._prompt(task, answers)
             except RequestError as error:
-                journal.fail(task.index, turn, task.where, str(error))
+                journal.fail(task, turn, str(error))
         return prompts
 
     def _prompt(self, task: Task, answers: list[str]) -> list[int]:
@@ -157,8 +145,8 @@ class ServerEngine(Engine):
     def write(self, tasks: list[Task], journal: Journal) -> float:
         """Request the missing answers of all tasks, and return the seconds that this took."""
         start = perf_counter()
-        with self.progress(tasks, journal) as advance, ThreadPoolExecutor(self.concurrency) as pool:
-            conversations = [pool.submit(self._converse, task, journal, advance) for task in tasks]
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            conversations = [pool.submit(self._converse, task, journal) for task in tasks]
             try:
                 for conversation in as_completed(conversations):
                     conversation.result()
@@ -166,7 +154,7 @@ class ServerEngine(Engine):
                 self._stop.set()
         return perf_counter() - start
 
-    def _converse(self, task: Task, journal: Journal, advance: Callable[[int], object]) -> None:
+    def _converse(self, task: Task, journal: Journal) -> None:
         """Request the answers of one task one after another, until a request fails or the run ends."""
         for turn in range(task.turns):
             if self._stop.is_set():
@@ -174,20 +162,20 @@ class ServerEngine(Engine):
             if (task.index, turn) in journal.done:
                 continue
             try:
-                line, new_tokens = self._ask(task, turn, journal.answers(task.index, turn) or [])
+                line = self._ask(task, turn, journal.answers(task.index, turn) or [])
             except ServerError as error:
                 if not self._stop.is_set():  # a failure after the end of the run does not count
-                    journal.fail(task.index, turn, task.where, str(error))
+                    journal.fail(task, turn, str(error))
                     self._count_failure(str(error))
                 return
-            journal.append(task.index, turn, line, new_tokens)
-            advance(1)
+            journal.append(task, turn, line)
             with self._lock:
                 self._failed_in_a_row = 0
 
     def _count_failure(self, reason: str) -> None:
         with self._lock:
-            self._failed_in_a_row = failed = self._failed_in_a_row + 1
+            self._failed_in_a_row += 1
+            failed = self._failed_in_a_row
         if failed >= max(HOPELESS, 2 * self.concurrency):
             self._stop.set()
             raise RunError(
@@ -195,8 +183,8 @@ class ServerEngine(Engine):
                 "texts are kept, and the same command continues"
             )
 
-    def _ask(self, task: Task, turn: int, answers: list[str]) -> tuple[Json, int]:
-        """Request one answer. Return its line in the output file and its number of tokens, or 0 in a conversation."""
+    def _ask(self, task: Task, turn: int, answers: list[str]) -> Json:
+        """Request one answer, and return its line in the output file."""
         options = self._options(task, turn)
         if task.ids is not None:
             answer = self.server.complete(task.ids, options)
@@ -204,14 +192,13 @@ class ServerEngine(Engine):
             assert self.tokenizer is not None  # see `check`
             new_ids, eos = continuation_ids(task.ids, answer.text, self.tokenizer), self.tokenizer.eos_token_id
             new_ids += [eos] if reason == "eos" and eos is not None else []
-            return task.line(task.ids, new_ids, answer.text, reason), len(new_ids)
+            return _line(task.ids, new_ids, answer.text, reason)
         messages = task.messages(answers)
         answer = self.server.chat(messages, task.tools, options)
         reply = {"role": "assistant", "content": answer.text} | answer.extras
         line: Json = {"messages": [*messages, reply], "teach": "last"}
         line |= {"answer": answer.text, "finish_reason": self._reason(answer)}
-        line |= {"tools": task.tools} if task.tools else {}
-        return line | ({"category": task.category} if task.category is not None else {}), 0
+        return line | ({"tools": task.tools} if task.tools else {})
 
     def _options(self, task: Task, turn: int) -> Json:
         """Return a request's parameters. OpenAI's API lacks some, such as top_k: these are sent only if not default."""
@@ -229,3 +216,8 @@ class ServerEngine(Engine):
         if answer.finish_reason == "stop":
             return "stop" if answer.stopped_by is not None or self.settings.stop else "eos"
         return "eos" if answer.finish_reason == "tool_calls" else answer.finish_reason
+
+
+def _line(prompt: list[int], new_ids: list[int], answer: str, reason: str) -> Json:
+    """Make the line of the output file for one answer, with the token ids of prompt and answer."""
+    return {"input_ids": prompt + new_ids, "prompt_tokens": len(prompt), "answer": answer, "finish_reason": reason}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import TextIO
 
+from medusa.commands.distill.tasks import Task
+from medusa.commands.options import Output
 from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.records.sources import FAILED
@@ -33,7 +36,8 @@ class Journal:
         self.failed: set[Key] = set()
         self.new_tokens = 0  # the number of tokens that this run has generated
         self._lock = threading.Lock()
-        self._file: IO[str] | None = None
+        self._file: TextIO
+        self._advance: Callable[[int], None]  # advances the progress bar by a number of texts
         if path.exists():
             self._read()
 
@@ -59,35 +63,38 @@ class Journal:
         self.done[key] = row["answer"] if key[0] in self.keep else None
         self.reasons[row["finish_reason"]] += 1
 
-    def __enter__(self) -> Journal:
+    @contextmanager
+    def opened(self, tasks: list[Task], output: Output) -> Iterator[None]:
+        """Open the file for the texts of `tasks`, and show a progress bar of them in `output`."""
         self.failed_path.unlink(missing_ok=True)  # this run tries the failed texts again
-        self._file = self.path.open("a", encoding="utf-8")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        assert self._file is not None
-        self._file.close()
+        with self.path.open("a", encoding="utf-8") as self._file, output.progress_bars() as start:
+            self._advance = start("generating", sum(task.turns for task in tasks))
+            self._advance(len(self.done))
+            yield
 
     def answers(self, index: int, turn: int) -> list[str] | None:
         """Return the answers of a conversation before `turn`, or `None` if an answer is missing."""
         found = [self.done.get((index, earlier)) for earlier in range(turn)]
         return [answer for answer in found if answer is not None] if None not in found else None
 
-    def append(self, index: int, turn: int, row: Json, new_tokens: int = 0) -> None:
-        """Write the text of one prompt index and turn, unless the journal already has it."""
-        assert self._file is not None
-        line = json.dumps({"index": index, "turn": turn} | row, ensure_ascii=False) + "\n"
+    def append(self, task: Task, turn: int, row: Json) -> None:
+        """Write the answer to one turn of a task, unless the journal already has it."""
+        key = task.index, turn
+        line: Json = {"index": task.index, "turn": turn} | row
+        if task.category is not None:
+            line["category"] = task.category
         with self._lock:
-            if (index, turn) in self.done:
+            if key in self.done:
                 return
-            self._file.write(line)
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._file.flush()
-            self._remember((index, turn), row)
-            self.new_tokens += new_tokens
+            self._remember(key, line)
+            self.new_tokens += len(line.get("input_ids", ())) - line.get("prompt_tokens", 0)
+            self._advance(1)
 
-    def fail(self, index: int, turn: int, where: str, reason: str) -> None:
+    def fail(self, task: Task, turn: int, reason: str) -> None:
         """Add a text that could not be generated, with the reason, to the file of failed texts."""
-        line = json.dumps({"index": index, "turn": turn, "where": where, "error": reason}, ensure_ascii=False) + "\n"
+        row = {"index": task.index, "turn": turn, "where": task.where, "error": reason}
         with self._lock, self.failed_path.open("a", encoding="utf-8") as file:
-            file.write(line)
-            self.failed.add((index, turn))
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self.failed.add((task.index, turn))

@@ -45,11 +45,6 @@ class Task:
             return self.ids
         return prompt_ids(Record(self.where, messages=self.messages(answers), tools=self.tools), tokenizer)
 
-    def line(self, prompt: list[int], new_ids: list[int], answer: str, reason: str) -> Json:
-        """Make the line of the output file for one answer, with the token ids of prompt and answer."""
-        line = {"input_ids": prompt + new_ids, "prompt_tokens": len(prompt), "answer": answer, "finish_reason": reason}
-        return line if self.category is None else line | {"category": self.category}
-
 
 def tasks_of(
     records: Iterable[Record],
