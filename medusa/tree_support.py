@@ -1,6 +1,6 @@
 """What a model's config says about trees: whether the model can verify one, and which masks its layers need.
 
-This file imports nothing from the package, because the code in Hub repositories contains it (`medusa.export.hub_code`).
+This code needs only torch and transformers: the decoder in Hub repositories contains it (`medusa.export.hub_code`).
 """
 
 from __future__ import annotations

@@ -16,12 +16,11 @@ from typing import TypedDict, Unpack
 
 from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.folder import save
-from medusa.config import MedusaConfig
 from medusa.errors import RequestError, RunError, first_line
 from medusa.export.base import Export, Written
 from medusa.export.card import Facts, is_hub_id, model_card, read_benchmark, without_folders
 from medusa.export.hub_code import bundle
-from medusa.export.hub_code.heads import KINDS
+from medusa.export.hub_code.heads import why_unfit
 from medusa.files import write_text
 from medusa.loading import DEMO
 from medusa.tree import load_tree
@@ -33,19 +32,10 @@ DEFAULT_TREE = "eight"
 """The name of the tree for heads without a tree of their own. Its eight nodes cost little time on any machine."""
 
 
-def why_no_code(config: MedusaConfig) -> str | None:
-    """Return a property of the heads that `custom_generate/generate.py` cannot handle; `None` if it supports them."""
-    if config.kind not in KINDS:
-        return f"kind {config.kind}"
-    if config.prefix_layers:
-        return f"{config.prefix_layers} prefix layers"
-    return f"a vocabulary of {config.vocabulary} tokens" if config.vocabulary is not None else None
-
-
 def write(export: Export) -> Written:
     """Write a repository for the Hub, with code for plain transformers; raise RequestError if the code does not fit."""
     heads, facts = export.heads, export.facts
-    if unknown := why_no_code(heads.config):
+    if unknown := why_unfit(vars(heads.config)):
         raise RequestError(
             f"--to hub: its code decodes with independent and cascaded heads, not with heads with {unknown}; "
             "publish them without code by heads.push_to_hub, for use with this package"
@@ -80,7 +70,7 @@ def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoin
     )
     written = Checkpoint(config, heads.tensors, without_folders(heads.provenance))
     save(written, folder)
-    with_code = why_no_code(config) is None
+    with_code = why_unfit(vars(config)) is None
     if with_code:
         write_text(folder / GENERATE, bundle())
         write_text(folder / REQUIREMENTS, NEEDS)

@@ -16,6 +16,9 @@ from medusa.tree_support import LayerKinds, Mask, additive, longrope_boundary, t
 
 from .heads import CandidateTree, Heads, require
 
+# The largest error of a tree's logits. Rounding errors are smaller, and a wrong mask or position gives 0.1 to 1.
+TOLERANCES, HALF_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}, 4e-2
+
 
 @dataclass
 class Continuation:
@@ -161,25 +164,15 @@ def require_tree_support(model: PreTrainedModel) -> None:
     known = _REASONS.setdefault(model, {})
     key = (model.dtype, model.device, model.training, getattr(text_config(model), "_attn_implementation", None))
     if key not in known:
-        known[key] = _reason(model)
+        known[key] = why_no_tree(model) or _failed_test(model)
     require(known[key] is None, f"{type(model).__name__} cannot hold a tree: {known[key]}")
 
 
-def _reason(model: PreTrainedModel) -> str | None:
-    """Return the reason why the model cannot verify trees, from its config or a test; `None` if it can."""
-    if (reason := why_no_tree(model)) is not None:
-        return reason
+@torch.no_grad()
+def _failed_test(model: PreTrainedModel) -> str | None:
+    """Compare the logits of a small tree with those of forwards without a tree; return why they differ, if they do."""
     if model.training:
         return "it is in train mode; call model.eval()"
-    error = _tree_error(model)
-    # Rounding errors are smaller. A wrong mask or position causes errors of 0.1 to 1.
-    tolerance = {torch.float64: 1e-5, torch.float32: 1e-3}.get(model.dtype, 4e-2)
-    return f"its attention does not follow our masks (error {error:.2g})" if not error <= tolerance else None
-
-
-@torch.no_grad()
-def _tree_error(model: PreTrainedModel) -> float:
-    """Return the largest error of a small tree's logits, relative to the largest logit of forwards without a tree."""
     vocab_size = text_config(model).vocab_size
     tree = CandidateTree([[0], [1], [0, 0], [1, 0]], model.device)
     *prompt, a, b, c, d, e = [(7919 * i + 11) % vocab_size for i in range(1, 14)]  # arbitrary ids
@@ -189,6 +182,9 @@ def _tree_error(model: PreTrainedModel) -> float:
     got = tree_forward(model, cache, [a, b, c, d, e], tree, len(prompt))
     plain = [model(input_ids=torch.tensor([prompt + line], device=model.device), use_cache=False) for line in lines]
     right = torch.stack([out.logits[0, -1] for out in plain]).double()
-    errors = (got.double() - right).abs().amax(-1) / right.abs().max()  # [N]
+    errors = (got.double() - right).abs().amax(-1) / right.abs().max()  # [N], relative to the largest logit
     # In half precision, rounding can route a token to another expert. A wrong mask affects three of the five nodes.
-    return float(errors.max() if model.dtype in (torch.float32, torch.float64) else errors.median())
+    error = float(errors.max() if model.dtype in TOLERANCES else errors.median())
+    if error <= TOLERANCES.get(model.dtype, HALF_TOLERANCE):  # false for nan, too
+        return None
+    return f"its attention does not follow our masks (error {error:.2g})"

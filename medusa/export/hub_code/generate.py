@@ -80,15 +80,18 @@ def generate(
         if isinstance(value, Tensor) and len(rows) > 1:
             raise ValueError(f"{name} belongs to a batch, and rows are decoded one by one; give one prompt at a time")
 
-    decoder = RowDecoder(model, heads, tree, streamer, medusa_step_lengths)
+    decoder = RowDecoder(heads, tree, streamer, medusa_step_lengths)
+    stock: Any = type(model)  # the class, because `model.generate` can be this file's `generate`
     new = []
     for row in rows:
-        prompt, own = prompts[row : row + 1], dict(kwargs)
+        prompt = prompts[row : row + 1]
         if attention_mask is not None:  # without a mask no token is padding
             prompt = prompt[:, attention_mask[row].bool()]
+        require(prompt.shape[1] > 0, "a prompt is empty; give at least one token")
+        own = kwargs | {"attention_mask": torch.ones_like(prompt), "num_return_sequences": 1}
         if prefix_allowed_tokens_fn is not None:
             own["prefix_allowed_tokens_fn"] = lambda _, ids, of=prefix_allowed_tokens_fn, row=row: of(row, ids)
-        new.append(decoder.continued(prompt, own))
+        new.append(stock.generate(model, prompt, custom_generate=decoder, **own))
     pad = getattr(decoder.config, "_pad_token_tensor", None)
     padded = torch.nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=0 if pad is None else int(pad))
     sequences = torch.cat([prompts[rows], padded.to(prompts.device)], dim=1)
@@ -99,9 +102,8 @@ def generate(
 
 @dataclass
 class RowDecoder:
-    """A decoder that continues one prompt at a time, by transformers' `generate` with a custom decoding loop."""
+    """A custom decoding loop for transformers' `generate`, which continues one prompt."""
 
-    model: PreTrainedModel
     heads: Heads
     tree: CandidateTree
     streamer: BaseStreamer | None
@@ -109,19 +111,7 @@ class RowDecoder:
     config: GenerationConfig | None = None
     """The generation config that `generate` prepared for the last prompt."""
 
-    def continued(self, prompt: Tensor, kwargs: Options) -> Tensor:
-        """Continue a prompt [1, T] of T tokens; return the ids of the new tokens."""
-        require(prompt.shape[1] > 0, "a prompt is empty; give at least one token")
-        kwargs |= {"attention_mask": torch.ones_like(prompt), "num_return_sequences": 1}
-        if self.streamer is not None:
-            self.streamer.put(prompt.cpu())
-        stock: Any = type(self.model)  # the class, because `model.generate` can be this file's `generate`
-        new_ids: Tensor = stock.generate(self.model, prompt, custom_generate=self.decoding_method, **kwargs)
-        if self.streamer is not None:
-            self.streamer.end()
-        return new_ids
-
-    def decoding_method(
+    def __call__(
         self,
         model: PreTrainedModel,
         input_ids: Tensor,
@@ -130,15 +120,19 @@ class RowDecoder:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor:
-        """Decode one prompt; transformers' `generate` calls this method as its custom decoding loop."""
+        """Continue a prompt [1, T] of T tokens; return the ids of the new tokens."""
         self.config = generation_config
         _require_supported(generation_config, model_kwargs)
         text = Continuation(model, input_ids, logits_processor, stopping_criteria, generation_config)
+        if self.streamer is not None:
+            self.streamer.put(input_ids.cpu())
         for step in decode(model, self.heads, self.tree, text):
             if self.streamer is not None:
                 self.streamer.put(torch.tensor(step))
             if self.step_lengths is not None:
                 self.step_lengths.append(len(step))
+        if self.streamer is not None:
+            self.streamer.end()
         return text.ids[0, input_ids.shape[1] :]
 
 

@@ -137,11 +137,19 @@ def heads_for(model: PreTrainedModel, where: str, hub_options: Options) -> Heads
     return heads
 
 
+def why_unfit(config: Options) -> str | None:
+    """Return a property of heads, from their config, that this file cannot decode with; `None` if it supports them."""
+    if config.get("kind", "medusa") not in KINDS:
+        return f"kind {config['kind']}"
+    if config.get("prefix_layers"):
+        return f"{config['prefix_layers']} prefix layers"
+    return f"a vocabulary of {config['vocabulary']} tokens" if config.get("vocabulary") else None
+
+
 def _require_fit(config: Options, model: PreTrainedModel, where: str) -> None:
     """Raise ValueError if this file does not support the heads, or they belong to a model of other sizes."""
-    supported = config.get("kind", "medusa") in KINDS
     require(
-        supported and not config.get("prefix_layers") and not config.get("vocabulary"),
+        why_unfit(config) is None,
         f"the heads at {where} are of a kind that this file cannot decode with; use the package medusa-heads",
     )
     base = config.get("base_model_name_or_path") or "another model"
