@@ -9,9 +9,11 @@ exported heads, and what decoding in that server lacks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from medusa.commands.options import Output, warn
@@ -52,13 +54,15 @@ class ExportOptions(Options):
 def run(options: ExportOptions) -> None:
     from decode.bench.calibration.stored import calibrations_of
     from medusa.checkpoints.folder import find_folder, load
-    from medusa.export import writer
-    from medusa.export.base import Export
+    from medusa.export.base import Export, Written
     from medusa.export.lm_head import read_lm_head
     from medusa.loading import DEMO as DEMO_BACKBONE
     from medusa.loading import DTYPES
 
-    write, facts = writer(options.to), _facts(options)
+    if options.to not in FORMATS:
+        raise RequestError(f"--to is {options.to!r}; choose one of {', '.join(FORMATS)}")
+    write: Callable[[Export], Written] = resolve_name(f"medusa.export.{FORMATS[options.to]}")
+    facts = _facts(options)
     source, place = find_folder(options.heads), Path(options.out)
     require_absent(place, options.overwrite)
     heads = load(source) if options.dtype is None else load(source).to(DTYPES[options.dtype])

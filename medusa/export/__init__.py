@@ -1,16 +1,5 @@
 """Export of heads for other programs: the formats that `medusa export` can write."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING
-
-from medusa.errors import RequestError
-
-if TYPE_CHECKING:
-    from medusa.export.base import Export, Written
-
 FORMATS = {
     "original-v1": "published:write_original",  # FasterDecoding's package medusa-llm
     "tgi": "published:write_tgi",  # Text Generation Inference, LoRAX
@@ -21,11 +10,3 @@ FORMATS = {
     "hub": "repository:write",  # transformers without this package, through custom_generate
 }
 """The name of each format, with the module and the function that write it."""
-
-
-def writer(name: str) -> Callable[[Export], Written]:
-    """Return the function that writes heads in the format `name`; raise RequestError if there is no such format."""
-    if name not in FORMATS:
-        raise RequestError(f"--to is {name!r}; choose one of {', '.join(FORMATS)}")
-    found: Callable[[Export], Written] = resolve_name(f"medusa.export.{FORMATS[name]}")
-    return found
