@@ -93,7 +93,7 @@ def generate_text(options: DemoOptions, loaded: Loaded) -> Path:
     settings = Settings(max_new_tokens=TEXT_TOKENS, temperature=TEMPERATURE, ignore_eos=True)
     method = transformers_method(loaded.model, settings, loaded.tokenizer)
     about = settings, options.runtime.seed, loaded.name, loaded.tokenizer, loaded.bos_token_id
-    engine = LocalEngine(*about, 64, loaded.model, method, TEXT_SECONDS)
+    engine = LocalEngine(*about, loaded.model, method, 64, TEXT_SECONDS)
     tasks = [Task(index, f"text {index + 1}", engine.begin()) for index in range(options.texts)]
     text.unlink(missing_ok=True)
     journal = Journal(text)

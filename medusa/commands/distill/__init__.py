@@ -178,8 +178,8 @@ def _local_engine(options: DistillOptions) -> LocalEngine:
     method: Method = transformers_method(loaded.model, settings, loaded.tokenizer)
     if opened.source is not None:
         method = DrafterMethod(loaded.model, opened.source, settings, loaded.tokenizer)
-    about = loaded.name, loaded.tokenizer, loaded.bos_token_id
-    return LocalEngine(settings, options.runtime.seed, *about, options.batch_size, loaded.model, method)
+    backbone = loaded.name, loaded.tokenizer, loaded.bos_token_id
+    return LocalEngine(settings, options.runtime.seed, *backbone, loaded.model, method, options.batch_size)
 
 
 def _server_engine(options: DistillOptions) -> ServerEngine:
@@ -189,5 +189,5 @@ def _server_engine(options: DistillOptions) -> ServerEngine:
     config, tokenizer = load_config(name, load), load_tokenizer(name, load)
     options.runtime.prepare()
     server = Server(str(options.server), options.model)
-    about = name, tokenizer, bos_token_id(tokenizer, config)
-    return ServerEngine(options.settings, options.runtime.seed, *about, options.concurrency, server)
+    backbone = name, tokenizer, bos_token_id(tokenizer, config)
+    return ServerEngine(options.settings, options.runtime.seed, *backbone, server, options.concurrency)

@@ -48,9 +48,9 @@ class Engine:
 class LocalEngine(Engine):
     """Generates texts in batches on this machine."""
 
-    batch_size: int
     model: PreTrainedModel
     method: Method
+    batch_size: int
     seconds_at_most: float = float("inf")
     """The time limit: no batch starts after so many seconds of decoding."""
 
@@ -127,8 +127,8 @@ class ServerEngine(Engine):
     A text to continue is sent as token ids, and the tokenizer encodes the text of the reply. A conversation is sent
     and written to the output as messages, to which training later applies the chat template."""
 
-    concurrency: int
     server: Server
+    concurrency: int
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
     _failed_in_a_row: int = 0

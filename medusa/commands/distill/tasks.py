@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,10 +46,7 @@ class Task:
 
 
 def tasks_of(
-    records: Iterable[Record],
-    tokenizer: PreTrainedTokenizerBase | None,
-    prefix_tokens: int | None,
-    max_turns: int | None,
+    records: list[Record], tokenizer: PreTrainedTokenizerBase | None, prefix_tokens: int | None, max_turns: int | None
 ) -> list[Task]:
     """Make a task from each record: a text to continue, or a conversation of which `max_turns` questions are answered.
 
@@ -87,7 +83,7 @@ def _questions(record: Record) -> list[list[Json]]:
     return questions[:-1] or questions
 
 
-def digest(records: Iterable[Record]) -> str:
+def digest(records: list[Record]) -> str:
     """Return a hash of the prompts, by which a continued run checks that its prompts are those of the earlier run."""
     found = hashlib.sha256()
     for record in records:
