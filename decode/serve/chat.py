@@ -15,8 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.request import require_fitting
 from decode.results import DecodingRun, Result, tau
-from decode.serve.generator import TextGenerator
-from decode.serve.texts import TextPiece, TextStream, joined
+from decode.serve.texts import TextGenerator, TextPiece, TextStream, joined
 from decode.settings import Settings, is_lossy
 from medusa.backbone import Backbone
 from medusa.errors import RequestError

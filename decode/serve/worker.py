@@ -20,8 +20,7 @@ from decode.generation import decoding
 from decode.request import prepare
 from decode.results import DecodingRun
 from decode.sequences import Request
-from decode.serve.generator import TextGenerator
-from decode.serve.texts import TextStream, joined
+from decode.serve.texts import TextGenerator, TextStream, joined
 from decode.settings import Settings
 from medusa.backbone import Backbone
 

@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from medusa.commands.network import Network
-from medusa.commands.options import CommandOptions, require_extra, speed_line, warn, warn_if_useless
+from medusa.commands.options import CommandOptions, Network, require_extra, speed_line, warn, warn_if_useless
 from medusa.errors import RequestError
 from medusa.options import group, option
 
 if TYPE_CHECKING:
     from decode.results import Result
     from decode.serve.chat import Conversation, Turn
-    from decode.serve.generator import TextGenerator
-    from decode.serve.texts import TextPiece
+    from decode.serve.texts import TextGenerator, TextPiece
     from decode.settings import Settings
 
 HELP = """\
@@ -64,7 +62,7 @@ class ChatOptions(CommandOptions):
 
 def run(options: ChatOptions) -> None:
     from decode.serve.chat import Conversation
-    from decode.serve.generator import TextGenerator
+    from decode.serve.texts import TextGenerator
     from medusa.commands import models
 
     if options.page.web:

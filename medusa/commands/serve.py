@@ -9,8 +9,7 @@ so on; the options below are the defaults.
 
 from __future__ import annotations
 
-from medusa.commands.network import Network
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Output, require_extra
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Network, Output, require_extra
 from medusa.errors import RequestError
 from medusa.options import count, group, option
 
@@ -36,7 +35,7 @@ class ServeOptions(CommandOptions):
 
 def run(options: ServeOptions) -> None:
     from decode.serve.app import CompletionApi, serve
-    from decode.serve.generator import TextGenerator
+    from decode.serve.texts import TextGenerator
     from decode.serve.worker import BatchWorker
     from medusa.commands import models
 

@@ -24,7 +24,7 @@ from medusa import Tree
 from medusa.tree import load_tree
 from scripts.gpu_battery.run import Run
 from tiny_models import random_heads
-from train.sharding import blocks
+from train.build import blocks
 
 SKIPPED = 4  # steps before those that are timed
 PROFILED = 4  # steps

@@ -18,8 +18,7 @@ import pytest
 
 from decode.results import DecodingRun
 from medusa.__main__ import main
-from medusa.commands.network import Network
-from medusa.commands.options import require_extra
+from medusa.commands.options import Network, require_extra
 from medusa.errors import RequestError
 
 CHAT = ("chat", "--backbone", "demo", "--max-new-tokens", "16", "--threads", "1")
@@ -96,7 +95,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(say: Any, monkeypatch: pytes
 
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(DecodingRun, "__iter__", interrupted)
-    monkeypatch.setattr("decode.serve.generator.TextGenerator.warm_up", lambda *_: None)
+    monkeypatch.setattr("decode.serve.texts.TextGenerator.warm_up", lambda *_: None)
     done = say(*WITH_HEADS, lines="Once upon a time\nOne day\n")
     assert done.status == 0
     assert len(done.out.splitlines()) == 2

@@ -35,8 +35,7 @@ from train.heads import new_heads
 from train.loss.labels import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import adapt, adapter_disabled
 from train.medusa2.lm_loss import lm_loss, perplexity, tilt_towards
-from train.medusa2.module import HeadsAndAdapter
-from train.medusa2.trainer import lambda_0_at
+from train.medusa2.trainer import HeadsAndAdapter, lambda_0_at
 from train.recipe import parse_recipe
 from train.run import train
 

@@ -25,10 +25,10 @@ from medusa.loading import LoadOptions, load_backbone
 from tests.helpers import random_ids, tiny_model
 from tests.train.processes import as_two_ranks
 from train import MedusaTrainer
+from train.build import blocks, placement
 from train.checkpoints import whole_checkpoints
 from train.recipe import parse_recipe
 from train.run import train
-from train.sharding import blocks, placement
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4

@@ -14,10 +14,9 @@ from decode.bench.losslessness.experiment import Experiment
 from decode.draft import Draft
 from decode.drafters import drafter_factory, parse
 from decode.drafters.base import DrafterContext
-from decode.drafters.mix import Mix, MixConfig, MixDrafter
+from decode.drafters.mix import Mix, MixConfig, MixDrafter, union
 from decode.drafters.model import DraftModel
 from decode.drafters.tries import Trie, chain, draft_of
-from decode.drafters.union import union
 from decode.settings import Settings
 from decode.topology import Topology
 from medusa.errors import RequestError

@@ -28,8 +28,7 @@ from decode.drafters.base import DrafterContext
 from decode.results import Result
 from decode.serve.chat import ChatWorker, Conversation, Side, Snapshot, verdict
 from decode.serve.chat_page import ChatPage, PageConfig, marked
-from decode.serve.generator import TextGenerator
-from decode.serve.texts import TextPiece, TextStream
+from decode.serve.texts import TextGenerator, TextPiece, TextStream
 from decode.settings import Settings
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone

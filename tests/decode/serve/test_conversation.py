@@ -11,8 +11,7 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.results import DecodingRun, Result
 from decode.serve.chat import Conversation, Side, race
-from decode.serve.generator import TextGenerator
-from decode.serve.texts import TextStream
+from decode.serve.texts import TextGenerator, TextStream
 from decode.settings import Settings
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads

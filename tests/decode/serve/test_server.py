@@ -24,8 +24,8 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.results import text_of
 from decode.serve.app import CompletionApi
-from decode.serve.generator import TextGenerator
 from decode.serve.schema import ApiError, ChatRequest
+from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
 from medusa.__main__ import main
