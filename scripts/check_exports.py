@@ -34,7 +34,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # for sums in another order; wrong wei
 def write(args: argparse.Namespace) -> None:
     """Export the heads in every format that supports them, and store their logits."""
     from medusa.__main__ import main
-    from medusa.export.lm_head import read_lm_head
+    from medusa.export.base import read_lm_head
     from medusa.heads.independent import MedusaHeads
     from medusa.heads.inputs import HeadInputs
 

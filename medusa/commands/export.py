@@ -54,8 +54,7 @@ class ExportOptions(Options):
 def run(options: ExportOptions) -> None:
     from decode.bench.calibration.stored import calibrations_of
     from medusa.checkpoints.folder import find_folder, load
-    from medusa.export.base import Export, Written
-    from medusa.export.lm_head import read_lm_head
+    from medusa.export.base import Export, Written, read_lm_head
     from medusa.loading import DEMO as DEMO_BACKBONE
     from medusa.loading import DTYPES
 

@@ -3,8 +3,8 @@
 FORMATS = {
     "original-v1": "published:write_original",  # FasterDecoding's package medusa-llm
     "tgi": "published:write_tgi",  # Text Generation Inference, LoRAX
-    "vllm": "vllm:write",  # Medusa heads (vLLM up to 0.32) and the layer of EAGLE-3
-    "sglang": "eagle3:write_sglang",  # the layer of EAGLE-3
+    "vllm": "vllm:write_vllm",  # Medusa heads (vLLM up to 0.32) and the layer of EAGLE-3
+    "sglang": "vllm:write_sglang",  # the layer of EAGLE-3
     "tensorrt-llm": "tensorrt_llm:write",  # TensorRT-LLM: heads without the backbone
     "modelopt": "tensorrt_llm:write_modelopt",  # TensorRT-LLM: heads and backbone in one folder
     "hub": "repository:write",  # transformers without this package, through custom_generate

@@ -9,8 +9,7 @@ from medusa.checkpoints.published import to_published
 from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, WEIGHTS, save_tensors
 from medusa.config import PUBLISHED_KEYS, MedusaConfig
 from medusa.errors import RequestError
-from medusa.export.base import Export, Written, quoted, require_square
-from medusa.export.lm_head import with_own_lm_heads
+from medusa.export.base import Export, Written, quoted, require_square, with_own_lm_heads
 from medusa.files import write_json
 
 

@@ -10,8 +10,7 @@ from medusa.checkpoints.published import to_published
 from medusa.checkpoints.stored import CONFIG, HEADS_FILES, INDICES, PROVENANCE, Stored, save_tensors
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.export.base import Export, Written, quoted, require_square
-from medusa.export.lm_head import with_own_lm_heads
+from medusa.export.base import Export, Written, quoted, require_square, with_own_lm_heads
 from medusa.export.published import write_published
 from medusa.files import read_json, write_json
 from medusa.tree import Tree, named_trees

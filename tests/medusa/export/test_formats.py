@@ -23,7 +23,7 @@ from medusa.checkpoints.folder import find_folder
 from medusa.checkpoints.published import to_published
 from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, WEIGHTS, Stored, save_tensors
 from medusa.export import FORMATS
-from medusa.export.lm_head import read_lm_head
+from medusa.export.base import read_lm_head
 from medusa.files import read_json
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, tiny_model
@@ -899,7 +899,7 @@ def test_the_lm_head_is_read_without_loading_the_backbone(
     """Under the LM head's name, or the embedding's name if both are tied."""
     model = tiny_model(family)
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
-    monkeypatch.setattr("medusa.export.lm_head.load_backbone", lambda *a: pytest.fail("the whole backbone was read"))
+    monkeypatch.setattr("medusa.export.base.load_backbone", lambda *a: pytest.fail("the whole backbone was read"))
     assert torch.equal(read_lm_head(str(tmp_path)), model.get_output_embeddings().weight)
 
 
