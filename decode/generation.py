@@ -9,7 +9,6 @@ out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=hea
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,18 +23,16 @@ from decode.draft import NoDraft
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
-from decode.drafters.trained_heads import TrainedHeads, heads_drafter
 from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run
 from decode.reference import PlainStepper
 from decode.request import prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
 from decode.session import Session
-from decode.settings import LOSSLESS, AcceptanceRule, DecodingOptions, Settings, listing_options
+from decode.settings import LOSSLESS, AcceptanceRule, DecodingOptions, listing_options
 from decode.strategies.contrastive import Amateur, AmateurLike
 from decode.tree_check import require_tree_forward
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Tree
 
 
 class Decoding(NamedTuple):
@@ -49,82 +46,45 @@ def decoding(
     model: PreTrainedModel,
     factory: DrafterFactory | None,
     requests: Sequence[Request],
-    settings: Settings,
-    timer: Timer | None = None,
-    keep_hidden: bool = False,
-) -> Decoding:
-    """Start decoding with `settings`: tree decoding with a drafter of `factory`, or plain decoding without one.
-
-    The number of new tokens, the sampling options and the stop strings are those of `requests`."""
-    how = (timer, keep_hidden, settings.compile, settings.amateur)
-    if factory is None:
-        return plain_decoding(model, requests, *how)
-    return tree_decoding(model, factory, requests, settings.rule, *how)
-
-
-def tree_decoding(
-    model: PreTrainedModel,
-    factory: DrafterFactory,
-    requests: Sequence[Request],
     rule: AcceptanceRule,
-    timer: Timer | None = None,
-    keep_hidden: bool = False,
     compile: bool = False,
     amateur: Amateur | None = None,
+    timer: Timer | None = None,
+    keep_hidden: bool = False,
 ) -> Decoding:
-    """Start tree decoding with a drafter; with `keep_hidden`, the session records the hidden states of all tokens.
+    """Start tree decoding with a drafter of `factory`, or without one plain decoding: one token per step.
+
+    The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding follows
+    no `rule`. With `keep_hidden`, the session records the hidden states of all tokens.
 
     Raises:
         RequestError: the acceptance rule, the drafter or the amateur does not fit, or steps cannot be compiled."""
     acceptor, config = Acceptor(*rule), requests[0].config
-    if acceptor.passes is not None and (config.output_scores or config.output_logits):
-        exact = "rejection" if config.do_sample else "greedy"
-        raise RequestError(f"acceptance {acceptor.name!r} gives no output_scores or output_logits; use {exact!r}")
-    if acceptor.draft == "sample" and not factory.can_draw:
-        raise RequestError("this drafter's guesses are not drawn from distributions of its own; use draft topk")
-    require_tree_forward(model)
-    if factory.num_nodes == 1 and acceptor.rule in LOSSLESS:  # the same text, without the cost of a tree
-        return plain_decoding(model, requests, timer, keep_hidden, compile, amateur)
+    if factory is not None:
+        if acceptor.passes is not None and (config.output_scores or config.output_logits):
+            exact = "rejection" if config.do_sample else "greedy"
+            raise RequestError(f"acceptance {acceptor.name!r} gives no output_scores or output_logits; use {exact!r}")
+        if acceptor.draft == "sample" and not factory.can_draw:
+            raise RequestError("this drafter's guesses are not drawn from distributions of its own; use draft topk")
+        require_tree_forward(model)
+        if factory.num_nodes == 1 and acceptor.rule in LOSSLESS:  # the same text, without the cost of a tree
+            factory = None
     if amateur is not None:
         amateur.require_fitting(model, requests, compile)
-    session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
-    if not compile:
-        drafter = factory.start(session, drawn=acceptor.draft == "sample")
-        return _decoding(session, TreeStepper(session, drafter, acceptor), timer)
-    if not isinstance(factory, TrainedHeads):
-        raise RequestError(
-            "only steps of heads can be compiled, as other drafters work on the host; leave one of them out"
-        )
-    heads, tree = factory.heads, factory.tree
-    make_drafter = partial(heads_drafter, heads, session.backbone, tree)
-    return _decoding(session, CompiledStepper(session, acceptor, tree, heads, make_drafter), timer)
-
-
-def plain_decoding(
-    model: PreTrainedModel,
-    requests: Sequence[Request],
-    timer: Timer | None = None,
-    keep_hidden: bool = False,
-    compile: bool = False,
-    amateur: Amateur | None = None,
-) -> Decoding:
-    """Start plain decoding: one token per step, without a drafter. Arguments and errors are as in `tree_decoding`."""
-    if amateur is not None:
-        amateur.require_fitting(model, requests, compile)
-    session = Session(model, requests, slack=int(compile), keep_hidden=keep_hidden, verifiers=amateur)
-    acceptor = Acceptor("rejection" if requests[0].do_sample else "greedy")
-    make_drafter = partial(NoDraft, session.backbone.device)
     stepper: Stepper
+    if factory is None:
+        session = Session(model, requests, slack=int(compile), keep_hidden=keep_hidden, verifiers=amateur)
+        acceptor = Acceptor("rejection" if requests[0].do_sample else "greedy")
+    else:
+        session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
     if compile:
-        stepper = CompiledStepper(session, acceptor, Tree.chain(0), None, make_drafter)
+        stepper = CompiledStepper(session, acceptor, factory)
+    elif factory is not None:
+        stepper = TreeStepper(session, factory.start(session, drawn=acceptor.draft == "sample"), acceptor)
     elif amateur is not None:
-        stepper = TreeStepper(session, make_drafter(), acceptor)
+        stepper = TreeStepper(session, NoDraft(session.backbone.device), acceptor)
     else:
         stepper = PlainStepper(session)
-    return _decoding(session, stepper, timer)
-
-
-def _decoding(session: Session, stepper: Stepper, timer: Timer | None) -> Decoding:
     return Decoding(session, run(session.sequences, stepper, timer or Timer()))
 
 
@@ -190,8 +150,8 @@ def generate(
     if ids is None:
         raise RequestError("no prompt: pass inputs or input_ids")
     requests = prepare(model, unpadded(ids, attention_mask), **kwargs)
-    decoding = _start(model, DrafterContext(model, heads, tree), requests, options, drafter, amateur)
-    return _finished(decoding, streamer, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
+    begun = _start(model, DrafterContext(model, heads, tree), requests, options, drafter, amateur)
+    return _finished(begun, streamer, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
 
 @listing_options(prefix="medusa_")
@@ -217,8 +177,8 @@ def medusa_generate(
     options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
     requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
     requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
-    decoding = _start(model, context, requests, options, medusa_drafter, medusa_amateur)
-    return _finished(decoding, medusa_streamer, input_ids, generation_config)
+    begun = _start(model, context, requests, options, medusa_drafter, medusa_amateur)
+    return _finished(begun, medusa_streamer, input_ids, generation_config)
 
 
 def _start(
@@ -232,21 +192,21 @@ def _start(
 ) -> Decoding:
     rule = options.rule_for(requests[0].do_sample)
     factory = drafter_factory(drafter, context._replace(stop_drafting=options.stop_drafting))
-    return tree_decoding(model, factory, requests, rule, timer, compile=options.compile, amateur=Amateur.of(amateur))
+    return decoding(model, factory, requests, rule, options.compile, Amateur.of(amateur), timer)
 
 
 def _finished(
-    decoding: Decoding, streamer: BaseStreamer | None, input_ids: Tensor, config: GenerationConfig
+    begun: Decoding, streamer: BaseStreamer | None, input_ids: Tensor, config: GenerationConfig
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Run all steps; returns what `model.generate` returns: the prompts as given, then new tokens, padded on the right.
 
     `streamer` receives the prompt, and then the tokens of every step."""
-    sequences, target = decoding.session.sequences, decoding.session.target
+    sequences, target = begun.session.sequences, begun.session.target
     if streamer is not None and len(sequences) > 1:
         raise RequestError("a streamer takes one prompt at a time; use decode.steps for batches")
     if streamer is not None:
         streamer.put(torch.tensor([sequences.prompts[0]]))
-    for step in decoding.steps:
+    for step in begun.steps:
         if streamer is not None:
             streamer.put(torch.tensor(step.ids[0]))
     if streamer is not None:

@@ -7,14 +7,11 @@ difference in text or time comes from the tree. Both are tested against transfor
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from decode.draft import Draft
 from decode.loop import StepOutcome, Stepper, Timer
-from decode.masks import TreeMasks
 from decode.session import Session
 from decode.topology import Topology
-from decode.verify import reread
-from medusa.backbone import Readout
 from medusa.tree import Tree
 
 
@@ -22,9 +19,8 @@ class PlainStepper(Stepper):
     """Decodes one token per row and step, without a draft."""
 
     def __init__(self, session: Session) -> None:
-        self.session, self.cache, backbone = session, session.verifier.cache, session.backbone
-        self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
-        self.topology = Topology.of(Tree.chain(0).to(backbone.device))
+        self.session = session
+        self.topology = Topology.of(Tree.chain(0).to(session.backbone.device))
 
     def start(self) -> tuple[list[int], list[int]]:
         frontier = self.session.prefill()
@@ -34,7 +30,7 @@ class PlainStepper(Stepper):
 
     def step(self, timer: Timer) -> StepOutcome:
         session, rows = self.session, self.rows
-        readout = self._read(self.roots[:, None])
+        readout = session.verifier.read(Draft(self.roots[:, None], self.topology))
         timer.lap("verify")
         self.roots = session.target.next(rows, session.sequences, readout.logits[:, -1]).to(session.backbone.device)
         roots = self.roots.tolist()
@@ -44,15 +40,6 @@ class PlainStepper(Stepper):
         session.keep(readout.hidden, path, lengths, rows)
         timer.lap("compact")
         return StepOutcome(lengths, roots, ids=[[]] * len(rows))
-
-    def _read(self, ids: Tensor) -> Readout:
-        """Read the tokens `ids` [B, 1]; returns hidden states [B, 1, H] and logits [B, 1, V] after them."""
-        reread(self.session.backbone, self.cache, self.session.sequences)
-        lengths = self.cache.lengths
-        positions = torch.tensor(lengths, device=ids.device)[:, None]
-        # Rows of one length need no mask: everything in the cache comes before them.
-        mask = None if self.cache.is_even else self.masks(lengths, self.topology)
-        return self.session.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=mask)
 
     def keep(self, left: list[int]) -> None:
         self.session.select(left)

@@ -152,6 +152,11 @@ class Settings(DecodingOptions):
         return self.rule_for(self.do_sample)
 
     @property
+    def how(self) -> tuple[AcceptanceRule, bool, Amateur | None]:
+        """The arguments `rule`, `compile` and `amateur` of `decode.generation.decoding`."""
+        return self.rule, self.compile, self.amateur
+
+    @property
     def do_sample(self) -> bool:
         return self.temperature > 0
 

@@ -34,7 +34,7 @@ from decode.cache import TreeCache
 from decode.draft import Draft, Frontier
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import resolve_tree
-from decode.generation import plain_decoding
+from decode.generation import decoding
 from decode.loop import Acceptor, Timer, TreeStepper, run
 from decode.masks import TreeMasks
 from decode.prefill import prefill
@@ -127,7 +127,7 @@ def measure(
     drafter = (HeadsDrafter if tau is None else Scripted)(heads, session.backbone, tree)
     drafter.tau = tau
     steps = run(session.sequences, TreeStepper(session, drafter, Acceptor("greedy")), Timer())
-    plain, plain_steps = plain_decoding(model, requests)
+    plain, plain_steps = decoding(model, None, requests, Acceptor("greedy"))
     masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
     topology = Topology.of(tree.to(backbone.device))
     hidden = torch.zeros(1, backbone.hidden_size, dtype=backbone.dtype, device=backbone.device)

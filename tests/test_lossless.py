@@ -16,7 +16,8 @@ from scipy import stats
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from decode import generate, request, steps
-from decode.generation import plain_decoding
+from decode.generation import decoding
+from decode.loop import Acceptor
 from decode.request import prepare
 from medusa import Tree
 from tests.helpers import (
@@ -578,7 +579,8 @@ def test_models_that_read_the_text_again_at_the_longrope_boundary(family: str) -
 
 def plain_steps(model: Any, prompt: list[int]) -> Any:
     """Steps of the package's plain decoding."""
-    return plain_decoding(model, prepare(model, [prompt], max_new_tokens=NEW, do_sample=False))[1]
+    requests = prepare(model, [prompt], max_new_tokens=NEW, do_sample=False)
+    return decoding(model, None, requests, Acceptor("greedy")).steps
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "phi"])

@@ -64,7 +64,7 @@ class DrafterMethod:
     def __call__(self, prompts: Prompts, on_step: OnStep | None = None, seeds: Seeds = None) -> list[Result]:
         start = perf_counter()
         requests = prepare(self.model, prompts, seeds, **self.settings.generate_kwargs(self.tokenizer))
-        begun = decoding(self.model, self.source, requests, self.settings, self.clock, self.keep_hidden)
+        begun = decoding(self.model, self.source, requests, *self.settings.how, self.clock, self.keep_hidden)
         run = DecodingRun(begun, perf_counter() - start)
         for step in run:
             if on_step is not None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, FixedHeadsCache
 from decode.compiled.region import Key, Region, Regions, modules_key, surroundings_key
 from decode.compiled.sampler import FixedSampler
-from decode.draft import Drafter, Frontier
+from decode.draft import Frontier, NoDraft
+from decode.drafters.base import DrafterFactory
 from decode.drafters.layouts import DynamicTree, Layout
+from decode.drafters.trained_heads import TrainedHeads
 from decode.loop import Acceptor, StepOutcome, Stepper, Timer, unpack
 from decode.session import AHEAD, Session
 from decode.settings import ONE_SHAPE
 from medusa.errors import RequestError
-from medusa.heads.independent import MedusaHeads
+from medusa.tree import Tree
 
 MIN_CAPACITY = 256
 """Number of cache slots per row in the smallest cache."""
@@ -25,22 +25,22 @@ MIN_CAPACITY = 256
 class CompiledStepper(Stepper):
     """Decodes the texts of a session by compiled steps."""
 
-    def __init__(
-        self,
-        session: Session,
-        acceptor: Acceptor,
-        tree: Layout,
-        heads: MedusaHeads | None,
-        make_drafter: Callable[[], Drafter],
-    ) -> None:
-        """Make a stepper for the texts of `session`, whose drafts by `heads` fill `tree`.
+    def __init__(self, session: Session, acceptor: Acceptor, factory: DrafterFactory | None) -> None:
+        """Make a stepper for the texts of `session`, with drafts of `factory`, or of the roots alone without one.
 
         Raises:
-            RequestError: this model, these options or this machine do not allow compiled steps."""
+            RequestError: this drafter, model, machine or set of options does not allow compiled steps."""
+        if factory is not None and not isinstance(factory, TrainedHeads):
+            raise RequestError(
+                "only steps of heads can be compiled, as other drafters work on the host; leave one of them out"
+            )
         _require_compilable(session)
+        self.session, self.acceptor, self.factory = session, acceptor, factory
+        heads = None if factory is None else factory.heads
+        self.tree: Layout = Tree.chain(0) if factory is None else factory.tree
+        tree = self.tree
         if tree.min_probability:
             raise RequestError(ONE_SHAPE)
-        self.session, self.acceptor, self.tree, self.make_drafter = session, acceptor, tree, make_drafter
         self.regions = Regions.of(session.backbone.model)
         self.taken: list[tuple[Key, Region]] = []
         shape = tree.temperatures if isinstance(tree, DynamicTree) else None
@@ -50,7 +50,7 @@ class CompiledStepper(Stepper):
             FixedSampler.key(session.target, acceptor),
             surroundings_key(session.backbone),
             modules_key(session.backbone.model),
-            (heads, modules_key(heads)) if heads is not None else (),  # itself, so that no others can get its id
+            (heads, modules_key(heads)) if heads is not None else (),  # with the heads, so that no others get their id
         )
         self.lengths = [len(prompt) for prompt in session.sequences.prompts]
 
@@ -108,8 +108,9 @@ class CompiledStepper(Stepper):
 
         def make() -> Region:
             backbone, sampler = self.session.backbone, FixedSampler(self.session.target, self.acceptor)
+            drafter = NoDraft(backbone.device) if self.factory is None else self.factory.start(self.session)
             fixed = None if heads_cache is None else FixedHeadsCache(heads_cache, slots, self.tree.max_depth)
-            return Region(backbone, FixedCache(cache, slots), fixed, self.make_drafter(), sampler, frontier.hidden)
+            return Region(backbone, FixedCache(cache, slots), fixed, drafter, sampler, frontier.hidden)
 
         key = (slots, *self.key)
         region = self.regions.take(key, make)

@@ -127,7 +127,7 @@ class TextGenerator:
         """Start decoding after the token ids `prompt`, with `plain` without the drafter, or raise a `RequestError`."""
         start = perf_counter()
         requests = prepare(self.model, [prompt], [seed], **settings.generate_kwargs(self.tokenizer))
-        begun = decoding(self.model, None if plain else self.source, requests, settings)
+        begun = decoding(self.model, None if plain else self.source, requests, *settings.how)
         return DecodingRun(begun, perf_counter() - start)
 
     def warm_up(self, prompt: Sequence[int], settings: Settings) -> None:

@@ -156,7 +156,7 @@ class BatchWorker:
 
     def _decode(self, rows: list[BatchRow], requests: list[Request]) -> None:
         streams = [TextStream(self.generator.tokenizer, row.settings.stop) for row in rows]
-        run = DecodingRun(decoding(self.generator.model, self.generator.source, requests, rows[0].settings))
+        run = DecodingRun(decoding(self.generator.model, self.generator.source, requests, *rows[0].settings.how))
         reasons, ended = run.session.sequences.finish_reason, set()
         for step in run:
             for index, ids in step.ids.items():

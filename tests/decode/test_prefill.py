@@ -9,7 +9,8 @@ import torch
 
 from decode import prefill as prefill_module
 from decode.cache import TreeCache
-from decode.generation import plain_decoding
+from decode.generation import decoding
+from decode.loop import Acceptor
 from decode.prefill import prefill
 from decode.request import prepare
 from medusa.backbone import Backbone, Readout
@@ -81,6 +82,7 @@ def test_text_after_a_chunked_prefill_is_the_same(llama: Any, monkeypatch: pytes
     monkeypatch.setattr(prefill_module, "MIN_PIECE_ROW", 4)
     monkeypatch.setattr(prefill_module, "PIECE_TOKENS", 4)
     prompts = [random_ids(30), random_ids(7, seed=1)]
-    session, steps = plain_decoding(llama, prepare(llama, prompts, max_new_tokens=20, do_sample=False))
+    requests = prepare(llama, prompts, max_new_tokens=20, do_sample=False)
+    session, steps = decoding(llama, None, requests, Acceptor("greedy"))
     list(steps)
     assert session.sequences.new_ids == [plain(llama, prompt, max_new_tokens=20) for prompt in prompts]

@@ -19,8 +19,7 @@ from decode.bench.losslessness.cases import Rule, passes
 from decode.bench.losslessness.experiment import Experiment
 from decode.draft import Draft, Frontier
 from decode.drafters.layouts import DynamicTree
-from decode.drafters.trained_heads import TrainedHeads
-from decode.generation import heads_drafter
+from decode.drafters.trained_heads import TrainedHeads, heads_drafter
 from decode.request import prepare
 from decode.settings import Settings
 from decode.target import Target

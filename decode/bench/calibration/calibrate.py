@@ -133,7 +133,7 @@ def time_steps(
     def times_of(tree: Layout) -> list[float]:
         requests = prepare(model, batch, list(range(batch_size)), **kwargs)
         times, last = [], clock()
-        for step in decoding(model, TrainedHeads(heads, tree), requests, settings).steps:
+        for step in decoding(model, TrainedHeads(heads, tree), requests, *settings.how).steps:
             now = clock()
             if len(step.ids) == batch_size:  # finished rows would make the step cheaper
                 times.append(now - last)

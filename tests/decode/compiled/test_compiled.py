@@ -32,7 +32,7 @@ from decode.compiled.stepper import _has_compiler
 from decode.draft import Draft
 from decode.drafters.layouts import DynamicTree, resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
-from decode.generation import plain_decoding, steps, tree_decoding
+from decode.generation import decoding, steps
 from decode.loop import Acceptor
 from decode.request import prepare
 from decode.target import Target
@@ -116,10 +116,7 @@ def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
     requests = prepare(llama, prompts, max_new_tokens=40, do_sample=False, eos_token_id=stop)
     factory = TrainedHeads(heads, resolve_tree(TREES[tree], heads))
     eager, fixed = (
-        [
-            (step.ids, step.lengths)
-            for step in tree_decoding(llama, factory, requests, Acceptor("greedy"), compile=c).steps
-        ]
+        [(step.ids, step.lengths) for step in decoding(llama, factory, requests, Acceptor("greedy"), compile=c).steps]
         for c in (False, True)
     )
     assert eager == fixed
@@ -139,7 +136,7 @@ def test_compiled_drafts_equal_eager_drafts(kind: str) -> None:
     eager, machine = (
         [
             (step.ids, step.lengths)
-            for step in tree_decoding(model, TrainedHeads(heads, Tree.chain(5)), requests, accept_all, compile=c).steps
+            for step in decoding(model, TrainedHeads(heads, Tree.chain(5)), requests, accept_all, compile=c).steps
         ]
         for c in (False, True)
     )
@@ -155,7 +152,7 @@ def test_rows_end_one_after_the_other() -> None:
     long = [plain(model, prompt, max_new_tokens=30, eos_token_id=None) for prompt in prompts]
     stop = long[1][4]  # ends one row early, and others where it comes
     found = list(
-        tree_decoding(
+        decoding(
             model,
             TrainedHeads(heads, resolve_tree(TREES["static"], heads)),
             prepare(model, prompts, max_new_tokens=30, do_sample=False, eos_token_id=stop),
@@ -379,7 +376,8 @@ def test_sampling_options_that_look_alike() -> None:
 @torch.inference_mode()
 def test_nothing_of_an_earlier_text_remains(llama: Any) -> None:
     """A NaN left in the buffers would reach the next text even when masked: 0 x NaN."""
-    session, _ = plain_decoding(llama, prepare(llama, [random_ids(5)], max_new_tokens=3, do_sample=False))
+    requests = prepare(llama, [random_ids(5)], max_new_tokens=3, do_sample=False)
+    session, _ = decoding(llama, None, requests, Acceptor("greedy"))
     session.prefill()
     fixed, larger = FixedCache(session.verifier.cache, 16), FixedCache(session.verifier.cache, 32)
     written = [
@@ -441,4 +439,4 @@ def test_unsupported_options_are_rejected(
 def test_hidden_states_cannot_be_kept(llama: Any) -> None:
     requests = prepare(llama, [random_ids(4)], max_new_tokens=4, do_sample=False)
     with pytest.raises(RequestError, match="hidden states"):
-        plain_decoding(llama, requests, keep_hidden=True, compile=True)
+        decoding(llama, None, requests, Acceptor("greedy"), keep_hidden=True, compile=True)

@@ -13,7 +13,7 @@ from decode.bench.methods import medusa_method
 from decode.draft import Draft, Frontier
 from decode.drafters.layouts import STEEPNESS, DynamicTree, resolve_tree
 from decode.drafters.levelwise import PathDrafter
-from decode.generation import heads_drafter
+from decode.drafters.trained_heads import heads_drafter
 from decode.settings import DecodingOptions, Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
