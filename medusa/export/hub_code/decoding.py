@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from medusa.tree_support import LayerKinds, Mask, additive, longrope_boundary, text_config, why_no_tree
+from medusa.tree_support import LayerKinds, additive, longrope_boundary, text_config, why_no_tree
 
 from .heads import CandidateTree, Heads, require
 
@@ -66,7 +66,7 @@ def decode(model: PreTrainedModel, heads: Heads, tree: CandidateTree, text: Cont
     yet. If the text ends with this token, it is yielded alone, without a forward."""
     if text.finished:
         return
-    cache = DynamicCache()  # without a config, the cache never drops keys; `_masks` applies sliding windows
+    cache = DynamicCache()  # without a config, the cache never drops keys; masks apply sliding windows
     with lm_head_inputs(model) as seen:
         last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         logits = model(input_ids=text.ids, past_key_values=cache, use_cache=True, **last).logits[0, -1]
@@ -110,26 +110,20 @@ def tree_forward(
 
     All nodes are added to the cache. `limit` is the maximum length of the text in tokens."""
     position = length + torch.tensor(tree.depth, device=model.device)
+    text = torch.ones(len(nodes), length, dtype=torch.bool, device=model.device)
+    allowed = torch.cat([text, tree.ancestors], dim=1)  # [N, T + N]: the text, the node's ancestors and the node itself
+    # Windows and chunks use positions instead of cache slots, because nodes of one depth share a position.
+    query, key = position[:, None], torch.cat([torch.arange(length, device=model.device), position])
+    layers = LayerKinds(text_config(model))
+    masks = layers.masks(lambda kind: additive(kind.limited(allowed, query, key), model.dtype)[None, None])
     # Positions from `limit` on can be outside the context. Nodes there are never accepted, so their position is free.
     return model(
         input_ids=torch.tensor([nodes], device=model.device),
         position_ids=position.clamp(max=limit - 1)[None],
-        attention_mask=_masks(model, tree, position, length),
+        attention_mask=masks,
         past_key_values=cache,
         use_cache=True,
     ).logits[0]
-
-
-def _masks(model: PreTrainedModel, tree: CandidateTree, position: Tensor, length: int) -> Mask:
-    """Make the additive mask [1, 1, N, T + N] of N nodes after T tokens for each kind of attention layer.
-
-    Each node attends to the text, to its ancestors and to itself. Windows and chunks use positions instead of cache
-    slots, because nodes of one depth share a position."""
-    text = torch.ones(len(tree.depth), length, dtype=torch.bool, device=model.device)
-    allowed = torch.cat([text, tree.ancestors], dim=1)  # [N, T + N]
-    query, key = position[:, None], torch.cat([torch.arange(length, device=model.device), position])
-    layers = LayerKinds(text_config(model))
-    return layers.masks(lambda kind: additive(kind.limited(allowed, query, key), model.dtype)[None, None])
 
 
 def keep(cache: DynamicCache, length: int, path: list[int]) -> None:

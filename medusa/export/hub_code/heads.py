@@ -19,7 +19,6 @@ from transformers.utils import cached_file
 from medusa.tree_support import text_config
 
 CONFIG, WEIGHTS = "config.json", "medusa_lm_head.safetensors"
-KINDS = ("medusa", "cascade")
 Options = dict[str, Any]
 
 
@@ -139,7 +138,7 @@ def heads_for(model: PreTrainedModel, where: str, hub_options: Options) -> Heads
 
 def why_unfit(config: Options) -> str | None:
     """Return a property of heads, from their config, that this file cannot decode with; `None` if it supports them."""
-    if config.get("kind", "medusa") not in KINDS:
+    if config.get("kind", "medusa") not in ("medusa", "cascade"):
         return f"kind {config['kind']}"
     if config.get("prefix_layers"):
         return f"{config['prefix_layers']} prefix layers"
