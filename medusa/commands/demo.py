@@ -96,9 +96,9 @@ def generate_text(options: DemoOptions, loaded: Loaded) -> Path:
     engine = LocalEngine(*about, loaded.model, method, 64, TEXT_SECONDS)
     tasks = [Task(index, f"text {index + 1}", engine.begin()) for index in range(options.texts)]
     text.unlink(missing_ok=True)
-    journal = Journal(text)
-    with journal.opened(tasks, options.output):
-        seconds = engine.write(tasks, journal)
+    journal = Journal(text, tasks)
+    with journal.opened(options.output):
+        seconds = engine.write(journal)
     options.output.console.print(f"    {journal.new_tokens:,} tokens in {seconds:.0f} s: {text}\n")
     return text
 

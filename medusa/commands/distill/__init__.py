@@ -94,13 +94,12 @@ def run(options: DistillOptions) -> None:
     _require_room(path, tasks, options.settings)
     if options.overwrite:
         path.unlink(missing_ok=True)
-    journal = Journal(path, keep={task.index for task in tasks if task.turns > 1})
+    journal = Journal(path, tasks)
     write_json(path.with_suffix(SETTINGS), about)
     advice = "all finished texts are kept: make room and run the same command again"
-    with disk_may_fill(path, lambda: advice), journal.opened(tasks, options.output):
-        seconds = engine.write(tasks, journal)
-    texts, total = len(journal.done), sum(task.turns for task in tasks)
-    reasons = dict(sorted(journal.reasons.items()))
+    with disk_may_fill(path, lambda: advice), journal.opened(options.output):
+        seconds = engine.write(journal)
+    texts, total, reasons = len(journal.done), journal.total, dict(sorted(journal.reasons.items()))
     figures = {"texts": texts, "finish_reasons": reasons, "failed": total - texts, "new_tokens": journal.new_tokens}
     options.output.write({"settings": about} | figures | {"seconds": seconds})
     if texts < total:

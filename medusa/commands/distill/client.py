@@ -28,12 +28,11 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """A text that the server generated. Its finish reason is `stop` (stop string or EOS), `length` or `tool_calls`."""
+    """A text that the server generated."""
 
     text: str
     finish_reason: str
-    stopped_by: str | None = None
-    """The stop string that ended the text, if the server reports which."""
+    """`eos`, `length` or, where a stop string may have ended the text, `stop`."""
     extras: Json = field(default_factory=dict)
     """The tool calls and the reasoning of the message, by key."""
 
@@ -66,7 +65,7 @@ class Server:
     def complete(self, prompt: list[int] | str, options: Json) -> Answer:
         """Let the model continue a text or token ids; raise a `ServerError` if that fails."""
         choice = self._choice("/completions", {"prompt": prompt} | options)
-        return _answer(choice, choice.get("text"), {})
+        return _answer(choice, choice.get("text"), {}, options)
 
     def chat(self, messages: list[Json], tools: list[Json] | None, options: Json) -> Answer:
         """Let the model answer a conversation; raise a `ServerError` if that fails."""
@@ -74,7 +73,7 @@ class Server:
         choice = self._choice("/chat/completions", body)
         message = choice.get("message") or {}
         extras = {key: message[key] for key in EXTRAS if message.get(key)}
-        return _answer(choice, message.get("content") or ("" if extras else None), extras)
+        return _answer(choice, message.get("content") or ("" if extras else None), extras, options)
 
     def _choice(self, path: str, body: Json) -> Json:
         reply = self._ask(path, {"model": self.model} | body, ATTEMPTS)
@@ -120,8 +119,11 @@ def _excerpt(error: urllib.error.HTTPError) -> str:
     return " ".join(str(text).split())[:200]
 
 
-def _answer(choice: Json, text: object, extras: Json) -> Answer:
+def _answer(choice: Json, text: object, extras: Json, options: Json) -> Answer:
     if not isinstance(text, str):
         raise ServerError(f"the reply has no text: {json.dumps(choice)[:200]}")
-    stopped_by = choice.get("stop_reason")  # vLLM: the stop string, or null if the model ended the text
-    return Answer(text, str(choice.get("finish_reason")), stopped_by if isinstance(stopped_by, str) else None, extras)
+    reason = str(choice.get("finish_reason"))
+    # The `stop_reason` of vLLM is the stop string, or null if the model ended the text. Other servers have none.
+    may_be_string = isinstance(choice.get("stop_reason"), str) or bool(options.get("stop"))
+    is_eos = reason == "tool_calls" or (reason == "stop" and not may_be_string)
+    return Answer(text, "eos" if is_eos else reason, extras)

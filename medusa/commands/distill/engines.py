@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from decode.settings import Settings
-from medusa.commands.distill.client import Answer, Server, ServerError
+from medusa.commands.distill.client import Server, ServerError
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task
 from medusa.commands.options import batches
@@ -63,14 +63,14 @@ class LocalEngine(Engine):
                 place = "" if str(error).startswith(task.where) else f"{task.where}: "
                 raise RequestError(f"{place}{error}") from None
 
-    def write(self, tasks: list[Task], journal: Journal) -> float:
-        """Generate the missing answers, the first of all conversations at first, and return the seconds of decoding."""
+    def write(self, journal: Journal) -> float:
+        """Generate the missing answers, turn by turn for all conversations, and return the seconds of decoding."""
         from transformers import set_seed
 
         from decode.results import text_of
 
         seconds = 0.0
-        for seed, turn, batch in self._batches(tasks, journal):
+        for seed, turn, batch in self._batches(journal):
             if seconds > self.seconds_at_most:
                 break
             prompts = self._prompts(batch, turn, journal)
@@ -81,15 +81,16 @@ class LocalEngine(Engine):
                 for index, result in zip(prompts, results, strict=True):
                     answer = text_of(result.new_ids, self.tokenizer, self.settings.stop)
                     line = _line(result.input_ids, result.new_ids, answer, result.finish_reason)
-                    journal.append(tasks[index], turn, line)
+                    journal.append(journal.tasks[index], turn, line)
         return seconds
 
-    def _batches(self, tasks: list[Task], journal: Journal) -> Iterator[tuple[int, int, list[Task]]]:
+    def _batches(self, journal: Journal) -> Iterator[tuple[int, int, list[Task]]]:
         """Yield the seed, the turn and the tasks of every batch that lacks an answer.
 
         Greedy answers do not depend on the other texts in a batch, so tasks with finished answers are left out. Sampled
         answers depend on them, so a batch with a missing answer is generated again as a whole. The journal keeps the
         answers that were finished before."""
+        tasks = journal.tasks
         for turn in range(max((task.turns for task in tasks), default=0)):
             asked = [task for task in tasks if task.turns > turn]
             if not self.settings.do_sample:
@@ -142,11 +143,11 @@ class ServerEngine(Engine):
         if text is not None and self.tokenizer is None:
             raise RequestError(f"{text.where}: {self.backbone} has no tokenizer, and the server's texts need one")
 
-    def write(self, tasks: list[Task], journal: Journal) -> float:
+    def write(self, journal: Journal) -> float:
         """Request the missing answers of all tasks, and return the seconds that this took."""
         start = perf_counter()
         with ThreadPoolExecutor(self.concurrency) as pool:
-            conversations = [pool.submit(self._converse, task, journal) for task in tasks]
+            conversations = [pool.submit(self._converse, task, journal) for task in journal.tasks]
             try:
                 for conversation in as_completed(conversations):
                     conversation.result()
@@ -188,16 +189,15 @@ class ServerEngine(Engine):
         options = self._options(task, turn)
         if task.ids is not None:
             answer = self.server.complete(task.ids, options)
-            reason = self._reason(answer)
             assert self.tokenizer is not None  # see `check`
             new_ids, eos = continuation_ids(task.ids, answer.text, self.tokenizer), self.tokenizer.eos_token_id
-            new_ids += [eos] if reason == "eos" and eos is not None else []
-            return _line(task.ids, new_ids, answer.text, reason)
+            new_ids += [eos] if answer.finish_reason == "eos" and eos is not None else []
+            return _line(task.ids, new_ids, answer.text, answer.finish_reason)
         messages = task.messages(answers)
         answer = self.server.chat(messages, task.tools, options)
         reply = {"role": "assistant", "content": answer.text} | answer.extras
         line: Json = {"messages": [*messages, reply], "teach": "last"}
-        line |= {"answer": answer.text, "finish_reason": self._reason(answer)}
+        line |= {"answer": answer.text, "finish_reason": answer.finish_reason}
         return line | ({"tools": task.tools} if task.tools else {})
 
     def _options(self, task: Task, turn: int) -> Json:
@@ -210,12 +210,6 @@ class ServerEngine(Engine):
             options["stop"] = list(ours.stop)
         beyond = {name: getattr(ours, name) for name in ("top_k", "repetition_penalty", "ignore_eos")}
         return options | {name: value for name, value in beyond.items() if value != getattr(Settings, name)}
-
-    def _reason(self, answer: Answer) -> str:
-        """Translate a server's finish reason: "stop" becomes "eos" unless a stop string may have ended the text."""
-        if answer.finish_reason == "stop":
-            return "stop" if answer.stopped_by is not None or self.settings.stop else "eos"
-        return "eos" if answer.finish_reason == "tool_calls" else answer.finish_reason
 
 
 def _line(prompt: list[int], new_ids: list[int], answer: str, reason: str) -> Json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -26,11 +26,11 @@ class Journal:
     Each line is flushed at once, so a killed run loses at most one text, which the next run generates again. A second
     file lists the texts that failed, with the reasons."""
 
-    def __init__(self, path: Path, keep: Container[int] = ()) -> None:
-        """Read the texts that earlier runs wrote to `path`; raise RequestError for a line that they did not write.
-
-        `keep` has the indices of prompts whose answers stay in memory for later turns of a conversation."""
-        self.path, self.failed_path, self.keep = path, path.with_suffix(FAILED), keep
+    def __init__(self, path: Path, tasks: list[Task]) -> None:
+        """Read the answers to `tasks` in the file `path`; raise RequestError for a line that no earlier run wrote."""
+        self.path, self.failed_path, self.tasks = path, path.with_suffix(FAILED), tasks
+        self.total = sum(task.turns for task in tasks)  # the number of texts, with those to generate
+        self.conversations = {task.index for task in tasks if task.turns > 1}
         self.done: dict[Key, str | None] = {}
         self.reasons: Counter[str] = Counter()  # the number of texts for each finish reason
         self.failed: set[Key] = set()
@@ -60,15 +60,15 @@ class Journal:
                 cut.truncate(whole)
 
     def _remember(self, key: Key, row: Json) -> None:
-        self.done[key] = row["answer"] if key[0] in self.keep else None
+        self.done[key] = row["answer"] if key[0] in self.conversations else None  # later turns need the answers
         self.reasons[row["finish_reason"]] += 1
 
     @contextmanager
-    def opened(self, tasks: list[Task], output: Output) -> Iterator[None]:
-        """Open the file for the texts of `tasks`, and show a progress bar of them in `output`."""
+    def opened(self, output: Output) -> Iterator[None]:
+        """Open the file for new texts, and show a progress bar of all texts in `output`."""
         self.failed_path.unlink(missing_ok=True)  # this run tries the failed texts again
         with self.path.open("a", encoding="utf-8") as self._file, output.progress_bars() as start:
-            self._advance = start("generating", sum(task.turns for task in tasks))
+            self._advance = start("generating", self.total)
             self._advance(len(self.done))
             yield
 
