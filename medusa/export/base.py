@@ -105,9 +105,10 @@ def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
         text = config.get_text_config(decoder=True)
         tied = model.get_input_embeddings().weight if getattr(text, "tie_word_embeddings", False) else None
         parameters = model.named_parameters(remove_duplicate=False)
-        names = [name for name, value in parameters if value is weight or value is tied]
+        names = [key for key, value in parameters if value is weight or value is tied]
         stored = Stored.of_model(folder)
-        for key in (*names, *(name.removeprefix(f"{model.base_model_prefix}.") for name in names), *FORMER_LM_HEADS):
+        without_prefix = [key.removeprefix(f"{model.base_model_prefix}.") for key in names]
+        for key in (*names, *without_prefix, *FORMER_LM_HEADS):
             if key in stored and stored[key].shape == weight.shape:
                 return stored[key]
     model = load_backbone(name, replace(options, device="cpu")).model

@@ -59,7 +59,8 @@ def generate(
     """Generate with Medusa heads; return the same as `model.generate`.
 
     The B prompts [B, T] are padded on the left to T tokens, with an `attention_mask` [B, T]. Raise ValueError if there
-    are no heads, they or an option do not fit the model, or the model cannot verify a tree."""
+    are no heads, they belong to another model, the model cannot verify a tree, or an option does not work with heads.
+    """
     where = medusa_heads or _named_in_generate()
     heads = heads_for(model, where, {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs})
     tree = CandidateTree(medusa_tree or heads.tree, model.device)
