@@ -39,7 +39,7 @@ class Topology:
 
     @classmethod
     def from_parents(cls, parent: Tensor, depth: Tensor, max_depth: int, max_children: int) -> Topology:
-        """Make a topology from parents and depths [R, N], with one operation per level and no loop over nodes."""
+        """Make the topology of R trees from the parents and depths [R, N] of their nodes, without a loop over nodes."""
         rows, nodes = parent.shape
         itself = torch.eye(nodes, dtype=torch.bool, device=parent.device).expand(rows, -1, -1)
         ancestors, above = itself, parent

@@ -88,9 +88,10 @@ class Options:
                 raise OptionError(f"{argument_name(known)} is {value}; it must be {known.metadata['allowed']}")
 
     def check_given(self, names: Sequence[str]) -> None:
-        """Check which arguments the user gave on the command line, even with their default values; here none.
+        """Reject arguments that the user gave but that have no effect; this base class rejects none.
 
-        Subclasses raise a `RequestError` for arguments that have no effect. `names`: the arguments without `--`."""
+        Subclasses raise a `RequestError`. `names`: the arguments on the command line, without `--`, also those that
+        were given with their default values."""
 
 
 class Group(NamedTuple):

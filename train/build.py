@@ -109,10 +109,10 @@ def build_trainer(run: LoadedRun) -> MedusaTrainer:
 
 
 def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> LoadOptions:
-    """The options with which this process loads the backbone: its own GPU, if a launcher started several processes.
+    """Set device and dtype in `options` for this process; of several processes, each uses a GPU of its own.
 
-    With `shard`, the backbone is first loaded into main memory, by default in the dtype of `config`.
-    """
+    With `shard`, the backbone is loaded into main memory before it is split over the GPUs; its dtype is by default that
+    of `config`."""
     device, rank = options.device, os.environ.get("LOCAL_RANK")
     if device in (None, "cuda"):
         device = f"cuda:{rank}" if rank is not None and torch.cuda.is_available() else None

@@ -122,7 +122,7 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
 
 
 def label_ranks(backbone: Backbone, heads: MedusaHeads, inputs: HeadInputs, labels: Tensor) -> Tensor:
-    """Find the ranks [K, P], from 0, of labels [K, P] among the heads' ten best guesses, or `MISSED` for others."""
+    """Find the ranks [K, P], from 0, of labels [K, P] among the ten best guesses of K heads; `MISSED` if not there."""
     ranks, lm_head = [], lm_head_for(heads, backbone)
     rows = chunk_rows(len(labels), backbone.vocab_size, inputs.hidden.device.type)
     features = heads.features(inputs)

@@ -132,7 +132,7 @@ class MedusaTrainer(Trainer):
         return self.lr_scheduler
 
     def begin_step(self, progress: float) -> None:
-        """Update the settings that change over the run, such as scheduled sampling, when a share `progress` is done."""
+        """Before a step, set what changes over the run, such as scheduled sampling; `progress` rises from 0 to 1."""
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling * progress
 
     def get_batch_samples(

@@ -33,7 +33,7 @@ class ApiAnswer:
     """The answer to one API request: collects its texts from the worker, and sends them as JSON or as a stream."""
 
     def __init__(self, model: str, is_chat: bool, is_stream: bool, prompt_tokens: int) -> None:
-        """Make an answer without rows; rows are added later. `prompt_tokens`: number of tokens in all prompts."""
+        """Make an answer without choices; their texts are added later. `prompt_tokens`: tokens in all prompts."""
         self.is_chat, self.prompt_tokens = is_chat, prompt_tokens
         number = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         kind = "text_completion"

@@ -31,7 +31,9 @@ from medusa.heads.sequential import SequentialHeads, State, normalised
 
 
 class EagleHeads(SequentialHeads):
-    """EAGLE heads. Their state is the last feature [..., H], and key and value [..., 2 H] of each pair in the path."""
+    """EAGLE heads: one decoder layer that reads pairs of a token and the feature before it.
+
+    The state of a draft node is its feature [..., H], and the joined key and value [..., 2 H] of each pair on its path."""
 
     follows_path = uses_context = True
 

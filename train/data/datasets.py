@@ -27,7 +27,9 @@ class PackedDataset(Dataset[Batch]):
     def __init__(
         self, examples: Iterable[Example], sequence_length: int, whole: bool = False, counts: DataCounts | None = None
     ) -> None:
-        """Pack `examples` into rows of one length, and add them to `counts`. With `whole`, no document is split."""
+        """Pack the tokens of `examples` into rows of one length. With `whole`, no example is split over two rows.
+
+        The numbers of examples and tokens are added to `counts`."""
         self.counts = counts or DataCounts()
         rows = [padded(row, sequence_length) for row in pack(examples, sequence_length, whole, self.counts)]
         columns = [torch.stack(column) for column in zip(*rows, strict=True)]
