@@ -121,7 +121,7 @@ class LookaheadDrafter(TextDrafter):
     def propose(self, frontier: Frontier) -> Draft:
         """Draft the n-grams of each row's pool that continue the row's text.
 
-        The backbone reads the row's lookahead window in the same forward, as a side branch, and so makes new n-grams."""
+        In the same forward, the backbone reads the row's lookahead window as a side branch, which gives new n-grams."""
         if self.answers is not None:
             for row, answers in zip(self.answers[0], self.answers[1].tolist(), strict=True):
                 # Rows without new text learn nothing, so that a second call gives the same draft.
