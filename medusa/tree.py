@@ -55,7 +55,7 @@ class Tree:
         """Make a tree from the paths of all nodes except the root (the `medusa_choices` of the original Medusa).
 
         Raises:
-            RequestError: a path is empty, listed twice, holds something other than ranks, or lacks its parent's path."""
+            RequestError: a path is empty, listed twice, holds other things than ranks, or lacks its parent's path."""
         index: dict[RankPath, int] = {(): 0}
         for path in sorted(map(_checked, paths), key=lambda p: (len(p), p)):
             if path in index:

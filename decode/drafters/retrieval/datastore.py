@@ -172,8 +172,8 @@ def build(
     """Build a datastore in `folder`, or continue an unfinished build; returns the content of datastore.json.
 
     `encode` returns the token ids of a piece. `about` holds `backbone`, `tokenizer` (the result of
-    `tokenizer_fingerprint`), `vocab_size`, and every other setting that the ids depend on. To continue a build, give the same `pieces` in the
-    same order, and the same `about`. `tell` receives progress messages.
+    `tokenizer_fingerprint`), `vocab_size`, and every other setting that the ids depend on. To continue a build, give
+    the same `pieces` in the same order, and the same `about`. `tell` receives progress messages.
 
     Raises:
         RequestError: `folder` holds other files, a finished datastore, or a build with other settings or text; or the
