@@ -34,20 +34,20 @@ class Continuation:
     config: GenerationConfig
 
     def __post_init__(self) -> None:
-        prompt, model = self.ids, self.model
-        context = getattr(text_config(model), "max_position_embeddings", None)
-        self.limit = int(self.config.max_length) if context is None else min(int(self.config.max_length), context)
-        boundary = longrope_boundary(model)
+        length, end = self.ids.shape[1], int(self.config.max_length)
+        context = getattr(text_config(self.model), "max_position_embeddings", None)
+        self.limit = end if context is None else min(end, context)
+        boundary = longrope_boundary(self.model)
         require(
-            boundary is None or not prompt.shape[1] <= boundary < self.limit,
+            boundary is None or not length <= boundary < self.limit,
             f"longrope changes all rotations after {boundary} tokens, which a tree cannot follow; end it earlier "
             "(max_new_tokens), or decode it without heads",
         )
         require(
-            context is None or prompt.shape[1] <= context,
-            f"the prompt has {prompt.shape[1]} tokens, but the model's context ends at {context}",
+            context is None or length <= context,
+            f"the prompt has {length} tokens, but the model's context ends at {context}",
         )
-        self.finished = prompt.shape[1] >= self.limit
+        self.finished = length >= self.limit
 
     def write(self, logits: Tensor) -> int:
         """Choose the next token from the model's logits [V], greedily or by sampling; append it and return it."""
