@@ -109,6 +109,24 @@ def test_malformed_replies_are_failures(server: FakeServer, client: Server, body
         client.complete("abc", FEW)
 
 
+@pytest.mark.parametrize(
+    ("reply", "options", "reason"),
+    [
+        ({"finish_reason": "stop"}, {}, "eos"),
+        ({"finish_reason": "stop", "stop_reason": None}, {}, "eos"),
+        ({"finish_reason": "stop", "stop_reason": "zz"}, {}, "stop"),
+        ({"finish_reason": "stop"}, {"stop": ["zz"]}, "stop"),
+        ({"finish_reason": "tool_calls"}, {"stop": ["zz"]}, "eos"),
+        ({"finish_reason": "length"}, {}, "length"),
+    ],
+)
+def test_finish_reasons(
+    server: FakeServer, client: Server, reply: dict[str, Any], options: dict[str, Any], reason: str
+) -> None:
+    server.trouble = lambda number, asked: (200, {}, json.dumps({"choices": [{"text": "ab"} | reply]}))
+    assert client.complete("abc", FEW | options).finish_reason == reason
+
+
 def test_tool_calls_and_reasoning_are_kept(server: FakeServer, client: Server) -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     reply = {"choices": [{"message": message | {"reasoning_content": "hm"}, "finish_reason": "tool_calls"}]}
