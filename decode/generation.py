@@ -106,7 +106,7 @@ def steps(
     `kwargs` are those of `model.generate`; for the other arguments see `generate`."""
     options = DecodingOptions.taken_from(kwargs)
     requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
-    return _start(model, DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer).steps
+    return _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer).steps
 
 
 @listing_options()
@@ -150,7 +150,7 @@ def generate(
     if ids is None:
         raise RequestError("no prompt: pass inputs or input_ids")
     requests = prepare(model, unpadded(ids, attention_mask), **kwargs)
-    begun = _start(model, DrafterContext(model, heads, tree), requests, options, drafter, amateur)
+    begun = _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur)
     return _finished(begun, streamer, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
 
@@ -177,12 +177,11 @@ def medusa_generate(
     options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
     requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
     requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
-    begun = _start(model, context, requests, options, medusa_drafter, medusa_amateur)
+    begun = _start(context, requests, options, medusa_drafter, medusa_amateur)
     return _finished(begun, medusa_streamer, input_ids, generation_config)
 
 
 def _start(
-    model: PreTrainedModel,
     context: DrafterContext,
     requests: Sequence[Request],
     options: DecodingOptions,
@@ -192,7 +191,7 @@ def _start(
 ) -> Decoding:
     rule = options.rule_for(requests[0].do_sample)
     factory = drafter_factory(drafter, context._replace(stop_drafting=options.stop_drafting))
-    return decoding(model, factory, requests, rule, options.compile, Amateur.of(amateur), timer)
+    return decoding(context.model, factory, requests, rule, options.compile, Amateur.of(amateur), timer)
 
 
 def _finished(
@@ -217,7 +216,11 @@ def _finished(
     ids = torch.cat([input_ids, padded.to(input_ids.device)], dim=1)
     if not config.return_dict_in_generate:
         return ids
-    kept = {"scores": target.kept_scores, "logits": target.kept_logits}
-    lengths = [len(row) for row in new_ids]
-    by_position = {name: target.by_position(rows, lengths) for name, rows in kept.items() if rows}
+    by_position = {}
+    for name, rows in (("scores", target.kept_scores), ("logits", target.kept_logits)):
+        if rows is not None:  # a tensor [B, V] for each new token; short rows repeat their last one
+            by_position[name] = tuple(
+                torch.cat([row[min(at, len(own) - 1)].clone() for row, own in zip(rows, new_ids, strict=True)])
+                for at in range(padded.shape[1])
+            )
     return GenerateDecoderOnlyOutput(sequences=ids, **by_position)  # type: ignore[arg-type]

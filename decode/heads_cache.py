@@ -8,6 +8,8 @@ Shapes: B rows, T tokens of a piece of the prompts, C columns of a path, H hidde
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
@@ -31,16 +33,9 @@ class HeadsCache:
         if heads.prefix is not None:
             self.prefix = TreeCache(heads.prefix.config, batch_size, capacity)
             self.masks = TreeMasks(heads.prefix.config, heads.dtype, heads.device)
-            self.chains: dict[int, Topology] = {}
+            self.chain = functools.cache(lambda width: Topology.of(Tree.chain(width - 1).to(heads.device)))
         if heads.uses_context:
             self.pairs = TreeCache(LlamaConfig(num_hidden_layers=1), batch_size, capacity)
-
-    @classmethod
-    def of(cls, heads: MedusaHeads | None, backbone: Backbone, batch_size: int, capacity: int) -> HeadsCache | None:
-        """Make the cache that `heads` need; `None` for heads that read only the current hidden state."""
-        if heads is None or (heads.prefix is None and not heads.uses_context):
-            return None
-        return cls(heads, backbone, batch_size, capacity)
 
     def piece(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """Append a piece of each right-padded prompt to the caches, from the backbone's hidden states [B, T, H].
@@ -65,10 +60,7 @@ class HeadsCache:
         are those of the paths' nodes, the root first, and `counts` the number of nodes of each path."""
         hidden = hidden.to(self.device, self.dtype)
         if self.prefix is not None:
-            width, lengths = hidden.shape[1], self.prefix.lengths
-            if width not in self.chains:
-                self.chains[width] = Topology.of(Tree.chain(width - 1).to(self.device))
-            topology = self.chains[width]
+            topology, lengths = self.chain(hidden.shape[1]), self.prefix.lengths
             positions = torch.tensor(lengths, device=self.device)[:, None] + topology.depth
             mask = self.masks(lengths, topology)
             assert isinstance(mask, Tensor)
@@ -109,10 +101,9 @@ class HeadsCache:
 
     def context_kv(self) -> ContextKV | None:
         """The keys and values of all pairs, for heads at the positions after the text; `None` for other heads."""
-        cache = self.pairs
-        if cache is None:
+        if self.pairs is None:
             return None
-        layer = cache.tree_layers[0]
+        cache, layer = self.pairs, self.pairs.tree_layers[0]
         lengths = torch.tensor(cache.lengths, device=layer.keys.device)[:, None]  # [B, 1]
         seen = torch.arange(cache.longest, device=lengths.device) < lengths
         keys, values = (states[:, :, : cache.longest] for states in (layer.keys, layer.values))

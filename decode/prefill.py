@@ -1,6 +1,7 @@
 """Prefill: read prompts into the KV cache piece by piece, so that memory holds the activations of one piece only.
 
-A piece of C tokens attends to all S cache slots up to its own end. So the largest mask is [C, S], never [S, S].
+A piece of C tokens attends to all S cache slots up to its own end. So the largest mask is [C, S], never [S, S], and the
+LM head runs at one position per row.
 
 Shapes: B rows, T tokens of the longest prompt, C tokens of a piece, H hidden size, V vocabulary.
 """

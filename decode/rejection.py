@@ -22,14 +22,15 @@ def accept_sampled(draft: Draft, target: Scores, draws: Draws, depth_limit: Tens
 
     At each node of the walk, the children are tried in the order in which they were drawn. A child x is accepted with
     probability min(1, p(x) / q(x)). After a rejection, p becomes its residual max(0, p - q), normalised, and q loses x,
-    because the next sibling was drawn without x. If no child is left, the next root is drawn from the current p.
-
-    The draft must have a `proposal`: for chosen tokens, p / q is wrong for every q."""
+    because the next sibling was drawn without x. If no child is left, the next root is drawn from the current p. The
+    draft must have a `proposal`: for chosen tokens, p / q is wrong for every q."""
     assert draft.proposal is not None, "only a drawn draft can be rejected by p / q"
-    walk = TreeWalk(draft, depth_limit)
+    (q, of_children), walk = draft.proposal, TreeWalk(draft, depth_limit)
     while len(walk.rows):
         scores, index = target(walk.rows, walk.nodes)
-        child, left = _first_accepted(draft, walk, Residuals.at_first(draft, walk, scores, index), draws)
+        q_of, shared = of_children[walk.rows, walk.nodes], len(scores) < len(index)
+        at_first = Residuals(scores.softmax(-1), q.to(scores.device), index, q_of, shared)
+        child, left = _first_accepted(draft, walk, at_first, draws)
         ends = child < 0
         walk.go_on(child, draws.tokens(walk.rows[ends], left.p, left.p_of[ends]))
     return ended_at(draft, walk.end, walk.root)
@@ -44,12 +45,12 @@ def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: D
         if not len(trying):
             continue
         token = draft.ids[walk.rows[trying], child[trying]]
-        p, q = residuals.of_token(trying, token)
-        passes = passes_ratio(draws.uniforms(walk.rows[trying], 1)[:, 0], p, q)
-        # q = 0: nothing was left to draw, and a token is repeated (`draw_distinct`). It is no draw, so it is skipped.
-        drawn = q > 0
-        accepted[trying[passes & drawn]] = child[trying[passes & drawn]]
+        p = residuals.p[residuals.p_of[trying], token].double()
+        q = residuals.q[residuals.q_of[trying], token].double()
+        drawn = q > 0  # else nothing was left to draw, and a token is repeated (`draw_distinct`), which is skipped
+        passes = passes_ratio(draws.uniforms(walk.rows[trying], 1)[:, 0], p, q) & drawn
         fails = ~passes & drawn
+        accepted[trying[passes]] = child[trying[passes]]
         residuals = residuals.after_rejection(trying[fails], token[fails], was_last=place == children.shape[1])
     return accepted, residuals
 
@@ -66,20 +67,8 @@ class Residuals(NamedTuple):
     q_of: Tensor  # [R] the index of each row's distribution in `q`
     shared: bool  # whether to look for rows that share a distribution, which does not pay for few rows
 
-    @classmethod
-    def at_first(cls, draft: Draft, walk: TreeWalk, scores: Tensor, index: Tensor) -> Residuals:
-        """The distributions before any rejection: p is the target, q the proposal for the children of the node."""
-        assert draft.proposal is not None
-        q, of_children = draft.proposal
-        q_of = of_children[walk.rows, walk.nodes]
-        return cls(scores.softmax(-1), q.to(scores.device), index, q_of, len(scores) < len(index))
-
-    def of_token(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up p and q [X], float64, of one token [X] in each of the X rows `rows` (indices among the R)."""
-        return self.p[self.p_of[rows], token].double(), self.q[self.q_of[rows], token].double()
-
     def after_rejection(self, rows: Tensor, token: Tensor, was_last: bool) -> Residuals:
-        """Update p and q of the X rows `rows`, whose drafted tokens `token` [X] were rejected.
+        """Update p and q of the X rows `rows` (indices among the R), whose drafted tokens `token` [X] were rejected.
 
         With `was_last`, no row has another sibling to try, so q is not computed."""
         if not len(rows):

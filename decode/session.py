@@ -50,7 +50,9 @@ class Session:
         self.verifier = verifiers.create(self.backbone, self.sequences, capacity)
         self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
         """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""
-        self.heads_cache = HeadsCache.of(heads, self.backbone, len(requests), capacity)
+        self.heads_cache: HeadsCache | None = None  # other heads read only the current hidden state
+        if heads is not None and (heads.prefix is not None or heads.uses_context):
+            self.heads_cache = HeadsCache(heads, self.backbone, len(requests), capacity)
 
     def prefill(self, most_probable_first: bool = False) -> Frontier:
         """Read the prompts, and decide on each row's first token, by argmax with `most_probable_first`."""

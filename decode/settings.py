@@ -221,6 +221,7 @@ def listing_options(prefix: str = "") -> Callable[[Function], Function]:
             inspect.Parameter(prefix + field.name, keyword, default=field.default, annotation=field.type)
             for field in fields(DecodingOptions)
         ]
+        # Functions have no declared attribute `__signature__`, which `inspect.signature` reads (PEP 362).
         vars(function)["__signature__"] = inspect.Signature([*own, *listed, kwargs])
         return function
 

@@ -43,10 +43,9 @@ class Target:
         self.do_sample = requests[0].do_sample
         self.draws = RowDraws([request.generator for request in requests])
         config = requests[0].config
+        # Per row, for every decided token in order: its scores and its raw logits [1, V], where options ask for them.
         self.kept_scores: list[list[Tensor]] | None = [[] for _ in requests] if config.output_scores else None
-        """Per row the scores [1, V] of every decided token, in order; `None` unless `output_scores` is set."""
         self.kept_logits: list[list[Tensor]] | None = [[] for _ in requests] if config.output_logits else None
-        """Per row the raw logits [1, V] of every decided token, in order; `None` unless `output_logits` is set."""
         keeps = self.kept_scores is not None or self.kept_logits is not None
         self.is_argmax = not self.do_sample and not keeps and not any(self.processors)
         """Whether one argmax over raw logits decides, so that all nodes can be decided at once."""
@@ -90,27 +89,15 @@ class Target:
 
         Drafts are drawn from q. Every q gives the right text; the closer q is to the target, the more is accepted.
         Penalties depend on a path that is not drawn yet, so q is computed without them."""
-        warped = [processed(self.warpers[row], None, logits[i].float()) for i, row in enumerate(rows)]
+        ids = torch.zeros(logits.shape[1], 1, dtype=torch.long, device=logits.device)  # `WARPERS` read none
+        warped = [processed(self.warpers[row], ids, logits[i].float()) for i, row in enumerate(rows)]
         return torch.stack(warped).softmax(-1)
-
-    def by_position(self, kept: Sequence[Sequence[Tensor]], lengths: Sequence[int]) -> tuple[Tensor, ...]:
-        """Recorded scores of texts as `model.generate` returns them: a tensor [B, V] for each new token.
-
-        Short rows repeat their last scores."""
-        return tuple(
-            torch.cat([scores[min(at, length - 1)].clone() for scores, length in zip(kept, lengths, strict=True)])
-            for at in range(max(lengths))
-        )
 
 
 def processed(
-    processors: LogitsProcessorList, ids: Tensor | None, scores: Tensor, truncation: Truncation | None = None
+    processors: LogitsProcessorList, ids: Tensor, scores: Tensor, truncation: Truncation | None = None
 ) -> Tensor:
-    """Apply logits processors to scores [X, V] after `ids` [X, T]; then exclude tokens that are not typical.
-
-    `WARPERS` read no ids, so these may be `None`. Without `truncation`, no token is excluded."""
-    if ids is None:
-        ids = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
+    """Apply logits processors to scores [X, V] after `ids` [X, T]; with `truncation`, exclude tokens not typical."""
     scores = cast(Tensor, processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores)))
     if truncation is None:
         return scores

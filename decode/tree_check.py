@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.cache import TreeCache
@@ -32,6 +33,7 @@ from medusa.tree import Tree
 # Eight nodes, three deep. With siblings and cousins, slots and positions differ from node 2 on.
 TREE = Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [1, 0, 0]])
 LEAVES = [node for node in range(TREE.num_nodes) if node not in TREE.parent.tolist()]
+LINES = [[node for node in TREE.paths[leaf].tolist() if node >= 0] for leaf in LEAVES]  # nodes from the root to leaves
 PROMPTS = (13, 9)  # tokens: two rows of a ragged batch
 KEPT = ([0, 2, 5, 7], [0, 1])  # nodes of the first tree that each row commits: not adjacent, and of uneven number
 WINDOW = 5  # ends inside the text and inside a path of the tree
@@ -108,8 +110,8 @@ def _check(model: PreTrainedModel) -> TreeCheck:
     longer = [prompt + [ids[n] for n in kept] for prompt, ids, kept in zip(prompts, first, KEPT, strict=True)]
     trees = list(zip(prompts + longer, first + second, strict=True))
 
-    right = _plain(backbone, [_lines(prefix, ids) for prefix, ids in trees])
-    wrong = _plain(backbone, [[(prefix + ids, list(range(len(ids))))] for prefix, ids in trees[:2]])
+    right = _plain(backbone, trees, LINES)
+    wrong = _plain(backbone, trees[:2], [list(range(TREE.num_nodes))])
     control = _difference(wrong, right[:2], right, tolerance)
     if not right.isfinite().all():
         dtype = str(backbone.dtype).removeprefix("torch.")
@@ -141,28 +143,19 @@ def _difference(some: Tensor, others: Tensor, scale: Tensor, tolerance: float) -
     return float(by_tree.max() / scale.abs().max())
 
 
-def _lines(prefix: list[int], ids: list[int]) -> list[tuple[list[int], list[int]]]:
-    """One pair per leaf of a tree: the prefix with the ids on the leaf's path, and the nodes of that path."""
-    lines = [[node for node in TREE.paths[leaf].tolist() if node >= 0] for leaf in LEAVES]
-    return [(prefix + [ids[node] for node in line], line) for line in lines]
+def _plain(backbone: Backbone, trees: list[tuple[list[int], list[int]]], lines: list[list[int]]) -> Tensor:
+    """Logits [R, N, V] of all nodes of trees, each given by the text before it and its ids [N], without cache or mask.
 
-
-def _plain(backbone: Backbone, rows: list[list[tuple[list[int], list[int]]]]) -> Tensor:
-    """Logits [R, N, V] of all nodes, from one forward without cache or mask over the texts of all paths.
-
-    Texts are padded on the right, which a causal model does not see. `rows` has the pairs of `_lines` for each tree."""
-    texts = [text for row in rows for text, _ in row]
-    ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
-    for index, text in enumerate(texts):
-        ids[index, : len(text)] = torch.tensor(text)
-    logits = iter(backbone.model(input_ids=ids.to(backbone.device), use_cache=False).logits)
-    results = []
-    for row in rows:
-        nodes: dict[int, Tensor] = {}
-        for text, line in row:
-            nodes |= zip(line, next(logits)[len(text) - len(line) : len(text)].cpu().double(), strict=True)
-        results.append(torch.stack([nodes[node] for node in range(TREE.num_nodes)]))
-    return torch.stack(results)
+    One forward reads each of the `lines` of nodes as a text of its own, after the text before its tree. Texts are
+    padded on the right, which a causal model does not see."""
+    texts = [torch.tensor(prefix + [ids[node] for node in line]) for prefix, ids in trees for line in lines]
+    ids = pad_sequence(texts, batch_first=True).to(backbone.device)
+    logits = backbone.model(input_ids=ids, use_cache=False).logits
+    found = torch.zeros(len(trees), TREE.num_nodes, logits.shape[-1], dtype=torch.float64)
+    lines_of_trees = itertools.product(range(len(trees)), lines)
+    for (tree, line), text, after in zip(lines_of_trees, texts, logits, strict=True):
+        found[tree, line] = after[len(text) - len(line) : len(text)].cpu().double()
+    return found
 
 
 def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[list[int]]) -> Tensor:
@@ -185,17 +178,13 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
     # Parts of a model may hold copies of its configuration, and a multimodal model holds one within another.
     configs = [model.config, model.config.get_text_config(decoder=True)]
     configs += [c for module in model.modules() if isinstance(c := getattr(module, "config", None), PretrainedConfig)]
-    changed = []
-    try:
+    with contextlib.ExitStack() as stack:
         for config, name in itertools.product(configs, ("sliding_window", "attention_chunk_size")):
             window = getattr(config, name, None)
             if window and window > WINDOW:
-                changed.append((config, name, window))
+                stack.callback(setattr, config, name, window)
                 setattr(config, name, WINDOW)
         yield
-    finally:
-        for config, name, window in changed:
-            setattr(config, name, window)
 
 
 def _tolerance(backbone: Backbone) -> float:

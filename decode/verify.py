@@ -16,7 +16,7 @@ from medusa.backbone import Backbone, Readout
 
 
 class Verifier:
-    """Verifies drafts: the backbone, with the KV cache of a session's texts (`prefill`, `commit` and `select`)."""
+    """Verifies drafts by the backbone. It fills, commits and selects in the KV cache of a session's texts."""
 
     def __init__(self, backbone: Backbone, cache: TreeCache, sequences: Sequences | None = None) -> None:
         """Make a verifier on `cache`; `sequences` holds its texts, for models that read a text again (`reread`)."""

@@ -145,27 +145,20 @@ class Regions(list[tuple[Key, Region]]):
     def __reduce__(self) -> tuple[type[Regions], tuple[()]]:
         return Regions, ()
 
-    def take(self, key: Key, make: Callable[[], Region]) -> Region:
-        """Remove a stored compiled region with this key and return it, or make a new one."""
+    def take(self, key: Key) -> Region | None:
+        """Remove a stored compiled region with this key and return it; `None` if there is none."""
         with self.lock:
             for place, (held, region) in enumerate(self):
                 if held == key:
                     del self[place]
                     return region
-        return make()
+        return None
 
     def put_back(self, key: Key, region: Region) -> None:
         """Store a compiled region after use; if there are more than `KEPT`, the oldest ones are dropped."""
         with self.lock:
             self.append((key, region))
             del self[:-KEPT]
-
-
-def surroundings_key(backbone: Backbone) -> Key:
-    """The settings in a compiled region's key: attention implementation, autocast dtype, number of threads."""
-    kind = backbone.device.type
-    precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return backbone.config._attn_implementation, precision, torch.get_num_threads()
 
 
 def modules_key(module: nn.Module) -> Key:

@@ -58,8 +58,9 @@ class FixedSampler:
         return self._walk(draft, logits, u, depth_limit)
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """Apply the target's logits processors to logits [X, V] of X positions."""
-        return processed(self.processors, None, logits.float(), self.truncation)
+        """Apply the target's logits processors, which read no ids, to logits [X, V] of X positions."""
+        ids = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
+        return processed(self.processors, ids, logits.float(), self.truncation)
 
     def _walk(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
         """Accept nodes as `decode.accept.accept_walk` does, in a fixed number of steps; ended walks do not move."""

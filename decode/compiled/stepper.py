@@ -6,7 +6,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, FixedHeadsCache
-from decode.compiled.region import Key, Region, Regions, modules_key, surroundings_key
+from decode.compiled.region import Key, Region, Regions, modules_key
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Frontier, NoDraft
 from decode.drafters.base import DrafterFactory
@@ -41,15 +41,17 @@ class CompiledStepper(Stepper):
         tree = self.tree
         if tree.min_probability:
             raise RequestError(ONE_SHAPE)
-        self.regions = Regions.of(session.backbone.model)
+        self.regions = Regions.of(session.backbone.model)  # before the key, which lists the model's attributes
         self.taken: list[tuple[Key, Region]] = []
         shape = tree.temperatures if isinstance(tree, DynamicTree) else None
+        backbone, device = session.backbone, session.backbone.device.type
         self.key = (
             len(session.sequences),
             (tree.num_nodes, shape, *tree.candidates.parent.tolist(), *tree.candidates.rank.tolist()),
             FixedSampler.key(session.target, acceptor),
-            surroundings_key(session.backbone),
-            modules_key(session.backbone.model),
+            (backbone.config._attn_implementation, torch.get_num_threads()),
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+            modules_key(backbone.model),
             (heads, modules_key(heads)) if heads is not None else (),  # with the heads, so that no others get their id
         )
         self.lengths = [len(prompt) for prompt in session.sequences.prompts]
@@ -105,15 +107,13 @@ class CompiledStepper(Stepper):
     def _region(self, capacity: int, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier) -> Region:
         """Take or make a compiled region of at least `capacity` cache slots, and load the other arguments into it."""
         slots = max(MIN_CAPACITY, 1 << (capacity - 1).bit_length())
-
-        def make() -> Region:
+        key = (slots, *self.key)
+        region = self.regions.take(key)
+        if region is None:
             backbone, sampler = self.session.backbone, FixedSampler(self.session.target, self.acceptor)
             drafter = NoDraft(backbone.device) if self.factory is None else self.factory.start(self.session)
             fixed = None if heads_cache is None else FixedHeadsCache(heads_cache, slots, self.tree.max_depth)
-            return Region(backbone, FixedCache(cache, slots), fixed, drafter, sampler, frontier.hidden)
-
-        key = (slots, *self.key)
-        region = self.regions.take(key, make)
+            region = Region(backbone, FixedCache(cache, slots), fixed, drafter, sampler, frontier.hidden)
         self.taken.append((key, region))
         region.load(cache, heads_cache, frontier, self._alive())
         return region

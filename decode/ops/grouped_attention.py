@@ -4,7 +4,7 @@ If g query heads share a key head, transformers' sdpa copies keys and values g t
 a mask. For 32 query heads, 8 key heads, 8192 tokens of context and 16 nodes, copies take three quarters of attention's
 time. Here the g heads become g x N queries of one key head. The results are equal, on a CPU to the last bit.
 
-The model's configuration keeps the name "sdpa", which several models (Falcon, Gemma 4, DeepSeek 3.2) compare.
+The configuration keeps the name "sdpa": under another name, some models (Falcon, Gemma 4, DeepSeek 3.2) mask otherwise.
 
 Shapes: B rows, H query heads on H / g key heads, N tokens, S cache slots, D head size.
 """
