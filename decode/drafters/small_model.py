@@ -34,7 +34,7 @@ def require_same_vocabulary(name: str, small: PretrainedConfig, backbone: Pretra
     sizes = [config.get_text_config(decoder=True).vocab_size for config in (small, backbone)]
     if sizes[0] != sizes[1]:
         raise RequestError(
-            f"the {role} {name} has {sizes[0]} tokens, the backbone {sizes[1]}; they must share a vocabulary"
+            f"the {role} {name} has {sizes[0]} tokens and the backbone {sizes[1]}; give one with the same vocabulary"
         )
 
 
