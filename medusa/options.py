@@ -214,10 +214,7 @@ class LoadOptions(Options, kw_only=False):
         if self.quantization not in (None, *QUANTIZATIONS):
             raise RequestError(f"quantization is {self.quantization!r}; choose 4bit or 8bit, or leave it out")
         if self.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
-            raise RequestError(
-                f"quantization: {self.quantization} needs bitsandbytes, which is not installed; install it, or leave "
-                "quantization out"
-            )
+            raise RequestError(f"quantization: {self.quantization} needs bitsandbytes, which is not installed")
 
     @property
     def hub(self) -> dict[str, str | bool | None]:
@@ -235,8 +232,6 @@ def _require_device(device: str) -> None:
         raise RequestError(f"--device is {device!r}; choose cpu, cuda, cuda:0, ..., mps or auto") from None
     count = torch.cuda.device_count()
     if asked.type == "cuda" and (asked.index or 0) >= count:
-        raise RequestError(
-            f"--device is {device!r}, and PyTorch sees {count} CUDA device(s); choose cpu or leave it out"
-        )
+        raise RequestError(f"--device is {device!r}, and PyTorch sees {count} GPU(s); choose cpu or leave it out")
     if asked.type == "mps" and not torch.backends.mps.is_available():
         raise RequestError(f"--device is {device!r} and PyTorch sees no Apple GPU; choose cpu or leave it out")

@@ -59,9 +59,7 @@ class BenchmarkOptions(CommandOptions):
         (), "also measure tau and the speedup at these temperatures", metavar="T,T,...", type=temperatures, nargs=None
     )
     lossy: bool = option(False, "also measure the lossy acceptance rules, and the probability of their texts")
-    report: str | None = option(
-        None, "write an HTML page, or a folder with page, pictures and JSON", metavar="FILE.html|DIR"
-    )
+    report: str | None = option(None, "write an HTML page, or a folder with pictures and JSON", metavar="FILE.html|DIR")
     compare: tuple[str, ...] = option(
         (),
         "compare with earlier runs on the same prompts; without --backbone, compare the first file with the others",
@@ -96,15 +94,9 @@ class BenchmarkOptions(CommandOptions):
             raise RequestError(f"--drafter {' --drafter '.join(self.drafter)}: one is given twice; leave one out")
         assisted = self.prompt_lookup or self.draft_model
         if assisted and self.contrasting.amateur:
-            raise RequestError(
-                "transformers' assisted generation cannot be combined with --amateur; leave out --prompt-lookup and "
-                "--draft-model"
-            )
+            raise RequestError("--prompt-lookup and --draft-model cannot be combined with --amateur; leave them out")
         if assisted and self.batch_size > 1:
-            raise RequestError(
-                f"transformers' assisted generation takes one prompt at a time, and --batch-size is {self.batch_size}; "
-                "leave out --prompt-lookup and --draft-model, or use --batch-size 1"
-            )
+            raise RequestError("--prompt-lookup and --draft-model need --batch-size 1; leave them out, or give it")
 
 
 def run(options: BenchmarkOptions) -> None:
@@ -119,10 +111,7 @@ def run(options: BenchmarkOptions) -> None:
     if not options.models.backbone and earlier:
         (first, base), *others = earlier
         if not others:
-            raise RequestError(
-                f"--compare {first} is one file, and a comparison needs two; give a second one, or "
-                "--backbone B --heads H --prompts P to measure now"
-            )
+            raise RequestError(f"a comparison needs two files, not only {first}; give another, or --backbone B")
         comparisons = [compare(base, other, (first, name)) for name, other in others]
     else:
         result, comparisons = measure(options, earlier)

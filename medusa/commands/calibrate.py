@@ -34,10 +34,7 @@ class CalibrateOptions(CommandOptions):
         super().__post_init__()
         require_writable(self.plot)
         if self.settings.compile:
-            raise RequestError(
-                "--compile would compile every tree that is tried, for minutes; leave it out. --tree auto uses the "
-                "saved tree with --compile too, and medusa benchmark --compile measures a tree that you name"
-            )
+            raise RequestError("--compile would compile every tree that is tried; leave it out here")
 
 
 def run(options: CalibrateOptions) -> None:

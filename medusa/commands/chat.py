@@ -61,38 +61,34 @@ class ChatOptions(CommandOptions):
 
 
 def run(options: ChatOptions) -> None:
-    from decode.serve.chat import Conversation
+    from decode.serve.chat import ChatWorker, Conversation
     from decode.serve.texts import TextGenerator
     from medusa.commands import models
 
-    if options.page.web:
+    page = options.page
+    if page.web:
         require_extra("web", "nicegui")
-        options.page.require_free()
+        page.require_free()
     drafts = options.models.heads is not None or options.models.drafter is not None
     opened = models.open_models(options, drafters=[options.models.drafter] if drafts else [])
     loaded, settings = opened.loaded, opened.settings
     conversation = Conversation(models.require_tokenizer(loaded, "a chat"), options.system)
     generator, begin = TextGenerator(loaded.model, conversation.tokenizer, opened.source), [loaded.bos_token_id or 0]
-    if options.page.web:
-        _serve_page(options, generator, settings, begin)
+    if page.web:
+        from decode.serve.chat_page import PageConfig, serve
+
+        worker = ChatWorker(generator)
+        with options.warming_up():
+            worker.thread.submit(generator.warm_up, begin, settings).result()
+        backbone, drafter = options.models.backbone, options.models.drafter or "heads"
+        config = PageConfig(worker, settings, backbone, drafter, options.system, options.runtime.seed)
+        serve(config, page.host, page.port, page.allowed_hosts, lambda: page.announce("chat"))
         return
     with options.warming_up():
         generator.warm_up(begin, settings)
     terminal = _Terminal(options, generator, settings, conversation)
     terminal.run()
     options.output.write(models.results_json(options, opened, terminal.results))
-
-
-def _serve_page(options: ChatOptions, generator: TextGenerator, settings: Settings, begin: list[int]) -> None:
-    from decode.serve.chat import ChatWorker
-    from decode.serve.chat_page import PageConfig, serve
-
-    worker, page = ChatWorker(generator), options.page
-    with options.warming_up():
-        worker.thread.submit(generator.warm_up, begin, settings).result()
-    backbone, drafter = options.models.backbone, options.models.drafter or "heads"
-    config = PageConfig(worker, settings, backbone, drafter, options.system, options.runtime.seed)
-    serve(config, page.host, page.port, page.allowed_hosts, lambda: page.announce("chat"))
 
 
 class _Terminal:
@@ -128,11 +124,8 @@ class _Terminal:
     def _introduce(self) -> None:
         say = self.notes.print
         if not self.conversation.has_template:
-            say(
-                f"{self.options.models.backbone} has no chat template, so it continues your text. "
-                "Press Enter on an empty line to continue the last answer.",
-                highlight=False,
-            )
+            say(f"{self.options.models.backbone} has no chat template, so it continues your text.", highlight=False)
+            say("Press Enter on an empty line to continue the last answer.", highlight=False)
         if self.generator.source is not None:
             say("[green]green[/]: drafted tokens that the backbone accepted; each other token took one forward")
         say("Type /help for the commands.", highlight=False)

@@ -26,9 +26,7 @@ class DataOptions(Options):
     data: str = option(REQUIRED, "read a .jsonl, .json, .txt or .parquet file, a folder or a Hub dataset", metavar="D")
     max_prompts: int = count(100, "read only the first N records")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
-    document_separator: str = option(
-        DOCUMENT_SEPARATOR, "split a .txt file into documents at this line", metavar="LINE"
-    )
+    document_separator: str = option(DOCUMENT_SEPARATOR, "split .txt files into documents at this line", metavar="LINE")
 
 
 class EvaluateOptions(CommandOptions):

@@ -31,9 +31,7 @@ class ExportOptions(Options):
     to: str = option(REQUIRED, f"write this format: {', '.join(FORMATS)}", metavar="FORMAT")
     out: str = option(REQUIRED, "write the export to this folder", metavar="DIR", name="output")
     overwrite: bool = option(False, "replace an earlier export in the folder")
-    backbone: str | None = option(
-        None, "name this backbone, a folder or a Hub id (default: the backbone that the heads record)", metavar="B"
-    )
+    backbone: str | None = option(None, "name this backbone (default: the one that the heads record)", metavar="B")
     dtype: str | None = option(
         None,
         f"write weights as {' or '.join(DTYPE_NAMES)} (default: unchanged)",
@@ -41,13 +39,9 @@ class ExportOptions(Options):
         lambda value: value in DTYPE_NAMES,
     )
     load: LoadOptions = group(LoadOptions, "loading", only=("revision", "trust_remote_code"))
-    benchmark: str | None = option(
-        None, "with --to hub: quote these results of medusa benchmark --json in the model card", metavar="FILE"
-    )
-    license: str | None = option(
-        None, "with --to hub: name this license in the model card, such as apache-2.0", metavar="ID"
-    )
-    repo_id: str | None = option(None, "with --to hub: name this repository in the model card", metavar="ORG/NAME")
+    benchmark: str | None = option(None, "with --to hub: quote these results of medusa benchmark", metavar="FILE.json")
+    license: str | None = option(None, "with --to hub: name this license, such as apache-2.0", metavar="ID")
+    repo_id: str | None = option(None, "with --to hub: name this repository", metavar="ORG/NAME")
     output: Output = group(Output, "output")
 
 

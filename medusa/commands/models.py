@@ -17,15 +17,9 @@ from decode.bench.calibration import calibrate
 from decode.bench.calibration.recording import own_texts
 from decode.bench.calibration.stored import files_for, situation, store, stored, stored_temperatures
 from decode.bench.machine import has_fast_bfloat16
-from decode.drafters import drafter_factory, parse
+from decode.drafters import drafter_factory, parse, small_model
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
 from decode.drafters.layouts import DynamicTree, Layout, require_draftable, require_sizes, resolve_tree
-from decode.drafters.small_model import (
-    load_small_model,
-    require_same_tokenizer,
-    require_same_vocabulary,
-    small_model_path,
-)
 from decode.drafters.trained_heads import HeadsDrafterConfig
 from decode.request import require_fitting
 from decode.results import Result
@@ -49,10 +43,10 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
     for drafter in drafters:
         drafter.check(config)
     if amateur is not None:
-        path, options = small_model_path(amateur), LoadOptions(trust_remote_code=load.trust_remote_code)
-        require_same_vocabulary(amateur, load_config(path, options), config, "amateur")
+        path, options = small_model.small_model_path(amateur), LoadOptions(trust_remote_code=load.trust_remote_code)
+        small_model.require_same_vocabulary(amateur, load_config(path, options), config, "amateur")
         theirs, ours = load_tokenizer(path, options), load_tokenizer(models.backbone, load)
-        require_same_tokenizer(amateur, theirs, ours, models.backbone, "amateur")
+        small_model.require_same_tokenizer(amateur, theirs, ours, models.backbone, "amateur")
     if models.heads is None or not any(drafter.needs_heads for drafter in drafters):
         return
     heads, text = MedusaHeads.from_pretrained(models.heads), config.get_text_config(decoder=True)
@@ -108,7 +102,7 @@ def open_models(
     if settings.stop:
         require_tokenizer(loaded, "--stop")
     if contrasting.amateur is not None:
-        model = load_small_model(contrasting.amateur, _context(command, loaded), "amateur")
+        model = small_model.load_small_model(contrasting.amateur, _context(command, loaded), "amateur")
         require_fitting(prompts, Backbone(model), "amateur")
         contrast = Contrast(contrasting.alpha, contrasting.beta, contrasting.temperature)
         settings = replace(settings, amateur=Amateur(model, contrast, contrasting.amateur))
@@ -142,9 +136,7 @@ def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> D
 def require_tokenizer(loaded: Loaded, use: str) -> PreTrainedTokenizerBase:
     """Return the backbone's tokenizer; without one, raise a `RequestError` that names `use`, which needs it."""
     if loaded.tokenizer is None:
-        raise RequestError(
-            f"{loaded.name} has no tokenizer, and {use} needs one; add its files to the backbone's folder"
-        )
+        raise RequestError(f"{loaded.name} has no tokenizer, and {use} needs one; add its files to the folder")
     return loaded.tokenizer
 
 
@@ -238,7 +230,4 @@ def hint_at_bfloat16(loaded: Loaded, output: Output) -> None:
     model = loaded.model
     slow = model.dtype == torch.float32 and model.device.type == "cpu" and model.num_parameters() > 20_000_000
     if slow and has_fast_bfloat16():
-        output.note(
-            "hint: try --dtype bfloat16, at which this CPU is fast: a step of 8 nodes takes about as long as 1.2 plain "
-            "steps, and 1.8 in float32"
-        )
+        output.note("hint: try --dtype bfloat16, at which this CPU is fast: verifying drafts takes less time")

@@ -46,9 +46,7 @@ class Models(Options):
 class Prompts(Options):
     prompt: tuple[str, ...] = option((), "use this prompt; repeatable", metavar="TEXT")
     prompts: str | None = option(
-        None,
-        "read prompts from a .jsonl, .json, .txt (one per line) or .parquet file, a folder or a Hub dataset",
-        metavar="FILE",
+        None, "read a .jsonl, .json, .parquet or .txt (one per line) file, a folder or a Hub dataset", metavar="FILE"
     )
     max_prompts: int | None = count(None, "use only the first N prompts")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
@@ -72,11 +70,7 @@ def read_prompts(place: str, split: str, most: int | None = None, separator: str
 
 class RuntimeOptions(Options):
     seed: int = option(
-        0,
-        "seed all random number generators with N",
-        f"a whole number from 0 to {2**32 - 1}",
-        lambda value: 0 <= value < 2**32,
-        "N",
+        0, "seed all random number generators with N", "from 0 to 2**32 - 1", lambda value: 0 <= value < 2**32, "N"
     )
     threads: int | None = count(None, "use N CPU threads; fewer can be faster (default: PyTorch's choice)")
 
@@ -141,10 +135,7 @@ class Output(Options):
 
 class Contrasting(ContrastOptions):
     amateur: str | None = option(
-        None,
-        "decode contrastively: prefer tokens to which the backbone gives more probability than this small model does; "
-        "both need the same tokenizer; demo is shipped",
-        metavar="B",
+        None, "decode contrastively, away from this small model with the same tokenizer; demo is shipped", metavar="B"
     )
 
     def check_given(self, names: Sequence[str]) -> None:
@@ -210,12 +201,8 @@ def warn_if_useless(tokens: int, tokens_per_step: float) -> None:
 
 
 class Network(Options):
-    host: str = option(
-        "127.0.0.1", "listen on this address: 127.0.0.1 is this machine, 0.0.0.0 is open to all", metavar="A"
-    )
-    port: int = option(
-        8000, "listen on port N", f"a whole number from 1 to {2**16 - 1}", lambda value: 0 < value < 2**16, "N"
-    )
+    host: str = option("127.0.0.1", "listen on this address; 0.0.0.0 is open to other machines", metavar="A")
+    port: int = option(8000, "listen on port N", "a whole number from 1 to 65535", lambda value: 0 < value < 2**16, "N")
 
     def require_free(self) -> None:
         """Raise RequestError if a server cannot listen on the host and port; called before models are loaded."""
@@ -225,10 +212,8 @@ class Network(Options):
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 trial.bind((self.host, self.port))
         except OSError as error:
-            raise RequestError(
-                f"cannot listen at {self.host}, port {self.port} ({error.strerror or error}); choose another --port or "
-                "--host"
-            ) from None
+            reason = f"{error.strerror or error}; choose another --port or --host"
+            raise RequestError(f"cannot listen at {self.host}, port {self.port}: {reason}") from None
 
     @property
     def is_loopback(self) -> bool:

@@ -18,27 +18,17 @@ from medusa.options import REQUIRED, Options, count, group, option
 
 
 class TrainOptions(Options):
-    config: str = option(
-        REQUIRED,
-        "read the backbone, data, output_dir, heads and training arguments from this file",
-        metavar="CONFIG.yaml",
-        positional=True,
-    )
+    config: str = option(REQUIRED, "read the run from this YAML file", metavar="CONFIG.yaml", positional=True)
     overrides: tuple[str, ...] = option(
         (), "override a key of the file, for example heads.num=5", metavar="key=value", positional=True, nargs="*"
     )
     resume: bool = option(False, "continue from the last checkpoint in output_dir")
     overwrite: bool = option(False, "replace the heads in output_dir")
     inspect: int | None = count(
-        None,
-        "show N examples (default: 3) with the tokens to learn, and count the data, without training",
-        nargs="?",
-        const=3,
+        None, "show the tokens to learn in N examples (default: 3) and count the data; do not train", nargs="?", const=3
     )
     ids: bool = option(False, "with --inspect: print a line for every token")
-    plan: bool = option(
-        False, "report the disk space that cache_features would take and the time that it would save, without training"
-    )
+    plan: bool = option(False, "report, without training, the disk space of cache_features and the time it saves")
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime", only=("threads",))
     output: Output = group(Output, "output")
 
@@ -50,7 +40,6 @@ def run(options: TrainOptions) -> None:
 
     config, output = load_recipe(options.config, list(options.overrides)), options.output
     RuntimeOptions(seed=int(config.training.get("seed", 42)), threads=options.runtime.threads).prepare()
-    figures: dict[str, object]
     if options.inspect:
         found = preview(config, options.inspect)
         show(found, output.console, ids=options.ids)
@@ -58,7 +47,6 @@ def run(options: TrainOptions) -> None:
     elif options.plan:
         figures = plan_features(config, output.quiet).to_dict()
     else:
-        trained = train(config, resume=options.resume, overwrite=options.overwrite, quiet=output.quiet)
-        figures = trained.to_dict()
+        figures = train(config, resume=options.resume, overwrite=options.overwrite, quiet=output.quiet).to_dict()
     if os.environ.get("RANK", "0") == "0":  # only one of several processes writes
         output.write(figures)
