@@ -3,8 +3,6 @@
 In each round, every method decodes all prompts. The methods alternate after every batch of prompts, so a machine that
 slows down during the run slows all methods. Each method first decodes one batch as a warm-up, which does not count.
 Metrics are medians over the rounds. Tokens per second count all new tokens and the whole time, prefill included.
-
-Shapes: P positions of a text, K heads.
 """
 
 from __future__ import annotations
@@ -113,9 +111,9 @@ def summarize(contenders: Sequence[Contender], categories: Sequence[str | None])
     by_name = {contender.name: contender for contender in contenders}
     baselines = by_name["plain"], by_name["transformers"]
     names = dict.fromkeys(category for category in categories if category is not None)
+    if len(names) == 1:
+        names.clear()
     groups = {name: [i for i, category in enumerate(categories) if category == name] for name in names}
-    if len(groups) == 1:
-        groups.clear()
     found, everything = {}, range(len(categories))
     for contender in contenders:
         figures = found[contender.name] = _figures(contender, *baselines, everything)
@@ -170,18 +168,15 @@ def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
     for result in results:
         at = 0
         for length in result.uncut_lengths:
-            stretches[at // POSITIONS].append(length)
+            stretches[at - at % POSITIONS].append(length)
             at += length
-    return [
-        PositionFigures(POSITIONS * number, sum(lengths) / len(lengths), len(lengths))
-        for number, lengths in sorted(stretches.items())
-    ]
+    return [PositionFigures(start, sum(found) / len(found), len(found)) for start, found in sorted(stretches.items())]
 
 
 def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[AcceptedNode]:
     """Compute for each accepted node of the draft tree the fraction of steps that accepted the node.
 
-    `ranks` has a tensor [P, K] for each text in `results`: the ranks of the correct tokens in a `Recording`."""
+    `ranks` has a tensor [positions, heads] for each text in `results`: the correct tokens' ranks (`Recording`)."""
     counts: Counter[tuple[int, ...]] = Counter()
     steps = 0
     for table, result in zip(ranks, results, strict=True):

@@ -76,8 +76,7 @@ class Sample:
 
     def speedup(self, other: Sample, drawn: Resampling) -> Tensor:
         """Compute the speedup over `other` in each bootstrap draw, [D]: the median over rounds of the rates' ratio."""
-        ratio = self.rates(drawn) / other.rates(drawn).clamp_min(1e-9)
-        return ratio.quantile(0.5, dim=1)
+        return (self.rates(drawn) / other.rates(drawn).clamp_min(1e-9)).quantile(0.5, dim=1)
 
 
 def interval(values: Tensor) -> Interval:

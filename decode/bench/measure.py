@@ -11,18 +11,10 @@ from pathlib import Path
 
 import torch
 
+from decode.bench import figures
 from decode.bench.benchmark import Contender, StageTimer, accepted_by_node, run_rounds, summarize
 from decode.bench.calibration.recording import record
 from decode.bench.calibration.stored import situation, stored
-from decode.bench.figures import (
-    BenchmarkMachine,
-    BenchmarkResult,
-    LossyFigures,
-    MemoryFigures,
-    MethodFigures,
-    RunSettings,
-    TemperatureFigures,
-)
 from decode.bench.machine import commit, machine
 from decode.bench.methods import Job, one_by_one, transformers_method
 from decode.drafters.base import DrafterContext
@@ -50,7 +42,7 @@ class BenchmarkJob(Job):
         if self.settings.stop and self.loaded.tokenizer is None:
             raise RequestError("--stop needs a tokenizer, and this backbone has none; leave it out")
 
-    def measure(self, contenders: Sequence[Contender], rounds: int, title: str) -> dict[str, MethodFigures]:
+    def measure(self, contenders: Sequence[Contender], rounds: int, title: str) -> dict[str, figures.MethodFigures]:
         """Measure all contenders in `rounds` rounds, with a progress bar called `title`; return metrics by name."""
         size = self.batch_size
         batches = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
@@ -67,14 +59,14 @@ def prompts_hash(prompts: Sequence[list[int]]) -> str:
     return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
 
 
-def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> BenchmarkResult:
+def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> figures.BenchmarkResult:
     """Run a benchmark: measure all methods, and describe machine and settings. `others`: methods that a user added."""
     methods = measure_methods(job, others)
-    memory = MemoryFigures(bytes_of(job.loaded.model), job.source.num_bytes, peak_memory())
-    about = BenchmarkMachine(**vars(machine()), dtype=job.dtype, memory=memory, medusa=__version__)
+    memory = figures.MemoryFigures(bytes_of(job.loaded.model), job.source.num_bytes, peak_memory())
+    about = figures.BenchmarkMachine(**vars(machine()), dtype=job.dtype, memory=memory, medusa=__version__)
     generation = json.loads(json.dumps(job.settings.to_dict()))
     names = ("heads", "drafter", "tree", "rounds", "batch_size", "seed", "command")
-    settings = RunSettings(
+    settings = figures.RunSettings(
         **{name: generation.pop(name) for name in ("max_new_tokens", "temperature", "acceptance")},
         **{name: getattr(job, name) for name in names},
         generation=generation,
@@ -85,10 +77,10 @@ def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> Benchm
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         commit=commit(),
     )
-    return BenchmarkResult(about, settings, methods)
+    return figures.BenchmarkResult(about, settings, methods)
 
 
-def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict[str, MethodFigures]:
+def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict[str, figures.MethodFigures]:
     """Measure plain decoding, `model.generate`, the contenders in `others` and the drafter; return metrics by name."""
     waits = [torch.cuda.synchronize] if job.loaded.model.device.type == "cuda" else []
     plain, medusa = StageTimer(*waits), StageTimer(*waits)
@@ -101,15 +93,15 @@ def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict
     return job.measure(contenders, job.rounds, "measuring")
 
 
-def at_temperature(job: BenchmarkJob, temperature: float) -> TemperatureFigures:
+def at_temperature(job: BenchmarkJob, temperature: float) -> figures.TemperatureFigures:
     """Measure tau and speedup of lossless decoding at another temperature, in one round (no top-k, top-p, min-p)."""
     settings = replace(job.settings, temperature=temperature, acceptance=None, top_k=0, top_p=1.0, min_p=0.0)
     found = measure_methods(replace(job, settings=settings, rounds=1))["medusa"]
     speedup = found.speedup_vs_generate, found.speedup_vs_generate_interval
-    return TemperatureFigures(temperature, found.tau, found.tau_interval, *speedup)
+    return figures.TemperatureFigures(temperature, found.tau, found.tau_interval, *speedup)
 
 
-def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
+def compare_lossy_rules(job: BenchmarkJob) -> list[figures.LossyFigures]:
     """Measure the speed and `log_likelihood` of plain sampling, the lossless rule and each lossy rule, in one round.
 
     The temperature is the job's, or 1 if that is 0. A higher log-likelihood means more predictable texts."""
@@ -119,12 +111,12 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
         job.by_transformers("transformers", warm),
         *(Contender(rule, job.drafted(replace(warm, acceptance=rule))) for rule in ("rejection", *LOSSY)),
     ]
-    figures, backbone, rows = job.measure(contenders, 1, "lossy rules"), Backbone(job.loaded.model), []
+    measured, backbone, rows = job.measure(contenders, 1, "lossy rules"), Backbone(job.loaded.model), []
     for contender in [contenders[0], *contenders[2:]]:
-        name, found = contender.name, figures[contender.name]
+        name, found = contender.name, measured[contender.name]
         likelihood = log_likelihood(backbone, contender.rounds[0], warm.temperature)
         speed = (warm.temperature, found.tau, found.speedup_vs_generate)
-        rows.append(LossyFigures(name, name not in LOSSY, *speed, likelihood))
+        rows.append(figures.LossyFigures(name, name not in LOSSY, *speed, likelihood))
     return rows
 
 
@@ -151,11 +143,11 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
     return job.by_transformers("draft model", job.settings, assistant_model=load_small_model(name, context))
 
 
-def add_details(job: BenchmarkJob, figures: MethodFigures, calibrations: Sequence[Path]) -> None:
-    """Add what only a report shows to `figures`: acceptance by node, and the calibration stored in `calibrations`."""
+def add_details(job: BenchmarkJob, medusa: figures.MethodFigures, calibrations: Sequence[Path]) -> None:
+    """Add what only a report shows to `medusa`: acceptance by node, and the calibration stored in `calibrations`."""
     heads, model = job.source.heads, job.loaded.model
     assert heads is not None, "only heads have nodes with ranks, and calibrations"
     results = one_by_one(job.drafted(job.settings), job.prompts, prompt_seeds(job.seed, range(len(job.prompts))))
     recording = record(Backbone(model), heads, [(r.input_ids, r.new_ids) for r in results])
-    figures.accepted_by_node = accepted_by_node(recording.ranks, results)
-    figures.calibration = stored(calibrations, situation(model, heads, job.settings, job.batch_size))
+    medusa.accepted_by_node = accepted_by_node(recording.ranks, results)
+    medusa.calibration = stored(calibrations, situation(model, heads, job.settings, job.batch_size))

@@ -10,13 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    RepetitionPenaltyLogitsProcessor,
-    StopStringCriteria,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StopStringCriteria
 
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
@@ -34,8 +29,7 @@ from medusa.loading import Loaded
 Prompts = Sequence[Sequence[int]]
 OnStep = Callable[[int, list[int]], None]  # receives the index of a prompt, and the tokens that one step wrote for it
 Seeds = Sequence[int] | None  # a random seed for each prompt, whose text then does not depend on the other prompts
-StartProgress = Callable[[str, int], Callable[..., object]]
-"""A function that starts a progress bar with a title and a total, and returns a callback that advances the bar."""
+StartProgress = Callable[[str, int], Callable[..., object]]  # starts a bar (title, total), returns what advances it
 
 
 class Method(Protocol):

@@ -38,25 +38,22 @@ class ReportPage:
     content: Mapping[str, object]
     figures: Mapping[str, Figure]
 
-    def html(self) -> str:
-        """Render the page as HTML."""
+    def save(self, path: Path) -> None:
+        """Render the page as HTML, and write it to the file `path`."""
         loader = FileSystemLoader(plots.FOLDER / "templates")
-        environment = Environment(
-            loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        jinja = Environment(
+            autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader
         )
-        environment.filters |= {"interval": interval_in_words, "bytes": readable}
-        environment.filters["fixed"] = lambda value, digits=0: f"{value:.{digits}f}"
-        return environment.get_template(self.template).render(
+        jinja.filters |= {"interval": interval_in_words, "bytes": readable}
+        jinja.filters["fixed"] = lambda value, digits=0: f"{value:.{digits}f}"
+        html = jinja.get_template(self.template).render(
             self.content,
             title=self.title,
             drawn={name: partial(themed_svg, name, figure) for name, figure in self.figures.items()},
             colors=plots.COLORS,
             css=Markup((plots.FOLDER / "report.css").read_text(encoding="utf-8")),
         )
-
-    def save(self, path: Path) -> None:
-        """Write the page to the file `path`."""
-        write_text(path, self.html())
+        write_text(path, html)
 
     def save_pictures(self, folder: Path) -> None:
         """Write each figure to `folder` as a PNG file with a white background."""
@@ -134,15 +131,9 @@ def verify_page(outcome: VerificationResult) -> ReportPage:
         groups.setdefault(name, []).append(case)
     names = partial(token_name, asked.loaded.tokenizer)
     head, rows = figures_table(outcome.cases)
-    content = {
-        "outcome": outcome,
-        "amateur": {} if amateur is None else amateur.to_dict(),
-        "threshold": f"{threshold(outcome.cases):.1e}",
-        "false_alarm": f"{FALSE_ALARM:.0e}",
-        "names": names,
-        "head": head,
-        "rows": rows,
-    }
+    content: dict[str, object] = {"outcome": outcome, "names": names, "head": head, "rows": rows}
+    content["amateur"] = {} if amateur is None else amateur.to_dict()
+    content |= {"threshold": f"{threshold(outcome.cases):.1e}", "false_alarm": f"{FALSE_ALARM:.0e}"}
     title = f"Do {drafter} change what the backbone {asked.loaded.name} writes?"
     figures = {name: plots.frequencies(cases, names) for name, cases in groups.items()}
     return ReportPage("verify.html.j2", title, content, figures)
