@@ -28,8 +28,7 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import Tree
 
-SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)
-"""Numbers of nodes of the trees to try. A tree of 1 node is plain decoding."""
+SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)  # numbers of nodes of the trees to try; 1 is plain decoding
 WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
 WARM_UP = 2  # steps at the beginning of each timing that do not count
 
@@ -55,10 +54,8 @@ def calibrate(
     recording = record(backbone, heads, texts)
     longest, reach = max((len(new) for _, new in texts), default=0), heads.config.num_heads
     if not recording.has_steps:
-        raise RequestError(
-            f"the longest continuation has {longest} tokens, but {reach} heads need more than {reach}; "
-            "give other prompts, or more new tokens"
-        )
+        need = f"{reach} heads need more than {reach}; give other prompts, or more new tokens"
+        raise RequestError(f"the longest continuation has {longest} tokens, but {need}")
     temperatures = recording.fit_temperatures()
     sizes = sizes or sizes_for(backbone.device, batch_size)
     # With drawn drafts, the choice of nodes must not depend on the drawn tokens, so dynamic trees are excluded.
@@ -82,8 +79,8 @@ def calibrate(
         paths = tree.to_json() if isinstance(tree, Tree) else []
         points.append(CalibrationPoint(tree.num_nodes, paths, expected_tau(tree), 1000 * of_step, is_dynamic))
     about = RecordedTexts(len(texts), recording.tokens, sum(map(len, prompts)))
-    place = situation(model, heads, settings, batch_size)
-    return Calibration(points, best_of(points), list(temperatures), place, about)
+    holds_for = situation(model, heads, settings, batch_size)
+    return Calibration(points, best_of(points), list(temperatures), holds_for, about)
 
 
 def sizes_for(device: torch.device, batch_size: int) -> list[int]:
@@ -98,9 +95,7 @@ def sizes_for(device: torch.device, batch_size: int) -> list[int]:
 def _trees(
     recording: Recording, sizes: Sequence[int], temperatures: tuple[float, ...], on_progress: Callable[[str], object]
 ) -> list[Layout]:
-    """Make the trees to try: one node for plain decoding, and for each size a static and a dynamic tree.
-
-    `temperatures`: those of the heads in dynamic trees; if empty, there are no dynamic trees."""
+    """Make the trees to try: one node, and for each size a static tree and (with `temperatures`) a dynamic tree."""
     grown: dict[int, Tree] = {1: Tree.chain(0)}
     sizes = [nodes for nodes in sizes if nodes > 1]
     for nodes in sizes:

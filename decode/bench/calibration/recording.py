@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.bench.methods import plain_method
+from decode.bench.methods import Prompts, plain_method
 from decode.drafters.layouts import TOP, DynamicTree, Layout
 from decode.results import prompt_seeds
 from decode.settings import Settings
@@ -31,18 +32,13 @@ from medusa.vocabulary import lm_head_for, places_of, token_ids
 Text = tuple[list[int], list[int]]  # the token ids of a prompt, and of its continuation
 OWN_TEXTS, OPENING_TOKENS, OWN_TOKENS = 32, 16, 96  # number of texts in `own_texts`, and their lengths in tokens
 BATCH_SIZE = 16  # prompts that are decoded together
-TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0)
-"""The G temperatures that `fit_temperatures` chooses from."""
+TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0)  # the G that are tried
 AT_ONCE = 64  # positions whose logits are in memory at the same time
 MAX_ROUNDS = 8  # repetitions of counting and growing in `grow`; three are usual
 
 
 def continued_texts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    prompts: Sequence[list[int]],
-    settings: Settings,
-    seed: int,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, prompts: Prompts, settings: Settings, seed: int
 ) -> list[Text]:
     """Continue prompts by plain decoding with `settings`. The random seed of each prompt is derived from `seed`."""
     method, seeds, texts = plain_method(model, settings, tokenizer), prompt_seeds(seed, range(len(prompts))), []
@@ -66,18 +62,16 @@ def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> li
     return [(result.input_ids, result.new_ids) for result in written(openings, seeds=seeds)]
 
 
-@dataclass
-class Recording:
+class Recording(NamedTuple):
     """The guesses of the heads at every position of some texts, compared with the correct tokens.
 
-    Each list has one tensor per text. Row p of a tensor belongs to the step whose root is new token p of the text."""
+    Each field has one tensor per text. Row p of a tensor belongs to the step whose root is new token p of the text."""
 
-    ranks: list[Tensor] = field(default_factory=list)
-    """[P, K] rank of the correct token among the guesses of each head; 0 is the best guess. MISSED if the token is
-    not among the TOP best guesses, or if the text has ended before the token."""
-    best: list[Tensor] = field(default_factory=list)  # [P, K, TOP] logits of the best guesses of each head
-    log_z: list[Tensor] = field(default_factory=list)  # [P, K, G] log-sum-exp of the logits at each temperature
-    right: list[Tensor] = field(default_factory=list)  # [P, K] logit of the correct token; NaN if there is none
+    # [P, K] rank of the correct token among each head's guesses (0: the best); MISSED beyond TOP or the text's end
+    ranks: Sequence[Tensor] = ()
+    best: Sequence[Tensor] = ()  # [P, K, TOP] logits of the best guesses of each head
+    log_z: Sequence[Tensor] = ()  # [P, K, G] log-sum-exp of the logits at each temperature
+    right: Sequence[Tensor] = ()  # [P, K] logit of the correct token; NaN if there is none
 
     @property
     def tokens(self) -> int:
@@ -91,8 +85,7 @@ class Recording:
 
     def part(self, texts: Sequence[int]) -> Recording:
         """Return the part of the recording that belongs to the texts with these indices."""
-        columns = (self.ranks, self.best, self.log_z, self.right)
-        return Recording(*([column[text] for text in texts] if column else [] for column in columns))
+        return Recording(*([column[text] for text in texts] if column else [] for column in self))
 
     def fit_temperatures(self) -> tuple[float, ...]:
         """Fit one temperature per head, at which the correct tokens are most probable (Guo et al. 2017)."""
@@ -120,7 +113,7 @@ def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[Text]) -> Rec
         states = backbone.hidden_states(ids[:, :-1], use_cache=False)
         before = torch.arange(len(prompt) - 1, states.shape[1], device=states.device)  # the position before each token
         rows.append(_recorded(heads, backbone, heads.inputs(states, ids, backbone.embed, place=before), new))
-    return Recording(*map(list, zip(*rows, strict=True)))
+    return Recording(*zip(*rows, strict=True))
 
 
 def _recorded(heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, new: list[int]) -> list[Tensor]:

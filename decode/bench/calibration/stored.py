@@ -1,7 +1,4 @@
-"""Calibrations of heads, and the JSON files that store them.
-
-A file holds one calibration for each situation: the combination of machine, models and settings (`situation`).
-"""
+"""Calibrations of heads, and the JSON files that store one for each `situation` (machine, models and settings)."""
 
 from __future__ import annotations
 

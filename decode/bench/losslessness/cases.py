@@ -69,10 +69,9 @@ class Case:
     def to_json(self) -> list[dict[str, object]]:
         """Return the entries of the case in `medusa verify --json`, one per test."""
         about = {"prompt": self.prompt, "temperature": self.temperature, "top_p": self.top_p}
-        measured = (*DISTANCES, "chi2", "degrees_of_freedom")
         return [
             {**about, "tokens": tokens, **self.rule._asdict(), "judged": self.rule.is_judged}
-            | {name: getattr(found, name) for name in measured}
+            | {name: getattr(found, name) for name in (*DISTANCES, "chi2", "degrees_of_freedom")}
             | {"chi2_p_value": found.p_value, "impossible_draws": found.impossible, "mean_accepted": self.mean_accepted}
             for tokens, found in self.tests()
         ]

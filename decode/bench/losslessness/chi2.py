@@ -1,7 +1,4 @@
-"""Pearson's chi-square test of sampled tokens.
-
-Shapes: V outcomes, which are the tokens of the vocabulary.
-"""
+"""Pearson's chi-square test of sampled tokens. Shapes: V outcomes, which are the tokens of the vocabulary."""
 
 from __future__ import annotations
 

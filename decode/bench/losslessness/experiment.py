@@ -44,8 +44,7 @@ MAX_ROWS = 50_000  # draws that are taken together; fewer for a large vocabulary
 MAX_CHILDREN = 2  # children per node in a drawn tree: each further child multiplies the distributions to compute
 MAX_SCORES = 2**28  # scores that are cached, 1 GiB of float32
 
-Take = Callable[[int], tuple[Draft, Acceptance]]
-"""A function that samples a number of steps, one per row, and returns their drafts and the accepted nodes."""
+Take = Callable[[int], tuple[Draft, Acceptance]]  # samples that many steps: their drafts, and the accepted nodes
 OnDraws = Callable[[int], object]  # receives the number of draws that have just been taken
 
 
@@ -187,18 +186,11 @@ class Experiment:
         truncated = truncation if rule.against == "truncated target" else None
         target = _truncated(after_root, truncated).double().softmax(-1).cpu()
         after = _truncated(after_firsts, truncated).double().softmax(-1).cpu()
-        return Case(
-            prompt=number,
-            temperature=self.settings.temperature,
-            top_p=self.settings.top_p,
-            rule=rule,
-            first=goodness_of_fit(first, target),
-            second=combined([goodness_of_fit(counts, p) for counts, p in zip(second, after, strict=True)]),
-            frequencies=first / draws,
-            target=target,
-            draft=None if self.head is None else self.head.cpu(),
-            mean_accepted=accepted_tokens / draws,
-        )
+        about = number, self.settings.temperature, self.settings.top_p, rule
+        first_fit = goodness_of_fit(first, target)
+        second_fit = combined([goodness_of_fit(counts, p) for counts, p in zip(second, after, strict=True)])
+        head = None if self.head is None else self.head.cpu()
+        return Case(*about, first_fit, second_fit, first / draws, target, head, mean_accepted=accepted_tokens / draws)
 
     def _count(self, take: Take, draws: int, on_progress: OnDraws, same: bool) -> tuple[Tensor, Tensor, int]:
         """Count the tokens of `draws` steps: after the root [V], after each first token [F, V], and all accepted ones.
@@ -233,7 +225,6 @@ class Experiment:
 
     def _chosen(self, rule: Rule, draft: Draft, scores: Tensor) -> Take:
         """Make a function that samples steps with `--draft topk`. All rows share one draft and its scores [N, V]."""
-
         passes = Acceptor(rule.acceptance, self.settings.epsilon, self.settings.delta).passes
 
         def of_nodes(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,4 @@
-"""Runs a verification: compares greedy texts with and without the drafter, and tests samples for the first prompts.
-
-Where two greedy texts diverge, the gap between the logits of the two tokens shows whether rounding explains it.
-"""
+"""Runs a verification: compares greedy texts with and without the drafter, and tests samples for the first prompts."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from decode.bench.methods import Job, Method
 from decode.strategies.contrastive import Amateur
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-
-TIE = 1e-5  # largest gap between two float32 logits whose order rounding may change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +54,10 @@ class Divergence:
 def tie_bound(dtype: torch.dtype, top: float) -> float:
     """Compute the largest gap between two logits that rounding explains. `top`: the largest logit.
 
-    The bound is 0 in float64, and 1e-5 in float32. In lower precision it is four units in the last place of `top`: each
-    of the two logits may change by two units if its sum is computed in another order."""
+    In low precision, summing in another order may change each of the two logits by two units in the last place."""
     if dtype == torch.float64:
         return 0.0
-    return TIE if dtype == torch.float32 else 4 * torch.finfo(dtype).eps * abs(top)
+    return 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps * abs(top)
 
 
 @dataclass
@@ -117,12 +111,8 @@ class VerificationResult:
         about = {"backbone": asked.loaded.name, "nodes": asked.source.num_nodes, "amateur": amateur}
         about |= {name: getattr(asked, name) for name in ("heads", "drafter", "tree", "dtype", "batch_size", "seed")}
         about |= {name: getattr(settings, name) for name in ("max_new_tokens", "epsilon", "delta")}
-        sampling = {
-            "draws": asked.draws,
-            "false_alarm_rate": FALSE_ALARM,
-            "smallest_allowed_p_value": threshold(self.cases),
-            "cases": [line for case in self.cases for line in case.to_json()],
-        }
+        limits = {"false_alarm_rate": FALSE_ALARM, "smallest_allowed_p_value": threshold(self.cases)}
+        sampling = {"draws": asked.draws, **limits, "cases": [line for case in self.cases for line in case.to_json()]}
         return {"settings": about, "greedy": self.greedy.to_json(), "sampling": sampling, "passed": self.passed}
 
 

@@ -1,7 +1,4 @@
-"""Makes reports as self-contained HTML pages, in a light and a dark theme, without scripts or files from the network.
-
-A page is rendered from a Jinja template in the folder `templates`. It contains `report.css` and all pictures.
-"""
+"""Makes reports as HTML pages from Jinja templates: self-contained, without scripts, in a light and a dark theme."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def without_frames(figure: Figure) -> Figure:
 
 
 def speedups(
-    axes: Axes, methods: Mapping[str, MethodFigures], ink: str = "blue", title: str = "times model.generate"
+    axes: Axes, methods: dict[str, MethodFigures], ink: str = "blue", title: str = "times model.generate"
 ) -> None:
     """Draw the speedup of each method over `model.generate`, with its interval. `ink`: as in `bars`."""
     rows = {name: (its.speedup_vs_generate, its.speedup_vs_generate_interval) for name, its in methods.items()}
@@ -58,9 +58,7 @@ def rates(axes: Axes, methods: Mapping[str, MethodFigures]) -> None:
     bars(axes, rows, "tokens per second", "{:.0f}")
 
 
-def bars(
-    axes: Axes, rows: Mapping[str, tuple[float, Interval | None]], title: str, form: str, ink: str = "blue"
-) -> None:
+def bars(axes: Axes, rows: dict[str, tuple[float, Interval | None]], title: str, form: str, ink: str = "blue") -> None:
     """Draw a horizontal bar for each name, with its value in the format `form` and with its interval, if it has one.
 
     `ink`: name of the colour of bars that have no colour in `INK`."""
@@ -83,9 +81,8 @@ def depths(axes: Axes, medusa: MethodFigures) -> None:
     axes.bar(places, shares, color=INK["medusa"], width=0.7)
     for place, share in zip(places, shares, strict=True):
         axes.annotate(f"{share:.0%}", (place, share), (0, 3), textcoords="offset points", ha="center")
-    title = f"acceptance by depth (tau {medusa.tau:.2f})"
-    axes.set(title=title, xlabel="depth in the tree", ylim=(0, 1.1), xticks=list(places))
-    axes.set_yticks([0, 0.5, 1], ["0", "50%", "100%"])
+    axes.set(title=f"acceptance by depth (tau {medusa.tau:.2f})", xlabel="depth in the tree", xticks=places)
+    axes.set(ylim=(0, 1.1), yticks=[0, 0.5, 1], yticklabels=["0", "50%", "100%"])
 
 
 def stages(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
@@ -164,8 +161,7 @@ def by_nodes(axes: Axes, calibration: Calibration, figure: str) -> None:
     for dynamic, ink, label in ((False, "medusa", "static"), (True, "amber", "dynamic")):
         if mine := {point.nodes: getattr(point, figure) for point in points if point.dynamic == dynamic}:
             axes.plot(list(mine), list(mine.values()), marker="o", markersize=4, color=INK[ink], label=label)
-    place = best.nodes, getattr(best, figure)
-    axes.plot(*place, "o", markersize=11, fillstyle="none", color=INK["bad"], label="chosen")
+    axes.plot(best.nodes, getattr(best, figure), "o", ms=11, fillstyle="none", color=INK["bad"], label="chosen")
     top = 1.1 * max(getattr(point, figure) for point in points)
     axes.set(title=CALIBRATED[figure], xlabel="nodes", xscale="log", ylim=(0, top))
     axes.legend(frameon=False, loc="lower right")
