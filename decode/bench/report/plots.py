@@ -43,7 +43,7 @@ def without_frames(figure: Figure) -> Figure:
 
 
 def speedups(
-    axes: Axes, methods: dict[str, MethodFigures], ink: str = "blue", title: str = "times model.generate"
+    axes: Axes, methods: Mapping[str, MethodFigures], ink: str = "blue", title: str = "times model.generate"
 ) -> None:
     """Draw the speedup of each method over `model.generate`, with its interval. `ink`: as in `bars`."""
     rows = {name: (its.speedup_vs_generate, its.speedup_vs_generate_interval) for name, its in methods.items()}
