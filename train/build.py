@@ -128,8 +128,7 @@ def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
     The embedding and the LM head stay whole on `device`, because the loss reads the LM head's weights in chunks. Raises
     RequestError if there is only one process, or if the model does not name its decoder blocks."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        start = "start with torchrun --nproc-per-node N -m medusa train ..."
-        raise RequestError(f"shard_backbone: true needs several processes; {start}")
+        raise RequestError("shard_backbone: true needs several processes; start with torchrun --nproc-per-node N")
     if not blocks(model):
         raise RequestError(f"{type(model).__name__} does not name its blocks; leave shard_backbone out")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

@@ -70,11 +70,9 @@ def require_room(output: Path, weights: int, arguments: TrainingArguments) -> No
     replaced = sum(size_on_disk(path) for path in all_checkpoints(output))  # of an earlier run or the resumed one
     needed, free = kept * checkpoint + weights, free_bytes(output) + replaced
     if needed > free:
-        raise RequestError(
-            f"{output} is to hold heads of {readable(weights)} and {kept} checkpoints of {readable(checkpoint)}, but "
-            f"its disk has {readable(free)} left; choose another output_dir, a smaller training.save_total_limit, "
-            "training.save_only_model=true (no --resume) or training.save_strategy=no"
-        )
+        room = f"{output} is to hold heads of {readable(weights)} and {kept} checkpoints of {readable(checkpoint)}"
+        way = "another output_dir, a smaller training.save_total_limit, training.save_only_model=true (no --resume)"
+        raise RequestError(f"{room}, but its disk has {readable(free)} left; choose {way} or training.save_strategy=no")
 
 
 def way_out_of_full_disk(output: Path) -> str:

@@ -180,8 +180,7 @@ class TrainConfig(Section):
         if adapter and self.shard_backbone:
             raise RequestError("a sharded backbone cannot be adapted; leave shard_backbone or adapter out")
         if adapter and streaming and adapter.quality_data is None:
-            end = "data.streaming has no end to measure a perplexity on"
-            raise RequestError(f"{end}; name a file as adapter.quality_data")
+            raise RequestError("data.streaming has no end to measure a perplexity on; give adapter.quality_data")
         return self
 
     @property

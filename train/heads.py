@@ -32,8 +32,7 @@ def new_heads(
     """
     backbone = Backbone(model)
     if not isinstance(backbone.head, nn.Linear):
-        kind = type(backbone.head).__name__
-        raise RequestError(f"the backbone's LM head is a {kind}; heads are trained for a plain Linear one")
+        raise RequestError(f"the backbone's LM head is a {type(backbone.head).__name__}; heads need a plain Linear one")
     if asked.start is not None:
         heads = _trained_heads(asked.start, asked, backbone)
         heads.config.backbone = fingerprint(model, name, revision)
@@ -69,8 +68,7 @@ def _trained_heads(start: str, asked: HeadsConfig, backbone: Backbone) -> Medusa
     heads = MedusaHeads.from_pretrained(start, dtype=torch.float32, device=backbone.head_weight.device)
     held = heads.config
     if held.block == ORIGINAL_HYDRA:
-        original = f"{start} holds the original Hydra's heads"
-        raise RequestError(f"heads.start: {original}, which can decode but not be trained")
+        raise RequestError(f"heads.start: {start} holds the original Hydra's heads, which cannot be trained")
     wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()} | {"hidden_size": backbone.hidden_size}
     if held.vocab_size is not None:
         wanted["vocab_size"] = backbone.vocab_size

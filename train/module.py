@@ -49,10 +49,8 @@ class HeadsOnBackbone(nn.Module):
             self.hf_device_map = model.hf_device_map
         self.backbone = Backbone(model.requires_grad_(False).eval())  # not an nn.Module, so not a submodule
         if args.objective == "distill" and not self.backbone.splits:
-            raise RequestError(
-                "training.objective distill: this backbone caps or scales its LM head's output, so that its softmax is "
-                "not the backbone's distribution; take argmax, which is the same either way"
-            )
+            why = "this backbone caps or scales its LM head's output, so its softmax is not the backbone's distribution"
+            raise RequestError(f"training.objective distill: {why}; take argmax, which is the same either way")
 
     def forward(self, **batch: Tensor) -> HeadLosses:
         """Compute the losses of all heads on a batch (`train.data.packing.Batch`)."""

@@ -38,11 +38,9 @@ def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int
     Raise RequestError if the dataset is a stream, or if `size` is not smaller than the vocabulary.
     """
     if isinstance(dataset, StreamedDataset):
-        counted = "heads.vocabulary is counted on the whole text"
-        raise RequestError(f"{counted}, and data.streaming has no end; leave one out")
+        raise RequestError("heads.vocabulary is counted on the whole text, and data.streaming has no end; omit one")
     if size >= vocab_size:
-        asked = f"heads.vocabulary is {size}"
-        raise RequestError(f"{asked}, but the backbone has {vocab_size} tokens; leave it out for all")
+        raise RequestError(f"heads.vocabulary is {size}, but the backbone has {vocab_size} tokens; 0 stands for all")
     counts = torch.zeros(2, vocab_size, dtype=torch.long)
     for number, labels in enumerate(_labels(dataset)):
         # Rows alternate between the two halves of the text; a single long row (features on disk) is cut in two.

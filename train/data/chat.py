@@ -26,10 +26,8 @@ def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[li
     RequestError if there is no chat template, it rejects the messages, or the assistant's turns cannot be found.
     """
     if tokenizer.chat_template is None:
-        raise RequestError(
-            f"{record.where}: a conversation needs a chat template, and this tokenizer has none; train on text, or put "
-            "the model's chat_template.jinja next to its tokenizer"
-        )
+        advice = "train on text, or put the model's chat_template.jinja next to the tokenizer"
+        raise RequestError(f"{record.where}: a conversation needs a chat template; {advice}")
     written = ConversationText(record, tokenizer)
     spans = written.spans()
     ids, mask = _to_tokens(written.text, spans, tokenizer, record.where)

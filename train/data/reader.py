@@ -39,10 +39,8 @@ class ExampleReader:
         for record in islice(records_of(self.config, self.config.path), self.config.max_examples):
             example = to_example(record, self.tokenizer)
             if max(example.input_ids, default=0) >= self.vocab_size:
-                raise RequestError(
-                    f"{record.where}: the id {max(example.input_ids)} is beyond the backbone's vocabulary of "
-                    f"{self.vocab_size}; these are another tokenizer's ids"
-                )
+                beyond = f"id {max(example.input_ids)} is beyond the backbone's vocabulary of {self.vocab_size}"
+                raise RequestError(f"{record.where}: the {beyond}; these are another tokenizer's ids")
             too_long = len(example.input_ids) > self.row_length
             reason = self._reason_to_drop(record, example, too_long)
             if too_long and self.config.long_documents == "truncate":

@@ -117,9 +117,7 @@ class FeatureCache:
             for name, stored in files.read_shard(path, *PER_TOKEN).items()
         ):
             return
-        raise RequestError(
-            f"the features in {self.folder} are of {other}; give another features_dir, or --overwrite to replace them"
-        )
+        raise RequestError(f"the features in {self.folder} are of {other}; give another features_dir, or --overwrite")
 
     def _tokens(self, rows: slice) -> dict[str, Tensor]:
         return {name: getattr(self.rows, name)[rows].flatten() for name in PER_TOKEN}

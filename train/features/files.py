@@ -95,8 +95,7 @@ def read_shard(path: Path, *names: str) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
-        told = f"{path} is no shard of features ({error}); delete it, and the next run writes it again"
-        raise RequestError(told) from None
+        raise RequestError(f"{path} is no shard of features ({error}); delete it, to write it again") from None
 
 
 def write_shard(path: Path, hidden: Tensor, **per_token: Tensor) -> None:

@@ -44,10 +44,8 @@ class Recorder:
         """Raise RequestError if the disk is too small for the features of `tokens` more tokens."""
         needed, free = self.size(tokens), free_bytes(self.folder)
         if needed > free:
-            raise RequestError(
-                f"{tokens:,} tokens may take {readable(needed)} in {self.folder}, where {readable(free)} are free; "
-                "give another folder, fewer prompts or fewer new tokens"
-            )
+            full = f"{tokens:,} tokens may take {readable(needed)} in {self.folder}, where {readable(free)} are free"
+            raise RequestError(f"{full}; give another folder, fewer prompts or fewer new tokens")
 
     def add(self, input_ids: list[int], hidden: Tensor, prompt_tokens: int = 0) -> None:
         """Add a text of T >= 1 tokens, of which the first `prompt_tokens` do not count in the loss.
