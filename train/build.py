@@ -132,13 +132,11 @@ def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
     if not blocks(model):
         raise RequestError(f"{type(model).__name__} does not name its blocks; leave shard_backbone out")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    whole = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
-    for module in whole:
-        module.to(device)
-    kept = {parameter for module in whole for parameter in module.parameters()}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    whole = nn.ModuleList([module for module in ends if module is not None]).to(device)
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
-    fully_shard(model.get_decoder(), mesh=mesh, ignored_params=kept)
+    fully_shard(model.get_decoder(), mesh=mesh, ignored_params=set(whole.parameters()))
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         figures = RunFigures.of(trainer, outcome.metrics)
         figures = replace(figures, perplexities=_perplexities(run))  # measured after the peak memory of training
-        trainer.provenance |= {"data": run.dataset.counts.to_dict(), "result": figures.to_dict()}
+        trainer.provenance |= {"data": asdict(run.dataset.counts), "result": figures.to_dict()}
         trainer.save_model()
         if config.adapter is not None and config.adapter.merge and first:
             say(f"merged backbone saved in {write_merged(config, run.loaded, run.heads)}")
@@ -74,10 +74,9 @@ def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
     Raise RequestError if the training data are a folder of features already, or a stream.
     """
     run = load(config, None, quiet)
-    trainer = build_trainer(run)
     if not isinstance(run.dataset, PackedDataset):
         raise RequestError(f"{config.data.path} holds features or is a stream; there is nothing to plan")
-    plan = _feature_cache(run, run.dataset).plan(trainer)
+    plan = _feature_cache(run, run.dataset).plan(build_trainer(run))
     say(str(plan))
     return plan
 
@@ -120,7 +119,7 @@ def _provenance(run: LoadedRun, max_steps: int) -> dict[str, object]:
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "config": run.config.model_dump(),
-        "data": run.dataset.counts.to_dict(),
+        "data": asdict(run.dataset.counts),
         "backbone": run.heads.config.backbone,
         "max_steps": max_steps,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "safetensors")},

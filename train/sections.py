@@ -29,9 +29,8 @@ BOUNDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 def one_of(*names: str) -> GetPydanticSchema:
     """Annotation that restricts a string field to given names, like `Literal`, but with names computed at run time."""
     plain = core_schema.literal_schema(list(names))
-    return GetPydanticSchema(
-        lambda kind, _: core_schema.nullable_schema(plain) if NoneType in get_args(kind) else plain
-    )
+    optional = core_schema.nullable_schema(plain)
+    return GetPydanticSchema(lambda kind, _: optional if NoneType in get_args(kind) else plain)
 
 
 class Section(BaseModel):
@@ -73,10 +72,7 @@ def section_of(arguments: type[DataclassInstance]) -> type[Section]:
 
 
 def _yaml_type(hint: object) -> object:
-    """The type that a field's values must have in YAML, derived from the field's type annotation `hint`.
-
-    Enumerations are strings in YAML. A type that is not plain becomes `object`, which accepts any value.
-    """
+    """The YAML type of a field with the annotation `hint`: a string for enumerations, `object` if it is not plain."""
     whole, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     members = get_args(whole) if get_origin(whole) in (Union, UnionType) else (whole,)
     kinds = tuple(kind for kind in members if not isinstance(kind, EnumMeta))

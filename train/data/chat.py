@@ -44,10 +44,7 @@ def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[li
 def _to_tokens(
     text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[int], list[bool]]:
-    """Tokenise a conversation; also tell of each token whether it lies in one of `spans`, up to its end-of-turn token.
-
-    Error messages begin with `where`, the file and line of the conversation.
-    """
+    """Tokenise a conversation; tell of each token whether it lies in one of `spans`, up to its end-of-turn token."""
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids: list[int] = encoded["input_ids"]
     offsets: Offsets = encoded["offset_mapping"] if tokenizer.is_fast else _offsets(ids, text, tokenizer, where)

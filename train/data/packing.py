@@ -1,13 +1,9 @@
-"""Training examples (documents as tokens with a loss mask), and rows of one length that are packed from them.
-
-Every token of a row carries the number of its document and whether it counts in the loss.
-"""
+"""Training examples (documents as tokens with a loss mask), and rows of one length that are packed from them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -45,17 +41,13 @@ class DataCounts:
     taught: int = 0
     rows: int = 0
     cut: int = 0  # documents that are longer than a row and were split over several rows, or truncated
-    dropped: Counter[str] = field(default_factory=Counter)  # number of dropped records for each reason
+    dropped: dict[str, int] = field(default_factory=dict)  # number of dropped records for each reason
     first: dict[str, str] = field(default_factory=dict)  # for each reason, file and line of the first dropped record
 
     def drop(self, reason: str, where: str) -> None:
         """Count a record that is dropped, under its reason."""
-        self.dropped[reason] += 1
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
         self.first.setdefault(reason, where)
-
-    def to_dict(self) -> dict[str, object]:
-        """The counts of documents, tokens, rows and dropped records as a JSON object."""
-        return asdict(self) | {"dropped": dict(self.dropped)}
 
     def __str__(self) -> str:
         reasons = [f"{n} {why} (first: {self.first[why]})" for why, n in sorted(self.dropped.items())]

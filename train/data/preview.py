@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import groupby, islice
+from dataclasses import asdict, dataclass
+from itertools import chain, groupby, islice
 
 from rich.console import Console
 from rich.text import Text
@@ -37,7 +36,7 @@ class Preview:
             {"where": e.where, "input_ids": e.input_ids, "taught": [int(mark) for mark in e.loss_mask]}
             for e in self.examples
         ]
-        return {"counts": self.counts.to_dict(), "examples": shown}
+        return {"counts": asdict(self.counts), "examples": shown}
 
 
 def preview(config: TrainConfig, count: int) -> Preview:
@@ -52,15 +51,10 @@ def preview(config: TrainConfig, count: int) -> Preview:
     tokenizer = load_tokenizer(config.backbone, options)
     context = getattr(sizes, "max_position_embeddings", None)
     reader, counts = ExampleReader(config.data, tokenizer, sizes.vocab_size, context), DataCounts()
-    shown: list[Example] = []
-
-    def examples() -> Iterator[Example]:
-        for example in islice(reader.read(counts), count if config.data.streaming else None):
-            if len(shown) < count:
-                shown.append(example)
-            yield example
-
-    deque(pack(examples(), reader.row_length, reader.whole, counts), maxlen=0)
+    examples = reader.read(counts)
+    shown = list(islice(examples, count))
+    read = shown if config.data.streaming else chain(shown, examples)
+    deque(pack(read, reader.row_length, reader.whole, counts), maxlen=0)
     return Preview(shown, counts, tokenizer, whole=not config.data.streaming)
 
 

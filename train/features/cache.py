@@ -59,10 +59,9 @@ class FeaturePlan:
     def require_space(self, folder: Path) -> None:
         """Raise RequestError, with the name of `folder`, if the disk is too small for the features."""
         if self.missing_bytes > self.free_bytes:
-            raise RequestError(
-                f"features would take {readable(self.missing_bytes)} in {folder}, where {readable(self.free_bytes)} "
-                "are free; leave cache_features out, give another features_dir, or features_dtype: float16"
-            )
+            sizes = f"{readable(self.missing_bytes)} in {folder}, where {readable(self.free_bytes)} are free"
+            advice = "leave cache_features out, give another features_dir, or features_dtype: float16"
+            raise RequestError(f"features would take {sizes}; {advice}")
 
 
 class FeatureCache:

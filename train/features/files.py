@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, fields
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,7 @@ class Manifest:
         """Whether two manifests have the same dtype and the same backbone; the backbone's name may differ."""
         ours, theirs = self.backbone or {}, other.backbone or {}
         same_backbone = all(ours.get(key) == theirs.get(key) for key in ("weights", "dtype"))
-        about = attrgetter("dtype", "hidden_size", "version")
-        return same_backbone and about(self) == about(other)
+        return same_backbone and all(getattr(self, n) == getattr(other, n) for n in ("dtype", "hidden_size", "version"))
 
 
 def is_features(path: str | Path) -> bool:

@@ -69,11 +69,9 @@ class ChunkedLoss(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
         scale = grads[0][:, None, None]  # gradient of each head's objective
         # An own LM head's gradient is the largest tensor here. It is scaled in place, so a second backward is an error.
-        return (
-            None if grad_x is None else grad_x * scale.to(grad_x.dtype),
-            None if grad_weight is None else grad_weight.mul_(scale),
-            *(None,) * 4,
-        )
+        scaled_weight = None if grad_weight is None else grad_weight.mul_(scale)
+        scaled_x = None if grad_x is None else grad_x * scale.to(grad_x.dtype)
+        return scaled_x, scaled_weight, None, None, None, None
 
 
 def _chunk(
@@ -89,13 +87,10 @@ def _chunk(
 ) -> Tensor:
     """Compute the weighted loss, plain loss and right guesses [3, K] of one chunk, and its share of the gradients.
 
-    Args:
-        matrix: [H, V] weights of the shared LM head, or [K, H, V] weights of the heads' own LM heads.
-        target_KC: labels as indices into the logits, or `IGNORE`.
-        soft: the distributions to learn, if the objective is distill.
-        mean_KC: weight of each label in the mean over its head's labels.
-        grad_x: [K, C, H] the tensor to which the gradient of the features is written, if any.
-        grad_weight: [K, H, V] the tensor to which the gradient of the heads' own LM heads is added, if any.
+    `matrix` holds the weights [H, V] of the shared LM head, or [K, H, V] of own ones. Labels `target_KC` are indices
+    into the logits, or `IGNORE`. With the objective distill, `soft` are the distributions to learn. `mean_KC` is the
+    weight of each label in the mean over its head's labels. The gradient of the features is written to `grad_x`
+    [K, C, H], and that of own LM heads is added to `grad_weight` [K, H, V], unless these are `None`.
     """
     logits = _times(x_KCH, matrix).float()  # [K, C, V]; becomes the gradient, in place
     if bias_V is not None:

@@ -84,16 +84,13 @@ def head_losses_plain(
     weight, bias = _lm_heads(heads, lm_head)  # a shared LM head may be in bfloat16, and the heads in float32
     logits = heads(inputs, lambda features: nn.functional.linear(features.to(weight.dtype), weight, bias))
     log_p = logits.float().log_softmax(-1)  # [K, R, V]
-    if teacher is None:
-        places = _places(heads, labels, teacher)
-        cross_entropy = -log_p.gather(-1, places.clamp_min(0)[..., None])[..., 0]
-    else:
-        soft, which, places = teacher.targets(slice(None), labels)
-        cross_entropy = -(soft[which] * log_p).sum(-1)
+    soft = None if teacher is None else teacher.targets(slice(None), labels)
+    places = _places(heads, labels, teacher) if soft is None else soft.labels
+    at_label = log_p.gather(-1, places.clamp_min(0)[..., None])[..., 0]
+    cross_entropy = -at_label if soft is None else -(soft.distributions[soft.which] * log_p).sum(-1)
     labelled, count = places != IGNORE, (labels != IGNORE).sum(1)
     mean = labelled / count.clamp_min(1)[:, None]
-    probability = log_p.gather(-1, places.clamp_min(0)[..., None])[..., 0].exp()
-    objective = (cross_entropy * weighting(probability, labelled) * mean).sum(1)
+    objective = (cross_entropy * weighting(at_label.exp(), labelled) * mean).sum(1)
     correct = ((log_p.argmax(-1) == places) & labelled).sum(1)
     return HeadLosses(objective, (cross_entropy * mean).sum(1).detach(), correct, count)
 
