@@ -86,8 +86,7 @@ def require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
     """Raise RequestError if the recipe's LoRA adapter cannot be trained together with these heads."""
     adapter = config.adapter
     if adapter is not None and adapter.teacher_tilt and heads.vocabulary is not None:
-        wanted = "adapter.teacher_tilt needs heads that guess among all tokens"
-        raise RequestError(f"{wanted}; add adapter.teacher_tilt=0, or leave heads.vocabulary out")
+        raise RequestError("adapter.teacher_tilt needs heads that guess among all tokens; add adapter.teacher_tilt=0")
     if adapter is not None and adapter.lm_head and heads.config.lm_head == "shared":
         raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
 

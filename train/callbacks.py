@@ -33,10 +33,7 @@ class LogBeforeSaving(TrainerCallback):
 
 
 class TimeBudget(TrainerCallback, ExportableState):
-    """Callback that ends training after `seconds`, and computes a learning rate factor that falls with the time spent.
-
-    Checkpoints store the time spent, so a resumed run continues with the rest of the budget.
-    """
+    """Callback that ends training after `seconds`, and lets the learning rate fall with the time spent."""
 
     def __init__(self, seconds: float, elapsed: float = 0.0, cpu: bool = False) -> None:
         """Make a time budget of which `elapsed` seconds are spent; with `cpu`, its clock is this process's CPU time."""
@@ -46,7 +43,7 @@ class TimeBudget(TrainerCallback, ExportableState):
         self._agreed: float | None = None
 
     def state(self) -> dict[str, dict[str, object]]:
-        """The state to store in a checkpoint, in the form from which transformers restores a callback."""
+        """The state to store in a checkpoint, from which transformers restores the callback with the time spent."""
         return {"args": {"seconds": self.seconds, "cpu": self.cpu}, "attributes": {"elapsed": self.spent()}}
 
     def spent(self) -> float:

@@ -68,8 +68,7 @@ class HeadsOnBackbone(nn.Module):
     ) -> LabelledPositions:
         """Collect the inputs and labels of the heads at the positions of a batch at which head 0 has a label.
 
-        The arguments are the fields of a batch (`train.data.packing.Batch`), each [B, T], and the backbone's hidden
-        states [B, T, H], which are computed if they are not given.
+        The arguments are the fields of a batch [B, T] and the backbone's hidden states [B, T, H], by default computed.
         """
         backbone, args, num_heads = self.backbone, self.args, self.heads.config.num_heads
         # An evaluation compares guesses with tokens, also with the objective distill.

@@ -69,10 +69,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
 
 
 def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
-    """Estimate the disk space and the saved training time of the recipe's `cache_features`, without writing anything.
-
-    Raise RequestError if the training data are a folder of features already, or a stream.
-    """
+    """Estimate the disk space and saved training time of `cache_features`; RequestError for features or a stream."""
     run = load(config, None, quiet)
     if not isinstance(run.dataset, PackedDataset):
         raise RequestError(f"{config.data.path} holds features or is a stream; there is nothing to plan")

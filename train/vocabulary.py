@@ -33,7 +33,7 @@ class FrequentTokens(NamedTuple):
 
 
 def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int, vocab_size: int) -> FrequentTokens:
-    """The `size` most frequent tokens among the labels of a dataset. Equally frequent tokens are sorted by id.
+    """The `size` most frequent tokens among the labels of a dataset; equally frequent tokens are sorted by id.
 
     Raise RequestError if the dataset is a stream, or if `size` is not smaller than the vocabulary.
     """
@@ -74,7 +74,7 @@ def vocabulary_gain(
         tau   =  1 + (c q) + (c q)^2 + ... + (c q)^K      q = CHAIN, c = 1 with all tokens
         time  =  TREE (backbone + OVERHEAD) + blocks + lm_heads x vocabulary x H
 
-    K is the number of heads, H the hidden size, and c, the `coverage`, the share of labels in the reduced vocabulary.
+    c is the `coverage`, the share of labels in the reduced vocabulary; K the number of heads; H the hidden size.
     `backbone` and `blocks` are numbers of parameters, `blocks` that of the heads without their LM heads. A step reads
     `lm_heads` LM heads: K if each head has its own, or if heads run one after another.
     """

@@ -20,10 +20,9 @@ Offsets = list[tuple[int, int]]  # the start and the end of each token of a text
 
 
 def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Tokenise a conversation as the tokenizer's chat template writes it.
+    """Return a conversation's token ids by its chat template, and for each whether it is in an assistant's turn.
 
-    Return the token ids, and for each token whether it counts in the loss: True in the assistant's turns. Raise
-    RequestError if there is no chat template, it rejects the messages, or the assistant's turns cannot be found.
+    Raise RequestError if there is no chat template, it rejects the messages, or the assistant's turns cannot be found.
     """
     if tokenizer.chat_template is None:
         advice = "train on text, or put the model's chat_template.jinja next to the tokenizer"
@@ -33,12 +32,12 @@ def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[li
     ids, mask = _to_tokens(written.text, spans, tokenizer, record.where)
     if spans and not any(mask):
         raise RequestError(f"{record.where}: the chat template writes nothing of what the assistant says; use another")
-    if record.unfinished and spans:  # the template ends the turn, but the model was stopped before it did
-        end = len(mask) - mask[::-1].index(True)
-        if _is_special(ids[end - 1], tokenizer):
-            end -= 1
-        ids, mask = ids[:end], mask[:end]
-    return ids, mask
+    if not record.unfinished or not spans:
+        return ids, mask
+    end = len(mask) - mask[::-1].index(True)
+    if _is_special(ids[end - 1], tokenizer):  # the template ends the turn, but the model was stopped before it did
+        end -= 1
+    return ids[:end], mask[:end]
 
 
 def _to_tokens(
@@ -84,9 +83,9 @@ def _end_of_turn(
 ) -> int:
     """Find the index after a turn's end-of-turn token, which is the turn's last token that counts in the loss.
 
-    A template may write more after the end-of-turn token, such as a newline in ChatML. The backbone never generates it.
-    `first`, `answer_end` and `last` are the indices of the turn's first token and of the first tokens after the answer
-    and after the turn's place in the text. Unless the turn has `ended`, its last token may be the one at `last`.
+    What a template writes after that token, such as a newline, the backbone never generates. `first`, `answer_end` and
+    `last` are the indices of the turn's first token and of the first tokens after the answer and after the turn's place
+    in the text. Unless the turn has `ended`, its last token may be the one at `last`.
     """
     for at in range(answer_end, last):
         if _is_special(ids[at], tokenizer):

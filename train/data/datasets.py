@@ -52,9 +52,14 @@ class StreamedDataset(IterableDataset[Batch]):
     """
 
     def __init__(self, reader: ExampleReader, length: int, whole: bool, shuffle_buffer: int, seed: int) -> None:
-        """Make a stream of rows of `length` tokens, without split documents if `whole`, from what `reader` reads."""
-        self.reader, self.length, self.whole = reader, length, whole
-        self.shuffle_buffer, self.seed = shuffle_buffer, seed  # drawing at random from this many rows
+        """Make a stream of rows of `length` tokens, each drawn at random from `shuffle_buffer` rows of the reader."""
+        self.reader, self.length, self.whole, self.shuffle_buffer, self.seed = (
+            reader,
+            length,
+            whole,
+            shuffle_buffer,
+            seed,
+        )
         self.counts = DataCounts()  # of the first pass over the data; each worker of a data loader has its own
 
     def __iter__(self) -> Iterator[Batch]:
@@ -87,10 +92,9 @@ def _shuffled(rows: Iterator[Tensor], size: int, rng: random.Random) -> Iterator
 def load_dataset(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, context: int | None, seed: int = 0
 ) -> PackedDataset | StreamedDataset:
-    """Load, tokenise and pack the data that `config` describes.
+    """Load, tokenise and pack the data that `config` describes; `seed` orders the rows of a streamed dataset.
 
-    The backbone's context length is `context`, if it has a limit. `seed` orders the rows of a streamed dataset. Raise
-    RequestError if the data do not exist, a record cannot be used, or no token counts in the loss.
+    Raise RequestError if the data do not exist, a record cannot be used, or no token counts in the loss.
     """
     require_data(config)
     reader = ExampleReader(config, tokenizer, vocab_size, context)

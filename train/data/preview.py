@@ -42,8 +42,7 @@ class Preview:
 def preview(config: TrainConfig, count: int) -> Preview:
     """Read all data as a training run would, and return the first `count` examples with statistics of all data.
 
-    Of a stream, only the first `count` examples are read. The backbone's weights are not loaded. Raise RequestError if
-    the data cannot be used for training.
+    Of a stream, only these examples are read. Raise RequestError if the data cannot be used for training.
     """
     require_data(config.data)
     options = LoadOptions(revision=config.revision, trust_remote_code=config.trust_remote_code)
@@ -59,10 +58,7 @@ def preview(config: TrainConfig, count: int) -> Preview:
 
 
 def show(found: Preview, console: Console, ids: bool = False) -> None:
-    """Print a preview. Tokens that count in the loss are green, or in ⟦brackets⟧ on a console without colours.
-
-    With `ids`, also print one line for each token, with its position and its id.
-    """
+    """Print a preview, with tokens that count in the loss marked; with `ids`, also each token's position and id."""
     for number, example in enumerate(found.examples, 1):
         about = f"{len(example.input_ids)} tokens, {sum(example.loss_mask)} taught"
         console.print(Text(f"{number}  {example.where}  {about}", style="bold cyan"), soft_wrap=True)

@@ -44,8 +44,8 @@ class ExampleReader:
             too_long = len(example.input_ids) > self.row_length
             reason = self._reason_to_drop(record, example, too_long)
             if too_long and self.config.long_documents == "truncate":
-                ids, mask, where = example
-                example = Example(ids[: self.row_length], mask[: self.row_length], where)
+                ids, mask = example.input_ids[: self.row_length], example.loss_mask[: self.row_length]
+                example = Example(ids, mask, record.where)
                 reason = reason or (None if example.has_labels else "with nothing taught within a row")
             if reason:
                 counts.drop(reason, record.where)
@@ -95,8 +95,9 @@ def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | No
     for record in records_of(config, config.exclude) if config.exclude else ():
         ids = prompt_ids(record, tokenizer) if record.is_prompt else to_example(record, tokenizer).input_ids
         if len(ids) < config.exclude_window:
-            message = f"{config.exclude} holds a text shorter than exclude_window; it excludes nothing"
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(
+                f"a text in {config.exclude} is shorter than exclude_window; it excludes nothing", stacklevel=2
+            )
         windows.update(_windows(ids, config.exclude_window))
     return windows
 

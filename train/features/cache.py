@@ -70,10 +70,9 @@ class FeatureCache:
     def __init__(
         self, folder: Path, rows: PackedDataset, backbone: Backbone, fingerprint: Fingerprint, dtype: str | None = None
     ) -> None:
-        """Make a cache in `folder` for the hidden states that `backbone` computes for `rows`. Read and write no files.
+        """Make a cache in `folder` for the hidden states that `backbone`, of this fingerprint, computes for `rows`.
 
-        `fingerprint` is that of the backbone (`medusa.fingerprint`). Hidden states are stored in `dtype`, by default
-        the backbone's.
+        No file is read or written yet. Hidden states are stored in `dtype`, by default the backbone's.
         """
         self.folder, self.rows, self.backbone = folder, rows, backbone
         self.dtype, size = DTYPES[dtype] if dtype else backbone.dtype, backbone.hidden_size
@@ -89,10 +88,9 @@ class FeatureCache:
             yield self.folder / f"{number:05}.safetensors", slice(start, start + self.rows_per_shard)
 
     def require_belonging(self, replace: bool = False) -> None:
-        """Check that the folder is empty or holds all or some features of this dataset, from this backbone.
+        """Raise RequestError if the folder holds features that are damaged, or of another backbone or other data.
 
-        Raise RequestError if the features are damaged, or belong to another backbone or other data; with `replace`,
-        delete them instead.
+        With `replace`, delete such features instead.
         """
         try:
             self._compare()
@@ -155,10 +153,9 @@ class FeatureCache:
         return batch | {"hidden": hidden.to(self.dtype)}
 
     def write(self, batch_size: int, process: int = 0, processes: int = 1) -> Iterator[int]:
-        """Compute and write the shards that are missing on disk.
+        """Compute and write the missing shards, by forwards of `batch_size` rows; yield the rows of each forward.
 
         With several processes, each of them writes its share: shard `process`, and every `processes`-th one after it.
-        A forward of the backbone takes `batch_size` rows. Yield the number of rows in each forward.
         """
         if process == 0 and not is_features(self.folder):
             self.manifest.write(self.folder)

@@ -14,8 +14,10 @@ complete or absent, and writers only add shards. A shard holds N tokens of docum
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +108,7 @@ def write_shard(path: Path, hidden: Tensor, **per_token: Tensor) -> None:
 class Features(Dataset[Batch]):
     """Dataset of the rows in a folder of features: rows like those of `PackedDataset`, with their hidden states.
 
-    Token ids are held in memory. Hidden states are memory-mapped and copied one row at a time. A row never continues in
-    the next shard.
+    Token ids are in memory, and hidden states memory-mapped. A row never continues in the next shard.
     """
 
     def __init__(self, folder: Path, row_length: int) -> None:
@@ -119,9 +120,8 @@ class Features(Dataset[Batch]):
             tokens=sum(int((t["document_ids"] >= 0).sum()) for t in self.tokens),
             taught=sum(int(t["loss_mask"].sum()) for t in self.tokens),
         )
-        self._starts = [0]  # number of rows before each shard, and of all rows
-        for tensors in self.tokens:
-            self._starts.append(self._starts[-1] + -(-len(tensors["input_ids"]) // row_length))
+        rows = (math.ceil(len(tensors["input_ids"]) / row_length) for tensors in self.tokens)
+        self._starts = [0, *accumulate(rows)]  # number of rows before each shard, and of all rows
         self._open: dict[Path, Any] = {}
 
     def __len__(self) -> int:
@@ -144,10 +144,7 @@ class Features(Dataset[Batch]):
 
 
 def open_features(folder: Path, row_length: int, backbone: Backbone) -> Features:
-    """Open a folder of features as training data for heads on `backbone`.
-
-    Raise RequestError if the features are of another backbone, or if none of their tokens counts in the loss.
-    """
+    """Open a folder of features to train on; RequestError if they are of another backbone, or no token counts."""
     manifest = Manifest.read(folder)
     fingerprint = manifest.backbone or {}
     if manifest.hidden_size != backbone.hidden_size or differs(backbone.model, fingerprint):

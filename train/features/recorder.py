@@ -21,8 +21,8 @@ class Recorder:
     def __init__(self, folder: Path, fingerprint: Fingerprint, hidden_size: int, dtype: torch.dtype) -> None:
         """Make a recorder that writes to `folder`: a new folder, or one to which earlier recorders wrote.
 
-        `fingerprint` and `hidden_size` are those of the backbone (`medusa.fingerprint`). Hidden states are stored in
-        `dtype`. Raise RequestError if the folder holds other files, or features of another backbone or dtype.
+        Hidden states of the backbone are stored in `dtype`. Raise RequestError if the folder holds other files, or
+        features of another backbone or dtype.
         """
         self.folder, self.dtype = folder, dtype
         self.manifest = Manifest(fingerprint, str(dtype).removeprefix("torch."), hidden_size)

@@ -1,7 +1,6 @@
 """Which token each head learns at each position.
 
 Head k (from 0) at position t learns token t + k + 2, because the backbone's own LM head already predicts token t + 1.
-No other module defines this offset.
 
     ids       a b c d e | f g         two documents
     head 0    c d e . . | . .

@@ -24,10 +24,7 @@ from train.loss.labels import FIRST_OFFSET, IGNORE
 
 @torch.no_grad()
 def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> Tensor:
-    """Replace each token of `input_ids` [B, T] but the first by the one that the backbone finds most probable there.
-
-    Greedy decoding would choose that token. `hidden` [B, T, H] are the backbone's hidden states.
-    """
+    """Replace each token [B, T] but the first by the backbone's greedy choice, from its hidden states [B, T, H]."""
     flat = hidden[:, :-1].flatten(0, 1)
     rows = chunk_rows(1, backbone.vocab_size, flat.device.type)
     chosen = torch.cat([backbone.lm_head(part).argmax(-1) for part in flat.split(rows)])

@@ -65,10 +65,7 @@ def without_adapter(layer: nn.Module) -> nn.Module:
 
 
 def write_merged(config: TrainConfig, loaded: Loaded, heads: MedusaHeads) -> Path:
-    """Write a backbone with its saved adapter merged into it to output_dir/merged, in the dtype of training.
-
-    Write the heads to the same folder, with the fingerprint of the merged backbone. Return that folder.
-    """
+    """Merge the saved adapter into the backbone; write it and the heads to output_dir/merged, which is returned."""
     output, dtype = Path(config.output_dir), str(loaded.model.dtype).removeprefix("torch.")
     options = LoadOptions(dtype, "cpu", revision=config.revision, trust_remote_code=config.trust_remote_code)
     base = load_backbone(config.backbone, options).model

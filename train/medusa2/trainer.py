@@ -35,10 +35,7 @@ class HeadsAndAdapter(HeadsOnBackbone):
     """The module that Medusa-2 trains: its parameters are those of the heads and of the adapter in the backbone."""
 
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments, lm_loss: str) -> None:
-        """Freeze the backbone `model` except its adapter, which `adapt` has added.
-
-        The LM loss `lm_loss` is "kl" (divergence from the original backbone) or "text" (cross-entropy on the text).
-        """
+        """Freeze the backbone `model` except its adapter; `lm_loss` is a value of `AdapterConfig.lm_loss`."""
         super().__init__(heads, model, args)  # freezes the adapter, too
         model.enable_adapters()  # unfreezes the adapter
         self.adapted, self.lm_loss, self.joint = model, lm_loss, True
