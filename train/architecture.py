@@ -66,8 +66,7 @@ def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
 
 
 def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:
-    """The inner width, summed over blocks, of the MLP heads with the highest expected speed, and whether they have own
-    LM heads. If several widths are nearly as fast, the narrowest wins."""
+    """The inner width, summed over blocks, of the fastest MLP heads, and whether they have LM heads of their own."""
     kinds = [(inner, own) for inner in WIDTHS for own in (False, True)]
     speeds = {kind: expected_speed(sizes, num_heads, *kind) for kind in kinds}
     return min(kind for kind, speed in speeds.items() if speed >= NEARLY * max(speeds.values()))

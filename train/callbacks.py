@@ -21,11 +21,9 @@ def say(message: str) -> None:
 
 
 class LogBeforeSaving(TrainerCallback):
-    """Callback that writes a line of the log at every checkpoint, so that resumed and uninterrupted runs log the same.
+    """Callback that writes a log line at every checkpoint, so that resumed and uninterrupted runs log the same."""
 
-    A line of the log shows means over the steps since the line before, and a checkpoint does not store their sums.
-    """
-
+    # A line of the log shows means over the steps since the line before, and a checkpoint does not store their sums.
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         control.should_log = control.should_log or control.should_save
 
@@ -69,7 +67,6 @@ class TimeBudget(TrainerCallback, ExportableState):
         self._resumed_at = self._clock()
 
     def on_optimizer_step(self, args: TrainingArguments, *_: object, **__: object) -> None:
-        # All processes use the same clock; otherwise learning rates would differ, and one process would stop early.
         if args.world_size > 1:
             self._agreed = broadcast_object_list([self.spent()])[0]
 

@@ -1,7 +1,6 @@
 """The checkpoints of a training run: which are complete, from which to resume, and whether the disk can hold them.
 
-The Trainer writes `trainer_state.json` last, so a checkpoint with that file is complete. A checkpoint without it was
-cut off by a kill or a full disk, and is ignored.
+The Trainer writes `trainer_state.json` last. A checkpoint without it was cut off by a kill or a full disk.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class HeadAccuracy:
 class GuessCounts:
     """Counts of the heads' right guesses, added up over batches and processes.
 
-    The counts give the accuracy of each head and the expected tau (tokens per decoding step) of a tree: one plus the
-    mean number of accepted guesses, if a step starts at every position, not only where the step before ended.
+    The expected tau (tokens per decoding step) of a tree is one plus the mean number of accepted guesses, if a step
+    starts at every position, not only where the step before ended.
     """
 
     def __init__(self, num_heads: int, tree: Tree | None = None) -> None:

@@ -68,7 +68,8 @@ def _trained_heads(start: str, asked: HeadsConfig, backbone: Backbone) -> Medusa
     heads = MedusaHeads.from_pretrained(start, dtype=torch.float32, device=backbone.head_weight.device)
     held = heads.config
     if held.block == ORIGINAL_HYDRA:
-        raise RequestError(f"heads.start: {start} holds the original Hydra's heads, which cannot be trained")
+        original = f"{start} holds the original Hydra's heads"
+        raise RequestError(f"heads.start: {original}, which can decode but not be trained")
     wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()} | {"hidden_size": backbone.hidden_size}
     if held.vocab_size is not None:
         wanted["vocab_size"] = backbone.vocab_size

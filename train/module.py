@@ -28,8 +28,7 @@ class LabelledPositions(NamedTuple):
 
     inputs: HeadInputs
     labels: Tensor  # [K, R] token ids; `IGNORE` where a head has no label
-    teacher: BackboneTeacher | None
-    """The backbone's distributions that the heads learn with the objective distill; `None` with other objectives."""
+    teacher: BackboneTeacher | None  # the backbone's distributions, with the objective distill
 
 
 class HeadsOnBackbone(nn.Module):

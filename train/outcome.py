@@ -26,15 +26,11 @@ class RunFigures:
     seconds: float | None
     loss: float | None  # mean of the training loss over the run
     reading_share: float  # share of the training time that was spent waiting for data
-    peak_memory_bytes: dict[str, int]
-    """Peak memory in bytes of the process and of each GPU, by name (`medusa.memory`)."""
+    peak_memory_bytes: dict[str, int]  # of the process and of each GPU, by name (`medusa.memory`)
     heads_bytes: int
-    checkpoint_bytes: int | None
-    """Size of the last checkpoint, if there is one, with the optimiser's state: about three times the heads' size."""
-    heads: dict[str, float]
-    """Each head's loss and top-1 accuracy in the last line of the log: `head1_loss`, `head1_top1`, ... ."""
-    perplexities: Perplexities | None = None
-    """Perplexities of an adapted backbone before and after training; `None` without an adapter."""
+    checkpoint_bytes: int | None  # of the last checkpoint, if there is one: weights and the optimiser's state
+    heads: dict[str, float]  # the last `head1_loss`, `head1_top1`, ... in the log
+    perplexities: Perplexities | None = None  # of an adapted backbone
 
     @classmethod
     def of(cls, trainer: MedusaTrainer, metrics: dict[str, float]) -> RunFigures:

@@ -86,8 +86,8 @@ AnySection = TypeVar("AnySection", bound=Section)
 def validated(section: type[AnySection], content: object, source: str = "", prefix: str = "") -> AnySection:
     """Check the content of a section, as read from YAML, and return the section.
 
-    Raise RequestError if a key is unknown or missing, or a value is not allowed. The message starts with `source`, the
-    name of a file with a colon, and names keys with the path `prefix` of their section, such as "training.".
+    Raise RequestError if a key is unknown or missing, or a value is not allowed. The message starts with `source`, and
+    names keys with the path `prefix` of their section, such as "training.".
     """
     try:
         return section.model_validate(content)

@@ -1,7 +1,7 @@
 """The reduced vocabulary of heads: the most frequent tokens of the training text, and the expected speedup.
 
-Heads with a reduced vocabulary (`medusa.vocabulary`) read fewer LM head weights, but never guess a label outside the
-vocabulary. The time of a step is estimated by the number of weights that it reads, as in `train.architecture`.
+Heads with a reduced vocabulary read fewer LM head weights, but never guess other labels. The time of a step is
+estimated by the number of weights that it reads, as in `train.architecture`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class FrequentTokens(NamedTuple):
     """The most frequent tokens of a training text, and the share of the text that they cover."""
 
     ids: Tensor  # [N] ids of the most frequent tokens, in order of falling frequency
-    coverage: float
-    """Share of the labels in each half of the text that are among the N most frequent tokens of the other half."""
+    coverage: float  # share of the labels in each half of the text that are among the other half's N most frequent
 
 
 def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int, vocab_size: int) -> FrequentTokens:

@@ -59,8 +59,7 @@ def _to_tokens(
 def _first_after(offsets: Offsets, first: int, at: int) -> int:
     """Index of the first token, from token index `first` on, that starts at or after the character position `at`.
 
-    Tokens with empty offsets are skipped: byte-level tokenizers leave leading spaces out of a token's offsets, so the
-    offsets of a token of spaces alone are empty and lie after the spaces.
+    Empty offsets are skipped: byte-level tokenizers give them to a token of spaces alone, and they lie behind it.
     """
     return next((k for k in range(first, len(offsets)) if offsets[k][0] >= at and offsets[k][1] > at), len(offsets))
 

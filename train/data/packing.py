@@ -113,13 +113,9 @@ def padded(row: Tensor, length: int) -> Tensor:
 
 def as_item(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Batch:
     """Make a dataset item from a row of T tokens: token ids, loss mask and document numbers, each [T]."""
-    documents = document_ids.long()
-    return {
-        "input_ids": input_ids.long(),
-        "position_ids": positions_of(documents),
-        "document_ids": documents,
-        "loss_mask": loss_mask.bool(),
-    }
+    ids, documents = input_ids.long(), document_ids.long()
+    item = {"input_ids": ids, "position_ids": positions_of(documents), "document_ids": documents}
+    return item | {"loss_mask": loss_mask.bool()}
 
 
 def positions_of(document_ids: Tensor) -> Tensor:

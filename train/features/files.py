@@ -8,8 +8,7 @@ complete or absent, and writers only add shards. A shard holds N tokens of docum
     document_ids [N]     int32; index of each token's document within the shard; -1 is padding
     loss_mask [N]        bool; True for tokens that count in the loss
 
-`train.features.cache` writes the features of a dataset, `train.features.recorder` those of generated texts, and
-`Features` reads both as rows.
+`train.features.cache` writes features of datasets, `train.features.recorder` of generated texts; `Features` reads both.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class Manifest:
     backbone: Fingerprint
     dtype: str  # of the stored hidden states, such as "float16"
     hidden_size: int
-    rows: int | None = None
-    """Number of rows in the cached dataset. This field and the next two are `None` for recorded features."""
+    rows: int | None = None  # in the cached dataset; this field and the next two are `None` for recorded features
     row_length: int | None = None
     rows_per_shard: int | None = None
     format: str = FORMAT

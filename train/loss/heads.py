@@ -27,10 +27,7 @@ BACKENDS = ("auto", "chunked", "plain", "liger")
 
 
 class HeadLosses(NamedTuple):
-    """The losses and accuracies of K heads over a batch; every field has the shape [K].
-
-    In Medusa-2 every field has the shape [K + 1], because the backbone's LM loss stands after the heads' losses.
-    """
+    """The losses and accuracies of K heads over a batch: each is [K], or [K + 1] in Medusa-2, with the LM loss last."""
 
     objective: Tensor
     """Each head's part of the loss, with gradients: the mean over its labels of the weighted cross-entropy, in nats."""
@@ -39,8 +36,7 @@ class HeadLosses(NamedTuple):
     label outside the reduced vocabulary (`MedusaHeads.vocabulary`) counts as 0 here, and as wrong in `correct`."""
     correct: Tensor
     """Number of labels that are the head's best guess. The label of a distribution is its most probable token."""
-    total: Tensor
-    """Number of labels of each head."""
+    total: Tensor  # number of labels of each head
 
 
 def head_losses(

@@ -34,8 +34,7 @@ def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> T
 class SoftTargets(NamedTuple):
     """The backbone's distributions that K heads learn at the C positions of a chunk."""
 
-    distributions: Tensor
-    """D distributions [D, V] over tokens. Neighbouring positions share distributions, so D is about C + K."""
+    distributions: Tensor  # [D, V] over tokens; neighbouring positions share distributions, so D is about C + K
     which: Tensor  # [K, C] index of the distribution that each head learns at each position
     labels: Tensor
     """Most probable token [K, C] of each distribution, as an index into the heads' vocabulary. `IGNORE` where a head

@@ -36,10 +36,7 @@ class Weighting:
     smoothing: float = 0.5
 
     def __call__(self, probability: Tensor, labelled: Tensor) -> Tensor:
-        """Compute the loss weights [K, C] of K heads at C positions, without gradient.
-
-        `probability` [K, C] is what each head gives to its label; `labelled` [K, C] is True where it has one.
-        """
+        """Compute the loss weights [K, C] from the `probability` of each label; `labelled` marks existing labels."""
         if self.kind == "decay":
             return head_weights(len(labelled), self.decay).to(probability.device)[:, None] * labelled
         lifted = ((1 - self.smoothing) * probability.detach() + self.smoothing) * labelled

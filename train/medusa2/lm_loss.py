@@ -82,8 +82,7 @@ def tilt_towards(
     """Make the tilt of the teacher (the original backbone) towards the first head's predictions of the same tokens.
 
     The first head predicts a token one position earlier than the backbone, so a document's first position has no tilt.
-    The head's probabilities have the exponent `exponent` (`teacher_tilt`). `hidden` [B, T, H] are the adapted
-    backbone's hidden states. `labelled` [B, T] is True where there is a next token and thus an LM loss.
+    The adapted backbone's hidden states are `hidden` [B, T, H]. `labelled` [B, T] is True where there is an LM loss.
     """
     lm_head, documents = without_adapter(backbone.head), batch["document_ids"]
     before = (batch["position_ids"][:, :-1], documents[:, :-1])
