@@ -60,9 +60,7 @@ def _options(name: str, config: type[DrafterConfig], text: str) -> dict[str, str
 
 
 def drafter_factory(drafter: DrafterLike, context: DrafterContext) -> DrafterFactory:
-    """Make the factory of a drafter from its description, config or factory; `None` means the heads of `context`.
-
-    Raise a `RequestError` if a model, table or tree is missing or does not fit."""
+    """Make the factory of a drafter, or raise a `RequestError` if a model, table or tree is missing or does not fit."""
     made = parse(drafter or "heads") if drafter is None or isinstance(drafter, str) else drafter
     if not isinstance(made, DrafterConfig | DrafterFactory):
         raise RequestError(f"{drafter!r} is no drafter; give a name such as {', '.join(DRAFTERS)}")

@@ -50,10 +50,7 @@ class DrafterContext(NamedTuple):
 
 
 class DrafterConfig(ABC):
-    """The options of a drafter, which users write as `NAME[:options]`. A config has loaded no models yet.
-
-    Subclasses are dataclasses. Their fields are the options, and `__post_init__` rejects invalid values.
-    """
+    """The options of a drafter, which users write as `NAME[:options]`: a dataclass that has loaded no models yet."""
 
     compiles: ClassVar[bool] = False  # whether `--compile` can compile the steps of this drafter
     can_draw: ClassVar[bool] = False  # whether drafts can be sampled (`DrafterFactory.can_draw`)

@@ -24,8 +24,7 @@ class HeadsDrafter:
     """Drafts a tree with independent heads, which all read the hidden state of the token before the root.
 
     A node at depth d holds one of head d's best guesses, whatever tokens its ancestors hold. With a `target` the draft
-    is sampled: the children of a node are draws, in order and without replacement, from their head's distribution. A
-    sampled tree is static, because choosing nodes by the tokens that were drawn would change their distribution.
+    is sampled: the children of a node are draws, in order and without replacement, from their head's distribution.
     """
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:

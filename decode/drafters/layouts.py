@@ -1,10 +1,9 @@
 """Trees of drafts: the tree that a user asks for (`resolve_tree`), and trees chosen in every step (`DynamicTree`).
 
 A `DynamicTree` drafts the most probable nodes of a fixed set of candidates (EAGLE-2, OPT-Tree). The log probability of
-a node's path is the sum of the heads' log confidences in its tokens. A child is never more probable than its parent,
-so the most probable nodes form a tree. Every step drafts the same number of nodes, so tensor shapes are fixed. A
-confidence is a softmax probability at the head's temperature. The temperatures are fitted on text that the backbone
-wrote (`decode.bench.calibration`), because many heads are overconfident or underconfident.
+a node's path is the sum of the heads' log confidences in its tokens: softmax probabilities at temperatures that are
+fitted on the backbone's text (`decode.bench.calibration`). A child is never more probable than its parent, so the most
+probable nodes form a tree. Every step drafts the same number of nodes, so tensor shapes are fixed.
 
 Shapes: B rows, K heads, of which a tree of depth k uses k, R guesses of a head, V vocabulary, S candidates with the
 root, N drafted nodes with the root, M nodes for which probabilities are given, D depth of the candidate tree.
@@ -103,9 +102,7 @@ class DynamicTree:
         return known[:, self._on_path].sum(-1) - STEEPNESS * self.candidates.depth
 
     def num_worthwhile(self, log_probs: Tensor) -> int:
-        """Number of nodes to draft in every row: those of at least `min_probability` in the row with most of them.
-
-        `log_probs` [B, M] are path log probabilities."""
+        """Count the nodes of at least `min_probability`, from path log probabilities [B, M], in the row with most."""
         if not self.min_probability:
             return log_probs.shape[1]
         return int((log_probs >= math.log(self.min_probability)).sum(1).max())  # waits for the device
@@ -126,9 +123,7 @@ TreeLike = Layout | str | Sequence[Sequence[int]] | None
 def bounded(confidences: Tensor) -> Tensor:
     """Clamp log confidences to at least `MIN_LOG_CONFIDENCE`, where float32 can still subtract `STEEPNESS`.
 
-    NaN, from heads that overflow in float16, becomes the minimum. `topk` treats NaN as the maximum, so it would choose
-    a child without its parent, and the text could be wrong.
-    """
+    NaN, from float16 heads that overflow, becomes the minimum: `topk` would choose it, without its parent."""
     return confidences.nan_to_num(nan=MIN_LOG_CONFIDENCE, neginf=MIN_LOG_CONFIDENCE).clamp_min(MIN_LOG_CONFIDENCE)
 
 
@@ -137,7 +132,7 @@ def _candidates(num_nodes: int, num_heads: int) -> Tree:
 
     The measure of a path of ranks r1, r2, ... is (r1 + 1) + (r1 + 1)(r2 + 1) + ... This is the number of paths, itself
     included, that are not longer and have no greater rank at any depth. All these paths are at least as probable, so a
-    path is never chosen if its measure exceeds `num_nodes` - 1. The tree keeps ranks below TOP, and up to
+    path is never chosen if its measure exceeds `num_nodes` - 1. The tree has ranks below TOP and at most
     MAX_CANDIDATES nodes.
     """
     paths: list[RankPath] = []
@@ -160,9 +155,8 @@ def _candidates(num_nodes: int, num_heads: int) -> Tree:
 def resolve_tree(tree: TreeLike, heads: MedusaHeads, stop_drafting: float = 0.0) -> Layout:
     """Return the tree that `tree` describes; for `None`, the tree saved with the heads, or a default tree.
 
-    A dynamic tree prunes nodes with a path probability below `stop_drafting`; 0: no pruning. Raise a `RequestError` if
-    `tree` describes no tree, or if `stop_drafting` is set for a static tree.
-    """
+    A dynamic tree prunes paths less probable than `stop_drafting`. Raise a `RequestError` if `tree` describes no tree,
+    or a static one with `stop_drafting`."""
     resolved = _resolved(tree, heads)
     if not stop_drafting:
         return resolved
@@ -197,13 +191,10 @@ def default_tree(heads: MedusaHeads) -> Tree:
 
 
 def require_draftable(config: MedusaConfig, hidden_size: int, vocab_size: int, tree: Layout, drawn: bool) -> None:
-    """Raise a `RequestError` if heads do not fit the backbone or tree, or if a dynamic tree is to be sampled.
-
-    A dynamic tree depends on the guesses, so that samples of it would be biased.
-    """
+    """Raise a `RequestError` if heads do not fit the backbone or tree, or if a dynamic tree is to be sampled."""
     require_sizes(config, hidden_size, vocab_size)
     tree.candidates.require_fit(config.num_heads, config.draft_vocab_size(vocab_size))
-    if drawn and isinstance(tree, DynamicTree):
+    if drawn and isinstance(tree, DynamicTree):  # it depends on the guesses, so that samples of it would be biased
         raise RequestError("a dynamic tree cannot be combined with draft sample; use draft topk")
 
 
@@ -213,6 +204,4 @@ def require_sizes(config: MedusaConfig, hidden_size: int, vocab_size: int) -> No
     if config.hidden_size != hidden_size:
         raise RequestError(f"the heads have hidden size {config.hidden_size} but the backbone {hidden_size}; {owner}")
     if config.vocab_size not in (None, vocab_size):
-        raise RequestError(
-            f"the heads have a vocabulary of {config.vocab_size}, the backbone one of {vocab_size}; {owner}"
-        )
+        raise RequestError(f"the heads have vocabulary size {config.vocab_size} but the backbone {vocab_size}; {owner}")

@@ -46,23 +46,20 @@ class NgramIndex:
         self.sizes = range(n, min_n - 1, -1)
         self.text: list[int] = []
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self.indexed = 0  # n-grams that end at this position or before are indexed
 
     def extend(self, tokens: list[int]) -> None:
         """Append `tokens` to the text, and index the n-grams that end before its new end."""
+        first = max(len(self.text), 1)
         self.text += tokens
-        for end in range(self.indexed + 1, len(self.text)):
+        for end in range(first, len(self.text)):
             for size in self.sizes:
                 if size <= end:
                     self.ends[tuple(self.text[end - size : end])].append(end)
-        self.indexed = max(self.indexed, len(self.text) - 1)
 
     def matches(self, most: int) -> Iterator[int]:
         """Yield up to `most` positions after earlier occurrences of the text's end: of the longest, then the latest."""
         found: set[int] = set()
         for size in self.sizes:
-            if size > len(self.text):
-                continue
             for end in reversed(self.ends.get(tuple(self.text[-size:]), ())):
                 if len(found) == most:
                     return

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from decode.drafters.base import DrafterContext
 from medusa.backbone import Backbone
@@ -31,19 +32,14 @@ def load_small_model(name: str, context: DrafterContext, role: str = "draft mode
 
 def require_same_vocabulary(name: str, small: PretrainedConfig, backbone: PretrainedConfig, role: str) -> None:
     """Raise a `RequestError` if the small model and the backbone differ in vocabulary size."""
-    sizes = [config.get_text_config(decoder=True).vocab_size for config in (small, backbone)]
-    if sizes[0] != sizes[1]:
-        raise RequestError(
-            f"the {role} {name} has {sizes[0]} tokens and the backbone {sizes[1]}; give one with the same vocabulary"
-        )
+    own, other = (config.get_text_config(decoder=True).vocab_size for config in (small, backbone))
+    if own != other:
+        problem = f"the {role} {name} has {own} tokens and the backbone {other}"
+        raise RequestError(f"{problem}; give one with the same vocabulary")
 
 
 def require_same_tokenizer(
-    name: str,
-    small: PreTrainedTokenizerBase | None,
-    backbone: PreTrainedTokenizerBase | None,
-    backbone_name: str,
-    role: str = "draft model",
+    name: str, small: Tokenizer | None, backbone: Tokenizer | None, backbone_name: str, role: str = "draft model"
 ) -> None:
     """Raise a `RequestError` if a token has different ids in both tokenizers; nothing is checked if one is `None`."""
     if small is None or backbone is None:

@@ -21,8 +21,7 @@ class Trie:
     """A trie of the continuations to draft for one row. Node 0 is the root, and a parent comes before its children."""
 
     def __init__(self, num_nodes: int) -> None:
-        """Make a trie of the root alone, which can grow to `num_nodes` nodes, root included."""
-        self.num_nodes = num_nodes
+        self.num_nodes = num_nodes  # the trie starts with the root alone, and grows to this number of nodes at most
         self.ids, self.parent, self.depth = [-1], [0], [0]  # -1 stands for the root's token
         self.child: dict[tuple[int, int], int] = {}
         self.is_chain = True
@@ -37,25 +36,21 @@ class Trie:
                     return
                 child = self.child[node, token] = len(self.ids)
                 self.is_chain &= child == node + 1
-                self._append(token, node)
+                self.append(token, node)
             node = child
 
-    def fill(self, count: int) -> None:
-        """Pad the trie to `count` nodes, the size of the batch's largest trie, with a chain below the last node."""
-        while len(self.ids) < count:
-            self._append(0, len(self.ids) - 1)
-
-    def _append(self, token: int, parent: int) -> None:
+    def append(self, token: int, parent: int) -> None:
         self.ids.append(token)
         self.parent.append(parent)
         self.depth.append(self.depth[parent] + 1)
 
 
 def draft_of(tries: list[Trie], root: Tensor) -> Draft:
-    """Make the draft of a batch from one trie per row and the root tokens [B]; smaller tries are padded."""
+    """Make the draft of a batch from one trie per row and the root tokens [B]; chains pad the smaller tries."""
     count = max(len(trie.ids) for trie in tries)
     for trie in tries:
-        trie.fill(count)
+        for last in range(len(trie.ids) - 1, count - 1):
+            trie.append(0, last)
     drafted = torch.tensor([trie.ids[1:] for trie in tries], dtype=torch.long).view(len(tries), -1).to(root.device)
     ids = torch.cat([root[:, None], drafted], dim=1)
     if all(trie.is_chain for trie in tries):

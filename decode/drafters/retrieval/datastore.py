@@ -7,9 +7,8 @@
 
 The id `end` is the vocabulary size. Both .bin files are memory-mapped, so an open datastore uses memory only for the
 pages that are read. A search bisects order.bin: among n tokens it reads log2(n) positions, 26 for 100 MB of text. A
-build writes 6 n bytes (8 n with uint32), and needs memory for one group of positions (`suffix_array`). Progress is
-recorded after every block of text and every group. A build that is run again first cuts the files to the last record,
-so the finished files equal those of an uninterrupted build.
+build writes 6 n bytes (8 n with uint32), and needs memory for one group of positions (`suffix_array`). It records its
+progress after every block of text and every group. Run again, it cuts the files to the last record and continues.
 """
 
 from __future__ import annotations
@@ -176,10 +175,8 @@ def build(
     the same `pieces` in the same order, and the same `about`. `tell` receives progress messages.
 
     Raises:
-        RequestError: `folder` holds other files, a finished datastore, or a build with other settings or text; or the
-            text is empty or has ids of another tokenizer.
-        RunError: the disk is full.
-    """
+        RequestError: `folder` holds other files or another build, or the text is empty or has ids of another tokenizer.
+        RunError: the disk is full."""
     settings = json.loads(json.dumps(about | {"format": FORMAT, "depth": DEPTH}))  # as building.json returns them
     builder = _Builder(folder, settings, overwrite)
     with disk_may_fill(folder, lambda: "the progress is kept: make room and run the same command again"):
@@ -202,8 +199,7 @@ class _Builder:
         for path in _temporary_files(folder):
             path.unlink()
         counts = {"pieces": 0, "groups": 0, "largest": 0, "documents": 0, "bytes": {TOKENS: 0, ORDER: 0}}
-        digest = hashlib.sha256().hexdigest()  # of the pieces that were read
-        self.state: Json = {"about": about, "digest": digest, "read": False} | counts
+        self.state: Json = {"about": about, "digest": hashlib.sha256().hexdigest(), "read": False} | counts
         if (folder / BUILDING).is_file():
             self.state = read_json(folder / BUILDING)
             if self.state.get("about") != about:

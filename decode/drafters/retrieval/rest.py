@@ -41,9 +41,7 @@ class RestConfig(DrafterConfig):
         require_at_least(2, "rest", nodes=self.nodes)
         require_at_least(self.min_n, "rest", n=self.n)
         if self.n > DEPTH:
-            raise RequestError(
-                f"drafter rest: n is {self.n}; a datastore is sorted by {DEPTH} tokens; give at most {DEPTH}"
-            )
+            raise RequestError(f"drafter rest: n is {self.n}; a datastore is sorted by {DEPTH} tokens; give fewer")
 
     @cached_property
     def opened(self) -> Datastore:
@@ -51,8 +49,8 @@ class RestConfig(DrafterConfig):
         return Datastore(self.datastore)
 
     def check(self, config: PretrainedConfig) -> None:
-        text = config.get_text_config(decoder=True)
-        self.opened.require_vocabulary(text.vocab_size, config.name_or_path or "the backbone")
+        vocab_size = config.get_text_config(decoder=True).vocab_size
+        self.opened.require_vocabulary(vocab_size, config.name_or_path or "the backbone")
 
     def factory(self, context: DrafterContext) -> DrafterFactory:
         self.opened.require_tokenizer(context.tokenizer, context.name)
@@ -85,9 +83,7 @@ def looked_up(config: RestConfig, text: list[int], count: int) -> Trie:
 def most_frequent(continuations: Iterable[list[int]], num_nodes: int) -> Trie:
     """Make a trie of `num_nodes` nodes, root included, from the most frequent prefixes of `continuations`.
 
-    Of equally frequent prefixes, the shorter one is chosen, then the first. A prefix is at least as frequent as each of
-    its extensions, so the parents of the chosen nodes are chosen too.
-    """
+    Of equally frequent prefixes, the shorter one is chosen, then the first: so a node's parent is chosen before it."""
     counts: Counter[tuple[int, ...]] = Counter()
     for line, times in Counter(map(tuple, continuations)).items():
         for depth in range(1, len(line) + 1):

@@ -20,9 +20,7 @@ BLOCK = 2**22  # number of tokens that are read at once
 def first_groups(tokens: NDArray, end: int, size: int | None = None) -> list[tuple[int, int]]:
     """Split the ids into ranges [low, high), each of one id or with at most `size` positions (default: GROUP).
 
-    `tokens` [n + DEPTH] are the text's n ids, at most `end`. The id `end` follows each document, and DEPTH more of it
-    follow the last document.
-    """
+    `tokens` [n + DEPTH] are the text's n ids. The greatest, `end`, follows each document; DEPTH more are at the end."""
     return _groups(_counts(tokens[: len(tokens) - DEPTH], end + 1)[:end], size or GROUP)
 
 
@@ -41,12 +39,9 @@ def sorted_places(tokens: NDArray, low: int, high: int, end: int, size: int | No
             for start in range(0, len(places), BLOCK):  # in blocks, as an index takes 8 bytes per position
                 at = places[start : start + BLOCK].astype(np.int64)
                 following[start : start + BLOCK] = tokens[at + depth]
-            parts = [
-                (places[(following >= low) & (following < high)], depth + int(high - low == 1))
-                for low, high in _groups(_counts(following, end + 1), size)
-            ]
-            stack += parts[::-1]
-            del places, following, parts
+            for low, high in reversed(_groups(_counts(following, end + 1), size)):
+                stack.append((places[(following >= low) & (following < high)], depth + int(high - low == 1)))
+            del places, following
 
 
 def _places(tokens: NDArray, low: int, high: int) -> NDArray:
