@@ -5,8 +5,7 @@ from a priority queue, and expands at most k hypotheses of each length. Scores o
 of one length leave the queue in the order of their scores, and the first k are the beam. The first finished text that
 leaves the queue is the best one, because no other hypothesis can exceed its score.
 
-A scorer predicts the next tokens of several hypotheses in one forward. If the model allows it, all hypotheses share a
-KV cache, as a tree.
+A scorer predicts the next tokens of several hypotheses in one forward, with one KV cache for all if the model allows.
 
 Shapes: W hypotheses that one forward reads, V vocabulary.
 """
@@ -152,12 +151,11 @@ def best_first_beam(
     Args:
         model: any causal model; one without tree attention reads each hypothesis from the start of the prompt.
         input_ids: one prompt, [T] or [1, T].
-        length_penalty: scores are log-probabilities divided by the length to this power, as in transformers. Above 0,
-            more hypotheses are read, because bounds on their scores assume the greatest length.
+        length_penalty: the power of the length that divides log-probabilities; above 0, more hypotheses are read.
         num_return_sequences: how many of the best texts to return, at most `num_beams`.
         eos_token_id: tokens that end a text; -1: none; by default those of the model's generation config.
-        batch_size: hypotheses per forward, by default `num_beams`. Each forward also reads the next hypotheses in the
-            queue, and some of them are never expanded; with 1, none is read in advance. The texts are the same.
+        batch_size: hypotheses per forward, by default `num_beams`. Above 1, a forward also reads the next ones in the
+            queue, some of which are never expanded. The texts are the same.
         max_queued: the most hypotheses in the queue (section 5.3 of the paper); `None`: no limit. The worst
             hypotheses are dropped, so the texts may differ from those of beam search.
 
@@ -194,9 +192,8 @@ def _search(scorer: Scorer, queue: _Queue, ends: set[int], wanted: int, batch_si
     while here is not None and len(found.hypotheses) < wanted:
         length = len(here.ids)
         if here.is_end:
-            score = here.log_probability / length**queue.length_penalty
             reason = "eos" if here.ids[-1] in ends else "length"
-            found.hypotheses.append(Hypothesis([*here.ids], here.log_probability, score, reason))
+            found.hypotheses.append(Hypothesis([*here.ids], here.log_probability, queue.bound(here), reason))
         else:
             if here.following is None:
                 batch = [here, *queue.next_to_read(batch_size - 1)]
@@ -238,9 +235,7 @@ class _Queue:
     def bound(self, partial: Partial) -> float:
         """The score of a finished hypothesis, or an upper bound for all continuations of an unfinished one.
 
-        Continuations have a lower log-probability, which is negative. If `length_penalty` is above 0, the bound assumes
-        the greatest length allowed; otherwise it uses the hypothesis' own length.
-        """
+        Continuations are less probable. With a `length_penalty` above 0, the bound assumes the greatest length."""
         length = self.longest if self.length_penalty > 0 and not partial.is_end else len(partial.ids)
         return partial.log_probability / length**self.length_penalty
 

@@ -149,12 +149,8 @@ class ContrastProcessor(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         held, total = self.cache.get_seq_length(), input_ids.shape[1]
         mask = F.pad(self.mask, (0, total - self.mask.shape[1]), value=1)
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, held:]
         logits = self.amateur.model(
-            input_ids=input_ids[:, held:],
-            attention_mask=mask,
-            position_ids=positions[:, held:],
-            past_key_values=self.cache,
-            use_cache=True,
+            input_ids[:, held:], attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True
         ).logits
         return self.amateur.contrast(scores, logits[:, -1])
