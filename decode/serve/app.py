@@ -49,9 +49,7 @@ class ApiAnswer:
         self.loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
     async def whole(self, request: HttpRequest) -> dict[str, object]:
-        """Wait until all texts are finished, and return the answer as one JSON object.
-
-        Raise an `ApiError` if decoding failed, or if the client of `request` disconnected after sending the body."""
+        """Return the whole answer as JSON, or raise an `ApiError` if decoding fails or the client disconnects."""
         texts, reasons = [""] * len(self.rows), [""] * len(self.rows)
         left = asyncio.ensure_future(self._watch(request))
         try:
@@ -68,9 +66,7 @@ class ApiAnswer:
         return self.head | {"choices": choices, "usage": self._usage()}
 
     async def chunks(self, usage: bool) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events while the texts grow; with `usage`, the last has the token counts.
-
-        Starlette closes this generator when the client disconnects."""
+        """Yield the answer as server-sent events while the texts grow; with `usage`, the last has the token counts."""
         try:
             for index in range(len(self.rows) if self.is_chat else 0):
                 first = _choice(index, None, {"delta": {"role": "assistant", "content": ""}})
@@ -84,7 +80,7 @@ class ApiAnswer:
             yield "data: [DONE]\n\n"
         except ApiError as error:  # too late for an HTTP status, which was sent with the first chunk
             yield _line(error.to_json())
-        finally:
+        finally:  # also when the client disconnects, because Starlette then closes this generator
             self._leave()
 
     async def _watch(self, request: HttpRequest) -> None:
@@ -128,9 +124,7 @@ class CompletionApi:
     """The HTTP endpoints of the server. They check requests and pass them to a worker thread, which decodes."""
 
     def __init__(self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0) -> None:
-        """Make the endpoints for the model that requests call `name`.
-
-        `settings` are the defaults of a request. Requests without a seed get different seeds, made from `seed`."""
+        """Make the endpoints of model `name`; requests can replace `settings`, or take a seed made from `seed`."""
         self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
         self.generator = worker.generator
         self.backbone = Backbone(self.generator.model)
@@ -160,7 +154,7 @@ class CompletionApi:
         )
 
     async def health(self, request: HttpRequest) -> Response:
-        alive = self.worker.is_alive
+        alive = self.worker.thread is not None and self.worker.thread.is_alive()
         return JSONResponse({"status": "ok" if alive else "the worker has ended"}, 200 if alive else 503)
 
     async def models(self, request: HttpRequest) -> Response:

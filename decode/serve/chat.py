@@ -49,11 +49,10 @@ class Conversation:
         return self.tokenizer.chat_template is not None
 
     def ask(self, message: str, *models: PreTrainedModel) -> Turn:
-        """Make the turn for a message. The turn joins the conversation when its answer is passed to `keep`.
+        """Make the turn for a message, which joins the conversation when `keep` receives its answer.
 
         Without a chat template, an empty message continues the text. Raise a `RequestError` if the message is empty,
-        the template fails, or the context of one of the `models` has no room for the prompt and a token.
-        """
+        the template fails, or the context of one of the `models` has no room for the prompt and a token."""
         if self.has_template and not message.strip():
             raise RequestError("the message is empty; write something")
         prompt = self._templated(message) if self.has_template else self._continued(message)
@@ -67,9 +66,6 @@ class Conversation:
         """Add a turn to the conversation, with its answer, which is finished or was stopped by the user."""
         turn.result, turn.text = result, text
         self.turns.append(turn)
-
-    def reset(self) -> None:
-        self.turns.clear()
 
     def _templated(self, message: str) -> list[int]:
         messages: list[dict[str, object]] = [{"role": "system", "content": self.system}] if self.system else []
@@ -122,9 +118,7 @@ class Side:
 def race(sides: Sequence[Side]) -> Iterator[None]:
     """Decode several texts until all are finished, one step at a time; yields after each step.
 
-    The next step always belongs to the text that has taken the least time so far. So only one text is decoded at a
-    time, and each text still appears to grow at its own speed.
-    """
+    The next step belongs to the text that has taken the least time, so that each appears to grow at its own speed."""
     while unfinished := [side for side in sides if not side.finished]:
         min(unfinished, key=lambda side: side.run.seconds).step()
         yield
@@ -183,9 +177,8 @@ class ChatWorker:
     ) -> list[Side]:
         """Decode the texts of one race until all are finished, or until `stopped` is set, and return them.
 
-        The race waits for earlier races. If `stopped` is set before its turn, the returned list is empty. `begin`
-        starts the texts in the worker's thread. `show` receives their snapshots in the event loop's thread.
-        """
+        The race waits for earlier races; stopped before its turn, it returns an empty list. `begin` starts the texts in
+        the worker's thread. `show` receives their snapshots in the event loop's thread."""
         loop = asyncio.get_running_loop()
 
         def work() -> list[Side]:

@@ -26,7 +26,6 @@ from medusa.errors import RequestError
 
 STATIC = Path(__file__).parent / "static"
 ICON = (STATIC / "chat.svg").read_text(encoding="utf-8")
-ACCENT = "#128053"
 OPENINGS = {  # messages to start with; True: for backbones with a chat template
     True: ["Explain tree attention to a child.", "Write a short poem about the sea.", "List ten uses of a paper clip."],
     False: ["Once upon a time", "One sunny day, a girl named Mia", "The old boat"],
@@ -129,17 +128,16 @@ class ChatPage:
 
     def build(self) -> None:
         """Add the header, the log of messages and the input field to the page."""
-        ui.colors(primary=ACCENT)
+        ui.colors(primary="#128053")
         ui.add_css((STATIC / "chat.css").read_text(encoding="utf-8"))
         ui.add_head_html(f"<script>{(STATIC / 'chat.js').read_text(encoding='utf-8')}</script>")
         ui.context.client.on_delete(self._forget)
         dark = ui.dark_mode(None)
-        about = f"{self.config.drafter}, {self.num_nodes} nodes · {self.settings.rule.name}"
         with ui.header().classes("top"):
             ui.html(ICON, sanitize=False).classes("logo")
             with ui.element("div").classes("names"):
                 ui.label(self.config.backbone.rstrip("/").rsplit("/", 1)[-1]).classes("backbone")
-                ui.label(about).classes("about")
+                ui.label(f"{self.config.drafter}, {self.num_nodes} nodes · {self.settings.rule.name}").classes("about")
             ui.space()
             self.both = ui.switch("side by side", value=True).props("dense")
             with ui.button(icon="tune").props("flat round dense aria-label=Options"):
@@ -160,17 +158,15 @@ class ChatPage:
     def _options(self) -> None:
         with ui.menu().props("anchor='bottom right' self='top right'"), ui.element("div").classes("options"):
             label = ui.label()
-            temperature = ui.slider(min=0, max=1.5, step=0.1, value=self.settings.temperature)
-            temperature.props("aria-label=Temperature")
-            label.bind_text_from(
-                temperature, "value", lambda t: f"Temperature {t:.1f}" if t else "Temperature 0: greedy"
-            )
+            slider = ui.slider(min=0, max=1.5, step=0.1, value=self.settings.temperature)
+            slider.props("aria-label=Temperature")
+            label.bind_text_from(slider, "value", lambda t: f"Temperature {t:.1f}" if t else "Temperature 0: greedy")
             ui.label("Maximum of new tokens")
             length = ui.number(value=self.settings.max_new_tokens, min=1, max=100_000, step=32, precision=0)
             length.props("dense outlined aria-label='Maximum of new tokens'")
         if self.settings.compile:
-            temperature.disable()  # steps were compiled for this temperature
-        temperature.on("change", lambda: self._change(lambda now: replace(now, temperature=float(temperature.value))))
+            slider.disable()  # steps were compiled for this temperature
+        slider.on("change", lambda: self._change(lambda now: replace(now, temperature=float(slider.value))))
         length.on("change", lambda: self._change(lambda now: replace(now, max_new_tokens=int(length.value or 0))))
 
     def _change(self, change: Callable[[Settings], Settings]) -> None:
@@ -186,9 +182,8 @@ class ChatPage:
             for paragraph in [WELCOME] if self.templated else [WELCOME, NO_TEMPLATE]:
                 ui.html(f"<p>{paragraph}</p>", sanitize=False)
             with ui.element("div").classes("openings"):
-                for opening in OPENINGS[self.templated]:
-                    button = ui.button(opening, on_click=lambda text=opening: self._answer(text))
-                    button.props("outline no-caps rounded")
+                for text in OPENINGS[self.templated]:
+                    ui.button(text, on_click=lambda text=text: self._answer(text)).props("outline no-caps rounded")
 
     def _forget(self) -> None:
         """Stop the current answer, and replace the conversation by an empty one."""
@@ -256,10 +251,9 @@ class ChatPage:
 
         seed = prompt_seeds(self.config.seed, [self.answers])[0]
         self.answers += 1
-        before = () if self.templated else turn.prompt
 
         def side(plain: bool) -> Side:
-            stream = TextStream(self.generator.tokenizer, settings.stop, before)
+            stream = TextStream(self.generator.tokenizer, settings.stop, () if self.templated else turn.prompt)
             return Side(self.generator.run(turn.prompt, settings, seed, plain), stream)
 
         sides = await worker.write(lambda: list(map(side, ways)), show, stopped)

@@ -38,9 +38,8 @@ class ApiError(Exception):
     """An error that the API reports to the client: an invalid request, or a failure of the server."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
-        """Make an error with its HTTP status; `param` is the name of the wrong parameter."""
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status, self.param = status, param  # the HTTP status, and the name of the wrong parameter
 
     def to_json(self) -> dict[str, object]:
         """Return the error object of the OpenAI API."""
@@ -78,7 +77,7 @@ WholeNumber = Annotated[int | None, Field(description="a whole number")]
 Number = Annotated[float | None, Field(allow_inf_nan=False, description="a number")]
 
 
-def _require_temperature(value: float | None) -> float | None:
+def _not_tiny(value: float | None) -> float | None:
     if value is not None and 0 < value < 1e-3:  # scores would overflow, which breaks later batches on a GPU
         raise ValueError("too small")
     return value
@@ -94,9 +93,7 @@ class GenerationRequest(StrictModel):
     model: str | None = Field(None, description="the name of the model")
     max_tokens: WholeNumber = None
     max_completion_tokens: WholeNumber = None
-    temperature: Annotated[Number, AfterValidator(_require_temperature)] = Field(
-        None, description="a number, 0 or at least 0.001"
-    )
+    temperature: Annotated[Number, AfterValidator(_not_tiny)] = Field(None, description="a number, 0 or at least 0.001")
     top_p: Number = None
     top_k: WholeNumber = None
     min_p: Number = None

@@ -1,7 +1,6 @@
 """The worker thread of the server. It groups the requested texts into batches, and decodes one batch after the other.
 
-The text that has waited longest goes into the next batch, together with texts that have the same sampling options and
-prompts of similar length. A row leaves the batch when its text ends, or when its client has disconnected.
+A row leaves its batch when its text ends, or when its client has disconnected.
 """
 
 from __future__ import annotations
@@ -85,10 +84,6 @@ class BatchWorker:
         self.running: list[BatchRow] = []
         self.thread: threading.Thread | None = None
 
-    @property
-    def is_alive(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
-
     def start(self, warm_up: Callable[[], object]) -> None:
         """Start the thread, and wait until it has called `warm_up`; errors of `warm_up` are raised here."""
         ready: Future[object] = Future()
@@ -140,18 +135,17 @@ class BatchWorker:
 
     def decode(self, asked: list[BatchRow]) -> None:
         """Decode a batch until all its rows have ended. An error is reported to the rows that it concerns."""
-        rows, requests = [], []
+        requests: dict[BatchRow, Request] = {}
         for row in asked:
             try:
-                requests.append(row.request(self.generator))
-                rows.append(row)
+                requests[row] = row.request(self.generator)
             except Exception as error:
                 row.tell(RowEvent(error=error))
         try:
-            if rows:
-                self._decode(rows, requests)
+            if requests:
+                self._decode(list(requests), list(requests.values()))
         except Exception as error:
-            for row in rows:
+            for row in requests:
                 row.tell(RowEvent(error=error))
 
     def _decode(self, rows: list[BatchRow], requests: list[Request]) -> None:

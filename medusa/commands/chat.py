@@ -132,7 +132,7 @@ class _Terminal:
 
     def _obey(self, command: str) -> None:
         if command == "/reset":
-            self.conversation.reset()
+            self.conversation.turns.clear()
             self.notes.print("new conversation", style="dim")
         elif command == "/plain" and self.generator.source is None:
             self.notes.print("there is no drafter to turn on; start medusa chat with --heads or --drafter", style="dim")

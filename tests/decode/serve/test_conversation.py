@@ -86,7 +86,7 @@ def test_with_a_template_all_turns_are_rendered(generator: TextGenerator, with_t
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
         f"<|im_start|>assistant\n{said}<|im_end|>\n<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
     )
-    conversation.reset()
+    conversation.turns.clear()
     assert "Hello" not in generator.tokenizer.decode(conversation.ask("And you?", generator.model).prompt)
 
 
