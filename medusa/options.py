@@ -195,9 +195,7 @@ class LoadOptions(Options, kw_only=False):
     dtype: str | None = option(
         None, f"load weights as {' or '.join(DTYPE_NAMES)} (default: float32 on a CPU, the checkpoint's dtype on a GPU)"
     )
-    device: str | None = option(
-        None, "compute on cpu, cuda, cuda:1 or mps; auto spreads the layers over all devices (default: a GPU if any)"
-    )
+    device: str | None = option(None, "compute on cpu, cuda, cuda:1, mps, or auto: on all (default: a GPU if any)")
     attention: str | None = option(None, "compute attention by sdpa or eager (default: sdpa if the model has it)")
     revision: str | None = option(None, "load this branch, tag or commit of the backbone from the Hub")
     trust_remote_code: bool = option(False, "run the Python code that comes with the backbone")

@@ -61,10 +61,7 @@ class BenchmarkOptions(CommandOptions):
     lossy: bool = option(False, "also measure the lossy acceptance rules, and the probability of their texts")
     report: str | None = option(None, "write an HTML page, or a folder with pictures and JSON", metavar="FILE.html|DIR")
     compare: tuple[str, ...] = option(
-        (),
-        "compare with earlier runs on the same prompts; without --backbone, compare the first file with the others",
-        metavar="OLD.json",
-        nargs="+",
+        (), "compare with earlier runs; without --backbone, the first with the others", metavar="OLD.json", nargs="+"
     )
     overwrite: bool = option(False, "replace an existing report")
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from decode.drafters.retrieval.datastore import Piece
 
-PIECE = 2**16
-"""Characters that are tokenised at once. A longer text is cut after a line, which may change the tokens there."""
+PIECE = 2**16  # characters tokenised at once; a longer text is cut after a line, which may change the tokens there
 
 
 class DatastoreOptions(Options):
@@ -35,9 +34,7 @@ class DatastoreOptions(Options):
     models: Models = group(Models, "models", only=("backbone",))
     load: LoadOptions = group(LoadOptions, "loading", only=("revision", "trust_remote_code"))
     data: DataOptions = group(DataOptions, "data", without=("max_prompts",))
-    suffix: tuple[str, ...] = option(
-        (), "read each file in --data whose name ends in .EXT as one document; repeatable", metavar=".EXT"
-    )
+    suffix: tuple[str, ...] = option((), "read --data files ending in .EXT as documents; repeatable", metavar=".EXT")
     max_bytes: int | None = count(None, "with --suffix: stop after N bytes of text")
     out: str = option(REQUIRED, "write the datastore to this folder", metavar="DIR", name="output")
     overwrite: bool = option(False, "replace an existing datastore")

@@ -133,11 +133,8 @@ def show_stories(options: DemoOptions, loaded: Loaded, heads: MedusaHeads, promp
     from medusa.commands.stories import Story, play
 
     folder = options.folder / "heads"
-    print_stage(
-        options,
-        "3/4 The same story, generated with and without heads",
-        f'medusa generate --backbone demo --heads {folder} --prompt "Once upon a time" --max-new-tokens 160',
-    )
+    command = f'medusa generate --backbone demo --heads {folder} --prompt "Once upon a time" --max-new-tokens 160'
+    print_stage(options, "3/4 The same story, generated with and without heads", command)
     assert loaded.tokenizer is not None
     settings, console = Settings(max_new_tokens=160), options.output.console
     plain = Story("without heads", plain_method(loaded.model, settings), prompt, loaded.tokenizer)
@@ -150,11 +147,8 @@ def show_stories(options: DemoOptions, loaded: Loaded, heads: MedusaHeads, promp
 def measure(options: DemoOptions, prompts: Prompts) -> None:
     """Stage 4: measure the speedup of decoding with heads on the prompts, and write and print the results."""
     heads = options.folder / "heads"
-    print_stage(
-        options,
-        "4/4 The speedup is measured",
-        f"medusa benchmark --backbone demo --heads {heads} --prompts {prompts.prompts}",
-    )
+    command = f"medusa benchmark --backbone demo --heads {heads} --prompts {prompts.prompts}"
+    print_stage(options, "4/4 The speedup is measured", command)
     models, load, output = Models(backbone="demo", heads=str(heads)), options.load, options.output
     asked = BenchmarkOptions(models=models, prompts=prompts, load=load, runtime=options.runtime, output=output)
     result, _ = benchmark.measure(asked, [], calibrates=False)

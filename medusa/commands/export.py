@@ -33,10 +33,7 @@ class ExportOptions(Options):
     overwrite: bool = option(False, "replace an earlier export in the folder")
     backbone: str | None = option(None, "name this backbone (default: the one that the heads record)", metavar="B")
     dtype: str | None = option(
-        None,
-        f"write weights as {' or '.join(DTYPE_NAMES)} (default: unchanged)",
-        f"one of {', '.join(DTYPE_NAMES)}",
-        lambda value: value in DTYPE_NAMES,
+        None, "write this dtype (default: unchanged)", f"one of {', '.join(DTYPE_NAMES)}", DTYPE_NAMES.__contains__
     )
     load: LoadOptions = group(LoadOptions, "loading", only=("revision", "trust_remote_code"))
     benchmark: str | None = option(None, "with --to hub: quote these results of medusa benchmark", metavar="FILE.json")

@@ -102,8 +102,7 @@ def _recording(options: GenerateOptions, folder: str, opened: Opened) -> Iterato
     backbone, known = Backbone(loaded.model), fingerprint(loaded.model, loaded.name, loaded.revision)
     recorder = Recorder(Path(folder), known, backbone.hidden_size, backbone.dtype)
     recorder.require_space(sum(map(len, prompts)) + len(prompts) * opened.settings.max_new_tokens)
-    advice = "earlier recordings are complete: make room, or choose another folder for --record"
-    with disk_may_fill(recorder.folder, lambda: advice):
+    with disk_may_fill(recorder.folder, lambda: "earlier recordings are complete: make room, or change --record"):
         try:
             yield recorder
         finally:

@@ -146,10 +146,8 @@ def open_heads(name: str, loaded: Loaded) -> MedusaHeads:
     heads = MedusaHeads.from_pretrained(name, dtype=backbone.dtype, device=backbone.head_weight.device)
     require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
     if differs(loaded.model, heads.config.backbone):
-        warn(
-            f"these heads were trained for {heads.config.backbone.get('name')}, which has the same shape as "
-            f"{loaded.name} but other weights; the text stays correct, but few guesses will be accepted"
-        )
+        theirs = heads.config.backbone.get("name")
+        warn(f"these heads were trained for {theirs}, not for {loaded.name}: few guesses will be accepted")
     return heads
 
 
