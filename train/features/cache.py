@@ -88,10 +88,7 @@ class FeatureCache:
             yield self.folder / f"{number:05}.safetensors", slice(start, start + self.rows_per_shard)
 
     def require_belonging(self, replace: bool = False) -> None:
-        """Raise RequestError if the folder holds features that are damaged, or of another backbone or other data.
-
-        With `replace`, delete such features instead.
-        """
+        """Raise RequestError if the folder holds damaged or other features; with `replace`, delete these instead."""
         try:
             self._compare()
         except RequestError:
