@@ -174,9 +174,7 @@ def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
 
 
 def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[AcceptedNode]:
-    """Compute for each accepted node of the draft tree the fraction of steps that accepted the node.
-
-    `ranks` has a tensor [positions, heads] for each text in `results`: the correct tokens' ranks (`Recording`)."""
+    """Compute the fraction of steps that accepted each node. `ranks`: those in a `Recording` of the `results`."""
     counts: Counter[tuple[int, ...]] = Counter()
     steps = 0
     for table, result in zip(ranks, results, strict=True):

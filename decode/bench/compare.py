@@ -21,6 +21,10 @@ from decode.bench.figures import BenchmarkResult, Interval, MethodFigures, Promp
 from medusa.errors import RequestError
 
 NUM_DRAWS = 2000  # number of bootstrap draws
+IDENTITY = ("command", "date", "commit", "memory")  # not compared: they differ between any two runs
+VERSIONS = ("torch", "transformers", "python", "medusa")
+BASELINES = {"speedup": "plain", "speedup_vs_generate": "transformers"}  # the method each speedup is relative to
+LABELS = {"speedup": "x plain", "speedup_vs_generate": "x generate", "tau": "tau"}
 
 
 class Resampling(NamedTuple):
@@ -81,14 +85,7 @@ class Sample:
 
 def interval(values: Tensor) -> Interval:
     """Bounds of the middle 95 % of a metric's values [D] in D bootstrap draws."""
-    low, high = values.quantile(torch.tensor([0.025, 0.975])).tolist()
-    return low, high
-
-
-IDENTITY = ("command", "date", "commit", "memory")  # not compared: they differ between any two runs
-VERSIONS = ("torch", "transformers", "python", "medusa")
-BASELINES = {"speedup": "plain", "speedup_vs_generate": "transformers"}  # the method each speedup is relative to
-LABELS = {"speedup": "x plain", "speedup_vs_generate": "x generate", "tau": "tau"}
+    return float(values.quantile(0.025)), float(values.quantile(0.975))
 
 
 @dataclass

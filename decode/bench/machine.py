@@ -65,8 +65,7 @@ def _cpuinfo(*fields: str) -> list[str]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    parts = (line.partition(":") for line in lines)
-    return [value.strip() for name, _, value in parts if name.strip() in fields]
+    return [value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() in fields]
 
 
 def stopwatch(device: torch.device) -> Callable[[], float]:

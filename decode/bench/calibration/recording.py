@@ -29,6 +29,7 @@ from medusa.heads.inputs import HeadInputs
 from medusa.tree import RankPath, Tree
 from medusa.vocabulary import lm_head_for, places_of, token_ids
 
+Column = list[Tensor] | tuple[Tensor, ...]
 Text = tuple[list[int], list[int]]  # the token ids of a prompt, and of its continuation
 OWN_TEXTS, OPENING_TOKENS, OWN_TOKENS = 32, 16, 96  # number of texts in `own_texts`, and their lengths in tokens
 BATCH_SIZE = 16  # prompts that are decoded together
@@ -68,10 +69,10 @@ class Recording(NamedTuple):
     Each field has one tensor per text. Row p of a tensor belongs to the step whose root is new token p of the text."""
 
     # [P, K] rank of the correct token among each head's guesses (0: the best); MISSED beyond TOP or the text's end
-    ranks: Sequence[Tensor] = ()
-    best: Sequence[Tensor] = ()  # [P, K, TOP] logits of the best guesses of each head
-    log_z: Sequence[Tensor] = ()  # [P, K, G] log-sum-exp of the logits at each temperature
-    right: Sequence[Tensor] = ()  # [P, K] logit of the correct token; NaN if there is none
+    ranks: Column = ()
+    best: Column = ()  # [P, K, TOP] logits of the best guesses of each head
+    log_z: Column = ()  # [P, K, G] log-sum-exp of the logits at each temperature
+    right: Column = ()  # [P, K] logit of the correct token; NaN if there is none
 
     @property
     def tokens(self) -> int:
@@ -169,11 +170,8 @@ def predicted_tau_held_out(nodes: int, recording: Recording) -> float:
     halves = [recording.part(range(first, len(recording.ranks), 2)) for first in range(2)]
     if not all(half.has_steps for half in halves):
         return predicted_tau(grow(recording, nodes), recording)
-    steps = tokens = 0.0
-    for of, on in (halves, halves[::-1]):
-        steps += on.tokens / predicted_tau(grow(of, nodes), on)
-        tokens += on.tokens
-    return tokens / steps
+    steps = sum(on.tokens / predicted_tau(grow(of, nodes), on) for of, on in (halves, halves[::-1]))
+    return recording.tokens / steps
 
 
 def grow(recording: Recording, nodes: int) -> Tree:
@@ -197,9 +195,7 @@ def grow(recording: Recording, nodes: int) -> Tree:
 
 
 def path_counts(recording: Recording, tree: Tree | None) -> Counter[RankPath]:
-    """Count for each path (ranks of guesses) the positions where all its tokens are correct.
-
-    `tree`: only positions where decoding steps with this tree start are counted; `None`: all positions."""
+    """Count where all tokens of each path are correct: at all positions, or where steps with `tree` start."""
     counts: Counter[RankPath] = Counter()
     for ranks in recording.ranks:
         rows = ranks if tree is None else ranks[starts(accepted(tree, ranks), ranks.shape[1])]

@@ -99,7 +99,7 @@ class FixedContext:
             sequences.extend(0, self.frontier.root.tolist())
 
     def first_head(self) -> Tensor | None:
-        """Compute the first head's distribution after the root, [V]; `None` for a drafter without heads."""
+        """Compute the first head's distribution after the root, [V] on the CPU; `None` for a drafter without heads."""
         heads, backbone, frontier = self.source.heads, self.session.backbone, self.frontier
         if heads is None:
             return None
@@ -107,7 +107,7 @@ class FixedContext:
         root = backbone.embed(frontier.root[:, None, None]).to(hidden)
         logits = heads(HeadInputs(hidden, root, frontier.context_kv), lm_head_for(heads, backbone), 1)
         logits = over_all(heads, logits[:, :, 0], backbone.vocab_size)
-        return self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0]
+        return self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0].cpu()
 
     def expected(self, texts: Sequence[list[int]]) -> Tensor:
         """Compute the target's scores after each of some equally long texts, [number of texts, V], without a tree."""
@@ -189,8 +189,7 @@ class Experiment:
         about = number, self.settings.temperature, self.settings.top_p, rule
         first_fit = goodness_of_fit(first, target)
         second_fit = combined([goodness_of_fit(counts, p) for counts, p in zip(second, after, strict=True)])
-        head = None if self.head is None else self.head.cpu()
-        return Case(*about, first_fit, second_fit, first / draws, target, head, mean_accepted=accepted_tokens / draws)
+        return Case(*about, first_fit, second_fit, first / draws, target, self.head, accepted_tokens / draws)
 
     def _count(self, take: Take, draws: int, on_progress: OnDraws, same: bool) -> tuple[Tensor, Tensor, int]:
         """Count the tokens of `draws` steps: after the root [V], after each first token [F, V], and all accepted ones.

@@ -145,9 +145,7 @@ def compare_greedy(
     on_progress: Callable[[], object] = lambda: None,
     amateur: Amateur | None = None,
 ) -> GreedyOutcome:
-    """Decode all prompts with `plain` one by one and with `medusa` in batches, and compare the texts.
-
-    `amateur`: the small model of contrastive decoding, if both methods decode contrastively."""
+    """Decode all prompts with `plain` one by one and with `medusa` in batches, and compare the texts."""
     divergences = []
     for start in range(0, len(prompts), batch_size):
         for number, found in enumerate(medusa(prompts[start : start + batch_size]), start):

@@ -66,8 +66,7 @@ def themed_svg(name: str, figure: Figure, caption: str) -> Markup:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
     svg = out.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>\s*|<!--.*?-->\s*", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     for side in ("width", "height"):  # the page sets the size; the view box keeps the aspect ratio
         svg = re.sub(rf'(<svg [^>]*?) {side}="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'id="([^"]+)"', rf'id="{prefix}-\1"', svg)

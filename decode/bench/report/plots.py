@@ -22,7 +22,6 @@ WIDTH = 5.2  # inches: two pictures fit side by side on a desktop, and 10-point 
 STAGE_INK = ("medusa", "amber", "violet", "blue", "plain")
 CALIBRATED = {"tau": "predicted tau", "step_ms": "milliseconds of a step", "tokens_per_second": "tokens per second"}
 """Fields of `CalibrationPoint` that are drawn for the trees of a calibration, with their titles."""
-TOKENS_SHOWN = 24
 CASE_INK = {"topk": INK["medusa"], "sample": INK["violet"]}
 
 
@@ -58,7 +57,9 @@ def rates(axes: Axes, methods: Mapping[str, MethodFigures]) -> None:
     bars(axes, rows, "tokens per second", "{:.0f}")
 
 
-def bars(axes: Axes, rows: dict[str, tuple[float, Interval | None]], title: str, form: str, ink: str = "blue") -> None:
+def bars(
+    axes: Axes, rows: Mapping[str, tuple[float, Interval | None]], title: str, form: str, ink: str = "blue"
+) -> None:
     """Draw a horizontal bar for each name, with its value in the format `form` and with its interval, if it has one.
 
     `ink`: name of the colour of bars that have no colour in `INK`."""
@@ -198,7 +199,7 @@ def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
     of the frequencies in standard deviations."""
     judged = [case for case in cases if case.rule.acceptance == "rejection"]
     target, draft = judged[0].target, judged[0].draft
-    p, shown = target.topk(min(TOKENS_SHOWN, int((target > 0).sum())))
+    p, shown = target.topk(min(24, int((target > 0).sum())))
     at, figure = range(len(shown)), Figure(figsize=(11, 4.6))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.3])
     above.bar(at, p, color=INK["transformers"], alpha=0.35, label="backbone")
