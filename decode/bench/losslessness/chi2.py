@@ -35,8 +35,7 @@ def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
     if n == 0:
         return GoodnessOfFit()
     difference, variance = counts / n - p, p * (1 - p) / n
-    chi2, degrees = _chi2(counts, n * p)
-    impossible = int(counts[p == 0].sum())
+    (chi2, degrees), impossible = _chi2(counts, n * p), int(counts[p == 0].sum())
     return GoodnessOfFit(
         draws=int(n),
         total_variation=float(difference.abs().sum()) / 2,
