@@ -105,7 +105,13 @@ class _Terminal:
 
     def run(self) -> None:
         """Answer every line that the user types, until /quit or the end of the input."""
-        self._introduce()
+        say = self.notes.print
+        if not self.conversation.has_template:
+            say(f"{self.options.models.backbone} has no chat template, so it continues your text.", highlight=False)
+            say("Press Enter on an empty line to continue the last answer.", highlight=False)
+        if self.generator.source is not None:
+            say("[green]green[/]: drafted tokens that the backbone accepted; each other token took one forward")
+        say("Type /help for the commands.", highlight=False)
         for line in _lines():
             typed = line.strip()
             if typed == "/quit":
@@ -120,15 +126,6 @@ class _Terminal:
                     warn(str(error))
                 continue
             self._answer(turn)
-
-    def _introduce(self) -> None:
-        say = self.notes.print
-        if not self.conversation.has_template:
-            say(f"{self.options.models.backbone} has no chat template, so it continues your text.", highlight=False)
-            say("Press Enter on an empty line to continue the last answer.", highlight=False)
-        if self.generator.source is not None:
-            say("[green]green[/]: drafted tokens that the backbone accepted; each other token took one forward")
-        say("Type /help for the commands.", highlight=False)
 
     def _obey(self, command: str) -> None:
         if command == "/reset":
