@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-KINDS = {
+KINDS = {  # the module and the class of each kind of heads
     "medusa": "independent:MedusaHeads",  # the heads are independent of each other
     "cascade": "sequential:CascadeHeads",  # each head reads the output of the previous head
     "hydra": "sequential:HydraHeads",  # each head reads the tokens that were guessed before its own
     "recurrent": "sequential:RecurrentHeads",  # each head reads the previous head's output and guess
     "eagle": "eagle:EagleHeads",  # one layer with attention to the text, which runs once for each head
 }
-"""The name of each kind of heads, with its module and class."""
 
 
 def class_of(kind: str) -> Callable[..., nn.Module]:

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from medusa.errors import RequestError
 
 BASE = 10_000.0  # of the rotary embeddings
-NOTHING = -1e4
-"""The score of an unused own key, so that its weight is 0. It is finite, because 0 times infinity is NaN."""
+NOTHING = -1e4  # the score of an unused own key, so that its weight is 0; finite, because 0 times infinity is NaN
 
 
 class ContextKV:
@@ -78,10 +77,8 @@ def _extended(states: Tensor, unit: Tensor) -> Tensor:
 def attention_heads(hidden_size: int) -> int:
     """Choose a number of attention heads with the same even size of about 64; RequestError if `hidden_size` is odd."""
     if hidden_size % 2:
-        raise RequestError(
-            f"attention in heads needs an even hidden size, not {hidden_size}; take heads.kind=recurrent instead of "
-            "eagle, and heads.prefix_layers=0"
-        )
+        instead = "heads.kind=recurrent instead of eagle, and heads.prefix_layers=0"
+        raise RequestError(f"attention in heads needs an even hidden size, not {hidden_size}; take {instead}")
     count = max(hidden_size // 64, 1)
     while hidden_size % (2 * count):
         count -= 1

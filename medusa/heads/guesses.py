@@ -10,8 +10,7 @@ from torch import Tensor
 
 from medusa.tree import Tree
 
-MISSED = 1 << 30
-"""The rank of a token that is not among the guesses. It is larger than every real rank."""
+MISSED = 1 << 30  # the rank of a token that is not among the guesses, above every real rank
 
 
 def ranks_of(tokens: Tensor, guesses: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ from medusa.heads.pretrained import PretrainedHeads
 if TYPE_CHECKING:
     from medusa.heads.prefix import Prefix
 
-LMHead = Callable[[Tensor], Tensor]
-"""A function that computes logits [..., V] from hidden states [..., H]."""
+LMHead = Callable[[Tensor], Tensor]  # computes logits [..., V] from hidden states [..., H]
 
 
 class MedusaHeads(PretrainedHeads):
@@ -35,16 +34,13 @@ class MedusaHeads(PretrainedHeads):
     With `lm_head: own` each head has an LM head. With `lm_head: shared` all heads use the backbone's LM head. The
     caller passes it to `forward`, so that the heads contain no module of the backbone."""
 
-    follows_path: ClassVar[bool] = False
-    """Whether a head reads the tokens guessed by the previous heads, so that a tree is drafted level by level."""
-    uses_context: ClassVar[bool] = False
-    """Whether heads attend to the earlier text, so that decoding caches keys and values for them."""
+    follows_path: ClassVar[bool] = False  # whether heads read the guesses of earlier heads: drafting is level by level
+    uses_context: ClassVar[bool] = False  # whether heads attend to the earlier text, with cached keys and values
 
     def __init__(self, config: MedusaConfig) -> None:
         """Create untrained heads: all blocks are the identity, and LM heads are zero until `start_from` is called."""
         super().__init__(config)
-        self.vocabulary: Tensor | None
-        """[N] ids of the tokens that heads guess among (`medusa.vocabulary`); `None`: all tokens."""
+        self.vocabulary: Tensor | None  # [N] ids of the tokens that heads guess among (`medusa.vocabulary`)
         self.register_buffer("vocabulary", None if config.vocabulary is None else torch.arange(config.vocabulary))
         self.prefix: Prefix | None = None
         if config.prefix_layers:

@@ -18,12 +18,9 @@ class HeadInputs(NamedTuple):
 
     `MedusaHeads.inputs` builds these inputs from whole texts. Decoding builds them from its caches."""
 
-    hidden: Tensor
-    """[..., H] hidden states of the backbone, or the output of the heads' prefix layers."""
-    following: Tensor | None = None
-    """[..., K, H] embeddings of the K tokens after each position, for kinds of heads that read these tokens."""
-    context_kv: ContextKV | None = None
-    """Keys and values of the text before each position, for kinds of heads that attend to it."""
+    hidden: Tensor  # [..., H] hidden states of the backbone, or the output of the heads' prefix layers
+    following: Tensor | None = None  # [..., K, H] embeddings of the K tokens after each position, if heads read them
+    context_kv: ContextKV | None = None  # keys and values of the text before each position, for kinds that attend to it
 
 
 def following_ids(input_ids: Tensor, count: int) -> Tensor:

@@ -25,8 +25,7 @@ class PretrainedHeads(nn.Module):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.config = config
-        self.provenance: Json | None = None
-        """The content of `provenance.json` (recipe, data, versions and results); `None` without this file."""
+        self.provenance: Json | None = None  # the content of `provenance.json`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,14 +63,12 @@ class PretrainedHeads(nn.Module):
     ) -> Self:
         """Load heads in eval mode from a local folder, the Hub or the package, in any format of docs/formats.md.
 
+        Raise RequestError without heads, or if a file is damaged, or a tensor is missing, unknown or of a wrong shape.
+
         Args:
             name_or_path: a folder, a Hub id such as `org/heads`, or `demo` for the heads that come with the package.
             dtype, device: the dtype and device of the heads; by default the dtype in the file, on the CPU.
-            hub: `revision`, `token`, `cache_dir` and `local_files_only` of `huggingface_hub.snapshot_download`.
-
-        Raises:
-            RequestError: there are no heads, a file is damaged, or a tensor is missing, unknown or of the wrong shape.
-        """
+            hub: `revision`, `token`, `cache_dir` and `local_files_only` of `huggingface_hub.snapshot_download`."""
         from medusa.checkpoints.folder import load
 
         checkpoint = load(name_or_path, **hub)
@@ -84,10 +81,8 @@ class PretrainedHeads(nn.Module):
     def save_pretrained(self, folder: str | Path, provenance: Json | None = None, overwrite: bool = True) -> None:
         """Write the heads into `folder`, each file atomically. The folder is created if it does not exist.
 
-        `provenance` is the content of `provenance.json`; by default that of these heads.
-
-        Raises:
-            RequestError: the folder contains heads and `overwrite` is false."""
+        `provenance` is the content of `provenance.json`; by default that of these heads. Raise RequestError if the
+        folder contains heads and `overwrite` is false."""
         from medusa.checkpoints.folder import save
 
         checkpoint = self.checkpoint()

@@ -28,8 +28,7 @@ from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import LMHead, MedusaHeads
 from medusa.heads.inputs import HeadInputs
 
-State = tuple[Tensor, ...]
-"""The state that a head passes to the next head: tensors [..., S]. All children of a node get the same state."""
+State = tuple[Tensor, ...]  # tensors [..., S] that a head passes to the next head, the same for all children of a node
 
 
 class SequentialHeads(MedusaHeads, ABC):
