@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,10 +21,8 @@ class Checkpoint:
     """The config, tensors and provenance of a set of heads, read from a folder or ready to be written."""
 
     config: MedusaConfig
-    tensors: Tensors
-    """The state dict of the module (`medusa.heads`)."""
-    provenance: Json | None = None
-    """The content of `provenance.json` (recipe, data, versions and results); `None` without this file."""
+    tensors: Tensors  # the state dict of the module (`medusa.heads`)
+    provenance: Json | None = None  # the content of `provenance.json`: recipe, data, versions and results
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,9 +63,7 @@ def empty(config: MedusaConfig) -> Checkpoint:
         return Checkpoint(config, class_of(config.kind)(config).state_dict())
 
 
-def require_exactly(
-    tensors: Mapping[str, Tensor], wanted: Tensors, source: str, called: Callable[[str], str] = str
-) -> None:
+def require_exactly(tensors: Tensors, wanted: Tensors, source: str, called: Callable[[str], str] = str) -> None:
     """Raise RequestError unless `tensors` have exactly the names and shapes of the tensors `wanted`.
 
     Error messages begin with `source`, and `called` converts a name in `tensors` to the name in the file."""
@@ -83,6 +79,5 @@ def require_exactly(
 
 def require_plausible(num_heads: int, tensors: Tensors, source: str) -> None:
     """Raise RequestError if the tensors' names imply more heads than there are tensors, before memory is allocated."""
-    held = len(tensors)
-    if num_heads > held:
+    if num_heads > (held := len(tensors)):
         raise RequestError(f"{source} names head {num_heads - 1} but holds {held} tensors; its heads are not complete")

@@ -27,7 +27,7 @@ from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.heads.context_kv import BASE, attention_heads
 
-NAMES = {
+NAMES = {  # of tensors in the state dict of `EagleHeads`, and in EAGLE-3's format
     "feature_norm.weight": "layers.0.hidden_norm.weight",
     "token_norm.weight": "layers.0.input_layernorm.weight",
     "out.weight": "layers.0.self_attn.o_proj.weight",
@@ -37,9 +37,7 @@ NAMES = {
     "stack.down.weight": "layers.0.mlp.down_proj.weight",
     "norm.weight": "norm.weight",
 }
-"""The names of tensors in the state dict of `EagleHeads`, and their names in EAGLE-3's format."""
-PAIR_PARTS = tuple(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")
-"""The names of the query, key and value matrices, which `EagleHeads` concatenates as `pair.weight`."""
+PAIR_PARTS = tuple(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")  # parts of `pair.weight` of `EagleHeads`
 COPIES = ("lm_head.weight", "embed_tokens.weight", "t2d")  # not read: the backbone's, and what follows from `d2t`
 
 
@@ -65,8 +63,7 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
     tensors = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored if name not in COPIES}
     _require_same_layer(tensors, published, source)
     if "lm_head.weight" in stored and "medusa_num_heads" not in published:
-        only = "only layers that use the backbone's LM head can be loaded"
-        raise RequestError(f"{source} has an LM head of its own; {only}")
+        raise RequestError(f"{source} has an LM head of its own; only layers with the backbone's LM head can be loaded")
     offsets = tensors.pop("d2t", None)
     size = len(tensors["norm.weight"])
     config = MedusaConfig(

@@ -68,9 +68,7 @@ def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
 
 
 def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
-    """Return the local folder of the heads with this name; download the heads if the name is a Hub id.
-
-    Any other name raises RequestError."""
+    """Return the folder of the heads with this name; download heads with a Hub id. Other names raise RequestError."""
     name = str(name_or_path)
     if name == "demo":
         return ASSETS / "heads"
@@ -83,8 +81,7 @@ def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
     try:
         return _download(name, hub)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = first_line(error)
-        raise RequestError(f"no heads at {name}: neither a local folder nor on the Hub ({reason})") from None
+        raise RequestError(f"no heads at {name}: neither a local folder nor on the Hub ({first_line(error)})") from None
 
 
 def _download(name: str, hub: HubOptions) -> Path:

@@ -75,8 +75,7 @@ def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str
     require_plausible(heads, tensors, source)
     first = tensors[f"hydra_mlp.0.{blocks[0]}.linear.weight"]
     if first.ndim == 2 and first.shape[0] == first.shape[1]:
-        reason = "its heads do not read tokens (grounded_heads: false); only Hydra heads, which do, can be loaded"
-        raise RequestError(f"{source}: {reason}")
+        raise RequestError(f"{source}: its heads do not read tokens (grounded_heads: false) and cannot be loaded")
     lm_head = next(filter(None, map(LM_HEAD.fullmatch, tensors)), None)
     if lm_head is None:
         raise RequestError(f"{source} misses the tensor hydra_lm_head.0.weight; its heads are not complete")
@@ -104,8 +103,7 @@ def _prefix(base: str | None, source: str) -> PrefixSizes:
         raise RequestError(f"{need} ({error}); {way_out}") from None
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default" or getattr(config, "hidden_act", "silu") != "silu":
-        need = "its prefix layer needs a backbone with default RoPE and SiLU"
-        raise RequestError(f"{source}: {need}, and {base} has others")
+        raise RequestError(f"{source}: its prefix layer needs default RoPE and SiLU, and {base} has others")
     return {
         "heads": config.num_attention_heads,
         "key_value_heads": config.num_key_value_heads,

@@ -27,17 +27,14 @@ from medusa.config import OUR_KEYS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
 
-PARTS = {
+PARTS = {  # the parameters of each type of block, with their published names
     "square": {"weight": "linear.weight", "bias": "linear.bias"},
     "mlp": {"up": "up.weight", "up_bias": "up.bias", "down": "down.weight", "down_bias": "down.bias"},
 }
-"""The parameters of each type of block, with their published names."""
 TENSOR_NAME = re.compile(r"(?P<head>\d+)\.(?P<layer>\d+)\.(?P<part>(?:linear\.|up\.|down\.)?(?:weight|bias))")
 LM_HEAD_NAME = re.compile(r"\d+\.\d+\.weight")
-PREFIX = re.compile(r"medusa_heads?\.")
-"""The prefix of the names of heads inside a model."""
-SHARED, TOKEN_MAP = "lm_head.weight", "token_map"
-"""vLLM's names of a shared LM head, and of the ids of the tokens in a reduced vocabulary."""
+PREFIX = re.compile(r"medusa_heads?\.")  # of the names of heads inside a model
+SHARED, TOKEN_MAP = "lm_head.weight", "token_map"  # vLLM's shared LM head, and ids of a reduced vocabulary
 
 
 @dataclass(frozen=True)
@@ -115,8 +112,7 @@ def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source:
     if (tokens := found.vocabulary) is None:
         return
     if tokens.ndim != 1 or tokens.is_floating_point() or tokens.is_complex():
-        shape = list(tokens.shape)
-        raise RequestError(f"{source}: {TOKEN_MAP} is {shape} of {tokens.dtype}; it must be a list of token ids")
+        raise RequestError(f"{source}: {TOKEN_MAP} is {list(tokens.shape)} of {tokens.dtype}; it must be a list of ids")
     found.vocabulary = tokens.to(torch.int64)
     for name, tensor in tensors.items():
         if LM_HEAD_NAME.fullmatch(name) and len(tensor) > len(tokens):
@@ -174,15 +170,13 @@ def from_others(stored: Mapping[str, Tensor], published: Json, source: str, aske
     # Tensors without the prefix belong to the backbone, except in vLLM's files, where names with and without it mix.
     inside = {name.removeprefix(prefix): name for name in stored if of_vllm or name.startswith(prefix)}
     if scale := next((name for name in inside if name.endswith(("_scale", "_scaling_factor", "_amax"))), None):
-        reason = "these weights are quantised; use the unquantised checkpoint"
-        raise RequestError(f"{source} holds {prefix}{scale}: {reason}")
+        raise RequestError(f"{source} holds {prefix}{scale}: its weights are quantised; use the unquantised ones")
     names = next((names for names in (VLLM, TENSORRT_LLM) if any(map(names.block_of, inside))), PUBLISHED)
     layers = 1 + max((int(match["l"]) for match in map(names.block_of, inside) if match), default=-1)
     # Unknown names stay as they are, so that `from_published` rejects them.
     tensors = {names.renamed(name, PUBLISHED, layers): stored[in_file] for name, in_file in inside.items()}
-    found = HeadTensors(tensors, names, prefix)
+    found = HeadTensors(tensors, names, prefix, tensors.pop(TOKEN_MAP, None) if of_vllm else None)
     if of_vllm:
-        found.vocabulary = tensors.pop(TOKEN_MAP, None)
         _complete_vllm(found, layers, published, source)
     if names is not PUBLISHED or prefix:  # other keys of another program's config can have other meanings
         published = {key: published[key] for key in ("base_model_name_or_path", "vocab_size") if key in published}

@@ -99,11 +99,9 @@ def _load(path: Path) -> Tensors:
         else:  # files from before PyTorch 1.6 are no zip archives, and cannot be mapped
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except Exception as error:  # damage raises errors of many types
-        reason = first_line(error)
-        raise RequestError(f"{path} is damaged or no file of tensors ({reason}); download it again") from None
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
-    ):
+        raise RequestError(f"{path} is damaged or no file of tensors ({first_line(error)}); get it again") from None
+    named = isinstance(content, dict) and all(isinstance(name, str) for name in content)
+    if not named or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         raise RequestError(f"{path} does not hold a dictionary of tensors; heads cannot be read from it")
     return content
 

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
-SHAREGPT_ROLES |= {"system": "system", "tool": "tool", "observation": "tool"}
-"""The roles in ShareGPT's conversations, and the roles of chat templates that they become."""
+SHAREGPT_ROLES |= {"system": "system", "tool": "tool", "observation": "tool"}  # and their roles in chat templates
 
 
 @dataclass
@@ -37,13 +36,11 @@ class Record:
     input_ids: list[int] | None = None
     messages: list[Json] | None = None
     is_prompt: bool = False  # a prompt or question to continue, rather than a whole document
-    prompt_tokens: int = 0
-    """The number of `input_ids` at the start that belong to the prompt. They do not count in the training loss."""
+    prompt_tokens: int = 0  # how many `input_ids` at the start are the prompt, which does not count in the loss
     category: str | None = None  # such as `math`, for results by category
     tools: list[Json] | None = None  # JSON schemas for the chat template
     turns: list[str] = field(default_factory=list)  # all questions of an MT-bench record; `messages` has the first one
-    teach_last: bool = False
-    """Whether only the last answer counts in the training loss, because other records contain the earlier answers."""
+    teach_last: bool = False  # only the last answer counts in the loss: other records contain the earlier ones
     unfinished: bool = False  # the last answer was cut off, so that no end token follows it
 
 
@@ -76,10 +73,8 @@ def parse_record(row: object, where: str) -> Record:
     else:
         key = next((key for key in ("prompt", "question", "text") if isinstance(row.get(key), str)), None)
         if key is None:
-            raise RequestError(
-                f"{where}: none of prompt, text, input_ids, messages, conversations, turns, question in "
-                f"{{{', '.join(map(str, row))}}}"
-            )
+            known = "prompt, text, input_ids, messages, conversations, turns, question"
+            raise RequestError(f"{where}: none of {known} in {{{', '.join(map(str, row))}}}")
         record.text, record.is_prompt = row[key], key != "text"
     return record
 
@@ -131,7 +126,6 @@ def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> lis
     """Return the token ids of a record's prompt.
 
     The prompt is the whole text, the first `prompt_tokens` token ids, or a conversation without its last answer.
-
     Raise RequestError if the tokenizer or its chat template is missing, or the prompt is empty."""
     if record.input_ids is not None:
         ids = record.input_ids[: record.prompt_tokens or None]
@@ -174,7 +168,6 @@ def _conversation_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> lis
 def template_error(record: Record, error: Exception) -> RequestError:
     """Make the error for a conversation that the chat template rejects."""
     roles = ", ".join(str(message["role"]) for message in record.messages or ())
-    return RequestError(
-        f"{record.where}: the chat template refuses the messages ({error}); their roles are {roles}: change or leave "
-        "out this record (many templates want user and assistant in turn, and some no system message)"
-    )
+    wanted = "many templates want user and assistant in turn, and some no system message"
+    refused = f"the chat template refuses the messages ({error}); their roles are {roles}"
+    return RequestError(f"{record.where}: {refused}: change or leave out this record ({wanted})")

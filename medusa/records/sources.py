@@ -14,13 +14,10 @@ from pathlib import Path
 from medusa.errors import RequestError, first_line
 from medusa.records.record import Record, parse_json, parse_record
 
-SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
-"""The suffixes of files with records."""
+SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")  # of files with records
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
-DOCUMENT_SEPARATOR = "<|endoftext|>"
-"""The usual line between two documents in a text file."""
-SETTINGS, FAILED = ".settings.json", ".failed.jsonl"
-"""The name endings of files that `medusa distill` writes next to its data. They contain no records."""
+DOCUMENT_SEPARATOR = "<|endoftext|>"  # the usual line between two documents in a text file
+SETTINGS, FAILED = ".settings.json", ".failed.jsonl"  # endings of files without records that `medusa distill` writes
 
 
 def read_records(
@@ -32,6 +29,7 @@ def read_records(
 
     Raise RequestError if the source does not exist, is empty, or contains a record of no known form."""
     path, record = Path(source), None
+    files: list[Path] = []
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.endswith((SETTINGS, FAILED)))
         if not files:
@@ -40,8 +38,6 @@ def read_records(
         files = [path]
     elif path.suffix in SUFFIXES or (path.parent.is_dir() and len(path.parts) > 2) or not HUB_ID.fullmatch(source):
         raise RequestError(f"no data at {source}: give a file ({', '.join(SUFFIXES)}), a folder or a Hub dataset id")
-    else:
-        files = []
     records = (r for file in files for r in _read_file(file, separator)) if files else _read_hub(source, split, subset)
     for record in records:
         yield record
@@ -115,8 +111,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # without a byte order mark
             except UnicodeDecodeError as error:
                 wrong = f"byte {error.start + 1} of the line is {error.object[error.start]:#04x}"
-                way_out = "convert the file, for example with iconv"
-                raise RequestError(f"{path}:{number}: not UTF-8 ({wrong}); {way_out}") from None
+                raise RequestError(f"{path}:{number}: not UTF-8 ({wrong}); convert the file, as with iconv") from None
             yield number, text.rstrip("\n").rstrip("\r")
 
 
@@ -127,6 +122,5 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
     try:
         rows = load_dataset(name, split=split, streaming=True, **({"name": subset} if subset else {}))
     except Exception as error:  # datasets raises errors of many types
-        reason = first_line(error)
-        raise RequestError(f"no data at {name}: neither a file nor a dataset on the Hub ({reason})") from None
+        raise RequestError(f"{name}: neither a file nor a dataset on the Hub ({first_line(error)})") from None
     yield from (parse_record(row, f"{name}, row {number}") for number, row in enumerate(rows, 1))
