@@ -25,8 +25,7 @@ from medusa.tree_support import longrope_boundary, text_config, why_no_tree
 class Readout(NamedTuple):
     """The result of a forward of the backbone: the input and the output of its LM head."""
 
-    hidden: Tensor
-    """[..., H] the last hidden states, after the final norm. The LM head and all Medusa heads read them."""
+    hidden: Tensor  # [..., H] the last hidden states, after the final norm, which the LM head and all Medusa heads read
     logits: Tensor  # [..., V]
 
 
@@ -48,10 +47,8 @@ class Backbone:
         self.head: nn.Module = head
         self.hidden_size: int = self.head_weight.shape[1]
         self.vocab_size: int = self.config.vocab_size
-        self.context: int | None = getattr(self.config, "max_position_embeddings", None)
-        """The model's context length in tokens; `None` if the config does not give it."""
+        self.context: int | None = getattr(self.config, "max_position_embeddings", None)  # in tokens; `None`: unknown
         self.rope_boundary = longrope_boundary(model)
-        """The text length at which RoPE scaling of type `longrope` changes all rotations; `None` for other models."""
         self.rereads = self.config.model_type in ("phi3", "phimoe", "phi4_multimodal")
         """Whether `model.generate` drops its KV cache and reads the whole text again at `rope_boundary`."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -106,9 +103,8 @@ class Backbone:
     ) -> Readout:
         """Run the model on new tokens `input_ids` [B, T], which are appended to the KV cache; `kwargs` go to the model.
 
-        Returns:
-            Hidden states [B, T, H] and logits [B, T, V]. With indices `last` [B] of one position in each row, they are
-            [B, H] and [B, V]; with `all_hidden`, too, the hidden states stay [B, T, H]."""
+        Return hidden states [B, T, H] and logits [B, T, V]. With indices `last` [B] of one position in each row, they
+        are [B, H] and [B, V]; with `all_hidden`, too, the hidden states stay [B, T, H]."""
         kwargs |= {"past_key_values": cache, "use_cache": True}
         if self.splits:
             hidden = self.base(input_ids=input_ids, **kwargs).last_hidden_state
@@ -152,13 +148,10 @@ _SPLITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary(
 
 def at(values: Tensor, last: Tensor | None) -> Tensor:
     """Return the value at position `last[b]` of each row b of `values` [B, T, ...], or all values without `last`."""
-    if last is None:
-        return values
-    return values[torch.arange(values.shape[0], device=values.device), last.to(values.device)]
+    return values if last is None else values[torch.arange(len(values), device=values.device), last.to(values.device)]
 
 
 def require_tree_support(model: PreTrainedModel) -> None:
     """Raise RequestError with the reason if the config shows that the model cannot verify a tree in one forward."""
-    reason = why_no_tree(model)
-    if reason is not None:
+    if (reason := why_no_tree(model)) is not None:
         raise RequestError(f"{type(model).__name__} ({text_config(model).model_type}) cannot hold a tree: {reason}")

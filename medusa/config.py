@@ -10,24 +10,18 @@ from medusa.files import Json
 from medusa.heads import KINDS
 from medusa.tree import Tree
 
-GATED, GATED_EPS = "gated", 1e-6
-"""The name of the block of EAGLE-3, and the epsilon of all norms in its layer."""
-ORIGINAL_HYDRA = "hydra"
-"""The name of the block in checkpoints of the original Hydra. Heads with this block cannot be trained further."""
+GATED, GATED_EPS = "gated", 1e-6  # the block of EAGLE-3, and the epsilon of all norms in its layer
+ORIGINAL_HYDRA = "hydra"  # the block of the original Hydra's heads, which cannot be trained further
 BLOCKS = ("square", "mlp", GATED)
 LM_HEADS = ("own", "shared")
-MIN_VOCABULARY = 32
-"""The smallest reduced vocabulary of heads, in tokens. Usual trees need fewer guesses of a head."""
+MIN_VOCABULARY = 32  # tokens in the smallest reduced vocabulary; usual trees need fewer guesses of a head
 MINIMA = {"hidden_size": 1, "num_heads": 1, "num_layers": 1, "prefix_layers": 0}
-MINIMA |= {"vocab_size": 1, "vocabulary": MIN_VOCABULARY}
-"""The smallest values of the fields that are whole numbers."""
+MINIMA |= {"vocab_size": 1, "vocabulary": MIN_VOCABULARY}  # the smallest values of fields with whole numbers
 
 PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}
-PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}
-"""Fields of `MedusaConfig` with their JSON keys in the format of FasterDecoding, TGI and LoRAX."""
+PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}  # keys of FasterDecoding, TGI and LoRAX
 OUR_KEYS: tuple[str, ...] = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size")
-OUR_KEYS += ("vocabulary", "prefix", "backbone", "tree")
-"""Fields of `MedusaConfig` that have the same name in JSON. Other programs ignore these keys."""
+OUR_KEYS += ("vocabulary", "prefix", "backbone", "tree")  # fields with the same name in JSON; others ignore them
 
 
 class Fingerprint(TypedDict, total=False):
@@ -137,9 +131,8 @@ class MedusaConfig:
     def to_dict(self) -> Json:
         """Return the content of `config.json`. With a shared LM head its `version` is "2", for TGI and LoRAX."""
         out: Json = {published: getattr(self, ours) for ours, published in PUBLISHED_KEYS.items()}
-        if self.lm_head == "shared":
-            out["version"] = "2"
-        return out | {key: getattr(self, key) for key in OUR_KEYS}
+        version = {"version": "2"} if self.lm_head == "shared" else {}
+        return out | version | {key: getattr(self, key) for key in OUR_KEYS}
 
     @classmethod
     def from_dict(cls, content: Json) -> MedusaConfig:

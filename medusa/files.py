@@ -15,8 +15,7 @@ from typing import Any
 from medusa.errors import RequestError, RunError
 
 ASSETS = Path(__file__).parent / "assets"  # a small backbone with heads and a draft model for it, and prompts
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The system's error numbers for a full disk, an exceeded quota and a file that is too large."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, an exceeded quota, a too large file
 Json = dict[str, Any]  # a JSON object whose content has not been checked
 
 

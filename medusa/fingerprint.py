@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from medusa.config import Fingerprint
 
-SAMPLES = 64
-"""The number of weights in a fingerprint."""
+SAMPLES = 64  # weights in a fingerprint
 
 
 def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str | None = None) -> Fingerprint:

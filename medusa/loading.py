@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, read_json
 from medusa.options import DTYPE_NAMES, LoadOptions
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEMO = ASSETS / "backbone"  # the backbone that comes with the package
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
@@ -70,8 +65,7 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
     if lacking:
         raise RequestError(f"no backbone at {name_or_path}: its files lack the weights {lacking[0]}")
     model = model.eval() if placed else model.eval().to(device)
-    tokenizer = _tokenizer((path, model.config._name_or_path), options)
-    return Loaded(model, tokenizer, name_or_path, options.revision)
+    return Loaded(model, _tokenizer((path, model.config._name_or_path), options), name_or_path, options.revision)
 
 
 def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PretrainedConfig:

@@ -28,10 +28,8 @@ from torch import Tensor
 
 from medusa.errors import RequestError, first_line
 
-RankPath = tuple[int, ...]
-"""The path of a node: the rank of the guess at each depth, from depth 1. Rank 0 is a head's best guess."""
-MAX_NODES = 4096
-"""The largest number of nodes in a tree."""
+RankPath = tuple[int, ...]  # a node's path: the rank of the guess at each depth, from depth 1; 0 is the best guess
+MAX_NODES = 4096  # in one tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +52,7 @@ class Tree:
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> Tree:
         """Make a tree from the paths of all nodes except the root (the `medusa_choices` of the original Medusa).
 
-        Raises:
-            RequestError: a path is empty, listed twice, holds other things than ranks, or lacks its parent's path."""
+        Raise RequestError if a path is empty or listed twice, contains something other than ranks, or has no parent."""
         index: dict[RankPath, int] = {(): 0}
         for path in sorted(map(_checked, paths), key=lambda p: (len(p), p)):
             if path in index:
@@ -142,13 +139,10 @@ class Tree:
     def require_fit(self, num_heads: int, vocab_size: int) -> None:
         """Raise RequestError if the tree is deeper than the number of heads, or has ranks of at least `vocab_size`."""
         if self.max_depth > num_heads:
-            raise RequestError(
-                f"the tree is {self.max_depth} deep but there are {num_heads} heads; "
-                f"take a tree of depth {num_heads} or less (--tree chain fits any heads)"
-            )
-        if self.max_rank >= vocab_size:
-            guess = self.max_rank + 1
-            raise RequestError(f"the tree takes guess {guess} of a head, but the vocabulary is {vocab_size}")
+            sizes = f"{self.max_depth} deep but there are {num_heads} heads"
+            raise RequestError(f"the tree is {sizes}; take depth {num_heads} or less (--tree chain fits any heads)")
+        if (rank := self.max_rank) >= vocab_size:
+            raise RequestError(f"the tree takes guess {rank + 1} of a head, but the vocabulary is {vocab_size}")
 
 
 def _require_size(nodes: int, name: str) -> None:
@@ -190,9 +184,8 @@ def load_tree(spec: str, num_heads: int) -> Tree:
         return Tree.from_paths(named[spec])
     if Path(spec).is_file():
         return Tree.from_paths(_read_paths(Path(spec)))
-    raise RequestError(
-        f"no tree {spec!r}: give a file, auto, chain, chain:3, topk:3,3,2 or one of {', '.join(sorted(named))}"
-    )
+    names = ", ".join(sorted(named))
+    raise RequestError(f"no tree {spec!r}: give a file, auto, chain, chain:3, topk:3,3,2 or one of {names}")
 
 
 def _whole_numbers(spec: str, text: str) -> list[int]:

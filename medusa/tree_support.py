@@ -12,15 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-Mask = Tensor | dict[str, Tensor]
-"""One mask, or a dict with one mask per kind of attention layer, by transformers' names of the kinds."""
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-"""The kinds of attention layers that accept a tree mask."""
-MASK_BLIND = {
-    "gpt_neo": "its local attention uses a window of its own by slot index and ignores ours",
-    "mpt": "its ALiBi biases follow slot indices, not positions",
-    "bloom": "its ALiBi biases follow slot indices, not positions",
-}
+Mask = Tensor | dict[str, Tensor]  # one mask, or one for each kind of attention layer, by transformers' names
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # they accept a tree mask
+ALIBI = "its ALiBi biases follow slot indices, not positions"
+MASK_BLIND = {"mpt": ALIBI, "bloom": ALIBI}
+MASK_BLIND["gpt_neo"] = "its local attention uses a window of its own by slot index and ignores ours"
 """Model types whose attention does not follow a tree mask, with the reason (measured). A test of logits does not find
 them: GPT-Neo's window is longer than the tested text, and half precision hides the biases of MPT."""
 
@@ -57,7 +53,7 @@ def why_no_tree(model: PreTrainedModel) -> str | None:
     if config.model_type in MASK_BLIND:
         return MASK_BLIND[config.model_type]
     if getattr(config, "alibi", False):
-        return "its ALiBi biases follow slot indices, not positions"
+        return ALIBI
     if any(name in attention for name in ("flash", "flex", "paged")):
         return f"attention {attention!r} takes no tree mask; load it with sdpa or eager (--attention sdpa)"
     return None
@@ -90,13 +86,9 @@ class LayerKinds:
         self.is_dict = named is not None  # whether the model takes a dict of masks
         window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
         names = sorted(set(named)) if named is not None else [SLIDING if window else CHUNKED if chunk else FULL]
+        self.is_full = names == [FULL]  # whether every attention layer of the model sees the whole text
         limits = {SLIDING: (window, None), CHUNKED: (None, chunk)}
         self.kinds = [LayerKind(name, *limits.get(name, ())) for name in names]
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every attention layer of the model sees the whole text."""
-        return [kind.name for kind in self.kinds] == [FULL]
 
     def masks(self, of_kind: Callable[[LayerKind], Tensor]) -> Mask:
         """Make a mask for each kind of attention layer with `of_kind`; returns one mask or a dict of masks."""

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from medusa.backbone import Backbone
 from medusa.heads.independent import LMHead, MedusaHeads
 
-ABSENT = -1
-"""The index that `places_of` returns for a token outside the heads' vocabulary."""
+ABSENT = -1  # the index that `places_of` returns for a token outside the heads' vocabulary
 
 # A cache for each set of heads in memory: the LM head's weight [V, H], the heads' vocabulary, and the selected rows.
 _ROWS = weakref.WeakKeyDictionary[MedusaHeads, tuple[weakref.ref[Tensor], Tensor, nn.Linear]]()
