@@ -50,7 +50,7 @@ class DrafterContext(NamedTuple):
 
 
 class DrafterConfig(ABC):
-    """The options of a drafter, which users write as `NAME[:options]`: a dataclass that has loaded no models yet."""
+    """The options of a drafter, written `NAME[:options]`: fields of a dataclass, checked before any model is loaded."""
 
     compiles: ClassVar[bool] = False  # whether `--compile` can compile the steps of this drafter
     can_draw: ClassVar[bool] = False  # whether drafts can be sampled (`DrafterFactory.can_draw`)

@@ -1,9 +1,9 @@
 """Trees of drafts: the tree that a user asks for (`resolve_tree`), and trees chosen in every step (`DynamicTree`).
 
 A `DynamicTree` drafts the most probable nodes of a fixed set of candidates (EAGLE-2, OPT-Tree). The log probability of
-a node's path is the sum of the heads' log confidences in its tokens: softmax probabilities at temperatures that are
-fitted on the backbone's text (`decode.bench.calibration`). A child is never more probable than its parent, so the most
-probable nodes form a tree. Every step drafts the same number of nodes, so tensor shapes are fixed.
+a node's path is the sum of the heads' log confidences in its tokens. A child is never more probable than its parent,
+so the most probable nodes form a tree. Every step drafts the same number of nodes, so tensor shapes are fixed. A
+confidence is a softmax probability at a temperature that `decode.bench.calibration` fits, as many are too high or low.
 
 Shapes: B rows, K heads, of which a tree of depth k uses k, R guesses of a head, V vocabulary, S candidates with the
 root, N drafted nodes with the root, M nodes for which probabilities are given, D depth of the candidate tree.

@@ -26,7 +26,8 @@ def union(drafts: Sequence[Draft], most: int) -> Draft:
     """Join drafts of the same roots into one tree of at most `most` nodes with the root.
 
     Nodes are equal if their paths from the root hold the same tokens. Nodes keep the order of the drafts, and of equal
-    nodes the first is kept. So the first `most` nodes form a tree. Nodes below a row's last node pad shorter rows."""
+    nodes the first is kept, so parents come before children, and the first `most` nodes form a tree. Rows with fewer
+    nodes are padded with nodes below their last node."""
     root, deepest = drafts[0].ids[:, :1], max(draft.topology.max_depth for draft in drafts)
     rows, count = len(root), 1
     ids, parents, depths = [root], [torch.zeros_like(root)], [torch.zeros_like(root)]

@@ -56,7 +56,7 @@ class BlockwiseConfig(HeadsDrafterConfig):
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Tree]:
         count = heads.config.num_heads
         if self.tokens > count:
-            raise RequestError(f"drafter blockwise: tokens is {self.tokens}, but there are {count} heads")
+            raise RequestError(f"drafter blockwise: tokens is {self.tokens}, but there are {count} heads; give no more")
         return (Tree.chain(self.tokens or count),)
 
 

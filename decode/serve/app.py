@@ -124,7 +124,7 @@ class CompletionApi:
     """The HTTP endpoints of the server. They check requests and pass them to a worker thread, which decodes."""
 
     def __init__(self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0) -> None:
-        """Make the endpoints of model `name`; requests can replace `settings`, or take a seed made from `seed`."""
+        """Make the endpoints of model `name` with default `settings`; `seed` gives seeds to requests without one."""
         self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
         self.generator = worker.generator
         self.backbone = Backbone(self.generator.model)

@@ -175,7 +175,7 @@ def build(
     the same `pieces` in the same order, and the same `about`. `tell` receives progress messages.
 
     Raises:
-        RequestError: `folder` holds other files or another build, or the text is empty or has ids of another tokenizer.
+        RequestError: `folder` holds other files or a datastore; the text is empty or has ids of another tokenizer.
         RunError: the disk is full."""
     settings = json.loads(json.dumps(about | {"format": FORMAT, "depth": DEPTH}))  # as building.json returns them
     builder = _Builder(folder, settings, overwrite)

@@ -41,7 +41,7 @@ class RestConfig(DrafterConfig):
         require_at_least(2, "rest", nodes=self.nodes)
         require_at_least(self.min_n, "rest", n=self.n)
         if self.n > DEPTH:
-            raise RequestError(f"drafter rest: n is {self.n}; a datastore is sorted by {DEPTH} tokens; give fewer")
+            raise RequestError(f"drafter rest: n is {self.n}; a datastore is sorted by {DEPTH} tokens; give no more")
 
     @cached_property
     def opened(self) -> Datastore:
