@@ -195,7 +195,9 @@ class LoadOptions(Options, kw_only=False):
     dtype: str | None = option(
         None, f"load weights as {' or '.join(DTYPE_NAMES)} (default: float32 on a CPU, the checkpoint's dtype on a GPU)"
     )
-    device: str | None = option(None, "compute on cpu, cuda, cuda:1, mps, or auto: on all (default: a GPU if any)")
+    device: str | None = option(
+        None, "compute on cpu, cuda, cuda:1 or mps; auto spreads the layers over all devices (default: a GPU if any)"
+    )
     attention: str | None = option(None, "compute attention by sdpa or eager (default: sdpa if the model has it)")
     revision: str | None = option(None, "load this branch, tag or commit of the backbone from the Hub")
     trust_remote_code: bool = option(False, "run the Python code that comes with the backbone")
@@ -212,7 +214,10 @@ class LoadOptions(Options, kw_only=False):
         if self.quantization not in (None, *QUANTIZATIONS):
             raise RequestError(f"quantization is {self.quantization!r}; choose 4bit or 8bit, or leave it out")
         if self.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
-            raise RequestError(f"quantization: {self.quantization} needs bitsandbytes, which is not installed")
+            raise RequestError(
+                f"quantization: {self.quantization} needs bitsandbytes, which is not installed; install it, or leave "
+                "quantization out"
+            )
 
     @property
     def hub(self) -> dict[str, str | bool | None]:

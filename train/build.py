@@ -86,7 +86,8 @@ def require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
     """Raise RequestError if the recipe's LoRA adapter cannot be trained together with these heads."""
     adapter = config.adapter
     if adapter is not None and adapter.teacher_tilt and heads.vocabulary is not None:
-        raise RequestError("adapter.teacher_tilt needs heads that guess among all tokens; add adapter.teacher_tilt=0")
+        wanted = "adapter.teacher_tilt needs heads that guess among all tokens"
+        raise RequestError(f"{wanted}; add adapter.teacher_tilt=0, or leave heads.vocabulary out")
     if adapter is not None and adapter.lm_head and heads.config.lm_head == "shared":
         raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
 
@@ -127,7 +128,8 @@ def shard_backbone(model: PreTrainedModel, device: torch.device) -> None:
     The embedding and the LM head stay whole on `device`, because the loss reads the LM head's weights in chunks. Raises
     RequestError if there is only one process, or if the model does not name its decoder blocks."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        raise RequestError("shard_backbone: true needs several processes; start with torchrun --nproc-per-node N")
+        start = "start with torchrun --nproc-per-node N -m medusa train ..."
+        raise RequestError(f"shard_backbone: true needs several processes; {start}")
     if not blocks(model):
         raise RequestError(f"{type(model).__name__} does not name its blocks; leave shard_backbone out")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

@@ -56,7 +56,9 @@ class BlockwiseConfig(HeadsDrafterConfig):
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Tree]:
         count = heads.config.num_heads
         if self.tokens > count:
-            raise RequestError(f"drafter blockwise: tokens is {self.tokens}, but there are {count} heads; give no more")
+            raise RequestError(
+                f"drafter blockwise: tokens is {self.tokens}, but there are {count} heads; give at most {count}"
+            )
         return (Tree.chain(self.tokens or count),)
 
 

@@ -59,9 +59,14 @@ class BenchmarkOptions(CommandOptions):
         (), "also measure tau and the speedup at these temperatures", metavar="T,T,...", type=temperatures, nargs=None
     )
     lossy: bool = option(False, "also measure the lossy acceptance rules, and the probability of their texts")
-    report: str | None = option(None, "write an HTML page, or a folder with pictures and JSON", metavar="FILE.html|DIR")
+    report: str | None = option(
+        None, "write an HTML page, or a folder with page, pictures and JSON", metavar="FILE.html|DIR"
+    )
     compare: tuple[str, ...] = option(
-        (), "compare with earlier runs; without --backbone, the first with the others", metavar="OLD.json", nargs="+"
+        (),
+        "compare with earlier runs on the same prompts; without --backbone, the first file with the others",
+        metavar="OLD.json",
+        nargs="+",
     )
     overwrite: bool = option(False, "replace an existing report")
 
@@ -93,7 +98,10 @@ class BenchmarkOptions(CommandOptions):
         if assisted and self.contrasting.amateur:
             raise RequestError("--prompt-lookup and --draft-model cannot be combined with --amateur; leave them out")
         if assisted and self.batch_size > 1:
-            raise RequestError("--prompt-lookup and --draft-model need --batch-size 1; leave them out, or give it")
+            raise RequestError(
+                f"--prompt-lookup and --draft-model take one prompt at a time, and --batch-size is {self.batch_size}; "
+                "leave them out, or use --batch-size 1"
+            )
 
 
 def run(options: BenchmarkOptions) -> None:
@@ -108,7 +116,9 @@ def run(options: BenchmarkOptions) -> None:
     if not options.models.backbone and earlier:
         (first, base), *others = earlier
         if not others:
-            raise RequestError(f"a comparison needs two files, not only {first}; give another, or --backbone B")
+            raise RequestError(
+                f"a comparison needs two files, and {first} is one; give another, or --backbone B --heads H --prompts P"
+            )
         comparisons = [compare(base, other, (first, name)) for name, other in others]
     else:
         result, comparisons = measure(options, earlier)

@@ -34,7 +34,10 @@ class CalibrateOptions(CommandOptions):
         super().__post_init__()
         require_writable(self.plot)
         if self.settings.compile:
-            raise RequestError("--compile would compile every tree that is tried; leave it out here")
+            raise RequestError(
+                "--compile would compile every tree that is tried, for minutes; leave it out. medusa benchmark "
+                "--compile measures a tree that you name"
+            )
 
 
 def run(options: CalibrateOptions) -> None:

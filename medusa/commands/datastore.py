@@ -34,7 +34,9 @@ class DatastoreOptions(Options):
     models: Models = group(Models, "models", only=("backbone",))
     load: LoadOptions = group(LoadOptions, "loading", only=("revision", "trust_remote_code"))
     data: DataOptions = group(DataOptions, "data", without=("max_prompts",))
-    suffix: tuple[str, ...] = option((), "read --data files ending in .EXT as documents; repeatable", metavar=".EXT")
+    suffix: tuple[str, ...] = option(
+        (), "read each file in --data that ends in .EXT as one document; repeatable", metavar=".EXT"
+    )
     max_bytes: int | None = count(None, "with --suffix: stop after N bytes of text")
     out: str = option(REQUIRED, "write the datastore to this folder", metavar="DIR", name="output")
     overwrite: bool = option(False, "replace an existing datastore")

@@ -33,12 +33,19 @@ class ExportOptions(Options):
     overwrite: bool = option(False, "replace an earlier export in the folder")
     backbone: str | None = option(None, "name this backbone (default: the one that the heads record)", metavar="B")
     dtype: str | None = option(
-        None, "write this dtype (default: unchanged)", f"one of {', '.join(DTYPE_NAMES)}", DTYPE_NAMES.__contains__
+        None,
+        "write weights in this dtype, such as float16 (default: unchanged)",
+        f"one of {', '.join(DTYPE_NAMES)}",
+        lambda value: value in DTYPE_NAMES,
     )
     load: LoadOptions = group(LoadOptions, "loading", only=("revision", "trust_remote_code"))
-    benchmark: str | None = option(None, "with --to hub: quote these results of medusa benchmark", metavar="FILE.json")
-    license: str | None = option(None, "with --to hub: name this license, such as apache-2.0", metavar="ID")
-    repo_id: str | None = option(None, "with --to hub: name this repository", metavar="ORG/NAME")
+    benchmark: str | None = option(
+        None, "with --to hub: quote these results of medusa benchmark --json in the model card", metavar="FILE"
+    )
+    license: str | None = option(
+        None, "with --to hub: name this license in the model card, such as apache-2.0", metavar="ID"
+    )
+    repo_id: str | None = option(None, "with --to hub: name this repository in the model card", metavar="ORG/NAME")
     output: Output = group(Output, "output")
 
 

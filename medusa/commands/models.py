@@ -136,7 +136,9 @@ def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> D
 def require_tokenizer(loaded: Loaded, use: str) -> PreTrainedTokenizerBase:
     """Return the backbone's tokenizer; without one, raise a `RequestError` that names `use`, which needs it."""
     if loaded.tokenizer is None:
-        raise RequestError(f"{loaded.name} has no tokenizer, and {use} needs one; add its files to the folder")
+        raise RequestError(
+            f"{loaded.name} has no tokenizer, and {use} needs one; add its files to the backbone's folder"
+        )
     return loaded.tokenizer
 
 
@@ -147,7 +149,10 @@ def open_heads(name: str, loaded: Loaded) -> MedusaHeads:
     require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
     if differs(loaded.model, heads.config.backbone):
         theirs = heads.config.backbone.get("name")
-        warn(f"these heads were trained for {theirs}, not for {loaded.name}: few guesses will be accepted")
+        warn(
+            f"these heads were trained for {theirs}, which has the same shape as {loaded.name} but other weights; "
+            "the text stays correct, but few guesses will be accepted"
+        )
     return heads
 
 

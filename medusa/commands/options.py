@@ -70,7 +70,11 @@ def read_prompts(place: str, split: str, most: int | None = None, separator: str
 
 class RuntimeOptions(Options):
     seed: int = option(
-        0, "seed all random number generators with N", "from 0 to 2**32 - 1", lambda value: 0 <= value < 2**32, "N"
+        0,
+        "seed all random number generators with N",
+        f"a whole number from 0 to {2**32 - 1}",
+        lambda value: 0 <= value < 2**32,
+        "N",
     )
     threads: int | None = count(None, "use N CPU threads; fewer can be faster (default: PyTorch's choice)")
 
@@ -135,7 +139,10 @@ class Output(Options):
 
 class Contrasting(ContrastOptions):
     amateur: str | None = option(
-        None, "decode contrastively, away from this small model with the same tokenizer; demo is shipped", metavar="B"
+        None,
+        "decode contrastively: prefer tokens that the backbone finds more probable than this small model does; "
+        "both need the same tokenizer; demo is shipped",
+        metavar="B",
     )
 
     def check_given(self, names: Sequence[str]) -> None:

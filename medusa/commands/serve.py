@@ -27,7 +27,10 @@ class ServeOptions(CommandOptions):
         if self.models.heads is None and self.models.drafter is None and not self.plain:
             raise RequestError("there are no heads; give --heads H, --drafter ngram, or --plain to decode without them")
         if self.settings.compile and self.batch_size > 1:
-            raise RequestError("--compile takes half a minute or more for each batch size; add --batch-size 1")
+            raise RequestError(
+                f"--compile takes half a minute or more for each batch size, and --batch-size is {self.batch_size}; "
+                "add --batch-size 1, or leave out --compile"
+            )
 
 
 def run(options: ServeOptions) -> None:

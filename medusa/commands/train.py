@@ -18,7 +18,12 @@ from medusa.options import REQUIRED, Options, count, group, option
 
 
 class TrainOptions(Options):
-    config: str = option(REQUIRED, "read the run from this YAML file", metavar="CONFIG.yaml", positional=True)
+    config: str = option(
+        REQUIRED,
+        "read the backbone, data, output_dir, heads and training arguments from this file",
+        metavar="CONFIG.yaml",
+        positional=True,
+    )
     overrides: tuple[str, ...] = option(
         (), "override a key of the file, for example heads.num=5", metavar="key=value", positional=True, nargs="*"
     )

@@ -27,7 +27,9 @@ class VerifyOptions(CommandOptions):
     settings: Settings = group(Settings, "generation (greedy)", only=GREEDY, max_new_tokens=128)
     draws: int = count(1_000_000, "draw N samples by each acceptance rule")
     sampled_prompts: int = count(4, "draw samples after the first N prompts")
-    full: bool = option(False, "draw at temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9 (default: 1 and 1)")
+    full: bool = option(
+        False, "draw at temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9 (default: temperature 1, top-p 1)"
+    )
     report: str = option("verify.html", "write the report to this HTML file", metavar="FILE")
     overwrite: bool = option(False, "replace an existing report")
 

@@ -41,7 +41,9 @@ class RestConfig(DrafterConfig):
         require_at_least(2, "rest", nodes=self.nodes)
         require_at_least(self.min_n, "rest", n=self.n)
         if self.n > DEPTH:
-            raise RequestError(f"drafter rest: n is {self.n}; a datastore is sorted by {DEPTH} tokens; give no more")
+            raise RequestError(
+                f"drafter rest: n is {self.n}; a datastore is sorted by {DEPTH} tokens; give at most {DEPTH}"
+            )
 
     @cached_property
     def opened(self) -> Datastore:
