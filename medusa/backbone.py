@@ -93,7 +93,7 @@ class Backbone:
         return self.model.get_input_embeddings()(ids)
 
     def hidden_states(self, input_ids: Tensor, **kwargs: object) -> Tensor:
-        """Compute the last hidden states [B, T, H] of `input_ids` [B, T]; `kwargs` go to the model."""
+        """Return the LM head's inputs [B, T, H] for token ids `input_ids` [B, T]; `kwargs` go to the model."""
         if self.splits:
             return self.base(input_ids=input_ids, **kwargs).last_hidden_state
         return self._run_whole(input_ids, **kwargs).hidden
@@ -103,8 +103,9 @@ class Backbone:
     ) -> Readout:
         """Run the model on new tokens `input_ids` [B, T], which are appended to the KV cache; `kwargs` go to the model.
 
-        Return hidden states [B, T, H] and logits [B, T, V]. With indices `last` [B] of one position in each row, they
-        are [B, H] and [B, V]; with `all_hidden`, too, the hidden states stay [B, T, H]."""
+        Return hidden states [B, T, H] and logits [B, T, V] of all positions. `last` [B] is the index of one position
+        in each row: then only the hidden states [B, H] and logits [B, V] at these positions are returned. With
+        `all_hidden`, the hidden states of all positions are returned in any case."""
         kwargs |= {"past_key_values": cache, "use_cache": True}
         if self.splits:
             hidden = self.base(input_ids=input_ids, **kwargs).last_hidden_state
@@ -147,7 +148,7 @@ _SPLITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary(
 
 
 def at(values: Tensor, last: Tensor | None) -> Tensor:
-    """Return the value at position `last[b]` of each row b of `values` [B, T, ...], or all values without `last`."""
+    """Return the value at position `last[b]` of each row b of `values` [B, T, ...]; all values if `last` is `None`."""
     return values if last is None else values[torch.arange(len(values), device=values.device), last.to(values.device)]
 
 

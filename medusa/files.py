@@ -77,7 +77,7 @@ def require_absent(path: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def disk_may_fill(path: Path, way_out: Callable[[], str]) -> Iterator[None]:
-    """Turn a full-disk error inside this context into a RunError, whose message ends with the text from `way_out`."""
+    """Turn a full-disk error inside this context into a RunError, whose message ends with advice from `way_out`."""
     try:
         yield
     except Exception as error:

@@ -37,7 +37,7 @@ class Loaded:
 
 
 def bos_token_id(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig) -> int | None:
-    """Return the id of the token at the beginning of every text, by the tokenizer or else by the config, if any."""
+    """Return the id of the BOS token that the tokenizer or, without one, the config names; `None` if neither does."""
     begin = getattr(tokenizer, "bos_token_id", None)
     return config.get_text_config(decoder=True).bos_token_id if begin is None else begin
 

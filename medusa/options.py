@@ -58,7 +58,7 @@ def count(default: object, help: str, metavar: str = "N", **keywords: Any) -> An
 
 
 def share(default: float, help: str, metavar: str, name: str = "") -> Any:
-    """Declare an option whose value is between 0 and 1."""
+    """Declare an option whose value is a number from 0 to 1."""
     return option(default, help, "between 0 and 1", lambda value: 0 <= value <= 1, metavar, name)
 
 
@@ -90,8 +90,8 @@ class Options:
     def check_given(self, names: Sequence[str]) -> None:
         """Reject arguments that the user gave but that have no effect; this base class rejects none.
 
-        Subclasses raise a `RequestError`. `names`: the arguments on the command line, without `--`, also those that
-        were given with their default values."""
+        Subclasses raise a `RequestError`. `names` are the arguments on the command line, without `--`. They include
+        arguments that the user gave with their default values."""
 
 
 class Group(NamedTuple):

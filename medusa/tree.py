@@ -107,7 +107,7 @@ class Tree:
 
     @cached_property
     def children(self) -> Tensor:
-        """The node indices [N, C] of each node's children by rank, padded with -1. C is the largest count."""
+        """The indices [N, C] of each node's children, sorted by rank, padded with -1. No node has over C children."""
         most = int(torch.bincount(self.parent[1:], minlength=1).max())
         children = self.parent.new_full((self.num_nodes, most), -1)
         children[self.parent[1:], self.order[1:]] = torch.arange(1, self.num_nodes, device=children.device)
@@ -121,7 +121,7 @@ class Tree:
 
     @property
     def candidates(self) -> Tree:
-        """The tree from which a step chooses its nodes: this tree itself, because a step drafts all its nodes."""
+        """The tree from which a decoding step selects nodes to draft: this tree. A step drafts all nodes of it."""
         return self
 
     @property

@@ -67,7 +67,7 @@ class LayerKind(NamedTuple):
     chunk: int | None = None  # a query sees only keys of its own chunk of positions
 
     def limited(self, allowed: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Hide keys outside the layer's window or chunk in the mask `allowed`; `query` and `key` are positions."""
+        """Return the mask `allowed` without keys outside the window or chunk. `query` and `key` are their positions."""
         if self.window is not None:
             allowed = allowed & (query - key < self.window)
         if self.chunk is not None:
@@ -91,7 +91,7 @@ class LayerKinds:
         self.kinds = [LayerKind(name, *limits.get(name, ())) for name in names]
 
     def masks(self, of_kind: Callable[[LayerKind], Tensor]) -> Mask:
-        """Make a mask for each kind of attention layer with `of_kind`; returns one mask or a dict of masks."""
+        """Make a mask for each kind of layer with `of_kind`; return one mask or a dict, as the model expects."""
         masks = {kind.name: of_kind(kind) for kind in self.kinds}
         return masks if self.is_dict else next(iter(masks.values()))
 

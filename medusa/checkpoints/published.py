@@ -51,7 +51,7 @@ class Names:
     def renamed(self, name: str, to: Names, num_layers: int = 0) -> str:
         """Convert a tensor's name to its name in the format `to`; return unknown names unchanged.
 
-        From a format without the number of blocks in the LM heads' names, it is `num_layers`."""
+        FasterDecoding's names of LM heads contain the number of blocks. If `name` lacks it, it is `num_layers`."""
         for pattern, other in ((self.block, to.block), (self.lm_head, to.lm_head)):
             if match := re.fullmatch(_regex(pattern), name):
                 return other.format(**{"L": num_layers} | match.groupdict())

@@ -160,7 +160,7 @@ def require_same_prompts(options: BenchmarkOptions, records: Sequence[Record], e
 def measure(
     options: BenchmarkOptions, earlier: Earlier, calibrates: bool = True
 ) -> tuple[BenchmarkResult, list[Comparison]]:
-    """Measure the decoding speed, print the metrics, and compare them with those of earlier benchmarks, by file name.
+    """Measure the decoding speed, print the metrics, and return them with comparisons to `earlier` benchmarks.
 
     `calibrates`: whether to calibrate a tree for heads that have no tree."""
     from decode.bench.compare import compare
@@ -200,7 +200,7 @@ def measure(
 
 
 def measure_all(options: BenchmarkOptions, job: BenchmarkJob, others: dict[str, DrafterFactory]) -> BenchmarkResult:
-    """Take all measurements that the options ask for; `others` holds every drafter except the first, by name."""
+    """Take all measurements that the options ask for. `others` maps names to all drafters except the first."""
     from decode.bench import measure
     from decode.bench.benchmark import Contender
     from decode.bench.calibration.stored import files_for

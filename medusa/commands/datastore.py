@@ -89,7 +89,7 @@ def _records(data: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> It
 
 
 def _files(options: DatastoreOptions) -> Iterator[Piece]:
-    """Yield the texts of the --data files that end in --suffix, sorted by name. Files not in UTF-8 are skipped."""
+    """Yield the texts of the --data files whose names end in --suffix, sorted by path. Skip files not in UTF-8."""
     place, skipped, left = Path(options.data.data), 0, options.max_bytes or float("inf")
     found = [place] if place.is_file() else sorted(place.rglob("*"))
     files = [path for path in found if path.name.endswith(options.suffix) and path.is_file()]
@@ -112,7 +112,7 @@ def _files(options: DatastoreOptions) -> Iterator[Piece]:
 
 
 def _cut(where: str, text: str) -> Iterator[Piece]:
-    """Cut a text into pieces of at most PIECE characters, which are tokenised one by one."""
+    """Cut the text of the record or file `where` into pieces of at most PIECE characters, to tokenise one by one."""
     from decode.drafters.retrieval.datastore import Piece
 
     start = 0
@@ -124,7 +124,7 @@ def _cut(where: str, text: str) -> Iterator[Piece]:
 
 
 def _ids(piece: Piece, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Return the token ids of a piece of text, tokenised as in training (`train.data.reader`), but without BOS."""
+    """Return the token ids of a piece of text, as in training but without BOS. EOS follows the last piece of a text."""
     if not isinstance(piece.content, str):
         return piece.content
     if tokenizer is None:

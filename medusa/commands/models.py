@@ -58,7 +58,9 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
 
 @dataclass
 class Opened:
-    """The loaded backbone of a command, its settings with the amateur, if there is one, and its encoded prompts."""
+    """The models of a command: the backbone, the drafters, the encoded prompts and the generation settings.
+
+    For contrastive decoding, the settings include the amateur model."""
 
     command: CommandOptions
     loaded: Loaded
@@ -75,7 +77,7 @@ class Opened:
 
     @property
     def source(self) -> DrafterFactory | None:
-        """The first drafter; `None` if the command decodes plainly."""
+        """The first drafter; `None` if the command decodes without a drafter."""
         return next(iter(self.drafters), None)
 
 
@@ -110,13 +112,13 @@ def open_models(
 
 
 def _context(command: CommandOptions, loaded: Loaded) -> DrafterContext:
-    """Return what small models are made from: the backbone with its tokenizer and name, but no heads."""
+    """Return the context for loading a draft or amateur model: the backbone with its tokenizer, but without heads."""
     trusts = command.load.trust_remote_code
     return DrafterContext(loaded.model, tokenizer=loaded.tokenizer, name=loaded.name, trust_remote_code=trusts)
 
 
 def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> DrafterConfig:
-    """Parse a drafter written as in --drafter, by default the heads, and check it against the command's options.
+    """Parse `spec`, a drafter as in --drafter (`None`: the heads), and check it against the command's options.
 
     If the drafter is the command's only one (`alone`) and takes no tree, --tree is an error. Raise RequestError if
     there is no such drafter, the drafter needs --heads, or an option does not suit the drafter."""

@@ -232,9 +232,10 @@ class Network(Options):
 
     @property
     def allowed_hosts(self) -> list[str]:
-        """The values of the HTTP header Host that the server accepts: all, or on a loopback address its names.
+        """The values of the HTTP header Host that the server accepts; `*` means all.
 
-        With other names, a web page could reach it through a domain that resolves to this machine (DNS rebinding)."""
+        On a loopback address, only the names of this machine are accepted. Otherwise a web page could reach the
+        server through a domain that resolves to this machine (DNS rebinding)."""
         return ["127.0.0.1", "localhost", "[::1]"] if self.is_loopback else ["*"]
 
     def announce(self, command: str) -> None:

@@ -85,7 +85,7 @@ def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
 
 
 def _search(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple[Result, dict[str, float]]]:
-    """Yield the best text after each prompt, and the statistics of a best-first search; none for a beam search."""
+    """Yield the best text after each prompt with the search's statistics, which are empty for plain beam search."""
     from decode.bench.methods import transformers_method
     from decode.results import Result
     from decode.strategies.best_first_beam import best_first_beam

@@ -33,7 +33,7 @@ DEFAULT_TREE = "eight"
 
 
 def write(export: Export) -> Written:
-    """Write a repository for the Hub, with code for plain transformers; raise RequestError if the code does not fit."""
+    """Write a Hub repository with code for plain transformers; RequestError if the code cannot run the heads."""
     heads, facts = export.heads, export.facts
     if unknown := why_unfit(vars(heads.config)):
         raise RequestError(

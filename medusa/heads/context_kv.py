@@ -52,7 +52,8 @@ class ContextKV:
         """Attend to all keys: return the text's weighted values, shaped like `query`, and the own keys' weights.
 
         Args:
-            query: [B, Q, A, D], with any number of queries if they share the mask; [R, A, D] with `place`.
+            query: [B, Q, A, D] all queries; [R, A, D] if only R queries are selected (the constructor's `place`).
+                If all queries share the mask, Q can be any number.
             own: [..., A, J] inner products of each query with its own keys, not scaled."""
         count = own.shape[-1]
         query = F.pad(torch.cat([query, own], dim=-1), (0, self.extra - count), value=NOTHING)
@@ -68,7 +69,7 @@ class ContextKV:
 
 
 def _extended(states: Tensor, unit: Tensor) -> Tensor:
-    """Pad keys or values [B, A, S, D] with zeros, and append the J rows of `unit` [J, D + J]: [B, A, S + J, D + J]."""
+    """Pad keys or values [B, A, S, D] with J zeros, append `unit` [J, D + J], and return [B, A, S + J, D + J]."""
     out = F.pad(states, (0, len(unit), 0, len(unit)))
     out[:, :, states.shape[2] :] = unit
     return out

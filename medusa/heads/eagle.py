@@ -33,7 +33,8 @@ from medusa.heads.sequential import SequentialHeads, State, normalised
 class EagleHeads(SequentialHeads):
     """EAGLE heads: one decoder layer that reads pairs of a token and the feature before it.
 
-    The state of a draft node: its feature [..., H], and key and value [..., 2 H], joined, of each pair on its path."""
+    The state of a draft node is its feature [..., H], and one tensor [..., 2 H] for each pair on the node's path. This
+    tensor is the pair's key and value, concatenated."""
 
     follows_path = uses_context = True
 

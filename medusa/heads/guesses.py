@@ -14,16 +14,16 @@ MISSED = 1 << 30  # the rank of a token that is not among the guesses, above eve
 
 
 def ranks_of(tokens: Tensor, guesses: Tensor) -> Tensor:
-    """Return the rank [...] of each token [...] among R guesses [..., R], from 0 for the best; `MISSED` if absent."""
+    """Return the rank [...] of each token among the R guesses [..., R] at its position; `MISSED` if absent."""
     match = guesses == tokens[..., None].to(guesses.device)
     return torch.where(match.any(-1), match.int().argmax(-1), MISSED)
 
 
 def accepted(tree: Tree, ranks: Tensor, drafted: Tensor | None = None) -> Tensor:
-    """Count the drafted tokens that a decoding step at each of P positions would accept: [P].
+    """Return the number [P] of drafted tokens that a decoding step at each of P positions would accept.
 
-    The right token has the rank `ranks` [P, K] among the guesses of each head (`ranks_of`). `drafted` [P, N] are the
-    indices of the nodes that are drafted at each position; by default all nodes of the tree."""
+    `ranks` [P, K] are the ranks of the right tokens among the guesses of each head (results of `ranks_of`). `drafted`
+    [P, N] are the indices of the nodes that are drafted at each position; by default all nodes of the tree."""
     nodes, beyond = tree.num_nodes, tree.max_rank + 1
     # child[node, rank]: the child with this rank, or -1. The last row and column are all -1, so that every walk ends.
     child = torch.full((nodes + 1, beyond + 1), -1)

@@ -88,9 +88,10 @@ class MedusaHeads(PretrainedHeads):
         return self.prefix(hidden, position_ids, visible(hidden.shape[1], document_ids, hidden.device)[:, None])
 
     def project_kv(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the keys and values [B, A, T, D] of a text (A attention heads of size D) for kinds that attend to it.
+        """Compute the keys and values [B, A, T, D] of a text (A attention heads of size D) that heads attend to.
 
-        Each position has a hidden state in `hidden`, and the embedding of the token after it in `token` [B, T, H]."""
+        `hidden` [B, T, H] are the hidden states, and `token` [B, T, H] the embedding of the token after each position.
+        Heads without `uses_context` raise NotImplementedError."""
         raise NotImplementedError(f"heads of kind {self.config.kind} do not attend to the text")
 
     def inputs(
@@ -144,7 +145,7 @@ class MedusaHeads(PretrainedHeads):
         return x_KMH.reshape(count, *hidden.shape)
 
     def logits(self, features: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """Apply LM heads to the features [k, ..., H] of the first k heads; return logits as `forward` does."""
+        """Apply LM heads to the features [k, ..., H] of the first k heads; return logits in the shape of `forward`."""
         if self.lm_heads is None:
             if lm_head is None:
                 raise RequestError("these heads share the backbone's LM head; pass it as `lm_head`")

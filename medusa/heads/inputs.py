@@ -33,10 +33,10 @@ def following_ids(input_ids: Tensor, count: int) -> Tensor:
 
 
 def visible(length: int, document_ids: Tensor | None, device: torch.device, before: int = 0) -> Tensor:
-    """Build the mask of the positions [B, T, T] that each of T = `length` positions attends to.
+    """Build the attention mask [B, T, T] of texts with T = `length` tokens. It is true at visible positions.
 
-    They are in the same document (`document_ids` [B, T]) and at least `before` positions earlier. Without document ids
-    the mask is [1, T, T]."""
+    A position attends to positions of its document (`document_ids` [B, T]) that are at least `before` positions
+    earlier, with 0 also to itself. Without document ids the mask is [1, T, T]."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril(-before)[None]
     if document_ids is not None:
         seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])

@@ -48,8 +48,8 @@ class Prefix(nn.Module):
     def forward(self, hidden: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache | None = None) -> Tensor:
         """Run all prefix layers on hidden states [B, T, H] at `position_ids` [B, T]; return the new hidden states.
 
-        The `mask`, True where a token attends, or additive, is broadcast to [B, 1, T, S]. The T tokens are appended to
-        the KV `cache` of S - T earlier tokens; without a cache, S is T."""
+        The `mask` is broadcast to [B, 1, T, S]. It is True where a token attends, or an additive mask of floats. The
+        T tokens are appended to the KV `cache` of S - T earlier tokens. Without a cache, S is T."""
         angles = rope_angles(position_ids, self.head_size, hidden.dtype, self.base)
         for layer in self.layers:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=angles, past_key_values=cache)

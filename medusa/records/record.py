@@ -125,7 +125,7 @@ def _tools(tools: object, where: str) -> list[Json] | None:
 def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """Return the token ids of a record's prompt.
 
-    The prompt is the whole text, the first `prompt_tokens` token ids, or a conversation without its last answer.
+    The prompt is the whole text, a conversation without its last answer, or the record's first `prompt_tokens` ids.
     Raise RequestError if the tokenizer or its chat template is missing, or the prompt is empty."""
     if record.input_ids is not None:
         ids = record.input_ids[: record.prompt_tokens or None]
@@ -141,7 +141,7 @@ def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> lis
 
 
 def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenise `text` after the tokens `prompt`, and together with them, as a token can contain the space before it."""
+    """Return the ids of `text` after `prompt`, tokenised together unless this would change the prompt's ids."""
     whole = tokenizer(str(tokenizer.decode(prompt)) + text, add_special_tokens=False)["input_ids"]
     if whole[: len(prompt)] == prompt:
         return whole[len(prompt) :]

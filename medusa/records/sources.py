@@ -25,7 +25,7 @@ def read_records(
 ) -> Iterator[Record]:
     """Read the records of a file, of all files in a folder, or of the `split` and `subset` of a Hub dataset.
 
-    In a `.txt` file, documents end at lines `separator`; without a separator every line is a prompt.
+    In a `.txt` file, lines equal to `separator` separate documents. Without a separator every line is a prompt.
 
     Raise RequestError if the source does not exist, is empty, or contains a record of no known form."""
     path, record = Path(source), None

@@ -112,7 +112,7 @@ def run(options: DistillOptions) -> None:
 
 
 def _records(options: DistillOptions) -> list[Record]:
-    """Read the prompts, or the --self-talk-seeds repeated up to N. An empty list means that texts start with BOS."""
+    """Read --prompts, or repeat --self-talk-seeds up to --self-talk records; without both, return an empty list."""
     prompts = options.prompts
     if prompts.prompts:
         return prompts.read()

@@ -83,7 +83,7 @@ class Server:
         return choices[0]
 
     def _ask(self, path: str, body: Json | None, attempts: int) -> Json:
-        """Send a request and return its JSON reply; after transient failures, send it again, up to `attempts` times."""
+        """Send `body` by POST (`None`: send a GET request), in up to `attempts` attempts; return the JSON reply."""
         headers = {"Content-Type": "application/json"}
         # Without line breaks, which no header can hold: the error would quote the key.
         if key := "".join(os.environ.get("OPENAI_API_KEY", "").split()):

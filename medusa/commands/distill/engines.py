@@ -28,7 +28,7 @@ HOPELESS = 16  # failed texts in a row that end the run; with a high --concurren
 
 @dataclass
 class Engine:
-    """The common part of both engines, which check tasks, generate their answers and write them to a journal."""
+    """Base class of engines. An engine checks tasks, generates the answers and writes the answers to a journal."""
 
     settings: Settings
     seed: int
@@ -46,7 +46,7 @@ class Engine:
 
 @dataclass
 class LocalEngine(Engine):
-    """Generates texts in batches on this machine."""
+    """An engine that generates texts in batches on this machine."""
 
     model: PreTrainedModel
     method: Method
@@ -100,7 +100,7 @@ class LocalEngine(Engine):
                     yield (self.seed + turn * len(tasks) + number * self.batch_size) % 2**32, turn, batch
 
     def _prompts(self, batch: list[Task], turn: int, journal: Journal) -> dict[int, list[int]]:
-        """Return the prompt's token ids for each task index. Conversations that are too long are recorded as failed."""
+        """Map task indices to the token ids of prompts. Conversations that are too long are recorded as failed."""
         prompts = {}
         for task in batch:
             answers = journal.answers(task.index, turn)
@@ -123,7 +123,7 @@ class LocalEngine(Engine):
 
 @dataclass
 class ServerEngine(Engine):
-    """Sends many requests at a time to an OpenAI-compatible server that runs the backbone.
+    """An engine that sends many requests at a time to an OpenAI-compatible server, which runs the backbone.
 
     A text to continue is sent as token ids, and the tokenizer encodes the text of the reply. A conversation is sent
     and written to the output as messages, to which training later applies the chat template."""

@@ -65,7 +65,7 @@ class Journal:
 
     @contextmanager
     def opened(self, output: Output) -> Iterator[None]:
-        """Open the file for new texts, and show a progress bar of all texts in `output`."""
+        """Open the file for new texts inside this context, and show a progress bar of all texts on the console."""
         self.failed_path.unlink(missing_ok=True)  # this run tries the failed texts again
         with self.path.open("a", encoding="utf-8") as self._file, output.progress_bars() as start:
             self._advance = start("generating", self.total)
@@ -73,7 +73,7 @@ class Journal:
             yield
 
     def answers(self, index: int, turn: int) -> list[str] | None:
-        """Return the answers of a conversation before `turn`, or `None` if an answer is missing."""
+        """Return the answers before `turn` in the conversation with this index; `None` if an answer is missing."""
         found = [self.done.get((index, earlier)) for earlier in range(turn)]
         return [answer for answer in found if answer is not None] if None not in found else None
 

@@ -22,7 +22,7 @@ TOLERANCES, HALF_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}, 4e-2
 
 @dataclass
 class Continuation:
-    """The growing text of one prompt. It applies the logits processors and stopping criteria of `generate`.
+    """A prompt and its growing continuation, with the logits processors and stopping criteria of `generate`.
 
     Raise ValueError if the prompt is too long for the model."""
 
