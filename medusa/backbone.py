@@ -34,7 +34,7 @@ class Backbone:
 
     In most models the logits are `lm_head(base(x))` bit for bit, so that they can be computed for selected positions
     only. A forward over four tokens tests this once for each model. Other models also scale or cap logits or hidden
-    states (Cohere, Gemma-2, MiniCPM3). They run completely, and a hook records the input of the LM head."""
+    states (Cohere, Gemma-2, MiniCPM3). Such a model runs completely, and a hook records the input of the LM head."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Wrap the model; raise RequestError if it has no LM head."""

@@ -121,7 +121,7 @@ class Tree:
 
     @property
     def candidates(self) -> Tree:
-        """The tree from which a decoding step selects nodes to draft: this tree. A step drafts all nodes of it."""
+        """The tree from which a decoding step selects nodes to draft. A static tree is always drafted as a whole."""
         return self
 
     @property

@@ -67,7 +67,7 @@ class LayerKind(NamedTuple):
     chunk: int | None = None  # a query sees only keys of its own chunk of positions
 
     def limited(self, allowed: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return the mask `allowed` without keys outside the window or chunk. `query` and `key` are their positions."""
+        """Return the mask `allowed` with keys outside the window or chunk hidden; `query` and `key` are positions."""
         if self.window is not None:
             allowed = allowed & (query - key < self.window)
         if self.chunk is not None:

@@ -28,7 +28,7 @@ class HubOptions(TypedDict, total=False):
 
 
 def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
-    """Load heads as `MedusaHeads.from_pretrained` does, but without a module.
+    """Load heads like `MedusaHeads.from_pretrained`, but return config, tensors and provenance instead of a module.
 
     The names of the files, tensors and config keys show which format a folder has."""
     folder = find_folder(name_or_path, **hub)

@@ -84,7 +84,7 @@ def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str
 
 
 def _name(module: str, blocks: list[int]) -> str:
-    """Convert a name in the state dict, except those of LM heads, to the name in Hydra's file."""
+    """Convert a name in the state dict (not of an LM head) to Hydra's name, with the file's block indices `blocks`."""
     if module.startswith("prefix."):
         return PREFIX + module.removeprefix("prefix")
     _, head, _, layer, rest = module.split(".", 4)  # stacks.{head}.layers.{layer}.{rest}

@@ -44,7 +44,7 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_model(cls, folder: Path) -> Stored:
-        """Map a model's tensors: those in its index or, without an index, in the files with the first suffix found."""
+        """Map the tensors in a model's index or, without an index, in its safetensors files, else .bin or .pt files."""
         if (indexed := cls.of_index(folder)) is not None:
             return indexed
         for suffix in (".safetensors", ".bin", ".pt"):

@@ -88,7 +88,7 @@ class BenchmarkOptions(CommandOptions):
         return self.drafter or (None,)
 
     def require_measurable(self) -> None:
-        """Raise a `RequestError` if an option is missing or does not fit; a run that only compares files needs none."""
+        """Raise a `RequestError` if an option that a measurement needs is missing, or two cannot be combined."""
         for name in ("backbone", "heads") if self.drafters == (None,) else ("backbone",):
             if not getattr(self.models, name):
                 raise RequestError(f"--{name} is missing; give it, or two files to --compare")

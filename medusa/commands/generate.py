@@ -64,7 +64,7 @@ def run(options: GenerateOptions) -> None:
 
 
 def _generate(options: GenerateOptions, opened: Opened, recorder: Recorder | None) -> list[Result]:
-    """Decode all prompts, print the texts, and record them if asked."""
+    """Decode all prompts, print the texts, and add them with their hidden states to the recorder, if there is one."""
     from decode.bench.methods import DrafterMethod
     from decode.results import prompt_seeds, text_of
     from decode.serve.texts import TextStream, joined
@@ -93,7 +93,7 @@ def _generate(options: GenerateOptions, opened: Opened, recorder: Recorder | Non
 
 @contextmanager
 def _recording(options: GenerateOptions, folder: str, opened: Opened) -> Iterator[Recorder]:
-    """Yield the recorder of --record, and write its texts at the end, even after an error or Ctrl-C."""
+    """Yield a recorder that writes the recorded texts to `folder` at the end, even after an error or Ctrl-C."""
     from medusa.backbone import Backbone
     from medusa.fingerprint import fingerprint
     from train.features.recorder import Recorder

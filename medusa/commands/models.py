@@ -163,7 +163,7 @@ def open_drafter(
 ) -> DrafterFactory:
     """Load the heads or small model that a drafter needs, and return a factory that makes the drafter.
 
-    Heads without a tree are calibrated for the generation `settings`; `None` means no calibration. Raise
+    For heads without a tree, a tree is calibrated with the generation `settings`, unless `settings` is `None`. Raise
     RequestError if the drafter does not fit the backbone."""
     models, heads, tree = command.models, None, None
     if config.needs_heads and models.heads is not None:

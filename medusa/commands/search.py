@@ -39,7 +39,7 @@ class Strategy(SearchOptions):
     def require_fitting(self, command: CommandOptions, others: dict[str, object]) -> None:
         """Raise RequestError if the strategy cannot be combined with the command's options, or with one of `others`.
 
-        `others` has the values of the command's own options that cannot be combined with a search, by name."""
+        `others` maps names of the command's own options that do not suit a search to their values."""
         settings, models, temperature = command.settings, command.models, command.settings.temperature
         if self.strategy == "greedy" and temperature > 0:
             raise RequestError(f"--strategy greedy needs --temperature 0, and it is {temperature}; leave one out")

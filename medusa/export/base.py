@@ -77,7 +77,7 @@ def quoted(argument: str | Path) -> str:
 def with_own_lm_heads(export: Export) -> Checkpoint:
     """Return heads that each have an LM head: their own, or a copy of the backbone's.
 
-    Raise RequestError if heads that share the backbone's LM head do not fit it."""
+    Raise RequestError if the backbone's LM head has another shape than the heads need."""
     heads, config = export.heads, export.heads.config
     if config.lm_head == "own":
         return heads
@@ -93,7 +93,7 @@ def with_own_lm_heads(export: Export) -> Checkpoint:
 
 
 def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
-    """Read a backbone's LM head [V, H] (V tokens, hidden size H); from a local folder, without the rest of the model.
+    """Read a backbone's LM head [V, H] (V tokens, hidden size H). From a local folder, only the LM head is read.
 
     Raise RequestError if there is no such backbone, or its LM head has a bias, which no export format can store."""
     folder = DEMO if name == "demo" else Path(name)

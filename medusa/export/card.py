@@ -138,7 +138,7 @@ def _machine(machine: Json) -> str:
 
 
 def _listed(values: Json, without: tuple[str, ...] = ()) -> str:
-    """Format a dictionary as `name value, name value`. Leave out empty values, and names with a prefix in `without`."""
+    """Format a dictionary as `name value, name value`, without empty values and names that begin like `without`."""
     known = {name: value for name, value in values.items() if value not in (None, {}) and not name.startswith(without)}
     return ", ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in known.items())
 

@@ -63,7 +63,7 @@ class PretrainedHeads(nn.Module):
     ) -> Self:
         """Load heads in eval mode from a local folder, the Hub or the package, in any format of docs/formats.md.
 
-        Raise RequestError without heads, or if a file is damaged, or a tensor is missing, unknown or of a wrong shape.
+        Raise RequestError if there are no heads, a file is damaged, or a tensor is missing, unknown or wrong in shape.
 
         Args:
             name_or_path: a folder, a Hub id such as `org/heads`, or `demo` for the heads that come with the package.

@@ -147,7 +147,7 @@ def _about(options: DistillOptions, records: list[Record]) -> Json:
 
 
 def _check_resume(path: Path, about: Json, overwrite: bool) -> None:
-    """Raise a `RequestError` if the output file was made with other settings, unless --overwrite is given."""
+    """Raise a `RequestError` if the output file exists and its settings are not `about`, unless `overwrite` is true."""
     sidecar = path.with_suffix(SETTINGS)
     if path.exists() and not overwrite and not (sidecar.exists() and read_json(sidecar) == about):
         raise RequestError(f"{path} exists and was made with other settings; choose another file or add --overwrite")

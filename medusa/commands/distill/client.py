@@ -63,12 +63,12 @@ class Server:
         return served[0]
 
     def complete(self, prompt: list[int] | str, options: Json) -> Answer:
-        """Let the model continue a text or token ids; raise a `ServerError` if that fails."""
+        """Let the model continue a text or token ids; `options` are request parameters. Failures raise ServerError."""
         choice = self._choice("/completions", {"prompt": prompt} | options)
         return _answer(choice, choice.get("text"), {}, options)
 
     def chat(self, messages: list[Json], tools: list[Json] | None, options: Json) -> Answer:
-        """Let the model answer a conversation; raise a `ServerError` if that fails."""
+        """Let the model answer a conversation; `options` are request parameters. Failures raise ServerError."""
         body = {"messages": messages} | ({"tools": tools} if tools else {}) | options
         choice = self._choice("/chat/completions", body)
         message = choice.get("message") or {}

@@ -65,7 +65,7 @@ def tasks_of(
 
 
 def _questions(record: Record) -> list[list[Json]]:
-    """Return the new messages before each answer to generate. With tool calls, only the last answer is generated."""
+    """Return the messages to add before each answer. In a record with tool calls, only the last answer is generated."""
     messages = record.messages or []
     if record.turns:
         return [[{"role": "user", "content": turn}] for turn in record.turns]
