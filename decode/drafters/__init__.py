@@ -20,7 +20,7 @@ DRAFTERS = {
 
 
 def parse(spec: str) -> DrafterConfig:
-    """Parse the description of a drafter, such as `ngram:n=3,tokens=8`; raises a `RequestError` if it is wrong."""
+    """Parse a drafter's description, such as `ngram:n=3,tokens=8`; raises a `RequestError` if a part of it is wrong."""
     name, _, options = spec.partition(":")
     if name not in DRAFTERS:
         raise RequestError(f"there is no drafter {name!r}; choose one of {', '.join(DRAFTERS)}")
@@ -60,7 +60,9 @@ def _options(name: str, config: type[DrafterConfig], text: str) -> dict[str, str
 
 
 def drafter_factory(drafter: DrafterLike, context: DrafterContext) -> DrafterFactory:
-    """Make the factory of a drafter, or raise a `RequestError` if a model, table or tree is missing or does not fit."""
+    """Return the factory of `drafter`; `None` stands for the Medusa heads in `context`.
+
+    Raise a `RequestError` if a model, table or tree is missing, or does not fit the backbone."""
     made = parse(drafter or "heads") if drafter is None or isinstance(drafter, str) else drafter
     if not isinstance(made, DrafterConfig | DrafterFactory):
         raise RequestError(f"{drafter!r} is no drafter; give a name such as {', '.join(DRAFTERS)}")

@@ -20,7 +20,7 @@ from medusa.heads.independent import MedusaHeads
 
 
 class DrafterFactory(ABC):
-    """A factory of drafters: it holds the loaded models and tables, and makes a drafter for each batch of texts."""
+    """Holds the loaded models and tables of a drafter, and makes a drafter for each batch of texts."""
 
     num_nodes: int  # of the largest draft, including the root and side branches
     num_bytes: int = 0  # of weights and tables, without the backbone and without memory that grows with the text
@@ -30,7 +30,7 @@ class DrafterFactory(ABC):
 
     @abstractmethod
     def start(self, session: Session, drawn: bool = False) -> Drafter:
-        """Make a drafter for the texts of `session`; with `drawn`, it samples its drafts (`--draft sample`)."""
+        """Make a drafter for the texts of `session`. With `drawn`, the drafter samples drafts (`--draft sample`)."""
 
     def reshaped(self, change: Callable[[Layout], Layout]) -> DrafterFactory:
         """Return a copy of this factory with `change` applied to its tree, or the factory itself if it has no tree."""
@@ -50,7 +50,7 @@ class DrafterContext(NamedTuple):
 
 
 class DrafterConfig(ABC):
-    """The options of a drafter, written `NAME[:options]`: fields of a dataclass, checked before any model is loaded."""
+    """Base class of a drafter's options, which users write as `NAME[:options]`. No models are loaded yet."""
 
     compiles: ClassVar[bool] = False  # whether `--compile` can compile the steps of this drafter
     can_draw: ClassVar[bool] = False  # whether drafts can be sampled (`DrafterFactory.can_draw`)
@@ -61,11 +61,13 @@ class DrafterConfig(ABC):
     takes_tree: bool = False  # whether `--tree` sets the tree of this drafter
 
     def check(self, config: PretrainedConfig) -> None:
-        """Raise a `RequestError` if the drafter cannot draft for this backbone, before its weights are loaded."""
+        """Raise a `RequestError` if the drafter cannot draft for a backbone with this config. No weights are needed."""
         return
 
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
-        """Return the trees that hold the guesses of `heads`, if any; raises a `RequestError` if one does not fit."""
+        """Return the trees that the guesses of `heads` fill; empty if this drafter uses no heads.
+
+        `tree` and `stop_drafting`: see `DrafterContext`. Raise a `RequestError` if a tree does not fit the heads."""
         return ()
 
     @abstractmethod
@@ -78,7 +80,7 @@ DrafterLike = DrafterFactory | DrafterConfig | str | None
 
 
 def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
-    """Raise a `RequestError` if `tree` or `stop_drafting` is set, for drafters whose own options set the tree."""
+    """Raise a `RequestError` if `tree` or `stop_drafting` is set; called for drafters that use neither of them."""
     if stop_drafting:
         raise RequestError("stop-drafting is for dynamic trees of heads; leave it out, or use the drafter's options")
     if tree is not None:

@@ -1,6 +1,6 @@
 """A drafter with independent Medusa heads, whose guesses fill a tree (Medusa paper, section 2.1.2).
 
-Shapes: B rows, K heads, of which a tree of depth k uses the first k, N nodes, V vocabulary, C distributions per depth.
+Shapes: B rows of a batch (texts), k heads (a tree of depth k uses the first k), V vocabulary, C distributions per head.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HeadsDrafter:
         self.device, self.dtype = heads.device, heads.dtype
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Propose a tree of the heads' guesses below the root of each row."""
+        """Propose a tree for each text of the batch: the heads' guesses below the root, which is already decided."""
         root = frontier.root
         if self.depth == 0:
             return Draft(root[:, None], self.topology)
@@ -60,12 +60,12 @@ class HeadsDrafter:
         return Draft(torch.cat([root[:, None], ids], dim=1), chosen_part(self.tree.candidates, chosen))
 
     def logits(self, frontier: Frontier) -> Tensor:
-        """Logits [k, B, V] of the first k heads, for a tree of depth k; V is the size of the heads' vocabulary."""
+        """Logits [k, B, V] of the first k heads for B texts. k is the tree's depth, V the heads' vocabulary size."""
         # The heads may have another dtype than the backbone, for example float32 with a bfloat16 backbone.
         return self.heads(HeadInputs(frontier.hidden.to(self.device, self.dtype)), self.lm_head, self.depth)
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
-        """Sample `copies` drafts for each row of `frontier` from the heads' distributions."""
+        """Sample `copies` drafts for each text in `frontier` from the heads' distributions."""
         logits = over_all(self.heads, self.logits(frontier), self.backbone.vocab_size)
         root = frontier.root.repeat_interleave(copies)
         q = target.draft_probabilities(frontier.rows, logits.transpose(0, 1)).to(root.device)  # [rows, k, V]
@@ -74,10 +74,11 @@ class HeadsDrafter:
 
 
 def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, draws: Draws) -> Draft:
-    """Sample a draft for each `root` [B]: row b draws its nodes of depth d from `q[context[b], d - 1]`, `q` [C, k, V].
+    """Sample a draft for each of B root tokens. Draft b draws its tokens at depth d from `q[context[b], d - 1]`.
 
-    All rows share the topology, and in a row all nodes of a depth get the same children. This is exact, because a path
-    contains only one node of each depth, and the draws of different depths are independent.
+    `q` [C, k, V] holds the distributions of k heads over V tokens, for C texts. All drafts share the topology. In a
+    draft, all nodes of a depth get the same children. This is exact, because a path contains only one node of each
+    depth, and the draws of different depths are independent.
     """
     everyone = torch.arange(len(root), device=root.device)
     depths, place, ids = topology.depth[0], topology.place[0], [root[:, None]]

@@ -3,9 +3,9 @@
 A `DynamicTree` drafts the most probable nodes of a fixed set of candidates (EAGLE-2, OPT-Tree). The log probability of
 a node's path is the sum of the heads' log confidences in its tokens. A child is never more probable than its parent,
 so the most probable nodes form a tree. Every step drafts the same number of nodes, so tensor shapes are fixed. A
-confidence is a softmax probability at a temperature that `decode.bench.calibration` fits, as many are too high or low.
+confidence is a softmax probability. `decode.bench.calibration` fits its temperature, so that it is not too high or low.
 
-Shapes: B rows, K heads, of which a tree of depth k uses k, R guesses of a head, V vocabulary, S candidates with the
+Shapes: B texts, K heads, of which a tree of depth k uses k, R guesses of a head, V vocabulary, S candidates with the
 root, N drafted nodes with the root, M nodes for which probabilities are given, D depth of the candidate tree.
 """
 
@@ -50,7 +50,7 @@ class DynamicTree:
 
     @classmethod
     def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
-        """Make a tree of `num_nodes` nodes, root included, or raise a `RequestError` if that number is out of range."""
+        """Make a dynamic tree of guesses of `num_heads` heads; raises a `RequestError` if `num_nodes` does not fit."""
         most = min(MAX_NODES, 1 + sum(TOP**depth for depth in range(1, num_heads + 1)))
         if not 2 <= num_nodes <= most:
             raise RequestError(f"dynamic:{num_nodes} is no tree for {num_heads} heads; give from 2 to {most} nodes")
@@ -61,7 +61,7 @@ class DynamicTree:
         return self.candidates.max_depth
 
     def to_json(self) -> dict[str, object]:
-        """The settings of this dynamic tree as JSON, for results files; the candidates follow from the settings."""
+        """Return the settings of this dynamic tree as JSON, for files of results. The settings fix the candidates."""
         content: dict[str, object] = {"dynamic": self.num_nodes, "temperatures": list(self.temperatures)}
         return content | ({"stop_drafting": self.min_probability} if self.min_probability else {})
 
@@ -71,24 +71,26 @@ class DynamicTree:
         return replace(self, candidates=self.candidates.to(device))
 
     def clip(self, max_depth: int) -> DynamicTree:
-        """Copy the tree without candidates deeper than `max_depth`; `num_nodes` is at most the number of those left."""
+        """Copy the tree without candidates deeper than `max_depth`. If too few are left, `num_nodes` is lowered."""
         candidates = self.candidates.clip(max_depth)
         return replace(self, candidates=candidates, num_nodes=min(self.num_nodes, candidates.num_nodes))
 
     @cached_property
     def _on_path(self) -> Tensor:
-        """[S, D] the guesses on the path to each candidate: indices into guesses [D * R], padded with D * R."""
+        """Indices [S, D] of the guesses on the path to each of S candidates, in a table of R guesses for D depths."""
         tree, top = self.candidates, self.candidates.max_rank + 1
         place = (tree.depth - 1) * top + tree.rank
         return torch.where(tree.paths >= 0, place[tree.paths.clamp_min(0)], self.max_depth * top)[:, 1:]
 
     @cached_property
     def _scale(self) -> Tensor:
-        """[K, 1, 1] the heads' temperatures, cached on the device, because a copy would delay every step."""
+        """The temperatures of K heads, [K, 1, 1], cached on the device, because a copy would delay every step."""
         return torch.tensor(self.temperatures, device=self.candidates.depth.device)[:, None, None]
 
     def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
-        """Log-softmax of logits [k, B, V] of the first k heads at their temperatures, or [..., V] of one `head`."""
+        """Compute the log-softmax, at the heads' temperatures, of logits over V tokens.
+
+        `logits` are [k, B, V] of the first k heads for B texts, or [..., V] of the head with the index `head`."""
         if self.temperatures and head is not None:
             logits = logits.float() / self.temperatures[head]
         elif self.temperatures:
@@ -96,19 +98,25 @@ class DynamicTree:
         return logits.log_softmax(-1, dtype=torch.float32)
 
     def path_log_probs(self, confidences: Tensor) -> Tensor:
-        """Log probability of the path to each candidate [B, S], from log confidences [B, k, R] of the best guesses."""
+        """Compute the log probabilities of the paths to S candidates in B texts, [B, S].
+
+        `confidences` [B, k, R]: log probabilities of the R best guesses of k heads."""
         used = confidences[:, : self.max_depth, : self.candidates.max_rank + 1]
         known = F.pad(bounded(used).flatten(1), (0, 1))
         return known[:, self._on_path].sum(-1) - STEEPNESS * self.candidates.depth
 
     def num_worthwhile(self, log_probs: Tensor) -> int:
-        """Count the nodes of at least `min_probability`, from path log probabilities [B, M], in the row with most."""
+        """Count the nodes whose path has at least `min_probability`, in the text that has most such nodes.
+
+        `log_probs` [B, M]: log probabilities of the paths to M nodes in B texts."""
         if not self.min_probability:
             return log_probs.shape[1]
         return int((log_probs >= math.log(self.min_probability)).sum(1).max())  # waits for the device
 
     def most_probable(self, log_probs: Tensor) -> Tensor:
-        """Choose the nodes to draft: ascending indices [B, N], root included, from path log probabilities [B, S]."""
+        """Choose the N nodes to draft in each of B texts: ascending indices [B, N], root included.
+
+        `log_probs` [B, S]: log probabilities of the paths to S nodes, the root first."""
         count = min(self.num_nodes - 1, self.num_worthwhile(log_probs[:, 1:]))
         best = log_probs[:, 1:].topk(count, dim=-1, sorted=False).indices + 1
         return F.pad(best.sort(dim=-1).values, (1, 0))
@@ -123,7 +131,7 @@ TreeLike = Layout | str | Sequence[Sequence[int]] | None
 def bounded(confidences: Tensor) -> Tensor:
     """Clamp log confidences to at least `MIN_LOG_CONFIDENCE`, where float32 can still subtract `STEEPNESS`.
 
-    NaN, from float16 heads that overflow, becomes the minimum: `topk` would choose it, without its parent."""
+    NaN, from float16 heads that overflow, also becomes the minimum, because `topk` takes NaN for the largest value."""
     return confidences.nan_to_num(nan=MIN_LOG_CONFIDENCE, neginf=MIN_LOG_CONFIDENCE).clamp_min(MIN_LOG_CONFIDENCE)
 
 
@@ -155,8 +163,8 @@ def _candidates(num_nodes: int, num_heads: int) -> Tree:
 def resolve_tree(tree: TreeLike, heads: MedusaHeads, stop_drafting: float = 0.0) -> Layout:
     """Return the tree that `tree` describes; for `None`, the tree saved with the heads, or a default tree.
 
-    A dynamic tree prunes paths less probable than `stop_drafting`. Raise a `RequestError` if `tree` describes no tree,
-    or a static one with `stop_drafting`."""
+    A dynamic tree prunes paths less probable than `stop_drafting` (0: no pruning). Raise a `RequestError` if `tree`
+    describes no tree, or if it describes a static tree and `stop_drafting` is not 0."""
     resolved = _resolved(tree, heads)
     if not stop_drafting:
         return resolved
@@ -191,7 +199,7 @@ def default_tree(heads: MedusaHeads) -> Tree:
 
 
 def require_draftable(config: MedusaConfig, hidden_size: int, vocab_size: int, tree: Layout, drawn: bool) -> None:
-    """Raise a `RequestError` if heads do not fit the backbone or tree, or if a dynamic tree is to be sampled."""
+    """Raise a `RequestError` if heads do not fit the backbone or `tree`, or if `drawn` (sampled) drafts are dynamic."""
     require_sizes(config, hidden_size, vocab_size)
     tree.candidates.require_fit(config.num_heads, config.draft_vocab_size(vocab_size))
     if drawn and isinstance(tree, DynamicTree):  # it depends on the guesses, so that samples of it would be biased

@@ -52,7 +52,7 @@ def levels_of(tree: Tree) -> list[Level]:
 
 
 def width_of(tree: DynamicTree) -> int:
-    """Number of nodes to expand per level: the square root of `num_nodes`, or more if a shallow tree needs more.
+    """Return how many nodes of each level get children: the square root of `num_nodes`, or more for a shallow tree.
 
     Measured: 2 per level are as good as all for 8 nodes, and 3 for 16; for 64 nodes, 8 lose 1 % of the tokens per step.
     """
@@ -68,7 +68,7 @@ def width_of(tree: DynamicTree) -> int:
 
 
 class LevelwiseDrafter(ABC):
-    """Base class of drafters that grow a static or dynamic tree; with a `target` they sample a static tree."""
+    """Base class of drafters that grow a static or dynamic tree by levels. With a `target`, they sample its tokens."""
 
     def __init__(self, tree: Layout, target: Target | None = None) -> None:
         self.tree, self.target = tree, target
@@ -80,24 +80,24 @@ class LevelwiseDrafter(ABC):
 
     @abstractmethod
     def begin(self, frontier: Frontier) -> State:
-        """Make the drafter's state at the root of each row's tree: tensors [B, 1, S], which `step` reads."""
+        """Make the state from which `step` predicts the children of the root: tensors [B, 1, S] for B texts."""
 
     @abstractmethod
     def step(self, depth: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
-        """Predict the children of W nodes at `depth`; returns the children's logits [B, W, V] and the nodes' states.
+        """Predict the children of W nodes at `depth` in each of B texts; returns logits [B, W, V] and the nodes' state.
 
-        `state` holds tensors [B, W, S] that the nodes' parents left, and `tokens` [B, W] are the nodes' tokens."""
+        `tokens` [B, W] are the nodes' tokens. `state` holds tensors [B, W, S] that steps for their parents returned."""
 
     def token_ids(self, guesses: Tensor) -> Tensor:
         """Convert indices [...] in the drafter's vocabulary, which may be a reduced one, to token ids [...]."""
         return guesses
 
     def over_vocabulary(self, logits: Tensor) -> Tensor:
-        """Expand the drafter's logits to the whole vocabulary [..., V]; tokens that it never predicts get -inf."""
+        """Expand the drafter's logits to the backbone's V tokens, [..., V]; tokens that it never predicts get -inf."""
         return logits
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Draft a tree for each row of `frontier`: a static, dynamic or sampled one."""
+        """Draft a static, dynamic or sampled tree for each text in `frontier`."""
         if self.tree.max_depth == 0:
             return Draft(frontier.root[:, None], self.topology)
         if isinstance(self.tree, DynamicTree):
@@ -149,7 +149,7 @@ class LevelwiseDrafter(ABC):
         return Draft(ids.gather(1, chosen), topology)
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
-        """Sample a tree for each row of `frontier`, or `copies` independent trees for its only row."""
+        """Sample a tree for each text in `frontier`, or `copies` independent trees if it has one text."""
         root, shared = frontier.root.repeat_interleave(copies), copies > 1
         rows = len(frontier.rows)
         assert not shared or rows == 1, "copies of one row only"

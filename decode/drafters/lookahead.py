@@ -13,7 +13,7 @@ starts a column; each lower level holds the backbone's predictions of one earlie
 So every column takes one step of Jacobi iteration. The new n-grams go into a pool. The pool's n-grams that start with
 the root are drafted as a trie. Tokens of the window itself are never accepted.
 
-Shapes: B rows, W columns, M nodes of the window without its root, V vocabulary.
+Shapes: B texts, W columns, M nodes of the window without its root, V vocabulary.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LookaheadConfig(DrafterConfig):
 
 
 def window_topology(window: int, levels: int, device: torch.device) -> Topology:
-    """The topology of the root and the window below it, numbered level by level; all rows and steps share it."""
+    """Make the topology of a lookahead window, which all texts share: a tree of `window` columns in `levels` levels."""
     line, node = torch.arange(window), torch.arange(window * levels)
     column, level = node % window, node // window
     parent = torch.where(level == 0, (line - 1).clamp_min(0).repeat(levels), node - window)
@@ -78,15 +78,15 @@ class Pool:
             del held[next(iter(held))]
 
     def guesses(self, token: int) -> Iterator[tuple[int, ...]]:
-        """The tokens after `token` in each n-gram that starts with `token`, latest n-gram first."""
+        """Yield the tokens after `token` in each n-gram that starts with `token`, latest n-gram first."""
         return reversed(self.after.get(token, {}))
 
 
 class Window:
-    """The window of guessed tokens for one row of the batch, and the pool of the n-grams that it produced."""
+    """The window of guessed tokens for one text of the batch, and the pool of the n-grams that the window produced."""
 
     def __init__(self, config: LookaheadConfig, text: list[int]) -> None:
-        """Make a window whose columns are passages of the prompt `text`: better first guesses than random tokens."""
+        """Make a window whose columns are passages of the prompt `text`, as better first guesses than random tokens."""
         starts = [column * len(text) // config.window for column in range(config.window)]
         self.levels = [[text[(start + level) % len(text)] for start in starts] for level in range(config.n - 1)]
         self.pool = Pool(config.guesses)
@@ -108,7 +108,7 @@ class Window:
 
 
 class LookaheadDrafter(TextDrafter):
-    """Drafts n-grams by lookahead decoding, with one window and one pool per row."""
+    """Drafts n-grams by lookahead decoding, with one window of guessed tokens and one pool of n-grams per text."""
 
     def __init__(self, sequences: Sequences, config: LookaheadConfig, device: torch.device) -> None:
         super().__init__(sequences)
@@ -119,9 +119,9 @@ class LookaheadDrafter(TextDrafter):
         self.answers: tuple[list[int], Tensor] | None = None
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Draft the n-grams of each row's pool that continue the row's text.
+        """Draft the n-grams that continue each text, from the text's pool of n-grams.
 
-        In the same forward, the backbone reads the row's lookahead window as a side branch, which gives new n-grams."""
+        In the same forward, the backbone reads each lookahead window as a side branch, which gives new n-grams."""
         if self.answers is not None:
             for row, answers in zip(self.answers[0], self.answers[1].tolist(), strict=True):
                 # Rows without new text learn nothing, so that a second call gives the same draft.
@@ -147,5 +147,5 @@ class LookaheadDrafter(TextDrafter):
         return self.sequences.tail(row, self.sequences.lengths[row] - 1)[0]
 
     def _receive(self, rows: list[int], logits: Tensor) -> None:
-        """Keep the backbone's predictions after the window's last level, from logits [B, M, V] after all M tokens."""
+        """Keep the predictions after the window's last level, from logits [B, M, V] after its M tokens in B texts."""
         self.answers = rows, argmax(logits[:, -self.config.window :])

@@ -1,6 +1,6 @@
 """A mix of several drafters: the union of their trees is verified in one forward.
 
-Shapes: B rows, M nodes of all drafts together (the root once), D the greatest depth.
+Shapes: B rows (texts of the batch), M nodes of all drafts together (the root once), D the greatest depth.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from medusa.heads.independent import MedusaHeads
 
 
 def union(drafts: Sequence[Draft], most: int) -> Draft:
-    """Join drafts of the same roots into one tree of at most `most` nodes with the root.
+    """Join several drafts for a batch: for each text, one tree of at most `most` nodes, root included.
 
     Nodes are equal if their paths from the root hold the same tokens. Nodes keep the order of the drafts, and of equal
-    nodes the first is kept, so parents come before children, and the first `most` nodes form a tree. Rows with fewer
-    nodes are padded with nodes below their last node."""
+    nodes the first is kept, so parents come before children, and the first `most` nodes form a tree. Smaller trees are
+    padded with a chain below their last node."""
     root, deepest = drafts[0].ids[:, :1], max(draft.topology.max_depth for draft in drafts)
     rows, count = len(root), 1
     ids, parents, depths = [root], [torch.zeros_like(root)], [torch.zeros_like(root)]
@@ -118,7 +118,7 @@ class Mix(DrafterFactory):
         self.num_bytes = sum({id(part.heads or part): part.num_bytes for part in parts}.values())  # heads count once
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
-        """Make every drafter of the mix for the texts of `session`, and join them; `drawn` is a `RequestError`."""
+        """Make a drafter that mixes one drafter of each part. Raise a `RequestError` for `drawn` (sampled) drafts."""
         if drawn:  # siblings would come from several distributions, and p / q needs one
             raise RequestError("guesses of a mix cannot be drawn; use draft topk")
         return MixDrafter([part.start(session) for part in self.parts], self.num_nodes)

@@ -3,7 +3,7 @@
 The draft model has its own KV cache. In each step it reads the new text, and then its own draft, one level of the tree
 per forward. In the next step, the accepted nodes of the draft stay in the cache, and the rejected nodes are dropped.
 
-Shapes: B rows, W nodes of a level that one forward reads, A drafted ancestors of a node, V vocabulary, S cache slots.
+Shapes: B texts, W nodes of a level that one forward reads, A drafted ancestors of a node, V vocabulary, S cache slots.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DraftModel(DrafterFactory):
     can_draw = True
 
     def __init__(self, model: PreTrainedModel, tree: Layout, topk: int = 0, confidence: float = 0.0) -> None:
-        """Make a factory from a loaded model that has tree attention; the options are those of `DraftModelConfig`."""
+        """Make a factory from a loaded model, which must support tree attention. Options: see `DraftModelConfig`."""
         require_tree_support(model)
         require_tree_forward(model)
         tree.candidates.require_fit(tree.max_depth, Backbone(model).vocab_size)
@@ -110,7 +110,7 @@ class DraftModel(DrafterFactory):
 class ModelDrafter(LevelwiseDrafter):
     """Drafts with a small model, whose KV cache follows the texts of a session.
 
-    The `State` of a node holds the cache slots of its drafted ancestors [B, W, A]; slot 0 comes right after the text.
+    The state of W nodes in B texts holds the cache slots [B, W, A] of their A drafted ancestors, counted from the text.
     """
 
     def __init__(self, source: DraftModel, session: Session, target: Target | None = None) -> None:
@@ -127,7 +127,7 @@ class ModelDrafter(LevelwiseDrafter):
         self.levels_read: list[tuple[Tensor, Tensor]] = []
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Draft a chain or a tree, or only the root if the text and a draft exceed the draft model's context."""
+        """Draft a chain or a tree, or only the root if text and draft together exceed the draft model's context."""
         longest = max(self.sequences.lengths[row] for row in frontier.rows)
         if self.backbone.context is not None and longest + self.tree.max_depth > self.backbone.context:
             return Draft(frontier.root[:, None], chain(1, frontier.root.device))
@@ -153,7 +153,7 @@ class ModelDrafter(LevelwiseDrafter):
         return logits[torch.arange(len(rows), device=logits.device), last]
 
     def _keep_accepted(self) -> None:
-        """Keep the accepted nodes in the cache, except the text's last token, which `_read_new_text` reads again."""
+        """Keep the accepted nodes in the draft model's cache, except the last, which `_read_new_text` reads again."""
         if not self.levels_read:
             return
         levels = [(tokens.tolist(), parents.tolist()) for tokens, parents in self.levels_read]
@@ -194,7 +194,7 @@ class ModelDrafter(LevelwiseDrafter):
         return Draft(torch.stack(ids, dim=1), chain(len(ids), frontier.root.device))
 
     def begin(self, frontier: Frontier) -> State:
-        """Read the text that the rows gained since the last step, which gives the logits [B, V] after the root."""
+        """Read the tokens that each of B texts gained in the last step. This gives the logits [B, V] after the root."""
         rows = frontier.rows
         if self.rows != rows:
             self._select(rows)
@@ -232,7 +232,9 @@ class ModelDrafter(LevelwiseDrafter):
         return logits.masked_fill(logits < limit, -torch.inf)
 
     def _masks(self, seen: Tensor) -> Mask | None:
-        """Masks [B, 1, W, S]: W nodes see the text and the cache slots `seen` [B, W, A + 1]. `None`: causal."""
+        """Make attention masks [B, 1, W, S] of W nodes over S cache slots; `None` if a causal mask is enough.
+
+        A node sees the text and the slots `seen` [B, W, A + 1] of its A drafted ancestors and itself."""
         if self.layers.is_full and self.cache.is_even and self.is_chain:
             return None
         starts = torch.tensor(self.text_lengths, device=self.device)

@@ -41,7 +41,7 @@ def require_same_vocabulary(name: str, small: PretrainedConfig, backbone: Pretra
 def require_same_tokenizer(
     name: str, small: Tokenizer | None, backbone: Tokenizer | None, backbone_name: str, role: str = "draft model"
 ) -> None:
-    """Raise a `RequestError` if a token has different ids in both tokenizers; nothing is checked if one is `None`."""
+    """Raise a `RequestError` if two tokenizers give a token different ids. If one is `None`, nothing is checked."""
     if small is None or backbone is None:
         return
     ids, backbone_ids = small.get_vocab(), backbone.get_vocab()

@@ -82,7 +82,7 @@ class TrainedHeads(DrafterFactory):
 def heads_drafter(
     heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None
 ) -> HeadsDrafter | PathDrafter:
-    """Make the drafter for independent or sequential heads that can fill `tree`; with a `target`, it samples drafts."""
+    """Make the drafter that fills `tree` with guesses of `heads`. With a `target`, the drafter samples its drafts."""
     if isinstance(heads, SequentialHeads) and heads.follows_path:
         return PathDrafter(heads, backbone, tree, target)
     return HeadsDrafter(heads, backbone, tree, target)

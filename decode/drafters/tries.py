@@ -18,7 +18,7 @@ from decode.topology import Topology
 
 
 class Trie:
-    """A trie of the continuations to draft for one row. Node 0 is the root, and a parent comes before its children."""
+    """A trie of the continuations to draft for one text. Node 0 is the root, and a parent comes before its children."""
 
     def __init__(self, num_nodes: int) -> None:
         self.num_nodes = num_nodes  # the trie starts with the root alone, and grows to this number of nodes at most
@@ -46,7 +46,7 @@ class Trie:
 
 
 def draft_of(tries: list[Trie], root: Tensor) -> Draft:
-    """Make the draft of a batch from one trie per row and the root tokens [B]; chains pad the smaller tries."""
+    """Make the draft of a batch of B texts from their tries and root tokens [B]. Smaller tries are padded by chains."""
     count = max(len(trie.ids) for trie in tries)
     for trie in tries:
         for last in range(len(trie.ids) - 1, count - 1):
@@ -61,14 +61,14 @@ def draft_of(tries: list[Trie], root: Tensor) -> Draft:
 
 @lru_cache(maxsize=256)
 def chain(count: int, device: torch.device) -> Topology:
-    """The topology of a chain of `count` nodes, root included, for all rows."""
+    """Return the topology of a chain of `count` nodes, root included. All texts of a batch share it."""
     line = torch.arange(count, device=device)
     return Topology.from_parents((line - 1).clamp_min(0)[None], line[None], count - 1, min(count - 1, 1))
 
 
 @dataclass(eq=False)
 class TextDrafter(ABC):
-    """Base class of drafters that make one trie of continuations per row, from the texts alone and on the CPU."""
+    """Base class of drafters that make one trie of continuations per text, from the texts alone and on the CPU."""
 
     sequences: Sequences
 
@@ -77,10 +77,10 @@ class TextDrafter(ABC):
 
     @abstractmethod
     def trie(self, row: int) -> Trie:
-        """Make the trie of continuations to draft for a row of the session."""
+        """Make the trie of continuations to draft for the session's text with the index `row`."""
 
     def depth(self, row: int, most: int) -> int:
-        """Number of tokens to draft: `most`, or fewer near the row's length limit, as a step writes one token more."""
+        """Return how many tokens to draft: `most`, or fewer near the text's limit, as a step writes one token more."""
         return min(most, self.sequences.tokens_left(row) - 1)
 
 

@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The occurrences of a text's last `size` tokens in a datastore: the entries [first, last) of `Datastore.order`."""
+    """Where a text's last `size` tokens occur in a datastore: the entries [first, last) of its suffix array `order`."""
 
     size: int
     first: int
@@ -83,7 +83,7 @@ class Datastore:
             )
 
     def require_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
-        """Raise a `RequestError` if the datastore's tokenizer is not `tokenizer`, that of `name`; `None`: no check."""
+        """Raise a `RequestError` if the datastore has another tokenizer than the backbone `name`; `None`: no check."""
         known, given = self.about["tokenizer"], tokenizer_fingerprint(tokenizer)
         if known is not None and given is not None and known != given:
             raise RequestError(
@@ -138,7 +138,7 @@ def _mapped(path: Path, dtype: np.dtype, count: int) -> NDArray:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> Json | None:
-    """The vocabulary size and SHA-256 that identify a tokenizer; `None` if there is no tokenizer."""
+    """Return the vocabulary size and SHA-256 that identify a tokenizer; `None` if there is no tokenizer."""
     if tokenizer is None:
         return None
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0])))
@@ -146,7 +146,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> Json | N
 
 
 def require_output(folder: Path, overwrite: bool) -> None:
-    """Raise a `RequestError` if `folder` holds foreign files, or, unless `overwrite`, a finished datastore."""
+    """Raise a `RequestError` if `folder` holds other files, or a finished datastore that is not to be overwritten."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     names -= {path.name for path in _temporary_files(folder)}
     if names and not names & {DONE, BUILDING}:
@@ -156,7 +156,7 @@ def require_output(folder: Path, overwrite: bool) -> None:
 
 
 def _temporary_files(folder: Path) -> list[Path]:
-    """Temporary files that an interrupted build left in `folder` (`medusa.files.replacing`)."""
+    """List the temporary files that `medusa.files.replacing` left in `folder` when a build was interrupted."""
     return [path for name in (BUILDING, DONE) for path in folder.glob(f".{name}.*")]
 
 

@@ -18,14 +18,14 @@ BLOCK = 2**22  # number of tokens that are read at once
 
 
 def first_groups(tokens: NDArray, end: int, size: int | None = None) -> list[tuple[int, int]]:
-    """Split the ids into ranges [low, high), each of one id or with at most `size` positions (default: GROUP).
+    """Split token ids into ranges [low, high), each of one id, or of ids at up to `size` positions (default: GROUP).
 
-    `tokens` [n + DEPTH] are the text's n ids. The greatest, `end`, follows each document; DEPTH more are at the end."""
+    `tokens` [n + DEPTH] are a text's n ids and DEPTH times `end`, the greatest id, which also ends each document."""
     return _groups(_counts(tokens[: len(tokens) - DEPTH], end + 1)[:end], size or GROUP)
 
 
 def sorted_places(tokens: NDArray, low: int, high: int, end: int, size: int | None = None) -> Iterator[NDArray]:
-    """Yield, in several arrays, the positions of ids in [low, high), sorted by the DEPTH tokens from each position."""
+    """Yield, in several arrays, the positions of ids from `low` to `high` - 1, sorted by the next DEPTH `tokens`."""
     size, bits = size or GROUP, end.bit_length()
     stack = [(_places(tokens, low, high), int(high - low == 1))]
     while stack:
@@ -60,7 +60,7 @@ def _counts(tokens: NDArray, vocab_size: int) -> NDArray:
 
 
 def _groups(counts: NDArray, size: int) -> list[tuple[int, int]]:
-    """Join neighbouring ids into ranges of at most `size` positions, from the number of positions of each id [V]."""
+    """Join neighbouring ids into ranges of at most `size` positions. `counts` [V]: number of positions of each id."""
     groups: list[tuple[int, int]] = []
     held = 0
     for token in np.flatnonzero(counts).tolist():
