@@ -1,4 +1,4 @@
-"""Decoding with Medusa heads: each step verifies a tree of candidate tokens in one forward of the stock model."""
+"""Decoding with Medusa heads: each step verifies a tree of candidate tokens in one forward of the unchanged model."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ __all__ = ["Step", "generate", "medusa_generate", "steps"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the decoding functions at first use: they import transformers, which `decode.accept` does not need."""
+    """Import a function of `decode` at its first use, so that `import decode.accept` does not load transformers."""
     if name in __all__:
         from importlib import import_module
 

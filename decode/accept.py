@@ -1,11 +1,11 @@
-"""Acceptance: which drafted tokens stay, given the target after each node of the draft.
+"""Acceptance rules, which decide from the target's scores which tokens of a draft tree are accepted.
 
 Every rule walks down the draft tree from the root, the token that is already decided, and accepts a node only together
-with its ancestors. A walk asks for the target only at the nodes that it reaches, for all rows at one depth together.
-docs/exactness.md has the proofs.
+with its ancestors. The target is the distribution that the text must follow. A walk computes it only at the nodes that
+it reaches, for all rows of the batch at one depth together. docs/exactness.md has the proofs.
 
-Shapes: B rows, R of them whose walk has not ended, N nodes, M distributions that these R rows share, V vocabulary, D
-the depth, C the most children of a node.
+Shapes: B rows of the batch, R of them whose walk has not ended, N draft nodes, M distributions that the R rows share,
+V vocabulary, D the depth of the tree, C the most children of a node.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Acceptance(NamedTuple):
 def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept the longest path of nodes that equals the text of greedy decoding (Stern et al. 2018, here for trees).
 
-    `best` [B, N] is the target's most probable token after each node. `depth_limit` [B] is the greatest depth that may
-    be accepted, where the context ends; `None`: any depth."""
+    `best` [B, N] is the target's most probable token after each of N nodes in B rows. `depth_limit` [B] is the greatest
+    depth at which a node may be accepted, because the context ends there; `None` means any depth."""
     topology = draft.topology
     match = draft.ids == best.gather(1, topology.parent.expand_as(draft.ids))
     accepted = (match[:, None, :] | topology.non_ancestors).all(-1)  # [B, N]: the node and all its ancestors match
@@ -57,12 +57,12 @@ def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None)
 
 
 def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tensor | None = None) -> Acceptance:
-    """Let the target decide one token at a time, and follow its text down the tree while the draft contains it.
+    """Decide on one token at a time by the target, and walk down the draft tree to the child that holds this token.
 
-    A child that holds the decided token is accepted; if no child holds it, the token is the next root. A decided token
-    is never thrown away, so the text has exactly the target's distribution, whatever the draft. No lossless rule
-    accepts more on a tree that does not depend on the draws. If `decide` takes the most probable token, this is greedy
-    decoding with processors that see each node's own prefix."""
+    If no child holds the decided token, the walk ends, and the token is the next root. `target` gives the scores after
+    nodes, and `decide` takes a token from them: the most probable one, or a draw. No decided token is thrown away, so
+    the text has exactly the target's distribution, whatever the draft. No lossless rule accepts more tokens of a tree
+    that does not depend on the draws."""
     walk = TreeWalk(draft, depth_limit)
     while len(walk.rows):
         scores, index = target(walk.rows, walk.nodes)
@@ -75,7 +75,8 @@ def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tenso
 def accept_longest(draft: Draft, target: Scores, passes: Passes, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept the longest path of tokens that all pass a lossy rule; of equally long paths, the most probable one.
 
-    The next root is the target's most probable token after the path."""
+    `passes` finds the tokens that the lossy rule accepts, from the target's scores after a node. The next root is the
+    target's most probable token after the path."""
     topology, end, roots = draft.topology, [], []
     tables = topology.children.tolist()
     limits = [topology.max_depth] * len(draft.ids) if depth_limit is None else depth_limit.tolist()
@@ -101,10 +102,10 @@ def accept_longest(draft: Draft, target: Scores, passes: Passes, depth_limit: Te
 
 
 def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
-    """A mask [..., V] of the typical tokens of probabilities p [..., V]: p > min(epsilon, delta exp(-entropy)).
+    """A mask [..., V] of the typical tokens, whose probability p is above min(epsilon, delta exp(-entropy)).
 
-    This is typical acceptance (Medusa paper, section 2.3.1). The most probable token always passes; it is set
-    explicitly, because equality or rounding could exclude it at delta 1."""
+    The entropy is that of the distribution `p` [..., V] (Medusa paper, section 2.3.1). The most probable token always
+    passes; the mask sets it explicitly, because equality or rounding could exclude it at delta 1."""
     p = p.double()
     entropy = torch.special.entr(p).sum(-1, keepdim=True)
     threshold = (delta * entropy.neg().exp()).clamp_max(epsilon)
@@ -114,15 +115,15 @@ def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
 def among_best(scores: Tensor, k: int) -> Tensor:
     """A mask [V] of the k tokens with the highest scores [V]: top-k selection (Stern et al. 2018, section 5.1).
 
-    Tokens that a processor set to -inf are excluded."""
+    Tokens that a logits processor set to -inf are excluded."""
     best = scores.topk(min(k, len(scores))).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True) & (scores > -torch.inf)
 
 
 def near_best(scores: Tensor, distance: int) -> Tensor:
-    """A mask [V] of the ids within `distance` of the id with the best score (Stern et al. 2018, section 5.2).
+    """A mask [V] of the token ids within `distance` of the id with the best score (Stern et al. 2018, section 5.2).
 
-    Neighbouring ids must be similar, as pixels or audio samples are. Tokens at -inf are excluded."""
+    Neighbouring ids must mean similar values, as for pixels or audio samples. Tokens with score -inf are excluded."""
     ids = torch.arange(len(scores), device=scores.device)
     return ((ids - scores.argmax()).abs() <= distance) & (scores > -torch.inf)
 
@@ -139,24 +140,24 @@ class TreeWalk:
 
     @property
     def nodes(self) -> Tensor:
-        """[R] the draft node that each of the R unfinished rows has reached in its walk."""
+        """The draft node [R] that each of the R unfinished rows has reached in its walk."""
         return self.end[self.rows]
 
     def children(self) -> Tensor:
-        """[R, C] the children of each unfinished row's node, as far as the depth limit allows, padded with -1."""
+        """The children [R, C] of the node that each unfinished row has reached; -1 for none, or beyond the limit."""
         topology, limit = self.draft.topology, self.depth_limit
         children = topology.at(topology.children, self.rows, self.nodes)
         return children if limit is None else torch.where(limit[self.rows, None] > self.depth, children, -1)
 
     def child_that_holds(self, token: Tensor) -> Tensor:
-        """Find the child of each unfinished row's node whose token is `token` [R]; returns node indices [R], or -1."""
+        """Find the child of each unfinished row's node that holds the row's `token` [R]; -1 if no child does."""
         children = self.children()
         held = self.draft.ids[self.rows[:, None], children.clamp_min(0)]
         match = (held == token[:, None].to(held.device)) & (children >= 0)
         return torch.where(match, children, -1).amax(-1) if children.shape[1] else torch.full_like(self.rows, -1)
 
     def go_on(self, child: Tensor, token: Tensor) -> None:
-        """Move each unfinished row to the node `child` [R]; -1 ends the row's walk, with `token` [R] as next root."""
+        """Move each unfinished row to its node `child` [R]; -1 ends its walk, with its next root in `token`."""
         ends = child < 0
         self.root[self.rows[ends]] = token.to(self.root.device)
         self.rows = self.rows[~ends]
@@ -165,7 +166,7 @@ class TreeWalk:
 
 
 def ended_at(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:
-    """Make the `Acceptance` of each row's path from the root to its node in `end` [B]; `next_root` [B] follows it."""
+    """Make the `Acceptance` of B paths from the root to the nodes `end` [B], with the tokens `next_root` after them."""
     topology, rows = draft.topology, torch.arange(len(end), device=end.device)
     length = topology.at(topology.depth, rows, end) + 1
     return Acceptance(topology.at(topology.paths, rows, end), length, next_root, end)

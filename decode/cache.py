@@ -1,13 +1,13 @@
 """The KV cache of tree decoding: append all nodes of a draft tree, then keep the accepted path.
 
 Row b of the batch owns the cache slots [0, lengths[b]), and a token's slot is its position in the text: there are no
-holes for padding. A forward appends its nodes after each row's slots and commits nothing; `commit` then moves the
-accepted nodes forward. Memory is allocated ahead of the text, and written in place.
+holes for padding. A forward appends draft nodes after each row's slots; `commit` then moves the accepted nodes to the
+front of these slots and drops the others. Memory is allocated ahead of the text, and written in place.
 
     lengths 3   slots  t0 t1 t2 | n0 n1 n2 n3      after a forward over the nodes n0..n3
     commit [n0, n2]    t0 t1 t2 n0 n2 |            lengths 5
 
-Shapes: B rows, H KV heads, S cache slots, D head size, N draft nodes, C columns of a path.
+Shapes: B rows of the batch, H KV heads, S cache slots, D head size, N draft nodes, C columns of a path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIN_GROWTH, MAX_GROWTH = 256, 4096
 
 
 class Arena:
-    """One tensor for the keys and values of all layers of the same shape, so that a commit takes two operations."""
+    """One tensor for the keys and values of all layers of the same shape, so that one operation moves all of them."""
 
     def __init__(self, count: int, like: Tensor, capacity: int) -> None:
         batch, heads, _, size = like.shape
@@ -54,11 +54,11 @@ class TreeLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def bind(self) -> None:
-        """Make `keys` and `values` views of the buffers that hold them, after a buffer was made or replaced."""
+        """Make the layer's `keys` and `values` views of its arenas' buffers, after a buffer was made or replaced."""
         self.keys, self.values = (arena.buffer[index] for arena, index in self.places)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, H, N, D] of new tokens to each row; returns all keys and values [B, H, S, D]."""
+        """Append keys and values [B, heads, N, head size] of N tokens to B rows; returns those of all tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         owner, count = self.owner, key_states.shape[2]
@@ -93,7 +93,7 @@ class TreeCache(Cache):
     """A KV cache of transformers whose rows have different lengths, and whose `commit` keeps accepted nodes only."""
 
     def __init__(self, config: PretrainedConfig, batch_size: int, capacity: int) -> None:
-        """Make an empty cache of `capacity` slots per row; when a text needs more, the cache grows by a copy."""
+        """Make an empty cache of `capacity` slots (tokens) per row, which grows by a copy when a text needs more."""
         self.arenas: list[Arena] = []
         self.capacity = capacity
         self.pending = 0  # nodes of the last forward, until they are committed
@@ -109,7 +109,9 @@ class TreeCache(Cache):
         self._appended: tuple[Tensor, Tensor] | None = None
 
     def place(self, states: Tensor, per_layer: int) -> tuple[Arena, int]:
-        """Reserve a place in an arena for a layer's keys or values, shaped like `states` [B, H, _, D]."""
+        """Reserve room for a layer's keys or values, shaped like `states`; returns the arena and the index of the room.
+
+        A new arena gets room for `per_layer` such tensors in each layer that has none yet."""
         for arena in self.arenas:
             buffer = arena.buffer
             same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
@@ -139,7 +141,7 @@ class TreeCache(Cache):
                 layer.bind()
 
     def appended(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row indices [B, 1] and cache slots [B, count] of the next `count` tokens of each row."""
+        """The row indices [B, 1] and cache slots [B, count] where the next `count` tokens of each of B rows belong."""
         if self._appended is None or self._appended[1].shape[1] != count:
             start = torch.tensor(self.lengths, device=device)[:, None]
             rows = torch.arange(len(self.lengths), device=device)[:, None]
@@ -148,7 +150,7 @@ class TreeCache(Cache):
         return rows.to(device), slots.to(device)
 
     def release(self) -> None:
-        """Free the memory, after another cache has copied the keys and values of the text."""
+        """Free the memory of all keys and values, after another cache has copied those of the texts."""
         self.arenas.clear()
         for layer in self.tree_layers:
             layer.places.clear()
@@ -156,7 +158,7 @@ class TreeCache(Cache):
             layer.is_initialized = False
 
     def commit_prompt(self, lengths: list[int]) -> None:
-        """Commit the first `lengths[b]` tokens that the last forward appended to row b, and drop the others."""
+        """Keep the first `lengths[b]` of the tokens that the last forward appended to row b, and drop the others."""
         self._set([old + new for old, new in zip(self.lengths, lengths, strict=True)])
         self.pending = 0
 
@@ -165,16 +167,15 @@ class TreeCache(Cache):
         self._set(list(lengths))
 
     def reopen(self, lengths: list[int]) -> None:
-        """Shorten each row as `cut` does; `commit` then chooses among the nodes of several forwards after the slots."""
+        """Shorten row b to `lengths[b]` slots, so that `commit` can keep nodes of several forwards after them."""
         self.cut(lengths)
         self.pending = 1
 
     def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
         """Keep the accepted nodes `path[b, : counts[b]]` of the last forward in row b, and drop the other nodes.
 
-        `path` [B, C] is padded with any values. With `in_place`, its nodes are 0 1 2 ..., as in a chain, and do not
-        move. A path's nodes are sorted by depth, so node i of a path is in slot i or later. Moving them in one gather
-        and one scatter therefore never reads a slot that was already overwritten."""
+        `path` [B, C] holds the indices of the nodes on each row's path, padded with any values. With `in_place`, every
+        path is 0, 1, 2, ..., as in a chain, so no node moves. All nodes are read before the first one is written."""
         if not self.pending:
             raise RuntimeError("commit() without a forward before it")
         longest = max(counts, default=0)
@@ -195,7 +196,7 @@ class TreeCache(Cache):
         buffer[:, rows, :, slots] = buffer[:, rows, :, slots[:, :1] + path]
 
     def select(self, rows: list[int]) -> None:
-        """Keep only the rows `rows` of the batch; the texts of the other rows have ended."""
+        """Keep only the rows with the indices `rows`, because the texts of the other rows have ended."""
         index = torch.tensor(rows)
         for arena in self.arenas:
             arena.buffer = arena.buffer.index_select(1, index.to(arena.buffer.device))

@@ -1,6 +1,6 @@
 """What a drafter hands to verification: candidate tokens, their tree, and the distributions they were drawn from.
 
-Shapes: B rows, N nodes of a draft (node 0 is the root), M nodes of a side branch, H hidden size, V vocabulary.
+Shapes: B rows of the batch, N nodes of a draft, node 0 the root, M nodes of a side branch, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from medusa.tree import Tree
 
 
 class Frontier(NamedTuple):
-    """The state in which a step starts: one row per unfinished text, each with its root."""
+    """The state before a decoding step: each unfinished text's last token (the root) and the hidden state before it."""
 
     root: Tensor  # [B] the token that is already decided and not yet read by the backbone
     hidden: Tensor  # [B, H] the hidden state of the token before the root, from which heads guess what follows the root
@@ -26,7 +26,7 @@ class Frontier(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """The distributions q from which a draft's tokens were sampled: siblings in order, without replacement."""
+    """The distributions q from which a draft's tokens were drawn; siblings are drawn in order, without replacement."""
 
     q: Tensor  # [Q, V] draft probabilities; rows, and nodes with the same past, may share one of the Q distributions
     of_children: Tensor  # [B, N] which distribution the children of each node were drawn from; any value for leaves
@@ -41,7 +41,7 @@ class SideBranch(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """The tree of candidate tokens of one step, for B rows."""
+    """The tree of candidate tokens that one decoding step verifies, for each row of a batch."""
 
     ids: Tensor  # [B, N] the token of each node
     topology: Topology  # how the N nodes are connected, on the device of `ids`
@@ -58,17 +58,16 @@ class Draft(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes the next tokens of each row. Acceptance, not the drafter, decides which of these tokens are written.
+    """Proposes the next tokens of each text. Acceptance, not the drafter, decides which of these tokens are written.
 
-    A drafter that needs the text reads it from the session's `Sequences`, which hold all accepted tokens, the root
-    last. A drafter receives no other data."""
+    A drafter that needs the whole text reads it from the session's `Sequences`, where the root is the last token."""
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Propose a draft for each row of `frontier`; node 0 of the draft holds the row's root."""
+        """Propose a draft for each text of `frontier`; node 0 of a draft is the root, the text's last decided token."""
 
 
 class NoDraft:
-    """A drafter that proposes only the root of each row, so that a step writes one token, as plain decoding does."""
+    """A drafter that proposes only the root (the last decided token), so that a step writes one token per text."""
 
     def __init__(self, device: torch.device) -> None:
         self.topology = Topology.of(Tree.chain(0).to(device))

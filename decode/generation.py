@@ -36,7 +36,7 @@ from medusa.heads.independent import MedusaHeads
 
 
 class Decoding(NamedTuple):
-    """A decoding run: iterating over `steps` decodes the texts, and the session holds them."""
+    """A decoding run that has started: iterating over `steps` decodes the texts, which `session` holds."""
 
     session: Session
     steps: Generator[Step, None, None]
@@ -52,10 +52,10 @@ def decoding(
     timer: Timer | None = None,
     keep_hidden: bool = False,
 ) -> Decoding:
-    """Start tree decoding with a drafter of `factory`, or without one plain decoding: one token per step.
+    """Start tree decoding with the drafter that `factory` makes; `None` means plain decoding, one token per step.
 
-    The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding follows
-    no `rule`. With `keep_hidden`, the session records the hidden states of all tokens.
+    The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding ignores
+    `rule`. With `keep_hidden`, the session records the hidden states of all tokens.
 
     Raises:
         RequestError: the acceptance rule, the drafter or the amateur does not fit, or steps cannot be compiled."""
@@ -101,7 +101,7 @@ def steps(
     timer: Timer | None = None,
     **kwargs: Any,
 ) -> Iterator[Step]:
-    """Decode `input_ids` [B, T] and yield one `Step` per step; rows of different length need an `attention_mask`.
+    """Decode prompts [B, T] and yield a `Step` per decoding step; padded prompts need an `attention_mask` [B, T].
 
     `kwargs` are those of `model.generate`; for the other arguments see `generate`."""
     options = DecodingOptions.taken_from(kwargs)
@@ -126,24 +126,24 @@ def generate(
     """Generate text with heads or another drafter: `model.generate`, but faster, with the same arguments and results.
 
     Args:
-        model: any decoder-only model of transformers that can hold a tree.
+        model: any decoder-only model of transformers that works with tree attention masks.
         heads: Medusa heads made for the model; `None` with a drafter that needs none.
         inputs, input_ids, attention_mask: prompts [B, T], as a tokenizer returns them.
         tree: a `Tree`, its name, file or paths; by default the tree saved with the heads.
         drafter: what proposes tokens, by default the heads: `NAME[:options]` (docs/drafters.md), a config such as
-            `NgramConfig(tokens=5)`, or a factory, which keeps what it has loaded from call to call.
+            `NgramConfig(tokens=5)`, or a `DrafterFactory`, which keeps what it has loaded from call to call.
         amateur: a small model with the same vocabulary, for contrastive decoding (docs/strategies.md), or an `Amateur`
             with its own constants. The text then follows the contrast of both models, whichever drafter is used.
         streamer: receives the prompt and then the tokens of every step, as in `model.generate`.
         seeds (in `kwargs`): one per row, copies by `num_return_sequences` included; a row's text then depends only on
-            its prompt and seed. Without them, one row draws from PyTorch's generator as `model.generate` does, and the
-            rows of a batch are seeded from that generator.
+            the row's prompt and seed. Without seeds, one row draws from PyTorch's generator as in `model.generate`, and
+            the rows of a batch are seeded from that generator.
         acceptance, draft, stop_drafting, epsilon, delta, compile (in `kwargs`): the fields of
             `decode.settings.DecodingOptions`.
         kwargs: all other arguments of `model.generate` (tokenizer, stop_strings, ...).
 
     Raises:
-        RequestError: heads of another shape, a tree deeper than the heads, a model that cannot hold a tree, an amateur
+        RequestError: heads of another shape, a tree deeper than the heads, a model without tree attention, an amateur
             that does not fit, or an option that tree decoding does not support."""
     options = DecodingOptions.taken_from(kwargs)
     ids = inputs if inputs is not None else input_ids

@@ -1,9 +1,9 @@
-"""Caches of heads that look back at the text while decoding; the caches grow only by accepted tokens.
+"""KV caches of Medusa heads that look back at the text while decoding; the caches grow only by accepted tokens.
 
-Prefix layers read every hidden state (`medusa.heads.prefix`). Heads that attend to the text (`medusa.heads.context_kv`)
-keep keys and values of pairs: a hidden state with the token after it, at all positions before the root.
+Prefix layers between backbone and heads read every hidden state (`medusa.heads.prefix`). Heads that attend to the text
+(`medusa.heads.context_kv`) keep keys and values of pairs: a hidden state and the token after it.
 
-Shapes: B rows, T tokens of a piece of the prompts, C columns of a path, H hidden size.
+Shapes: B rows of the batch, T tokens of a piece of the prompts, C columns of a path, H hidden size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from medusa.tree import Tree
 
 
 class HeadsCache:
-    """The KV caches of heads that read the text, which grow together with the backbone's cache."""
+    """The KV caches of Medusa heads that look back at the text, which grow together with the backbone's cache."""
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, batch_size: int, capacity: int) -> None:
         self.heads, self.backbone = heads, backbone
@@ -40,8 +40,8 @@ class HeadsCache:
     def piece(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """Append a piece of each right-padded prompt to the caches, from the backbone's hidden states [B, T, H].
 
-        Returns the hidden states that the heads read [B, T, H]. `next_ids` [B, T] is the token after each position; any
-        value where a prompt has ended."""
+        Returns the hidden states that the heads read [B, T, H]. `next_ids` [B, T] is the token after each of the T
+        positions of the piece; where a prompt has ended, it may be any value."""
         hidden = hidden.to(self.device, self.dtype)
         rows, count = hidden.shape[:2]
         if self.prefix is not None:
@@ -56,8 +56,8 @@ class HeadsCache:
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, counts: list[int]) -> Tensor:
         """Append accepted paths to the caches; returns the hidden states that the heads read at the paths' ends [B, H].
 
-        `before` [B, H] are the hidden states that the heads read before the root. `hidden` [B, C, H] and `ids` [B, C]
-        are those of the paths' nodes, the root first, and `counts` the number of nodes of each path."""
+        `before` [B, H] are the hidden states that the heads read at the token before the root. `hidden` [B, C, H] and
+        `ids` [B, C] are those of the C path nodes, the root first; `counts[b]` is the number of nodes of path b."""
         hidden = hidden.to(self.device, self.dtype)
         if self.prefix is not None:
             topology, lengths = self.chain(hidden.shape[1]), self.prefix.lengths
@@ -72,14 +72,14 @@ class HeadsCache:
         return hidden[torch.arange(len(hidden), device=self.device), end]
 
     def _read(self, cache: TreeCache, hidden: Tensor, positions: Tensor, mask: Tensor, counts: list[int]) -> Tensor:
-        """Run the prefix layers (decoder layers between backbone and heads) over the next hidden states [B, T, H]."""
+        """Run the prefix layers (decoder layers between backbone and heads) over `hidden` [B, T, H] of T tokens."""
         assert self.heads.prefix is not None
         out = self.heads.prefix(hidden, positions, mask, cache)
         cache.commit_prompt(counts)
         return out
 
     def _append(self, cache: TreeCache, hidden: Tensor, next_ids: Tensor, counts: list[int]) -> None:
-        """Append pairs of hidden [B, T, H] and next tokens [B, T]; each row keeps its first `counts` pairs."""
+        """Append T pairs of a hidden state and the token after it to each row b, which keeps the first `counts[b]`."""
         token = self.backbone.embed(next_ids).to(hidden)
         start = torch.tensor(cache.lengths, device=hidden.device)[:, None]
         positions = start + torch.arange(hidden.shape[1], device=hidden.device)
@@ -87,20 +87,20 @@ class HeadsCache:
         cache.commit_prompt(counts)
 
     def cut(self, lengths: list[int]) -> None:
-        """Shorten each row of the caches to its first `lengths` tokens, because the tokens after them were padding."""
+        """Shorten each row b of the caches to its first `lengths[b]` tokens, because the later tokens were padding."""
         if self.prefix is not None:
             self.prefix.cut(lengths)
         if self.pairs is not None:
             self.pairs.cut([length - 1 for length in lengths])
 
     def select(self, rows: list[int]) -> None:
-        """Keep only the rows `rows` of the batch in all caches."""
+        """Keep only the rows with the indices `rows` in all caches."""
         for cache in (self.prefix, self.pairs):
             if cache is not None:
                 cache.select(rows)
 
     def context_kv(self) -> ContextKV | None:
-        """The keys and values of all pairs, for heads at the positions after the text; `None` for other heads."""
+        """The keys and values of the text for the next guesses; `None` for heads that do not attend to the text."""
         if self.pairs is None:
             return None
         cache, layer = self.pairs, self.pairs.tree_layers[0]

@@ -1,9 +1,9 @@
-"""The decoding loop: after the prefill, every step proposes, verifies, accepts and compacts.
+"""The decoding loop: every step proposes a draft, verifies it, accepts some of its nodes and compacts the KV cache.
 
 Eager, plain and compiled decoding share `run`, the loop over the rows of a batch. The root of a draft is the token that
 is already decided, but not yet read by the backbone.
 
-Shapes: B rows, N nodes of a draft, D its depth, H hidden size, V vocabulary.
+Shapes: B rows of the batch, N nodes of a draft, D its depth, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Step:
 
 
 class StepOutcome(NamedTuple):
-    """The decisions of one step for each unfinished row, on the host."""
+    """The decisions of one decoding step for each unfinished row (text), as numbers on the host."""
 
     lengths: list[int]  # 1 + accepted tokens
     roots: list[int]
@@ -60,7 +60,7 @@ class Stepper(Protocol):
     """One way to decode the rows of a batch step by step: eager, plain or compiled."""
 
     def start(self) -> tuple[list[int], list[int]]:
-        """Read the prompts into the caches; returns the indices of the rows and their first roots."""
+        """Read the prompts into the caches; returns the indices of the rows and the first token (root) of each."""
 
     def step(self, timer: Timer) -> StepOutcome:
         """Decode one step of all unfinished rows."""
@@ -69,7 +69,7 @@ class Stepper(Protocol):
         """Keep only the rows at the indices `left` of the batch, because the other rows have ended."""
 
     def close(self) -> None:
-        """Free what outlives the session, after the decoding run has ended or was interrupted."""
+        """Free or give back what would outlive the session, after the decoding run has ended or was interrupted."""
         return
 
 
@@ -85,7 +85,7 @@ class Timer:
 
 @torch.inference_mode()
 def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step, None, None]:
-    """Decode until every row has ended. Yields one `Step` per step; the prefill is no step."""
+    """Decode until every row (text) has ended, and yield a `Step` for each decoding step; the prefill is no step."""
     try:
         rows, roots = stepper.start()
         while rows:
@@ -112,7 +112,7 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step,
 
 
 def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list[int]:
-    """Remove finished rows from the batch, so that they cost no forward; returns the indices of unfinished rows."""
+    """Remove finished rows from the batch; returns where the unfinished rows stand in `rows`, as indices into it."""
     left = [place for place, row in enumerate(rows) if sequences.finish_reason[row] is None]
     if 0 < len(left) < len(rows):
         stepper.keep(left)
@@ -120,7 +120,7 @@ def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list
 
 
 class TreeStepper(Stepper):
-    """Eager tree decoding; a step proposes a draft, verifies it, accepts nodes and compacts the cache."""
+    """Eager tree decoding: a step proposes a draft, verifies it, accepts some of its nodes and compacts the cache."""
 
     def __init__(self, session: Session, drafter: Drafter, acceptor: Acceptor) -> None:
         self.session, self.drafter, self.acceptor = session, drafter, acceptor
@@ -157,7 +157,7 @@ class TreeStepper(Stepper):
         return accept_walk(draft, scores, partial(target.decide, draws), depth_limit)
 
     def _scores(self, draft: Draft, logits: Tensor, walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's scores after nodes of a draft (`decode.accept.Scores`), whose processors see the path there."""
+        """Compute the target's scores after `nodes` [R] of rows `walking` [R]; logits processors see the path there."""
         found = []
         paths = draft.topology.at(draft.topology.paths, walking, nodes)[:, 1:]  # the root is written already
         for index, node, path in zip(walking.tolist(), nodes.tolist(), paths, strict=True):
@@ -167,7 +167,7 @@ class TreeStepper(Stepper):
         return torch.cat(found), torch.arange(len(found), device=walking.device)
 
     def compact(self, draft: Draft, readout: Readout, accepted: Acceptance, lengths: list[int]) -> Frontier:
-        """Keep the first `lengths` nodes of each accepted path in the caches; returns the next step's frontier."""
+        """Keep the first `lengths[b]` nodes of each accepted path b in the caches; returns the next step's frontier."""
         session, rows = self.session, self.frontier.rows
         session.verifier.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
         session.keep(readout.hidden, accepted.path, lengths, rows)
@@ -193,7 +193,7 @@ class Acceptor(AcceptanceRule):
 
     @property
     def passes(self) -> Passes | None:
-        """The function that tests single tokens, for rules that accept the longest path; `None` for other rules."""
+        """The function that tests drafted tokens, in lossy rules that accept the longest path; `None` for others."""
         if self.rule == "typical":
             return lambda scores: typical(scores.softmax(-1), self.epsilon, self.delta)
         if self.limit is None:
@@ -208,18 +208,18 @@ class Acceptor(AcceptanceRule):
 
 
 def pack(draft: Draft, accepted: Acceptance) -> Tensor:
-    """Pack each row's path length, next root and ids of the path, padded with its root, for one copy to the host."""
+    """Pack each row's path length, next root and token ids of the path into one tensor, for one copy to the host."""
     ids = draft.ids.gather(1, accepted.path.clamp_min(0))
     return torch.cat([accepted.length[:, None], accepted.next_root[:, None], ids], dim=1)
 
 
 def unpack(packed: Sequence[list[int]]) -> StepOutcome:
-    """Read the outcome of a step from the rows of `pack`, on the host."""
+    """Read the outcome of a decoding step from the rows of the tensor that `pack` made, as lists."""
     return StepOutcome([row[0] for row in packed], [row[1] for row in packed], [row[2:] for row in packed])
 
 
 def at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
-    """Select the hidden states [B, H] at the ends of the accepted paths, from hidden [B, N, H] of all nodes."""
+    """Select the hidden states [B, H] at the ends of the accepted paths, from those of all N nodes, [B, N, H]."""
     end = accepted.end.to(hidden.device)
     if len(end) == 1:
         return hidden[0].index_select(0, end)

@@ -1,9 +1,9 @@
 """Attention masks of drafts: which slots of the KV cache each draft node sees, in each kind of attention layer.
 
 A node sees the text before it, its ancestors and itself. Masks are additive, because eager attention would silently add
-a boolean mask as 0 and 1. Windows and chunks count positions, not slots: nodes of one depth share a position.
+a boolean mask as 0 and 1. Attention windows and chunks count positions, and all nodes of one depth share one.
 
-Shapes: B rows, N nodes of a draft, S cache slots, W nodes of one forward.
+Shapes: B rows of the batch, N nodes of a draft, S cache slots, W nodes of one forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additiv
 class TreeMasks:
     """Attention masks of drafts, for rows of any length.
 
-    Whether a draft node sees a cache slot depends only on the slot's distance from the text's end. So a static topology
+    Whether a draft node sees a cache slot depends only on the slot's distance from the text's end. So a static tree
     needs one wide mask [N, S + N + S] for texts of up to S tokens: S columns of text, N of nodes, and S columns that no
     node sees. A text of L tokens uses its columns from S - L on."""
 
@@ -34,7 +34,7 @@ class TreeMasks:
         self.wide_of: Topology | None = None
 
     def __call__(self, lengths: Sequence[int], topology: Topology) -> Mask:
-        """Make masks [B, 1, N, max(lengths) + N] for N draft nodes after `lengths` tokens in the KV cache."""
+        """Make masks [B, 1, N, max(lengths) + N] for N draft nodes, after `lengths[b]` cached tokens of each row b."""
         masks = {kind.name: self._of_kind(kind, lengths, topology)[:, None] for kind in self.layers.kinds}
         return masks if self.layers.is_dict else next(iter(masks.values()))
 
@@ -63,13 +63,13 @@ class TreeMasks:
 
 
 def visible(topology: Topology, lengths: Sequence[int], kind: LayerKind = FULL_LAYER) -> Tensor:
-    """Which cache slots each draft node sees [B, N, max(lengths) + N], by definition: the slow, obvious version."""
+    """Find the cache slots that each of N draft nodes sees, [B, N, max(lengths) + N] bool: a slow, obvious version."""
     prefix = torch.tensor(lengths, device=topology.depth.device)
     return visible_slots(topology, prefix, max(lengths) + topology.num_nodes, kind)
 
 
 def visible_slots(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
-    """Which of the first `slots` cache slots each node sees [B, N, slots]; `lengths` [B] are the texts' lengths."""
+    """Find which cache slots each of N draft nodes sees, [B, N, slots] bool, after B texts of `lengths` [B] tokens."""
     ancestors, depth = topology.ancestors.expand(len(lengths), -1, -1), topology.depth.expand(len(lengths), -1)
     return kind.limited(*_by_slot(ancestors, lengths, depth, depth, slots))
 
@@ -77,13 +77,13 @@ def visible_slots(topology: Topology, lengths: Tensor, slots: int, kind: LayerKi
 def grown_masks(
     layers: LayerKinds, dtype: torch.dtype, starts: Tensor, seen: Tensor, depth: Tensor, slot_depths: Tensor
 ) -> Mask:
-    """Masks [B, 1, W, S] for one of several forwards that grow a tree; each forward appends W nodes to the cache.
+    """Make masks [B, 1, W, S] for one of the forwards that grow a tree: W new nodes look at S slots of the KV cache.
 
     Args:
-        starts: [B] where the text ends; every node sees all of the text.
-        seen: [B, W, A] the cache slots that each node sees after the text: those of its A - 1 ancestors and its own.
+        starts: [B] the text's length in each row; every node sees all of the text.
+        seen: [B, W, A] the slots that each node sees, counted from the text's end: of its A - 1 ancestors and its own.
         depth: [B, W] positions of the W nodes, counted from the text's end.
-        slot_depths: [S - text] positions of the nodes in all slots after the text."""
+        slot_depths: [S - text] the positions of the nodes in all slots after the text, counted from the text's end."""
     nodes = len(slot_depths)
     own = torch.zeros(*seen.shape[:2], nodes, dtype=torch.bool, device=seen.device).scatter_(2, seen, True)
     by_slot = _by_slot(own, starts, depth, slot_depths.expand(len(starts), -1), int(starts.max()) + nodes)
@@ -93,10 +93,10 @@ def grown_masks(
 def _by_slot(
     own: Tensor, starts: Tensor, depth: Tensor, node_depths: Tensor, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Which slots W nodes see [B, W, slots], with the positions of nodes [B, W, 1] and slots [B, 1, slots].
+    """Find the slots that W nodes see [B, W, slots], and the positions of nodes [B, W, 1] and slots [B, 1, slots].
 
-    Nodes of depth `node_depths` [B, N] follow the text, which ends at `starts` [B]. Each of the W nodes, of depth
-    `depth` [B, W], sees the text and the nodes `own` [B, W, N]."""
+    After a text of `starts` [B] tokens, the cache holds N nodes of depth `node_depths` [B, N]. Each of the W nodes, of
+    depth `depth` [B, W], sees the text and those of the N nodes that are true in `own` [B, W, N]."""
     nodes, prefix, slot = own.shape[2], starts[:, None], torch.arange(slots, device=starts.device)[None]
     node = slot - prefix  # [B, S] the node in each slot; below 0: the text
     is_text, inside = node < 0, node.clamp(0, nodes - 1)

@@ -3,7 +3,7 @@
 A piece of C tokens attends to all S cache slots up to its own end. So the largest mask is [C, S], never [S, S], and the
 LM head runs at one position per row.
 
-Shapes: B rows, T tokens of the longest prompt, C tokens of a piece, H hidden size, V vocabulary.
+Shapes: B rows of the batch, T tokens of the longest prompt, C tokens of a piece, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ OnHidden = Callable[[Tensor, Tensor, int], Tensor]
 def prefill(
     backbone: Backbone, cache: TreeCache, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None
 ) -> Readout:
-    """Fill the empty `cache` with prompts `ids` [B, T] of `lengths` tokens, padded on the right.
+    """Read prompts `ids` [B, T] into the empty `cache` in pieces; row b has `lengths[b]` tokens, padded on the right.
 
-    A causal model does not see padding after a token. The result of `on_hidden` replaces the hidden states of each
-    piece. Returns the last hidden state of each row [B, H] and its logits [B, V]."""
+    A causal model does not see padding after a token. `on_hidden` receives each piece's hidden states and returns those
+    to use instead. The result holds the last hidden state of each prompt [B, H] and the logits after it [B, V]."""
     count, longest = ids.shape[0], max(lengths)
     size = max(PIECE_TOKENS // count, MIN_PIECE_ROW)
     last = torch.tensor(lengths, device=ids.device) - 1

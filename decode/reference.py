@@ -1,6 +1,6 @@
 """Plain autoregressive decoding: one token per forward, without tree or draft.
 
-Plain decoding is the baseline for decoding with heads. It shares the rows, the target and the verifier with tree
+Plain decoding is the baseline for decoding with heads. It uses the texts, the target and the verifier of tree
 decoding, so a difference in text or time comes from the tree. Both are tested against transformers' own `generate`.
 """
 
@@ -16,7 +16,7 @@ from medusa.tree import Tree
 
 
 class PlainStepper(Stepper):
-    """Decodes one token per row and step, without a draft."""
+    """The stepper of plain decoding, where each step writes one token per text, without a draft."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

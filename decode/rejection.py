@@ -1,6 +1,7 @@
-"""Rejection sampling of a drawn tree: accept a child by p / q, else continue with the residual.
+"""Rejection sampling of a sampled draft tree: accept a child with probability p / q, or go on with the residual of p.
 
-Source: Leviathan et al. 2023 for one draft token; SpecInfer and RRSw for siblings drawn without replacement.
+p is the target's distribution, and q is the one from which a token was drafted.
+Sources: Leviathan et al. 2023 for one draft token; SpecInfer and RRSw for siblings drawn without replacement.
 
 Shapes: R rows whose walk has not ended, X some of these rows, M distributions that rows share, N nodes, V vocabulary.
 """
@@ -18,12 +19,12 @@ from decode.ops.draws import Draws
 
 
 def accept_sampled(draft: Draft, target: Scores, draws: Draws, depth_limit: Tensor | None = None) -> Acceptance:
-    """Accept nodes of a drawn tree by rejection sampling; the text has exactly the target's distribution.
+    """Accept nodes of a sampled tree by rejection sampling; the text has exactly the target's distribution.
 
-    At each node of the walk, the children are tried in the order in which they were drawn. A child x is accepted with
-    probability min(1, p(x) / q(x)). After a rejection, p becomes its residual max(0, p - q), normalised, and q loses x,
-    because the next sibling was drawn without x. If no child is left, the next root is drawn from the current p. The
-    draft must have a `proposal`: for chosen tokens, p / q is wrong for every q."""
+    At each node of the walk down the tree, p is the target, and the children were drawn from q. They are tried in the
+    order of the draws. A child x is accepted with probability min(1, p(x) / q(x)). After a rejection, p becomes its
+    residual max(0, p - q), normalised, and q loses x, because the next sibling was drawn without x. If no child is
+    left, the next root is drawn from the current p. The draft needs a `proposal`: chosen tokens have no q."""
     assert draft.proposal is not None, "only a drawn draft can be rejected by p / q"
     (q, of_children), walk = draft.proposal, TreeWalk(draft, depth_limit)
     while len(walk.rows):
@@ -37,7 +38,7 @@ def accept_sampled(draft: Draft, target: Scores, draws: Draws, depth_limit: Tens
 
 
 def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: Draws) -> tuple[Tensor, Residuals]:
-    """Find the child [R] that each unfinished row accepts, -1 for none; and the residuals after all rejections."""
+    """Find the child that each unfinished row accepts [R], or -1; also returns the residuals after all rejections."""
     accepted = torch.full_like(walk.rows, -1)
     children = walk.children()
     for place, child in enumerate(children.T, 1):  # [R]: each row's first child, then each row's second, ...
@@ -56,7 +57,7 @@ def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: D
 
 
 class Residuals(NamedTuple):
-    """The distributions of rejection sampling: p of the next token, and q from which the next sibling was drawn.
+    """The distributions of rejection sampling: the target p, and q from which the next sibling was drawn.
 
     Rows with the same path and the same rejected tokens share distributions. After a rejection, q depends on the
     rejected token, but p does not. So there are far fewer different p than q."""
@@ -105,7 +106,7 @@ def without(q: Tensor, token: Tensor) -> Tensor:
 
 
 def _distinct(key: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
-    """Find the distinct values in `key` [R], and each key's index in them; without `shared`, all keys are distinct."""
+    """Find the distinct values of `key` [R], and each key's index in them; without `shared`, all count as distinct."""
     if shared:
         return key.unique(return_inverse=True)
     return key, torch.arange(len(key), device=key.device)

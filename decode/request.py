@@ -1,4 +1,4 @@
-"""Requests: what a user asks for, prepared by transformers' own `generate` and checked. Nothing here decodes."""
+"""Requests: what a user asks for, prepared by transformers' own `generate`, and checked before decoding starts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cac
 def prepare(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None = None, **kwargs: Any
 ) -> list[Request]:
-    """Prepare the arguments of `model.generate` as requests: one per prompt, times `num_return_sequences`.
+    """Turn the arguments of `model.generate` into requests: `num_return_sequences` of them for each prompt.
 
-    Each row is prepared alone, without padding, so that penalties and minimal lengths count from the row's own prompt.
+    Each request is prepared alone, without padding, so that penalties and minimal lengths count from its own prompt.
     `kwargs` are those of `model.generate`; for `seeds` see `with_generators`.
 
     Raises:
@@ -53,10 +53,10 @@ def prepare(
 def with_generators(
     model: PreTrainedModel, requests: list[Request], seeds: Sequence[int] | None = None
 ) -> list[Request]:
-    """Give every row its own random number generator, so that its sample does not depend on the other rows.
+    """Give every row (request) its own random number generator, so that its sample does not depend on other rows.
 
-    `seeds` holds one per row. Without them, a single row draws from PyTorch's global generator, as `model.generate`
-    does, and the rows of a batch are seeded from that generator.
+    `seeds` holds one seed per row. Without seeds, a single row draws from PyTorch's global generator, as in
+    `model.generate`, and the rows of a batch are seeded from that generator.
 
     Raises:
         RequestError: the number of seeds is not the number of rows, or a seed is out of range."""
@@ -151,7 +151,7 @@ def require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) 
 
 
 def with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Turn `stop_strings` and `tokenizer` into a stopping criterion: transformers passes custom methods no tokenizer.
+    """Replace `stop_strings` and `tokenizer` by a stopping criterion, as custom decoding methods get no tokenizer.
 
     Raises:
         RequestError: stop strings without a tokenizer."""

@@ -1,4 +1,4 @@
-"""Results of decoding a batch of prompts: finished texts with their step lengths, and the decoding run."""
+"""Results of decoding a batch of prompts: each text with the tokens of its steps, and the run that decodes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decode.session import Session
 
 @dataclass
 class Result:
-    """One finished text, with its steps and its time."""
+    """The text decoded from one prompt, with the number of tokens that each step wrote, and the time."""
 
     input_ids: list[int]
     new_ids: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Result:
 
 
 def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> str:
-    """Decode new ids to text without special tokens, cut before the first stop string."""
+    """Decode new ids to text without special tokens, cut before the first stop string; empty without a tokenizer."""
     if tokenizer is None:
         return ""
     text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -53,13 +53,13 @@ def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop:
 
 
 def tau(results: Sequence[Result]) -> float:
-    """Mean tokens per step over all results: root and accepted tokens, not cut at the text's end; 0 without steps."""
+    """Mean tokens per decoding step: the root and the accepted tokens, not cut at the text's end; 0 without steps."""
     lengths = [length for result in results for length in result.uncut_lengths]
     return sum(lengths) / len(lengths) if lengths else 0.0
 
 
 def prompt_seeds(seed: int, indices: Iterable[int]) -> list[int]:
-    """Derive one seed for each prompt of a file from the prompts' indices; the first prompt's seed is `seed` itself."""
+    """Derive one seed for each prompt from its index in a file, counted from 0; prompt 0 gets `seed` itself."""
     return [seed if index == 0 else random.Random(f"{seed} {index}").getrandbits(63) for index in indices]
 
 
@@ -67,7 +67,7 @@ class DecodingRun:
     """The decoding of a batch of prompts. Iterating over it runs the steps; `results` grow with each step."""
 
     def __init__(self, session_and_steps: tuple[Session, Generator[Step, None, None]], seconds: float = 0.0) -> None:
-        """Start a run; `seconds` is the time that was already spent to prepare the requests."""
+        """Start a run over the steps of a session; `seconds` is the time already spent on preparing the requests."""
         self.session, self.steps = session_and_steps
         self.results = [Result(prompt) for prompt in self.session.sequences.prompts]
         self.seconds = seconds

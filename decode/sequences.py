@@ -28,7 +28,7 @@ class Request(NamedTuple):
 
 
 class Sequences:
-    """Prompts and the tokens written after them; each row has its own reason to end.
+    """The texts of a session: prompts and the tokens written after them. Each row (text) has its own reason to end.
 
     EOS and length are checked on plain numbers. Other stopping criteria (stop strings, time, a user's own) see each
     text grow by one token at a time, as in plain decoding."""
@@ -58,7 +58,7 @@ class Sequences:
         return len(self.prompts)
 
     def prefix(self, row: int, more: Tensor | None = None) -> Tensor:
-        """The ids of a row's text [1, T], followed by the tokens `more` of a draft."""
+        """The token ids [1, T] of a row's text, prompt included, followed by the draft tokens `more`, if given."""
         length, held = self.lengths[row], self.in_buffer[row]
         if held < length:
             new = self.new_ids[row][held - length :]
@@ -70,18 +70,18 @@ class Sequences:
         return self.buffer[row : row + 1, :length]
 
     def tail(self, row: int, start: int) -> list[int]:
-        """The token ids of a row's text from position `start` on, for drafters that follow the text."""
+        """The token ids of a row's text, prompt included, from position `start` on."""
         prompt = self.prompts[row]
         if start >= len(prompt):
             return self.new_ids[row][start - len(prompt) :]
         return prompt[start:] + self.new_ids[row]
 
     def tokens_left(self, row: int) -> int:
-        """The number of tokens that a row may still write."""
+        """The number of tokens that may still be written to a row's text."""
         return self.limits[row] - len(self.new_ids[row])
 
     def extend(self, row: int, tokens: Sequence[int]) -> list[int]:
-        """Write `tokens` to a row until it ends; returns the tokens written, including an EOS that ends the row."""
+        """Append `tokens` to a row's text until the text ends; returns the tokens appended, a final EOS included."""
         kept: list[int] = []
         for token in tokens:
             if self.finish_reason[row] is not None:
