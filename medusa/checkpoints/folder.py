@@ -59,7 +59,7 @@ def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
     """Write `config.json`, `medusa_lm_head.safetensors` and, if there is one, `provenance.json`, each file atomically.
 
     Tensors of heads with `MedusaConfig.is_published` get the names that servers read (`medusa.checkpoints.published`).
-    Others keep their names in the state dict. Raise RequestError if `folder` has heads and `overwrite` is false."""
+    Other tensors keep their names in the state dict. RequestError if `folder` has heads and `overwrite` is false."""
     require_absent(folder / WEIGHTS, overwrite)
     save_tensors(to_published(checkpoint), folder / WEIGHTS)
     write_json(folder / CONFIG, checkpoint.config.to_dict())

@@ -207,7 +207,7 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
 
 
 def heads_folder(name: str | None) -> Path | None:
-    """Return the local folder of the heads `name`, or `None` for shipped heads and heads from the Hub."""
+    """Return the local folder of the heads `name`, or `None` for the demo heads and heads on the Hub."""
     return Path(name) if name is not None and name != "demo" and Path(name).is_dir() else None
 
 

@@ -94,7 +94,7 @@ class OriginalHydraStack(nn.Module):
 
 
 class OriginalHydraBlock(nn.Module):
-    """A block of the original Hydra for input z: z R + c + SiLU(z W + b), or z + SiLU(z W + b) if z has size H."""
+    """A block of the original Hydra for input z: z R + c + SiLU(z W + b). If z has size H, z replaces z R + c."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ class ContextKV:
         Args:
             query: [B, Q, A, D] all queries; [R, A, D] if only R queries are selected (the constructor's `place`).
                 If all queries share the mask, Q can be any number.
-            own: [..., A, J] inner products of each query with its own keys, not scaled."""
+            own: [..., A, J] inner products of each query with its own keys, before scaling by 1 / sqrt(D)."""
         count = own.shape[-1]
         query = F.pad(torch.cat([query, own], dim=-1), (0, self.extra - count), value=NOTHING)
         if self.place is not None:
@@ -95,7 +95,7 @@ def rope_angles(position_ids: Tensor, head_size: int, dtype: torch.dtype, base: 
 
 
 def apply_rope(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate queries or keys x [..., D] by the cosines and sines of `rope_angles`."""
+    """Rotate queries or keys x [..., D] by `angles`, the cosines and sines that `rope_angles` returns."""
     cos, sin = angles
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin

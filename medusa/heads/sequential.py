@@ -32,7 +32,7 @@ State = tuple[Tensor, ...]  # tensors [..., S] that a head passes to the next he
 
 
 class SequentialHeads(MedusaHeads, ABC):
-    """K heads that run one after the other. Each is a stack of blocks, except in EAGLE. Subclasses define `step`."""
+    """K heads that run one after the other. Except in EAGLE, a head is a stack of blocks. Subclasses define `step`."""
 
     def make_blocks(self) -> None:
         stack = OriginalHydraStack if self.config.block == ORIGINAL_HYDRA else Stack

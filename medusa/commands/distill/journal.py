@@ -21,7 +21,7 @@ Key = tuple[int, int]
 
 
 class Journal:
-    """The output file: one line for each finished text, in the order in which they were finished.
+    """The output file of `medusa distill`, with one line for each finished text, in the order of completion.
 
     Each line is flushed at once, so a killed run loses at most one text, which the next run generates again. A second
     file lists the texts that failed, with the reasons."""

@@ -50,7 +50,8 @@ def tasks_of(
 ) -> list[Task]:
     """Make a task from each record: a text to continue, or a conversation of which `max_turns` questions are answered.
 
-    With `prefix_tokens`, only so many tokens of each prompt are kept, and conversations are continued as plain text.
+    By default all questions are answered. With `prefix_tokens`, only the first `prefix_tokens` tokens of each prompt
+    are kept, and conversations are continued as plain text.
     Raise RequestError if a text needs a tokenizer, the template rejects a conversation, or a prompt is empty."""
     templated = tokenizer is None or tokenizer.chat_template is not None
     tasks = []

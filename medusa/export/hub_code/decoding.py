@@ -164,7 +164,7 @@ def require_tree_support(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _failed_test(model: PreTrainedModel) -> str | None:
-    """Compare the logits of a small tree with those of forwards without a tree; return why they differ, if they do."""
+    """Compare the logits of a small tree with those of forwards without a tree; return why they differ, or `None`."""
     if model.training:
         return "it is in train mode; call model.eval()"
     vocab_size = text_config(model).vocab_size
