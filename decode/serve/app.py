@@ -30,10 +30,10 @@ MAX_BODY = 2**24  # largest request, in bytes
 
 
 class ApiAnswer:
-    """The answer to one API request: collects its texts from the worker, and sends them as JSON or as a stream."""
+    """Collects the texts for one API request from the worker thread, and sends them as JSON or as a stream."""
 
     def __init__(self, model: str, is_chat: bool, is_stream: bool, prompt_tokens: int) -> None:
-        """Make an answer without choices; their texts are added later. `prompt_tokens`: tokens in all prompts."""
+        """Make an answer that has no texts yet. `prompt_tokens`: number of tokens in all prompts together."""
         self.is_chat, self.prompt_tokens = is_chat, prompt_tokens
         number = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         kind = "text_completion"
@@ -45,7 +45,7 @@ class ApiAnswer:
         self.events: asyncio.Queue[tuple[int, RowEvent]] = asyncio.Queue()
 
     def put(self, index: int, event: RowEvent) -> None:
-        """Pass an event of row `index` from the worker thread to the HTTP thread."""
+        """Pass an event of the requested text `index` (from 0) from the worker thread to the HTTP thread."""
         self.loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
     async def whole(self, request: HttpRequest) -> dict[str, object]:
@@ -66,7 +66,7 @@ class ApiAnswer:
         return self.head | {"choices": choices, "usage": self._usage()}
 
     async def chunks(self, usage: bool) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events while the texts grow; with `usage`, the last has the token counts."""
+        """Yield the answer as server-sent events while the texts grow. With `usage`, one event has the token counts."""
         try:
             for index in range(len(self.rows) if self.is_chat else 0):
                 first = _choice(index, None, {"delta": {"role": "assistant", "content": ""}})
@@ -90,7 +90,7 @@ class ApiAnswer:
         self.events.put_nowait((0, RowEvent(error=ApiError("the client has disconnected", 499))))
 
     async def _until_all_ended(self) -> AsyncIterator[tuple[int, RowEvent]]:
-        """Yield the events, each with the index of its row, until all rows have ended; raise errors as `ApiError`."""
+        """Yield events, each after the index of its text, until all texts have ended; raise errors as `ApiError`."""
         running = len(self.rows)
         while running:
             index, event = await self.events.get()
@@ -124,7 +124,7 @@ class CompletionApi:
     """The HTTP endpoints of the server. They check requests and pass them to a worker thread, which decodes."""
 
     def __init__(self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0) -> None:
-        """Make the endpoints of model `name` with default `settings`; `seed` gives seeds to requests without one."""
+        """Make the endpoints of the model `name`. `settings` and `seed` are for requests that do not set their own."""
         self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
         self.generator = worker.generator
         self.backbone = Backbone(self.generator.model)
@@ -183,7 +183,7 @@ class CompletionApi:
         return StreamingResponse(chunks, media_type="text/event-stream")
 
     def begin(self, asked: CompletionRequest | ChatRequest) -> ApiAnswer:
-        """Check a request and give its texts to the worker as rows; returns the answer, or raises an `ApiError`."""
+        """Check a request, and start its texts in the worker thread. Raise an `ApiError` if the request is invalid."""
         self._require_model(self.name if asked.model is None else asked.model)
         try:
             settings = asked.settings(self.settings)
@@ -208,7 +208,7 @@ class CompletionApi:
 
 
 async def _refuse(request: HttpRequest, error: Exception) -> Response:
-    """Answer with the error object of the API: for an invalid request, and for a route that does not exist."""
+    """Answer an invalid request, or a request for a route that does not exist, with the API's error object."""
     if isinstance(error, HTTPException):
         routes = "there are /v1/models, /v1/completions, /v1/chat/completions"
         error = ApiError(f"{request.method} {request.url.path}: {routes}", error.status_code)
@@ -217,7 +217,7 @@ async def _refuse(request: HttpRequest, error: Exception) -> Response:
 
 
 def serve(api: CompletionApi, host: str, port: int, allowed_hosts: list[str], on_start: Callable[[], object]) -> None:
-    """Run the HTTP server until the process is stopped. `on_start`: callback for the moment when the server listens."""
+    """Run the HTTP server until the process is stopped. `on_start` is called when the server begins to listen."""
     app = api.app(allowed_hosts)
     config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=3)
     listening = config.bind_socket()

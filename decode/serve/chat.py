@@ -34,7 +34,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """A conversation. Without a chat template, all messages and answers form one text, and `system` must be `None`."""
+    """A conversation. Without a chat template, its messages and answers form one text, and `system` must be `None`."""
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None = None
@@ -49,10 +49,10 @@ class Conversation:
         return self.tokenizer.chat_template is not None
 
     def ask(self, message: str, *models: PreTrainedModel) -> Turn:
-        """Make the turn for a message, which joins the conversation when `keep` receives its answer.
+        """Make the turn for a message. The turn joins the conversation when `keep` receives its answer.
 
-        Without a chat template, an empty message continues the text. Raise a `RequestError` if the message is empty,
-        the template fails, or the context of one of the `models` has no room for the prompt and a token."""
+        An empty message continues the text, but only without a chat template; otherwise a `RequestError` is raised. So
+        it is if the template fails, or if a context of the `models` has no room for the prompt and one token."""
         if self.has_template and not message.strip():
             raise RequestError("the message is empty; write something")
         prompt = self._templated(message) if self.has_template else self._continued(message)
@@ -87,7 +87,7 @@ REFRESH = 0.08  # seconds between two snapshots of a growing text
 
 
 class Side:
-    """One text of a race, while it is decoded: by plain decoding or with the drafter."""
+    """One of the texts of a race, while it is decoded, by plain decoding or with the drafter."""
 
     def __init__(self, run: DecodingRun, stream: TextStream) -> None:
         self.run, self.steps, self.stream = run, iter(run), stream
@@ -177,8 +177,8 @@ class ChatWorker:
     ) -> list[Side]:
         """Decode the texts of one race until all are finished, or until `stopped` is set, and return them.
 
-        The race waits for earlier races; stopped before its turn, it returns an empty list. `begin` starts the texts in
-        the worker's thread. `show` receives their snapshots in the event loop's thread."""
+        The race waits for earlier races. If it is stopped before its turn, the list is empty. `begin` starts the texts
+        in the worker's thread. `show` receives snapshots of the texts in the event loop's thread."""
         loop = asyncio.get_running_loop()
 
         def work() -> list[Side]:

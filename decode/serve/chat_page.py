@@ -42,7 +42,7 @@ NO_TEMPLATE = (
 
 @dataclass(frozen=True)
 class PageConfig:
-    """The values that all open chat pages share: the worker with the model, default settings, and names to show."""
+    """The values that all open chat pages share: the thread with the model, default settings, and names to show."""
 
     worker: ChatWorker
     settings: Settings
@@ -53,7 +53,7 @@ class PageConfig:
 
 
 def serve(config: PageConfig, host: str, port: int, allowed_hosts: list[str], on_start: Callable[[], object]) -> None:
-    """Serve the chat page until the process is stopped. `on_start`: callback for the moment when the server listens."""
+    """Serve the chat page until the process is stopped. `on_start` is called when the server begins to listen."""
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts)
 
     async def announce() -> None:
@@ -77,7 +77,7 @@ def serve(config: PageConfig, host: str, port: int, allowed_hosts: list[str], on
 
 
 def marked(pieces: Sequence[TextPiece]) -> str:
-    """Convert pieces of text to HTML. Consecutive accepted guesses share one mark, without the spaces around them."""
+    """Convert pieces of text to HTML. Consecutive accepted guesses share a `<mark>`, without the spaces around them."""
     html = ""
     for drafted, group in groupby(pieces, key=lambda piece: piece.drafted):
         text = joined(list(group))
@@ -88,7 +88,7 @@ def marked(pieces: Sequence[TextPiece]) -> str:
 
 
 class Card:
-    """A box on the page that shows one side of a race: its text, and its metrics below the text."""
+    """A box on the page that shows a text while it is decoded, with or without the drafter, and its speed below."""
 
     def __init__(self, title: str, subtitle: str, kind: str) -> None:
         with ui.element("section").classes(f"card {kind}"):
@@ -104,7 +104,7 @@ class Card:
                         ui.label(unit).classes("unit")
 
     def show(self, now: Snapshot) -> None:
-        """Show the text and the metrics of a snapshot."""
+        """Show the text and the metrics of one moment."""
         cursor = '<i class="cursor"></i>' if now.finish_reason is None else ""
         end = ' <span class="end">■ end of the text</span>' if now.finish_reason == "eos" else ""
         self.text.content = marked(now.pieces).lstrip() + cursor + end  # a continued text begins with a space
@@ -230,7 +230,7 @@ class ChatPage:
             self.button.props("icon=arrow_upward aria-label=Send")
 
     async def _write(self, turn: Turn, stopped: threading.Event) -> list[Side]:
-        """Decode the answer to a message with the drafter and, if chosen, without it; show texts while they grow."""
+        """Decode the answer to a message with the drafter and, if chosen, without; show the texts while they grow."""
         settings, conversation, worker = self.settings, self.conversation, self.config.worker
         ways = [True, False] if self.both.value else [False]
         with self.log, ui.element("article"):

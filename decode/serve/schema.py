@@ -60,7 +60,7 @@ class StreamOptions(StrictModel):
 
 
 class TextPart(StrictModel):
-    """A text in the `content` of a message that is a list of parts."""
+    """A text part of a chat message. The `content` of such a message is a list of parts."""
 
     type: Literal["text"]
     text: str = ""
@@ -108,7 +108,7 @@ class GenerationRequest(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, body: dict[str, object]) -> dict[str, object]:
-        """Remove null values, ignored parameters, and unsupported parameters that are off; refuse those that are on."""
+        """Remove null values, ignored and unsupported parameters; an unsupported one that is on raises `ApiError`."""
         given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
         for name in filter(given.__contains__, UNSUPPORTED):
             value, neutral = given.pop(name), UNSUPPORTED[name]
@@ -129,7 +129,7 @@ class GenerationRequest(StrictModel):
 
 
 def _as_list(prompt: object) -> object:
-    """Put a single prompt, a text or a list of token ids, into a list. A list of prompts is returned unchanged."""
+    """Put a single prompt (a text or a list of token ids) into a list. A list of prompts is returned unchanged."""
     several = isinstance(prompt, list) and not all(type(part) is int for part in prompt)
     return prompt if several else [prompt]
 
@@ -159,7 +159,8 @@ class ChatRequest(GenerationRequest):
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Return a list with a single prompt: the token ids of the messages, formatted by the chat template.
 
-        Raise an `ApiError` without a template, or if the assistant spoke last; template errors are `RequestError`s."""
+        Raise an `ApiError` if there is no template or the last message is the assistant's, and a `RequestError` if the
+        template fails."""
         if tokenizer.chat_template is None:
             raise ApiError("this model has no chat template; use /v1/completions to continue a text", param="messages")
         if self.messages[-1].role == "assistant":

@@ -22,7 +22,7 @@ KEPT_BEFORE = 8  # ids of the earlier text with which new ids are decoded, since
 
 
 class TextPiece(NamedTuple):
-    """A piece of decoded text."""
+    """A piece of decoded text, which the drafter guessed or the backbone predicted itself."""
 
     text: str
     drafted: bool  # whether it comes from accepted guesses; otherwise it is a root, which the backbone itself predicted
@@ -42,7 +42,7 @@ class TextStream:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), before: Sequence[int] = ()
     ) -> None:
-        """Make an empty stream. The ids of the text `before` it decide whether the new text begins with a space."""
+        """Make an empty stream. The token ids `before` it decide whether the new text begins with a space."""
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.ids = list(before[-KEPT_BEFORE:])
         self.start, self.done = 0, len(self.ids)  # ids[start:done] were converted, and give new ids their context
@@ -50,7 +50,7 @@ class TextStream:
         self.ended = False  # whether the text contains a stop string, which ends it
 
     def step(self, ids: Sequence[int]) -> list[TextPiece]:
-        """Add the ids of a decoding step, root first, and return the pieces of text that can no longer change."""
+        """Add the token ids of a decoding step, root first, and return the pieces of text that can no longer change."""
         for place, token in enumerate(ids):
             self.ids.append(token)
             text = self._new_text()
@@ -65,7 +65,7 @@ class TextStream:
         return self._release(0)
 
     def _new_text(self) -> str:
-        """Return the text of the token ids from index `done` on. Earlier ids are decoded only as context."""
+        """Return the text of the token ids that were not yet converted. Earlier ids are decoded only as context."""
         known = self._decode(self.ids[self.start : self.done])
         return self._decode(self.ids[self.start :])[len(known) :]
 
@@ -95,7 +95,7 @@ class TextStream:
 
 
 def _split(pieces: Sequence[TextPiece], count: int) -> tuple[list[TextPiece], list[TextPiece]]:
-    """Split pieces of text after the first `count` characters."""
+    """Split pieces of text into those before and those after the first `count` characters of the whole text."""
     first, rest = [], []
     for piece in pieces:
         first.append(piece._replace(text=piece.text[:count]))
@@ -124,7 +124,7 @@ class TextGenerator:
         return [self.model, *([] if settings.amateur is None else [settings.amateur.model])]
 
     def run(self, prompt: Sequence[int], settings: Settings, seed: int = 0, plain: bool = False) -> DecodingRun:
-        """Start decoding after the token ids `prompt`, with `plain` without the drafter, or raise a `RequestError`."""
+        """Start decoding after the token ids `prompt`, or raise a `RequestError`. `plain`: do not use the drafter."""
         start = perf_counter()
         requests = prepare(self.model, [prompt], [seed], **settings.generate_kwargs(self.tokenizer))
         begun = decoding(self.model, None if plain else self.source, requests, *settings.how)

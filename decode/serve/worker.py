@@ -1,6 +1,6 @@
 """The worker thread of the server. It groups the requested texts into batches, and decodes one batch after the other.
 
-A row leaves its batch when its text ends, or when its client has disconnected.
+A text leaves its batch when it ends, or when its client has disconnected.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class BatchRow:
 
     @property
     def batch_key(self) -> Settings:
-        """Settings that all rows of a batch must share: all except maximum length, stop strings and `ignore_eos`."""
+        """The settings that all texts of a batch must share: all but maximum length, stop strings and `ignore_eos`."""
         return replace(self.settings, max_new_tokens=1, stop=(), ignore_eos=False)
 
     def request(self, generator: TextGenerator) -> Request:
-        """Prepare the decoding of the row, or raise a `RequestError` if the request is invalid."""
+        """Prepare the decoding of this text, or raise a `RequestError` if its prompt or settings are invalid."""
         kwargs = replace(self.settings, stop=()).generate_kwargs(generator.tokenizer)
         ends = StoppingCriteriaList([RowEnd(self, generator.tokenizer)])
         return prepare(generator.model, [self.prompt], [self.seed], stopping_criteria=ends, **kwargs)[0]
 
 
 class RowEnd(StoppingCriteria):
-    """Ends a row whose client has disconnected, or whose text after the prompt contains a stop string."""
+    """A stopping criterion: ends a text whose client has disconnected, or which contains a stop string."""
 
     def __init__(self, row: BatchRow, tokenizer: PreTrainedTokenizerBase) -> None:
         self.row, self.tokenizer = row, tokenizer
@@ -74,7 +74,7 @@ class RowEnd(StoppingCriteria):
 
 
 class BatchWorker:
-    """A thread that decodes the requested rows, one batch after the other."""
+    """A thread that decodes requested texts, one batch of texts after the other."""
 
     def __init__(self, generator: TextGenerator, batch_size: int) -> None:
         alone = Backbone(generator.model).rope_boundary is not None  # longrope: a long row would change short ones
@@ -85,7 +85,7 @@ class BatchWorker:
         self.thread: threading.Thread | None = None
 
     def start(self, warm_up: Callable[[], object]) -> None:
-        """Start the thread, and wait until it has called `warm_up`; errors of `warm_up` are raised here."""
+        """Start the thread, and wait until it has called `warm_up`. An error in `warm_up` is raised to the caller."""
         ready: Future[object] = Future()
 
         def run() -> None:
@@ -115,9 +115,9 @@ class BatchWorker:
             self.thread.join(timeout=10)
 
     def next_batch(self) -> list[BatchRow] | None:
-        """Choose the row that has waited longest, and other rows with the same settings and prompts of similar length.
+        """Choose the text that has waited longest, and others with the same settings and prompts of similar length.
 
-        If no row is waiting, the call blocks until one arrives. `None` means that the worker was stopped."""
+        If no text is waiting, the call blocks until one arrives. `None` means that the worker was stopped."""
         arrived = [] if self.waiting else [self.arrivals.get()]
         while not self.arrivals.empty():
             arrived.append(self.arrivals.get())
@@ -134,7 +134,7 @@ class BatchWorker:
         return batch
 
     def decode(self, asked: list[BatchRow]) -> None:
-        """Decode a batch until all its rows have ended. An error is reported to the rows that it concerns."""
+        """Decode a batch until all its texts have ended. An error is reported to the texts that it concerns."""
         requests: dict[BatchRow, Request] = {}
         for row in asked:
             try:
