@@ -58,7 +58,7 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
 
 @dataclass
 class Opened:
-    """The models of a command: the backbone, the drafters, the encoded prompts and the generation settings.
+    """The loaded models of a command, with the encoded prompts and the generation settings.
 
     For contrastive decoding, the settings include the amateur model."""
 

@@ -81,7 +81,7 @@ class CascadeHeads(SequentialHeads):
 
 
 class RecurrentHeads(SequentialHeads):
-    """Recurrent heads: each head reads the features [..., H] of the previous head (the state) and one token."""
+    """Recurrent heads: each reads the previous head's features [..., H] (the state) and the token before its guess."""
 
     follows_path = True
 
