@@ -33,7 +33,7 @@ ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the
 
 
 class AcceptanceRule(NamedTuple):
-    """An acceptance rule with its constants, and the way in which its drafts are made."""
+    """An acceptance rule with its constants, and the kind of its drafts: best guesses or samples."""
 
     rule: str
     epsilon: float = EPSILON
@@ -77,12 +77,12 @@ class DecodingOptions(Options):
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any], prefix: str = "") -> DecodingOptions:
-        """Remove the options, each named with `prefix`, from `kwargs`; `None` stands for an option's default."""
+        """Take the options out of `kwargs`, where their names start with `prefix`; `None` means an option's default."""
         given = {field.name: kwargs.pop(prefix + field.name, None) for field in fields(DecodingOptions)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def rule_for(self, do_sample: bool) -> AcceptanceRule:
-        """The acceptance rule for these options; by default the lossless rule, greedy or rejection.
+        """The acceptance rule that the options choose; by default rejection if `do_sample`, else greedy.
 
         Raises:
             RequestError: an unknown `acceptance` or `draft`, or one that does not fit the other options."""
@@ -148,7 +148,7 @@ class Settings(DecodingOptions):
 
     @property
     def rule(self) -> AcceptanceRule:
-        """The acceptance rule for these settings."""
+        """The acceptance rule that the settings choose."""
         return self.rule_for(self.do_sample)
 
     @property
@@ -161,7 +161,7 @@ class Settings(DecodingOptions):
         return self.temperature > 0
 
     def generate_kwargs(self, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
-        """The settings as arguments of `model.generate`; the model's generation config has all other arguments."""
+        """The settings as arguments of `model.generate`, which reads all other options from the generation config."""
         kwargs: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "do_sample": self.do_sample,
@@ -185,7 +185,7 @@ class Settings(DecodingOptions):
 
 
 def rule_and_limit(acceptance: str | None) -> tuple[str | None, int | None]:
-    """Split an acceptance rule `NAME` or `NAME:NUMBER`, as a user writes it, into its name and its number.
+    """Split an acceptance rule `NAME` or `NAME:NUMBER` into its name and its number; `None` for what is not given.
 
     Raises:
         RequestError: there is no such rule, or it lacks its number."""
@@ -204,15 +204,15 @@ def rule_and_limit(acceptance: str | None) -> tuple[str | None, int | None]:
 
 
 def is_lossy(acceptance: str) -> bool:
-    """Whether an acceptance rule, as a user writes it, can change the text."""
+    """Whether an acceptance rule `NAME` or `NAME:NUMBER` can change the text or the distribution of samples."""
     return acceptance.partition(":")[0] in (*LOSSY, *LOSSY_GREEDY)
 
 
 def listing_options(prefix: str = "") -> Callable[[Function], Function]:
     """Decorate a function that takes the fields of `DecodingOptions` in its `kwargs`: its signature then lists them.
 
-    Each name follows `prefix`. The list is for help(), and for transformers, which passes a `custom_generate` callable
-    only the arguments that its signature names."""
+    The listed names start with `prefix`. The list is for help(), and for transformers, which passes a `custom_generate`
+    callable only the arguments that its signature names."""
 
     def decorate(function: Function) -> Function:
         *own, kwargs = inspect.signature(function).parameters.values()

@@ -1,9 +1,9 @@
 """The target: the scores that a text must follow, computed from the backbone's logits by transformers' own processors.
 
-Temperature, top-k, top-p and penalties are `LogitsProcessor`s that transformers prepared. Each call shows them one row,
-as plain decoding would: the prompt, everything written so far, and the path down to a node.
+Temperature, top-k, top-p and penalties are `LogitsProcessor`s that transformers prepared. A processor sees one row at
+a time, as in plain decoding: the prompt, everything written so far, and the path down to a node.
 
-Shapes: B rows, R of them that decide a token, M distributions that these rows share, V vocabulary.
+Shapes: B rows of the batch, R of them that decide a token, M distributions that these rows share, V vocabulary.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Target:
         """Whether one argmax over raw logits decides, so that all nodes can be decided at once."""
 
     def scores(self, row: int, prefix: Tensor, logits: Tensor) -> Tensor:
-        """Process the logits [V] after `prefix` [1, T] of a row; returns scores [1, V], float32.
+        """Apply the logits processors of a row to the logits [V] after its text `prefix` [1, T]; returns scores [1, V].
 
-        Call this method once per decided token, in order: processors may keep a state, and scores may be recorded."""
+        Call this method once per decided token, in order, as processors may keep a state and scores be recorded."""
         # On the prefix's device, where generators and the processors' tensors are, whatever device the last layer has.
         raw = logits[None].to(device=prefix.device, copy=True, dtype=torch.float32)
         if self.kept_logits is not None:
@@ -64,10 +64,10 @@ class Target:
         return scores
 
     def decide(self, draws: Draws, rows: Tensor, scores: Tensor, index: Tensor) -> Tensor:
-        """Decide one token per row [R]: the most probable token, or a draw from the target.
+        """Decide on a token for each of R rows [R]: the most probable token, or a draw from the softmax of the scores.
 
-        Row i of `rows` [R], numbered as in `draws`, takes the scores `index[i]` of `scores` [M, V]. Draws are made in
-        the order of the tokens, one per token, so a seed gives the text of `model.generate`."""
+        Row `rows[i]`, an index into the rows of `draws`, uses `scores[index[i]]` of the M distributions `scores`. Draws
+        are made in the order of the tokens, one per token, so a seed gives the text of `model.generate`."""
         if not self.do_sample:
             return scores.argmax(-1)[index]
         return draws.tokens(rows, scores.softmax(-1), index)
@@ -75,7 +75,7 @@ class Target:
     def next(
         self, rows: Sequence[int], sequences: Sequences, logits: Tensor, most_probable_only: bool = False
     ) -> Tensor:
-        """Decide the next token of each row [B], from the logits [B, V] after the text of `rows`."""
+        """Decide on the next token of each of B `rows` [B], from the logits [B, V] after their texts."""
         if self.is_argmax:
             return most_probable(logits)
         scores = torch.cat([self.scores(row, sequences.prefix(row), logits[i]) for i, row in enumerate(rows)])
@@ -85,10 +85,10 @@ class Target:
         return self.decide(self.draws.of(rows), everyone, scores, everyone)
 
     def draft_probabilities(self, rows: Sequence[int], logits: Tensor) -> Tensor:
-        """Apply the target's temperature, top-k and top-p to a drafter's logits; returns q. Both are [B, nodes, V].
+        """Apply the target's temperature, top-k and top-p to a drafter's logits [B, nodes, V]; returns q.
 
-        Drafts are drawn from q. Every q gives the right text; the closer q is to the target, the more is accepted.
-        Penalties depend on a path that is not drawn yet, so q is computed without them."""
+        Draft tokens are drawn from the distributions q, which affect only how many tokens are accepted, not the text.
+        Penalties depend on tokens that are not drawn yet, so q is computed without them."""
         ids = torch.zeros(logits.shape[1], 1, dtype=torch.long, device=logits.device)  # `WARPERS` read none
         warped = [processed(self.warpers[row], ids, logits[i].float()) for i, row in enumerate(rows)]
         return torch.stack(warped).softmax(-1)
@@ -97,7 +97,7 @@ class Target:
 def processed(
     processors: LogitsProcessorList, ids: Tensor, scores: Tensor, truncation: Truncation | None = None
 ) -> Tensor:
-    """Apply logits processors to scores [X, V] after `ids` [X, T]; with `truncation`, exclude tokens not typical."""
+    """Apply logits processors to scores [X, V] after X texts `ids` [X, T]; `truncation` leaves only typical tokens."""
     scores = cast(Tensor, processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores)))
     if truncation is None:
         return scores

@@ -1,10 +1,10 @@
-"""How the nodes of a draft are connected, as tensors: one topology for all rows, or one per row.
+"""How the nodes of a draft are connected, as tensors: one topology for all rows of a batch, or one per row.
 
 Static and dynamic trees, chains and the paths of n-grams all take this form, so the code after the drafter does not
 distinguish them. Node 0 is the root, and a parent comes before its children.
 
-Shapes: B rows, R = 1 if all rows share the topology, else R = B, N nodes, D the greatest depth (0 for the root alone),
-C the most children of a node, X any number of nodes.
+Shapes: B rows of the batch, R = 1 if all rows share the topology, else R = B, N nodes, D the greatest depth (0 for the
+root alone), C the most children of a node, X any number of nodes.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class Topology:
         return self.paths.shape[2] - 1
 
     def at(self, table: Tensor, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Look up entries [X, ...] of a table [R, N, ...] of this topology, for X pairs of a row and a node."""
+        """Look up entries [X, ...] of X pairs (row, node) in `table` [R, N, ...], a tensor of R trees of N nodes."""
         return table[0].index_select(0, nodes) if self.is_shared else table[rows, nodes]
 
     @property
     def non_ancestors(self) -> Tensor:
-        """[R, N, N] mask: True at [_, i, j] where the token of node j cannot affect whether node i is accepted.
+        """A mask [R, N, N], True at [_, i, j] where the token of node j cannot affect whether node i is accepted.
 
         These nodes j are the ones that are not ancestors of node i, and the root, which is already decided."""
         if self.static_non_ancestors is not None:
@@ -107,21 +107,21 @@ class Topology:
 
     @cached_property
     def place(self) -> Tensor:
-        """[R, N] the index of each of N nodes among its siblings; 0 for the root."""
+        """The index of each node among its siblings, [R, N] in R trees of N nodes; 0 for the root."""
         return self.find_place()
 
     @cached_property
     def children(self) -> Tensor:
-        """[R, N, C] the children of each node, at most C, as ascending node indices padded with -1."""
+        """The children of each node, [R, N, C] in R trees of N nodes, C at most; ascending, padded with -1."""
         return self.find_children(self.place)
 
     def find_place(self) -> Tensor:
-        """Compute the cached property `place`, which torch.compile cannot trace."""
+        """Compute `place`, each node's index among its siblings; torch.compile cannot trace the cached property."""
         siblings = self.parent[:, 1:, None] == self.parent[:, None, 1:]
         return F.pad(siblings.tril(-1).sum(-1), (1, 0))
 
     def find_children(self, place: Tensor) -> Tensor:
-        """Compute the cached property `children`, which torch.compile cannot trace, from the places [R, N]."""
+        """Compute `children` from `place` [R, N], without the cached property, which torch.compile cannot trace."""
         (rows, nodes), device = self.parent.shape, self.parent.device
         table = torch.full((rows, nodes * self.max_children), -1, device=device)
         slot = self.parent * self.max_children + place
@@ -130,7 +130,7 @@ class Topology:
 
 
 def chosen_part(tree: Tree, chosen: Tensor) -> Topology:
-    """Make the topology of the nodes `chosen` [B, N] of `tree`, in ascending order, with the root and all parents."""
+    """Make the topology of N nodes of `tree` per row, `chosen` [B, N] in ascending order, root and parents included."""
     place = torch.zeros(len(chosen), tree.num_nodes + 1, dtype=torch.long, device=chosen.device)
     place[:, -1] = -1  # so that the padding of paths stays -1
     place.scatter_(1, chosen, torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen))

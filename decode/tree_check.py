@@ -48,7 +48,7 @@ SHARE = 0.2
 
 @dataclass(frozen=True)
 class TreeCheck:
-    """The result of the self-test. An error is the greatest difference of a logit, divided by the greatest logit."""
+    """The result of the tree self-test. An error is the greatest difference of two logits over the greatest logit."""
 
     error: float  # the error of the tree forwards; nan if there are no logits to compare
     control: float  # the error of reading the same nodes as one line of text, as a model without tree masks would
@@ -57,7 +57,7 @@ class TreeCheck:
 
     @property
     def limit(self) -> float:
-        """The greatest error that counts as rounding."""
+        """The greatest error of the tree forwards that counts as rounding."""
         # If masks do not matter in a model (for example, if all embeddings are equal), the control is rounding, too.
         return min(self.tolerance, max(SHARE * self.control, self.tolerance / 4))
 
@@ -67,10 +67,10 @@ class TreeCheck:
 
 
 def require_tree_forward(model: PreTrainedModel) -> None:
-    """Check a model's structure, and run the self-test unless a result for this model is stored.
+    """Check a model's structure, and run the self-test of tree attention unless its result for the model is stored.
 
     Raises:
-        RequestError: the model cannot verify a tree."""
+        RequestError: the model does not support trees, or computes wrong logits over them."""
     require_tree_support(model)
     backbone = Backbone(model)
     attention = backbone.config._attn_implementation
@@ -85,10 +85,10 @@ def require_tree_forward(model: PreTrainedModel) -> None:
 
 
 def check_tree_forward(model: PreTrainedModel) -> TreeCheck:
-    """Run the self-test: three short forwards with the cache and two without, on random ids.
+    """Test whether a model's logits over trees are right, by three short forwards with the KV cache and two without.
 
-    Windows and chunks of real models are longer than a quick test, so the test shortens them in the configuration until
-    it ends, under a lock. A forward of the model in another thread would see the short windows."""
+    Attention windows and chunks of real models are longer than a quick test, so the test shortens them in the model's
+    configuration until it ends, under a lock. A forward of the model in another thread would see the short windows."""
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
     # Dropout and routing noise may draw random numbers; the caller's generators stay as they were.
     with _LOCK, _short_windows(model), torch.random.fork_rng(devices), torch.no_grad():
@@ -134,19 +134,19 @@ def _check(model: PreTrainedModel) -> TreeCheck:
 
 
 def _difference(some: Tensor, others: Tensor, scale: Tensor, tolerance: float) -> float:
-    """The greatest difference between logits [R, N, V], divided by the greatest logit of `scale`.
+    """The greatest difference between logits `some` and `others` [R, N, V], divided by the greatest logit of `scale`.
 
-    In half precision, the median node of each tree counts: rounding may send a single token to another expert, whose
-    logits differ by far more. A wrong mask affects six of the eight nodes."""
+    In half precision, only the median of a tree's N nodes counts, because rounding may send a single token to another
+    expert, whose logits differ by far more. A wrong mask affects six of the eight nodes."""
     by_node = (some - others).abs().amax(-1)  # [R, N]
     by_tree = by_node.median(dim=1).values if tolerance == HALF_TOLERANCE else by_node.amax(dim=1)
     return float(by_tree.max() / scale.abs().max())
 
 
 def _plain(backbone: Backbone, trees: list[tuple[list[int], list[int]]], lines: list[list[int]]) -> Tensor:
-    """Logits [R, N, V] of all nodes of trees, each given by the text before it and its ids [N], without cache or mask.
+    """Compute logits [R, N, V] of R trees without cache or mask; a tree is the text before it and the ids of N nodes.
 
-    One forward reads each of the `lines` of nodes as a text of its own, after the text before its tree. Texts are
+    One forward reads each of the `lines`, which are paths, as a text of its own after the tree's text. Texts are
     padded on the right, which a causal model does not see."""
     texts = [torch.tensor(prefix + [ids[node] for node in line]) for prefix, ids in trees for line in lines]
     ids = pad_sequence(texts, batch_first=True).to(backbone.device)
@@ -159,7 +159,7 @@ def _plain(backbone: Backbone, trees: list[tuple[list[int], list[int]]], lines: 
 
 
 def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[list[int]]) -> Tensor:
-    """Logits [R, N, V] as decoding computes them: first one tree per prompt, then another after the kept nodes."""
+    """Compute the logits [R, N, V] of R trees as decoding does: one tree per prompt, then one after the kept nodes."""
     topology, device = Topology.of(TREE.to(backbone.device)), backbone.device
     lengths = [len(prompt) for prompt in prompts]
     cache = TreeCache(backbone.model.config, len(prompts), capacity=lengths[0] + 2 * TREE.num_nodes)

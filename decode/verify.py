@@ -16,10 +16,10 @@ from medusa.backbone import Backbone, Readout
 
 
 class Verifier:
-    """Verifies drafts by the backbone. It fills, commits and selects in the KV cache of a session's texts."""
+    """Verifies drafts by forwards of the backbone, and manages the KV cache of a session's texts."""
 
     def __init__(self, backbone: Backbone, cache: TreeCache, sequences: Sequences | None = None) -> None:
-        """Make a verifier on `cache`; `sequences` holds its texts, for models that read a text again (`reread`)."""
+        """Make a verifier on `cache`; `sequences` holds the texts, for models that read a text again (`reread`)."""
         self.backbone, self.cache, self.sequences = backbone, cache, sequences
         self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
 
@@ -27,9 +27,9 @@ class Verifier:
         return prefill(self.backbone, self.cache, ids, lengths, on_hidden)
 
     def __call__(self, draft: Draft) -> Readout:
-        """Read a draft with its side branches; returns hidden states [B, N, H] and logits [B, N, V] of the draft.
+        """Read a draft and its side branches; returns hidden states [B, N, H] and logits [B, N, V] of N draft nodes.
 
-        The KV cache then holds the nodes, uncommitted."""
+        The KV cache then holds the nodes, until `commit` keeps those that were accepted."""
         if not draft.side_branches:
             return self.read(draft)
         counts = [branch.topology.num_nodes - 1 for branch in draft.side_branches]
@@ -40,7 +40,7 @@ class Verifier:
         return Readout(hidden[:, : own.shape[1]], own)
 
     def read(self, draft: Draft) -> Readout:
-        """Run one forward over all nodes of a draft without side branches; returns hidden states and logits."""
+        """Run one forward over the nodes of a draft without side branches; returns their hidden states and logits."""
         if self.sequences is not None:
             reread(self.backbone, self.cache, self.sequences)
         lengths, ids, topology = self.cache.lengths, draft.ids, draft.topology
@@ -71,20 +71,20 @@ class Verifier:
         self.cache.select(rows)
 
     def _end(self, topology: Topology) -> int | None:
-        """The first position that no node of this step may have; `None` if the draft does not reach it.
+        """The first position at which no draft node may be accepted; `None` if the draft does not reach it.
 
-        It is the end of the context, or the length at which longrope changes all rotations, which follow the longest
-        position of a forward. A draft across that length would rotate all its nodes wrongly."""
+        This position is the end of the context, or the length at which longrope changes all rotations, which follow the
+        greatest position in a forward. A draft across that length would rotate all its nodes wrongly."""
         longest, boundary = self.cache.longest, self.backbone.rope_boundary
         ends = [self.backbone.context, boundary if boundary is not None and longest < boundary else None]
         return min((end for end in ends if end is not None and longest + topology.max_depth >= end), default=None)
 
 
 class VerifierFactory:
-    """Makes the verifier of a session: the backbone alone, or in subclasses with other models."""
+    """Makes the verifier of a session, which runs the backbone alone, or in subclasses other models, too."""
 
     def context(self, backbone: Backbone) -> int | None:
-        """The context length that all verifying models can read; `None` if it is unlimited."""
+        """The number of tokens that all verifying models can read as context; `None` if it is unlimited."""
         return backbone.context
 
     def create(self, backbone: Backbone, sequences: Sequences, capacity: int) -> Verifier:
@@ -93,9 +93,9 @@ class VerifierFactory:
 
 
 def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
-    """Read a text again when it outgrows longrope's original context, as Phi-3's own `generate` does.
+    """Read the only text of a batch again when it outgrows longrope's original context, as Phi-3's own `generate` does.
 
-    Phi-3 drops the keys that were rotated by longrope's short factors; other models keep them. Such a text is alone."""
+    Phi-3 drops the keys that were rotated by longrope's short factors; other models keep them."""
     boundary = backbone.rope_boundary
     if boundary is None or cache.longest != boundary or not backbone.rereads:
         return

@@ -1,6 +1,6 @@
 """KV caches of the backbone and of the heads for compiled steps, with fixed shapes and memory addresses.
 
-Shapes: B rows, S cache slots (the capacity), N draft nodes, C columns of a path, H hidden size.
+Shapes: B rows of the batch, S cache slots (the capacity), N draft nodes, C columns of a path, H hidden size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FixedLayer(CacheLayerMixin):
         raise RuntimeError("a FixedCache is made from a cache that was filled")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, heads, N, head size] of N nodes after the text; returns the whole buffers."""
+        """Write keys and values [B, heads, N, head size] of N nodes after each text; returns the whole buffers."""
         _write(self.keys, self.owner.slots, key_states)
         _write(self.values, self.owner.slots, value_states)
         return self.keys, self.values
@@ -60,7 +60,7 @@ class FixedCache(Cache):
     """A KV cache whose shape never changes; the tensor `lengths` [B] counts the cache slots that hold text."""
 
     def __init__(self, like: AnyCache, capacity: int) -> None:
-        """Make an empty cache of `capacity` slots with the layers of the cache `like`, which must hold a text."""
+        """Make an empty cache of `capacity` slots per row, with layers shaped like those of the filled cache `like`."""
         self.capacity = capacity
         self.tree_layers: list[FixedLayer] = []
         for layer in like.tree_layers:
@@ -85,13 +85,13 @@ class FixedCache(Cache):
             other.release()
 
     def append_next(self, count: int) -> Tensor:
-        """Reserve the `count` cache slots after each text for the next forward; returns their positions [B, count]."""
+        """Reserve the `count` cache slots after each text for the next forward; returns positions [B, count]."""
         positions = self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
         self.slots = positions.clamp_max(self.capacity - 1)
         return positions
 
     def move(self, path: Tensor) -> None:
-        """Move the keys and values of the nodes `path` [B, C] to right after the text, as `TreeCache.commit` does."""
+        """Move the keys and values of the accepted nodes `path` [B, C] to the slots right after each row's text."""
         self.append_next(path.shape[1])
         source = (self.lengths[:, None] + path).clamp_max(self.capacity - 1)
         for layer in self.tree_layers:
@@ -136,9 +136,10 @@ class FixedHeadsCache:
                 cache.load(source)
 
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, end: Tensor, counts: Tensor) -> Tensor:
-        """Append accepted paths as `HeadsCache.path` does; returns the hidden states at the paths' ends [B, H].
+        """Append accepted paths; returns the hidden states that the heads read at the ends of the paths [B, H].
 
-        `end` [B] is the column of each path's last node, and `counts` [B] the number of nodes that each row keeps."""
+        The first arguments are those of `HeadsCache.path`. `end` [B] is the column of each path's last node, and
+        `counts` [B] is the number of nodes that each row keeps, 0 for rows that have ended."""
         cache = self.prefix
         if cache is not None:
             assert self.heads.prefix is not None

@@ -1,6 +1,6 @@
 """Compiled regions: each is a compiled decoding step with its caches. A model keeps some of its regions for reuse.
 
-Shapes: B rows, N nodes of a draft, D its depth, H hidden size.
+Shapes: B rows of the batch, N nodes of a draft, D its depth, H hidden size.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class Region:
         self.compiled = compiled(self._step, device)
 
     def __call__(self, u: Tensor) -> list[list[int]]:
-        """Run one decoding step with a uniform random number for each token that sampling may decide, `u` [B, D + 1].
+        """Run one decoding step with uniform random numbers `u` [B, D + 1] for sampling, at most D + 1 tokens per row.
 
-        Returns the packed outcome, which `decode.loop.unpack` reads."""
+        Returns the decisions of the step as lists of numbers, which `decode.loop.unpack` reads."""
         with grouped(self.config), self.backbone.watched():
             packed: Tensor = self.compiled(u)
         return packed.tolist()
 
     def frontier(self) -> Frontier:
-        """The roots, and the hidden states before them, from which the next decoding step drafts."""
+        """The last decided tokens (roots) and the hidden states before them, from which the next step drafts."""
         context_kv = None if self.heads_cache is None else self.heads_cache.context_kv()
         return Frontier(self.root, self.hidden, list(range(self.cache.rows)), context_kv)
 
@@ -96,7 +96,7 @@ class Region:
         return packed
 
     def load(self, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier, alive: list[bool]) -> None:
-        """Copy the keys and values of these caches, and `frontier`, into the region; `alive` marks unfinished rows."""
+        """Copy both caches' keys and values and the `frontier` into the region; `alive` marks unfinished rows."""
         self.cache.load(cache)
         if self.heads_cache is not None and heads_cache is not None:
             self.heads_cache.load(heads_cache)
@@ -112,8 +112,8 @@ class Region:
 def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
     """Compile the bound method `step` as one graph, and for its own object only.
 
-    Of torch.compile's guards only those on tensors are kept, because guards on a thousand modules take longer than a
-    step of a small model. Instead, the key of the compiled region is compared once per session (`modules_key`)."""
+    Only torch.compile's guards on tensors are kept, because guards on a thousand modules take longer than a step of a
+    small model. Instead, each session compares once whether the modules are as they were, by `modules_key`."""
     method = cast(MethodType, step)
     function = cast(FunctionType, method.__func__)
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)  # shares no compiled code
@@ -131,7 +131,7 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
 class Regions(list[tuple[Key, Region]]):
     """The compiled regions that a model keeps for reuse, the last used one last.
 
-    A copy of the model starts with none."""
+    A copy of the model starts without regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Regions(list[tuple[Key, Region]]):
         return Regions, ()
 
     def take(self, key: Key) -> Region | None:
-        """Remove a stored compiled region with this key and return it; `None` if there is none."""
+        """Remove a stored compiled region with this key and return it; `None` if no region has the key."""
         with self.lock:
             for place, (held, region) in enumerate(self):
                 if held == key:

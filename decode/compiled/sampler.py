@@ -1,6 +1,6 @@
 """Acceptance inside compiled steps: fixed shapes, transformers' logits processors, one uniform number per token.
 
-Shapes: B rows, N nodes, D the depth of the tree, V vocabulary, C the most children of a node, X positions.
+Shapes: B rows of the batch, N draft nodes of at most C children, D the depth of the tree, V vocabulary, X positions.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class FixedSampler:
         return self._walk(draft, logits, u, depth_limit)
 
     def _scores(self, logits: Tensor) -> Tensor:
-        """Apply the target's logits processors, which read no ids, to logits [X, V] of X positions."""
+        """Apply the session's logits processors, none of which reads token ids, to logits [X, V] of X positions."""
         ids = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
         return processed(self.processors, ids, logits.float(), self.truncation)
 
     def _walk(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
-        """Accept nodes as `decode.accept.accept_walk` does, in a fixed number of steps; ended walks do not move."""
+        """Decide token by token down the tree, as `decode.accept.accept_walk`, but in a fixed number of steps."""
         topology, rows = draft.topology, torch.arange(len(draft.ids), device=draft.ids.device)
         table = topology.find_children(topology.find_place())
         end, root, walking = torch.zeros_like(rows), torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
@@ -80,7 +80,7 @@ class FixedSampler:
         return ended_at(draft, end, root)
 
     def _typical(self, draft: Draft, logits: Tensor, depth_limit: Tensor) -> Acceptance:
-        """Accept nodes as `decode.accept.accept_longest` with typical acceptance, for all nodes at once."""
+        """Accept the longest path of typical tokens, as `decode.accept.accept_longest`, but test all nodes at once."""
         topology, ids = draft.topology, draft.ids
         rows, nodes = ids.shape
         p = self._scores(logits.flatten(0, 1)).softmax(-1).unflatten(0, (rows, nodes))

@@ -26,7 +26,7 @@ class CompiledStepper(Stepper):
     """Decodes the texts of a session by compiled steps."""
 
     def __init__(self, session: Session, acceptor: Acceptor, factory: DrafterFactory | None) -> None:
-        """Make a stepper for the texts of `session`, with drafts of `factory`, or of the roots alone without one.
+        """Make a stepper for the texts of `session`, with drafts by `factory`; `None`: drafts of the root alone.
 
         Raises:
             RequestError: this drafter, model, machine or set of options does not allow compiled steps."""

@@ -1,6 +1,6 @@
 """Random draws of tokens: from one generator per row or one for all rows, with and without replacement.
 
-Shapes: B rows, R of them that draw a token, M distributions that rows can share, V vocabulary, C draws per row.
+Shapes: B rows of a batch, R of them that draw a token, M distributions that rows share, V vocabulary, C draws per row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RowDraws:
         return RowDraws([self.generators[row] for row in rows])
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
-        """Draw a token for each of `rows` [R], where `rows[i]` uses the distribution `p[index[i]]` of `p` [M, V]."""
+        """Draw a token for each of `rows` [R], where `rows[i]` uses `p[index[i]]` of the M distributions `p` [M, V]."""
         drawn = [
             torch.multinomial(p[at], 1, generator=self.generators[row])
             for row, at in zip(rows.tolist(), index.tolist(), strict=True)
@@ -39,7 +39,7 @@ class RowDraws:
         return self.of(rows.tolist()).block(count, rows.device)
 
     def block(self, count: int, device: torch.device) -> Tensor:
-        """Draw `count` uniform numbers for every row, [B, count] on `device`, without synchronising with it."""
+        """Draw `count` uniform numbers in [0, 1) for every row, [B, count] on `device`, without waiting for it."""
         drawn = [torch.rand(count, dtype=torch.float64, generator=g, device=device) for g in self.generators]
         return torch.stack(drawn) if drawn else torch.zeros(0, count, dtype=torch.float64, device=device)
 
@@ -62,16 +62,16 @@ Draws = RowDraws | SharedDraws
 
 
 def cumulative(p: Tensor) -> Tensor:
-    """Cumulative sums [M, V] of probabilities `p` [M, V], in float64; the last sum of each row is exactly 1."""
+    """Cumulative sums [M, V], in float64, of M distributions `p` [M, V]; the last sum of each is exactly 1."""
     sums = p.cumsum(-1, dtype=torch.float64)
     return sums.div_(sums[:, -1:].clone())
 
 
 def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
-    """Draw tokens [R] by inverse transform sampling, from cumulative `sums` [M, V] and uniform numbers `u` [R].
+    """Draw a token for each of R rows by inverse transform sampling, from `cumulative` sums [M, V] and uniform `u` [R].
 
     Row i uses the distribution `index[i]`. The sums of distribution m are shifted to the range from m to m + 1, so that
-    one search serves all rows. Each number is kept a few rounding units below 1, so that the shift never rounds it into
+    one search serves all rows. Each number `u` is kept a little below 1, so that the shift never rounds it into
     the next distribution. A token of probability 0 is never found, because its sum equals that of the token before."""
     heights = sums + torch.arange(len(sums), dtype=sums.dtype, device=sums.device)[:, None]
     found = torch.searchsorted(heights.flatten(), u.clamp(max=1 - 2**-52 * len(sums)) + index, right=True)
@@ -79,11 +79,11 @@ def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
 
 
 def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
-    """Draw C tokens per row without replacement [R, C], from distributions `q` [M, V] and uniform numbers `u` [R, C].
+    """Draw C tokens without replacement for each of R rows, from M distributions `q` [M, V] and uniform `u` [R, C].
 
     Row i uses the distribution `q[index[i]]`. The intervals of the tokens drawn before in the row are cut out of
-    [0, 1), and the row's next number is scaled to the rest. If at most `MASS_LEFT` is left, the row's first token is
-    repeated, and acceptance skips it. This adds no bias: the repetition depends on earlier tokens and not on `u`."""
+    [0, 1), and the row's next number is scaled to the rest. If at most the mass `MASS_LEFT` is left, the first token
+    is repeated, and acceptance skips it. This adds no bias: the repetition depends on earlier tokens and not on `u`."""
     sums = cumulative(q)
     start = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)
     tokens = torch.zeros(u.shape, dtype=torch.long, device=q.device)

@@ -6,7 +6,7 @@ time. Here the g heads become g x N queries of one key head. The results are equ
 
 The configuration keeps the name "sdpa": under another name, some models (Falcon, Gemma 4, DeepSeek 3.2) mask otherwise.
 
-Shapes: B rows, H query heads on H / g key heads, N tokens, S cache slots, D head size.
+Shapes: B rows of the batch, H query heads on H / g key heads, N tokens, S cache slots, D head size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def sdpa_grouped(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Replaces transformers' sdpa function: query [B, H, N, D], key and value [B, H / g, S, D] -> [B, N, H, D]."""
+    """Compute attention for g query heads per key head without copies of the keys, in place of transformers' sdpa.
+
+    `query` is [B, H, N, D] for B rows, H heads, N tokens and head size D; `key` and `value` are [B, H / g, S, D] for S
+    cache slots. Returns the result [B, N, H, D], and `None` for attention weights."""
     batch, heads, tokens, size = query.shape
     groups = heads // key.shape[1]
     grouped = groups > 1 and tokens > 1 and attention_mask is not None and attention_mask.shape[1] == 1
@@ -61,8 +64,8 @@ _active = 0  # contexts of `grouped` that are open, in all threads
 def grouped(config: PretrainedConfig) -> Iterator[None]:
     """Use `sdpa_grouped` in models with sdpa attention while the context is open.
 
-    It replaces transformers' own function in the registry of attention functions, but not a function that the user has
-    registered. Models that other threads run meanwhile get the same results."""
+    The context replaces transformers' own function in the registry of attention functions, but not a function that the
+    user has registered. Models that other threads run meanwhile get the same results."""
     if config._attn_implementation != SDPA:
         yield
         return

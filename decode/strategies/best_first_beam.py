@@ -38,7 +38,7 @@ from medusa.tree_support import LayerKinds
 
 @dataclass(eq=False)
 class Partial:
-    """A hypothesis of the search: the tokens after the prompt; finished if `is_end`. The root has no tokens."""
+    """A hypothesis of beam search: the tokens after the prompt. `is_end` marks a finished text."""
 
     ids: tuple[int, ...] = ()
     log_probability: float = 0.0
@@ -52,7 +52,7 @@ Scorer = Callable[[Sequence[Partial]], Tensor]
 
 
 def scorer_for(model: PreTrainedModel, prompt: list[int]) -> Scorer:
-    """Make the scorer of a model: `OnTree`, or `WholeTexts` if the model cannot keep a tree in its KV cache."""
+    """Make a predictor of next tokens: `OnTree`, or `WholeTexts` if the model cannot keep a tree in its KV cache."""
     try:
         require_tree_forward(model)
     except RequestError:
@@ -62,7 +62,7 @@ def scorer_for(model: PreTrainedModel, prompt: list[int]) -> Scorer:
 
 
 class WholeTexts:
-    """A scorer that reads every text from its start, without a KV cache: for any causal model and for tests."""
+    """A predictor of next tokens that reads every text from its start, without a KV cache."""
 
     def __init__(self, model: PreTrainedModel, prompt: list[int]) -> None:
         self.model, self.start = model, prompt
@@ -77,7 +77,7 @@ class WholeTexts:
 
 
 class OnTree:
-    """A scorer with one KV cache, which holds the prompt and then one token per hypothesis that was read: a tree."""
+    """A predictor of next tokens with one KV cache, which holds the prompt and a tree of all hypotheses read."""
 
     def __init__(self, backbone: Backbone, prompt: list[int]) -> None:
         self.backbone, self.start = backbone, prompt
@@ -110,7 +110,7 @@ class OnTree:
 
 
 class Hypothesis(NamedTuple):
-    """A finished text with its score."""
+    """A text that beam search has finished, with its score."""
 
     ids: list[int]  # the new tokens, including the EOS token if one ended the text
     log_probability: float
@@ -120,7 +120,7 @@ class Hypothesis(NamedTuple):
 
 @dataclass
 class Search:
-    """The result of a search: the best texts, and counts of the work that was done."""
+    """The result of best-first beam search: the best texts, and counts of the work that was done."""
 
     hypotheses: list[Hypothesis] = field(default_factory=list)  # the finished texts, best first
     calls: int = 0  # hypotheses that were expanded, the prompt included
@@ -129,7 +129,7 @@ class Search:
     dropped: int = 0  # hypotheses dropped by `max_queued`; if 0, the texts are those of beam search
 
     def beam_calls(self, num_beams: int) -> int:
-        """Minimum of `Search.calls` in beam search: 1 for the prompt, and `num_beams` for each further token."""
+        """The fewest hypotheses that beam search expands: 1 for the prompt, and `num_beams` for each further token."""
         return 1 + num_beams * (len(self.hypotheses[0].ids) - 1)
 
 
@@ -213,7 +213,7 @@ def _search(scorer: Scorer, queue: _Queue, ends: set[int], wanted: int, batch_si
 
 
 def _best_of(logits: Tensor, num_beams: int, ends: set[int]) -> list[list[tuple[int, float]]]:
-    """From logits [W, V], find the next tokens of W hypotheses that can enter the beam, with log-probabilities."""
+    """Find the next tokens of W hypotheses that can enter the beam, with log-probabilities, from logits [W, V]."""
     # The `num_beams` + `len(ends)` most probable tokens are enough: at least `num_beams` of them do not end the text.
     log_p = logits.float().log_softmax(-1)
     best = top_k(log_p, min(num_beams + len(ends), log_p.shape[-1]))
@@ -221,7 +221,7 @@ def _best_of(logits: Tensor, num_beams: int, ends: set[int]) -> list[list[tuple[
 
 
 class _Queue:
-    """A priority queue of hypotheses, sorted by `bound`; at most `num_beams` of each length leave it to be expanded."""
+    """A priority queue of hypotheses, best bound first; at most `num_beams` of each length leave it to be expanded."""
 
     def __init__(self, num_beams: int, longest: int, length_penalty: float, max_queued: int | None) -> None:
         self.num_beams, self.longest, self.length_penalty = num_beams, longest, length_penalty
@@ -247,7 +247,7 @@ class _Queue:
             self.dropped += len(live) - len(self.heap)
 
     def pop(self) -> Partial | None:
-        """Remove and return the best hypothesis that beam search would also keep; `None` if none is left."""
+        """Remove and return the best hypothesis that beam search would also keep; `None` if there is no such one."""
         while self.heap:
             partial = heapq.heappop(self.heap)[2]
             length, log_p = len(partial.ids), partial.log_probability

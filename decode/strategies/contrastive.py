@@ -4,7 +4,7 @@ A token scores high if the backbone (the expert) predicts it more strongly than 
 scores replace the backbone's logits before temperature and penalties, so every drafter and acceptance rule works with
 them. The amateur has its own KV cache. It reads what the backbone reads: the prompts, and in each step the same tree.
 
-Shapes: B rows, T tokens, N nodes, V vocabulary.
+Shapes: B rows of the batch, T tokens, N nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class Contrast(ContrastOptions, kw_only=False):
         return scores.masked_fill(self.margin(expert_log_p) < 0, -torch.inf)
 
     def margin(self, expert: Tensor) -> Tensor:
-        """Log-probability of each token minus the plausibility threshold, from the expert's logits; both [..., V]."""
+        """Log-probability of each token minus the threshold of plausible tokens, from the expert's logits [..., V]."""
         limit = math.log(self.alpha) if self.alpha else -math.inf
         return expert - expert.amax(-1, keepdim=True) - limit
 
     @property
     def weights(self) -> tuple[float, float]:
-        """Factors by which a token's score changes with the expert's logit, and with the amateur's logit."""
+        """Factors by which a token's score rises with the expert's logit, and falls with the amateur's logit."""
         expert, amateur = (1.0, 1.0) if self.beta is None else (1 + self.beta, self.beta)
         return expert, amateur / self.temperature
 
 
 @dataclass(frozen=True)
 class Amateur(VerifierFactory):
-    """The small model of contrastive decoding and the scoring function, by which it verifies with the backbone."""
+    """The small model of contrastive decoding, with the function that scores tokens by it and the backbone."""
 
     model: PreTrainedModel
     contrast: Contrast = field(default_factory=Contrast)
@@ -72,7 +72,7 @@ class Amateur(VerifierFactory):
 
     @classmethod
     def of(cls, given: AmateurLike) -> Amateur | None:
-        """Make an `Amateur` from a model, the argument `amateur` of `decode.generate`; `None` stays `None`."""
+        """Make an `Amateur` from the argument `amateur` of `decode.generate`, often a model; `None` stays `None`."""
         if given is None or isinstance(given, Amateur):
             return given
         if not isinstance(given, PreTrainedModel):
@@ -115,7 +115,7 @@ class ContrastVerifier(Verifier):
         return self._contrasted(super().prefill(ids, lengths, on_hidden), self.amateur.prefill(ids, lengths))
 
     def read(self, draft: Draft) -> Readout:
-        """Read a draft with both models; returns the expert's hidden states [B, N, H] and the scores [B, N, V]."""
+        """Read a draft with both models; returns the large model's hidden states [B, N, H] and scores."""
         return self._contrasted(super().read(draft), self.amateur.read(draft))
 
     def _contrasted(self, expert: Readout, amateur: Readout) -> Readout:
