@@ -55,12 +55,12 @@ class Contender:
     batch_of: list[int] = field(default_factory=list)  # index of each prompt's batch, whose prompts share its time
 
     def tokens_per_second(self, chosen: Sequence[int]) -> list[float]:
-        """Tokens per second in each round: new tokens of the prompts `chosen` (indices), divided by their time."""
+        """Compute tokens per second in each round: new tokens of the prompts `chosen` (indices), divided by time."""
         rounds = [[results[index] for index in chosen] for results in self.rounds]
         return [sum(len(r.new_ids) for r in picked) / max(sum(r.seconds for r in picked), 1e-9) for picked in rounds]
 
     def prompt_figures(self, chosen: Sequence[int]) -> list[PromptFigures]:
-        """Token counts, step counts and times of each prompt in `chosen` (indices)."""
+        """Return token counts, step counts and times of each prompt in `chosen` (indices)."""
         found = []
         for index in chosen:
             seconds = [round(results[index].seconds, 6) for results in self.rounds]
@@ -80,7 +80,7 @@ def run_rounds(
     """Decode all batches of prompts `rounds` times with every contender, and store the results in the contenders.
 
     A prompt gets the same random seed with every contender, whatever the batch size. `on_progress` is called after each
-    batch. `clock` returns the time in seconds; by default, results keep the wall-clock time they came with."""
+    batch. `clock` returns the time in seconds. By default, results keep the time that their method measured."""
     for contender in contenders:
         contender.method(batches[0])
         contender.batch_of = [index for index, batch in enumerate(batches) for _ in batch]
@@ -107,7 +107,7 @@ def run_rounds(
 def summarize(contenders: Sequence[Contender], categories: Sequence[str | None]) -> dict[str, MethodFigures]:
     """Compute the metrics of all contenders, by name. Two contenders must be named `plain` and `transformers`.
 
-    `categories` has the category of each prompt. Several categories also get metrics of their own."""
+    `categories` has the category of each prompt. If there are several, each also gets metrics of its own."""
     by_name = {contender.name: contender for contender in contenders}
     baselines = by_name["plain"], by_name["transformers"]
     names = dict.fromkeys(category for category in categories if category is not None)
@@ -127,7 +127,7 @@ def summarize(contenders: Sequence[Contender], categories: Sequence[str | None])
 
 
 def _figures(contender: Contender, plain: Contender, stock: Contender, chosen: Sequence[int]) -> MethodFigures:
-    """Compute the metrics of a contender on the prompts `chosen` (indices). Speedups are over `plain` and `stock`."""
+    """Compute a contender's metrics on the prompts `chosen` (indices), with speedups over `plain` and `stock`."""
     rates = contender.tokens_per_second(chosen)
     results = [contender.rounds[0][index] for index in chosen]
     pairs = list(zip(contender.rounds, plain.rounds, strict=True))
@@ -156,14 +156,14 @@ def _figures(contender: Contender, plain: Contender, stock: Contender, chosen: S
 
 
 def accepted_by_depth(results: Sequence[Result]) -> list[float]:
-    """Fraction of steps that accepted a node at depth 1, at depth 2, and so on down to the deepest accepted node."""
+    """Compute the fraction (0 to 1) of steps that accepted a node at depth 1, at depth 2, ... down to the deepest."""
     lengths = [length for result in results for length in result.uncut_lengths]
     deepest = max(lengths, default=1)
     return [sum(length > depth for length in lengths) / len(lengths) for depth in range(1, deepest)]
 
 
 def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
-    """Compute tau of the steps whose roots lie in each stretch of `POSITIONS` new tokens."""
+    """Compute tau (mean tokens per step) in each stretch of `POSITIONS` new tokens, from the steps that start there."""
     stretches: dict[int, list[int]] = defaultdict(list)
     for result in results:
         at = 0
@@ -174,7 +174,9 @@ def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
 
 
 def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[AcceptedNode]:
-    """Compute the fraction of steps that accepted each node. `ranks`: those in a `Recording` of the `results`."""
+    """Compute the fraction of steps that accepted each node of the draft tree, with heads.
+
+    `ranks`: for each text in `results`, the field `ranks` of a `Recording`."""
     counts: Counter[tuple[int, ...]] = Counter()
     steps = 0
     for table, result in zip(ranks, results, strict=True):

@@ -5,7 +5,7 @@ metrics. It shows how far a metric may move with other prompts of the same kind,
 Both sides of a ratio use the same draws of prompts, so differences between prompts do not count as noise. Speedups are
 ratios of rates within one run, so they can be compared between machines; tokens per second cannot.
 
-Shapes: R rounds, B batches, D bootstrap draws.
+Shapes: R rounds, B batches of prompts, D bootstrap draws.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LABELS = {"speedup": "x plain", "speedup_vs_generate": "x generate", "tau": "tau
 
 
 class Resampling(NamedTuple):
-    """Random draws of batches and rounds for a bootstrap. Metrics that are compared use the same draws."""
+    """Random draws of a benchmark's batches and rounds for a bootstrap. Metrics to be compared use the same draws."""
 
     batches: Tensor  # [D, B] number of times that each draw contains each batch
     rounds: Tensor  # [D, R] indices of the rounds in each draw
@@ -45,7 +45,7 @@ class Sample:
 
     @classmethod
     def of(cls, prompts: Sequence[PromptFigures]) -> Sample:
-        """Make a sample from the metrics of single prompts, by summing them over each batch."""
+        """Make a sample from counts and times of single prompts, by summing them over each batch."""
         batches = sorted({prompt.batch for prompt in prompts})
         groups = [[prompt for prompt in prompts if prompt.batch == batch] for batch in batches]
         rows = [[[p.new_tokens, p.steps, p.uncut_tokens, *p.seconds] for p in group] for group in groups]
@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def can_vary(self) -> bool:
-        """Whether the sample has more than one batch or round, and so a spread."""
+        """Whether the sample has more than one batch or round, so that resampled metrics can differ."""
         return self.seconds.numel() > 1
 
     def resampling(self, seed: int = 0) -> Resampling:
@@ -70,16 +70,16 @@ class Sample:
         return Resampling(times, torch.randint(rounds, (NUM_DRAWS, rounds), generator=generator))
 
     def tau(self, drawn: Resampling) -> Tensor:
-        """Compute tau (mean tokens per step) in each bootstrap draw, [D]."""
+        """Compute tau (mean tokens per step) in each of D bootstrap draws, [D]."""
         return (drawn.batches @ self.uncut_tokens) / (drawn.batches @ self.steps).clamp_min(1)
 
     def rates(self, drawn: Resampling) -> Tensor:
-        """Compute tokens per second in each bootstrap draw and round, [D, R]."""
+        """Compute tokens per second in each of D bootstrap draws, for each of the R rounds in a draw, [D, R]."""
         seconds = drawn.batches @ self.seconds.T
         return ((drawn.batches @ self.new_tokens)[:, None] / seconds.clamp_min(1e-9)).gather(1, drawn.rounds)
 
     def speedup(self, other: Sample, drawn: Resampling) -> Tensor:
-        """Compute the speedup over `other` in each bootstrap draw, [D]: the median over rounds of the rates' ratio."""
+        """Compute the speedup over `other` in each of D bootstrap draws: the median over rounds of the rates' ratio."""
         return (self.rates(drawn) / other.rates(drawn).clamp_min(1e-9)).quantile(0.5, dim=1)
 
 
@@ -119,7 +119,7 @@ class Comparison:
 
 
 def compare(earlier: BenchmarkResult, later: BenchmarkResult, names: tuple[str, str]) -> Comparison:
-    """Compare two benchmarks, which tables and error messages call `names`.
+    """Compare the results of two benchmark runs, which tables and error messages call `names`.
 
     Raises RequestError if a benchmark has no metrics of single prompts, or if the two decoded different prompts."""
     for result, name in zip((earlier, later), names, strict=True):

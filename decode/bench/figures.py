@@ -134,7 +134,7 @@ class RunSettings:
 
 
 def _with_generation(content: object) -> object:
-    """Copy the entries of a flat dict that are not fields of `RunSettings` into the entry `generation`."""
+    """Copy the entries of a flat dict of settings that are not fields of `RunSettings` into the entry `generation`."""
     if not isinstance(content, dict):
         return content
     own = {field.name for field in fields(RunSettings)}

@@ -60,7 +60,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def _cpuinfo(*fields: str) -> list[str]:
-    """Read the values of these fields in Linux's /proc/cpuinfo, one per CPU core; no values on other systems."""
+    """Read the values of `fields` in Linux's /proc/cpuinfo, one per CPU core. On other systems, the list is empty."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

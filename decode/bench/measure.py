@@ -94,7 +94,7 @@ def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict
 
 
 def at_temperature(job: BenchmarkJob, temperature: float) -> figures.TemperatureFigures:
-    """Measure tau and speedup of lossless decoding at another temperature, in one round (no top-k, top-p, min-p)."""
+    """Measure tau and speedup of lossless decoding at `temperature`, in one round, without top-k, top-p and min-p."""
     settings = replace(job.settings, temperature=temperature, acceptance=None, top_k=0, top_p=1.0, min_p=0.0)
     found = measure_methods(replace(job, settings=settings, rounds=1))["medusa"]
     speedup = found.speedup_vs_generate, found.speedup_vs_generate_interval
@@ -144,7 +144,7 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
 
 
 def add_details(job: BenchmarkJob, medusa: figures.MethodFigures, calibrations: Sequence[Path]) -> None:
-    """Add what only a report shows to `medusa`: acceptance by node, and the calibration stored in `calibrations`."""
+    """Add what only a report shows to the metrics `medusa`: acceptance by node, and a calibration in `calibrations`."""
     heads, model = job.source.heads, job.loaded.model
     assert heads is not None, "only heads have nodes with ranks, and calibrations"
     results = one_by_one(job.drafted(job.settings), job.prompts, prompt_seeds(job.seed, range(len(job.prompts))))

@@ -46,7 +46,7 @@ def one_by_one(method: Method, prompts: Prompts, seeds: Sequence[int]) -> list[R
 
 @dataclass(frozen=True)
 class DrafterMethod:
-    """A method that decodes in our own loop with the drafter of `source`, or plainly if `source` is `None`."""
+    """A method that decodes in this package's loop with the drafter of `source`, or plainly if `source` is `None`."""
 
     model: PreTrainedModel
     source: DrafterFactory | None
@@ -77,7 +77,7 @@ def plain_method(
     tokenizer: PreTrainedTokenizerBase | None = None,
     keep_hidden: bool = False,
 ) -> Method:
-    """Make a method that decodes in our own loop without a drafter: one token per step."""
+    """Make a method that decodes in this package's loop without a drafter, one token per step."""
     return DrafterMethod(model, None, settings, tokenizer, keep_hidden=keep_hidden)
 
 
@@ -101,8 +101,8 @@ def transformers_method(
 ) -> Method:
     """Make a method that calls transformers' `model.generate`.
 
-    `generate` draws all samples of a batch from one random stream, which gets the seed of the first prompt. With
-    `assistance`, the options of its assisted generation or beam search, it reports no step lengths."""
+    `generate` draws all samples of a batch from one random stream, which gets the seed of the first prompt.
+    `assistance`: options for its assisted generation or beam search; results then have no step lengths."""
     device, amateur = Backbone(model).device, settings.amateur
     models = [model] if amateur is None else [model, amateur.model]
     context = min(Backbone(some).context or 1 << 30 for some in models)
@@ -142,16 +142,16 @@ def transformers_method(
 
 
 def left_padded(prompts: Prompts, device: torch.device) -> dict[str, Tensor]:
-    """Make the inputs of `generate` from prompts: ids [B, T], padded on the left with 0, and attention mask [B, T]."""
+    """Make the inputs of `generate`: the ids of B prompts, padded on the left to T tokens, and attention masks."""
     ids = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
     rows = {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids]}
     return {name: pad_sequence(row, batch_first=True, padding_side="left").to(device) for name, row in rows.items()}
 
 
 def _cut(result: Result, ends: list[int | None], stops: StopStringCriteria | None) -> None:
-    """Cut the new tokens of one row after its first end token or stop string, and set the finish reason.
+    """Cut the new tokens of one text after its first end token or stop string, and set the finish reason.
 
-    `generate` continues a finished row until all rows of the batch have ended."""
+    `generate` continues a finished text until all texts of the batch have ended."""
     for at, token in enumerate(result.new_ids, 1):
         stopped = stops is not None and stops(torch.tensor([result.input_ids + result.new_ids[:at]]), None).all()
         if token in ends or stopped:

@@ -50,7 +50,7 @@ class DynamicTree:
 
     @classmethod
     def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
-        """Make a dynamic tree of guesses of `num_heads` heads; raises a `RequestError` if `num_nodes` does not fit."""
+        """Make a dynamic tree for the guesses of `num_heads` heads, or raise `RequestError` for a wrong `num_nodes`."""
         most = min(MAX_NODES, 1 + sum(TOP**depth for depth in range(1, num_heads + 1)))
         if not 2 <= num_nodes <= most:
             raise RequestError(f"dynamic:{num_nodes} is no tree for {num_heads} heads; give from 2 to {most} nodes")
@@ -199,7 +199,7 @@ def default_tree(heads: MedusaHeads) -> Tree:
 
 
 def require_draftable(config: MedusaConfig, hidden_size: int, vocab_size: int, tree: Layout, drawn: bool) -> None:
-    """Raise a `RequestError` if heads do not fit the backbone or `tree`, or if `drawn` (sampled) drafts are dynamic."""
+    """Raise a `RequestError` if heads do not fit the backbone or `tree`, or if a dynamic tree is `drawn` (sampled)."""
     require_sizes(config, hidden_size, vocab_size)
     tree.candidates.require_fit(config.num_heads, config.draft_vocab_size(vocab_size))
     if drawn and isinstance(tree, DynamicTree):  # it depends on the guesses, so that samples of it would be biased

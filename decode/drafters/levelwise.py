@@ -68,7 +68,7 @@ def width_of(tree: DynamicTree) -> int:
 
 
 class LevelwiseDrafter(ABC):
-    """Base class of drafters that grow a static or dynamic tree by levels. With a `target`, they sample its tokens."""
+    """Base class of drafters that grow a tree level by level. With a `target`, they sample tokens of a static tree."""
 
     def __init__(self, tree: Layout, target: Target | None = None) -> None:
         self.tree, self.target = tree, target

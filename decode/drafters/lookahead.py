@@ -63,7 +63,7 @@ def window_topology(window: int, levels: int, device: torch.device) -> Topology:
 
 
 class Pool:
-    """A store of n-grams, which keeps the latest n-grams, at most `most`, that start with each token."""
+    """A store of n-grams. For each first token, the store keeps only the latest n-grams, at most `most`."""
 
     def __init__(self, most: int) -> None:
         self.most = most

@@ -118,7 +118,7 @@ class Mix(DrafterFactory):
         self.num_bytes = sum({id(part.heads or part): part.num_bytes for part in parts}.values())  # heads count once
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
-        """Make a drafter that mixes one drafter of each part. Raise a `RequestError` for `drawn` (sampled) drafts."""
+        """Make a drafter that joins the drafts of all parts. Raise a `RequestError` if drafts are `drawn` (sampled)."""
         if drawn:  # siblings would come from several distributions, and p / q needs one
             raise RequestError("guesses of a mix cannot be drawn; use draft topk")
         return MixDrafter([part.start(session) for part in self.parts], self.num_nodes)

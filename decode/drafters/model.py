@@ -110,7 +110,7 @@ class DraftModel(DrafterFactory):
 class ModelDrafter(LevelwiseDrafter):
     """Drafts with a small model, whose KV cache follows the texts of a session.
 
-    The state of W nodes in B texts holds the cache slots [B, W, A] of their A drafted ancestors, counted from the text.
+    The state of W nodes in B texts holds the cache slots [B, W, A] of their A drafted ancestors: 0 follows the text.
     """
 
     def __init__(self, source: DraftModel, session: Session, target: Target | None = None) -> None:
@@ -153,7 +153,7 @@ class ModelDrafter(LevelwiseDrafter):
         return logits[torch.arange(len(rows), device=logits.device), last]
 
     def _keep_accepted(self) -> None:
-        """Keep the accepted nodes in the draft model's cache, except the last, which `_read_new_text` reads again."""
+        """Keep accepted nodes in the draft model's cache. `_read_new_text` reads the last token of the text again."""
         if not self.levels_read:
             return
         levels = [(tokens.tolist(), parents.tolist()) for tokens, parents in self.levels_read]
@@ -194,7 +194,7 @@ class ModelDrafter(LevelwiseDrafter):
         return Draft(torch.stack(ids, dim=1), chain(len(ids), frontier.root.device))
 
     def begin(self, frontier: Frontier) -> State:
-        """Read the tokens that each of B texts gained in the last step. This gives the logits [B, V] after the root."""
+        """Read what B texts gained since the last draft, at first the whole texts. Keep the last logits [B, V]."""
         rows = frontier.rows
         if self.rows != rows:
             self._select(rows)

@@ -40,7 +40,7 @@ class NgramConfig(DrafterConfig):
 
 
 class NgramIndex:
-    """An index of a growing text: the positions after earlier occurrences of each n-gram, the text's end excepted."""
+    """An index of a growing text: the positions after each occurrence of an n-gram, except at the text's end."""
 
     def __init__(self, min_n: int, n: int) -> None:
         self.sizes = range(n, min_n - 1, -1)
@@ -57,7 +57,7 @@ class NgramIndex:
                     self.ends[tuple(self.text[end - size : end])].append(end)
 
     def matches(self, most: int) -> Iterator[int]:
-        """Yield up to `most` positions after earlier occurrences of the last n-grams, longest n-gram first."""
+        """Yield up to `most` positions after earlier occurrences of the n-grams at the text's end, longest first."""
         found: set[int] = set()
         for size in self.sizes:
             for end in reversed(self.ends.get(tuple(self.text[-size:]), ())):

@@ -80,7 +80,7 @@ class TextDrafter(ABC):
         """Make the trie of continuations to draft for the session's text with the index `row`."""
 
     def depth(self, row: int, most: int) -> int:
-        """Return how many tokens to draft: `most`, or fewer near the text's limit, as a step writes one token more."""
+        """Return how many tokens to draft: `most`, or fewer near the length limit, as a step writes one token more."""
         return min(most, self.sequences.tokens_left(row) - 1)
 
 

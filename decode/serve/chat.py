@@ -51,8 +51,8 @@ class Conversation:
     def ask(self, message: str, *models: PreTrainedModel) -> Turn:
         """Make the turn for a message. The turn joins the conversation when `keep` receives its answer.
 
-        An empty message continues the text, but only without a chat template; otherwise a `RequestError` is raised. So
-        it is if the template fails, or if a context of the `models` has no room for the prompt and one token."""
+        Without a chat template, an empty message continues the text. Raise a `RequestError` if a message for a template
+        is empty, the template fails, or the context of a model has no room for the prompt and one token."""
         if self.has_template and not message.strip():
             raise RequestError("the message is empty; write something")
         prompt = self._templated(message) if self.has_template else self._continued(message)
@@ -87,7 +87,7 @@ REFRESH = 0.08  # seconds between two snapshots of a growing text
 
 
 class Side:
-    """One of the texts of a race, while it is decoded, by plain decoding or with the drafter."""
+    """One text of a race between plain decoding and a drafter, while the text is decoded."""
 
     def __init__(self, run: DecodingRun, stream: TextStream) -> None:
         self.run, self.steps, self.stream = run, iter(run), stream

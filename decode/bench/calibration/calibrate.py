@@ -1,4 +1,4 @@
-"""Calibrates heads: finds the tree with which the heads decode the most tokens per second here.
+"""Calibrates heads: finds the tree with which the heads decode the most tokens per second on this machine.
 
 Tokens per second are tau / T. tau is the mean number of tokens per step, which is predicted from recorded texts of the
 backbone. T is the time of a step, which is measured in the decoding loop. Both static and dynamic trees are tried
@@ -45,7 +45,7 @@ def calibrate(
 ) -> Calibration:
     """Predict the speed of trees from texts that the backbone wrote with `settings`, and choose the fastest tree.
 
-    `sizes`: numbers of nodes of the trees to try, by default those of `sizes_for`. Every tree is timed `rounds` times.
+    `sizes`: numbers of nodes of the trees to try; `None`: the result of `sizes_for`. Each tree is timed `rounds` times.
     `on_progress` receives the name of each stage. Raises RequestError if no text has more new tokens than heads."""
     # Timing continues after the end of a text, runs eagerly, and uses all nodes of each tree.
     settings = replace(settings, stop=(), stop_drafting=0.0, compile=False)

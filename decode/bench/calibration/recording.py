@@ -107,7 +107,7 @@ class Recording(NamedTuple):
 
 @torch.no_grad()
 def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[Text]) -> Recording:
-    """Record the heads' guesses in some texts, with one forward of the backbone per text."""
+    """Record the heads' guesses at all positions of some texts, with one forward of the backbone per text."""
     rows = []
     for prompt, new in texts:
         ids = torch.tensor([[*prompt, *new]], device=backbone.device)
@@ -143,9 +143,9 @@ def _recorded(heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, new: l
 
 
 def starts(lengths: Tensor, num_heads: int) -> list[int]:
-    """List the positions where steps start when a text is decoded, except steps that might pass the text's end.
+    """List the positions where decoding steps start if a text is decoded. Steps that might pass its end are left out.
 
-    `lengths` [P]: number of drafted tokens that a step accepts at each position."""
+    `lengths` [P]: number of drafted tokens that a step accepts at each position of the text."""
     numbers, at, found = lengths.tolist(), 0, []
     while at < len(numbers) - num_heads:
         found.append(at)
@@ -164,7 +164,7 @@ def predicted_tau(tree: Layout, recording: Recording) -> float:
 
 
 def predicted_tau_held_out(nodes: int, recording: Recording) -> float:
-    """Predict tau of a grown tree of `nodes` nodes on new texts, by two-fold cross-validation.
+    """Predict tau (mean tokens per step) of a grown tree of `nodes` nodes on new texts, by two-fold cross-validation.
 
     On the texts that a tree was grown from, tau would be too high, above all for few texts and many nodes."""
     halves = [recording.part(range(first, len(recording.ranks), 2)) for first in range(2)]
@@ -180,7 +180,7 @@ def grow(recording: Recording, nodes: int) -> Tree:
     The value of a node is the number of positions where all tokens on its path are correct. A path is never correct
     more often than its beginning, so the paths with the highest values form a tree. Positions count only if a step
     starts there, which depends on the tree. So counting and growing are repeated until a tree is grown again; the first
-    count uses all positions. The best of these trees is returned. It is smaller if too few paths are ever correct."""
+    count uses all positions. The best of these trees is returned. The tree is smaller if too few paths are correct."""
     best, best_tau, seen, tree = Tree.chain(0), 0.0, set(), None
     for _ in range(MAX_ROUNDS):
         counts = path_counts(recording, tree)
@@ -195,7 +195,9 @@ def grow(recording: Recording, nodes: int) -> Tree:
 
 
 def path_counts(recording: Recording, tree: Tree | None) -> Counter[RankPath]:
-    """Count where all tokens of each path are correct: at all positions, or where steps with `tree` start."""
+    """Count the positions where all guesses on a path are correct, for each path that is correct somewhere.
+
+    Only positions where decoding steps with `tree` start are counted. `None`: all positions."""
     counts: Counter[RankPath] = Counter()
     for ranks in recording.ranks:
         rows = ranks if tree is None else ranks[starts(accepted(tree, ranks), ranks.shape[1])]

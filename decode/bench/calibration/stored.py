@@ -100,7 +100,7 @@ def stored(places: Sequence[Path], wanted: dict[str, object]) -> Calibration | N
 
 
 def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[float, ...] | None:
-    """Load the temperatures that any stored calibration of these heads has fitted; `None` if none was."""
+    """Load the temperatures that a stored calibration of these heads has fitted; `None` if there is none."""
     fingerprint = heads_fingerprint(heads)
     fitted = (entry.get("temperatures") for entry in _entries(places) if entry["holds_for"].get("heads") == fingerprint)
     return next(map(tuple, filter(None, fitted)), None)
@@ -116,7 +116,7 @@ def calibrations_of(folder: Path) -> list[Json]:
 
 
 def _entries(places: Sequence[Path]) -> Iterator[Any]:
-    """Yield the calibrations in these files as parsed JSON. Entries of early versions lack some fields."""
+    """Yield the calibrations in the files `places` as parsed JSON. Entries of early versions lack some fields."""
     for place in filter(Path.is_file, places):
         yield from read_json(place)
 

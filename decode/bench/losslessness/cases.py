@@ -1,4 +1,4 @@
-"""The cases of a sampling experiment (chi-square tests of the tokens in a vocabulary V), and their common verdict."""
+"""The cases of a sampling experiment, which are chi-square tests of sampled tokens, and the verdict on all cases."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ RULES = (
 
 
 def rules_for(source: DrafterFactory) -> list[Rule]:
-    """List the rules that can be tested with this drafter. Some rules need a drafter that can sample its guesses."""
+    """List the acceptance rules that can be tested with a drafter. Some need a drafter that can sample its guesses."""
     return [rule for rule in RULES if rule.draft == "topk" or source.can_draw]
 
 
 @dataclass
 class Case:
-    """Chi-square tests of the first and second token that a draft can hold, for one rule and prompt."""
+    """Chi-square tests of the first and second token after the root, for one acceptance rule and one prompt."""
 
     prompt: int
     temperature: float
@@ -78,22 +78,22 @@ class Case:
 
 
 def passes(cases: Sequence[Case]) -> bool:
-    """Whether the p-value of every judged test (`Rule.is_judged`) is at least `threshold(cases)`."""
+    """Check that no test whose failure is an error (`Rule.is_judged`) has a p-value below `threshold(cases)`."""
     return min(p_values(cases), default=1.0) >= threshold(cases)
 
 
 def threshold(cases: Sequence[Case]) -> float:
-    """Smallest p-value that passes: FALSE_ALARM / CAUTION, divided by the number of judged tests (Bonferroni)."""
+    """Return the smallest p-value that passes: FALSE_ALARM / CAUTION / number of judged tests (Bonferroni)."""
     return FALSE_ALARM / CAUTION / max(len(p_values(cases)), 1)
 
 
 def p_values(cases: Sequence[Case]) -> list[float]:
-    """List the p-values of all tests that are judged (`Rule.is_judged`)."""
+    """List the p-values of the tests in all `cases` whose failure is an error (`Rule.is_judged`)."""
     return [found.p_value for case in cases if case.rule.is_judged for _, found in case.tests()]
 
 
 def figures_table(cases: list[Case]) -> tuple[list[str], list[list[str]]]:
-    """Format the tests of all cases as a table: the column names, and one row of cells per test."""
+    """Format the chi-square tests of all cases as a table: the column names, and one row of cells per test."""
     head = ["rule", "draft", "prompt", "T", "top-p", "tokens", "variation", "expected", "std of difference"]
     head += ["expected", "p-value", "verdict", "accepted"]
     smallest, rows = threshold(cases), []

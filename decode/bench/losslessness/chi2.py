@@ -1,4 +1,4 @@
-"""Pearson's chi-square test of sampled tokens. Shapes: V outcomes, which are the tokens of the vocabulary."""
+"""Pearson's chi-square test of sampled tokens. In shapes, V is the number of outcomes: the size of the vocabulary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GoodnessOfFit(NamedTuple):
 
 
 def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
-    """Test the counts of drawn outcomes [V] against probabilities p [V], by Pearson's chi-square test."""
+    """Test the counts of V drawn outcomes [V] against their probabilities `p` [V], by Pearson's chi-square test."""
     counts, p = counts.flatten().double(), p.flatten().double()
     n = float(counts.sum())
     if n == 0:
@@ -50,7 +50,7 @@ def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
 
 
 def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
-    """Compute Pearson's statistic and its degrees of freedom. Outcomes expected too rarely are pooled."""
+    """Compute Pearson's statistic and its degrees of freedom. Outcomes with few expected draws form one cell."""
     large = expected >= MIN_EXPECTED
     seen = torch.cat([observed[large], observed[~large].sum()[None]])
     wanted = torch.cat([expected[large], expected[~large].sum()[None]])

@@ -2,8 +2,8 @@
 
 A faulty draft can only change the tokens after the root, because the root comes from the backbone's own logits. So the
 root is fixed, and the tokens after it are sampled. They must follow the target, which is the backbone's distribution
-after temperature, top-k, top-p and penalties. Only the decoding loop is not the production code: here all R draws of a
-decoding step share one forward.
+after temperature, top-k, top-p and penalties. Only the decoding loop is not the production code, because all R draws of
+a decoding step share one forward.
 
 Shapes: V vocabulary, N nodes of a draft, R draws, F first tokens: the most probable tokens after the root.
 """
@@ -64,7 +64,7 @@ def require_room(prompts: Sequence[Sequence[int]], settings: Settings, model: Pr
 class FixedContext:
     """The text that all draws of an experiment continue: a prompt and a fixed root, with the session that holds them.
 
-    The root is the backbone's most probable token. A drafter that learns, such as n-grams, first sees greedy steps."""
+    The root is the backbone's most probable token. A drafter that collects guesses first takes greedy steps."""
 
     def __init__(self, model: PreTrainedModel, prompt: list[int], settings: Settings, source: DrafterFactory) -> None:
         """Prefill the prompt, warm up the drafter and fix the root; raise RequestError if the prompt is too long."""
@@ -99,7 +99,7 @@ class FixedContext:
             sequences.extend(0, self.frontier.root.tolist())
 
     def first_head(self) -> Tensor | None:
-        """Compute the first head's distribution after the root, [V] on the CPU; `None` for a drafter without heads."""
+        """Compute the first head's distribution after the root, [V tokens] on the CPU; `None` if there are no heads."""
         heads, backbone, frontier = self.source.heads, self.session.backbone, self.frontier
         if heads is None:
             return None
@@ -110,7 +110,7 @@ class FixedContext:
         return self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0].cpu()
 
     def expected(self, texts: Sequence[list[int]]) -> Tensor:
-        """Compute the target's scores after each of some equally long texts, [number of texts, V], without a tree."""
+        """Compute the target's scores (processed logits) after equally long texts, [texts, V], without a tree."""
         ids = torch.tensor(texts, device=self.session.backbone.device)
         found: list[Tensor] = []
         for part in ids.split(TEXTS):
@@ -122,9 +122,9 @@ class FixedContext:
         return torch.cat(found)
 
     def verified(self, tokens: Sequence[int] | None = None) -> Tensor:
-        """Compute the target's scores by forwards over trees, as decoding does: [1, V] after the root.
+        """Compute the target's scores [1, V] after the root, by a forward over a tree, as decoding does.
 
-        With `tokens`, the scores are those after the root and each token, [number of tokens, V]."""
+        With `tokens`, compute the scores after the root and each of these tokens, [number of tokens, V]."""
         device, found = self.session.backbone.device, []
         for start in range(0, len(tokens or [0]), STAR - 1):
             part = list(tokens or ())[start : start + STAR - 1]
@@ -134,7 +134,7 @@ class FixedContext:
         return torch.cat(found)
 
     def scores_of_nodes(self, draft: Draft) -> Tensor:
-        """Compute the target's scores after each node of a one-row draft, [N, V]. The cache does not keep the draft."""
+        """Compute the target's scores [N, V] after each node of a draft for one text. The cache does not keep it."""
         session = self.session
         logits = session.verifier(draft).logits[0]
         session.verifier.commit(draft.ids.new_zeros(1, 1), [0])
@@ -144,15 +144,15 @@ class FixedContext:
 
 
 class Experiment:
-    """Samples many decoding steps from one fixed context, and tests their tokens against the target."""
+    """Samples many decoding steps from one fixed context, and tests their tokens against the target distribution."""
 
     @torch.inference_mode()
     def __init__(
         self, model: PreTrainedModel, source: DrafterFactory, prompt: list[int], settings: Settings, random: Generator
     ) -> None:
-        """Prefill `prompt`, and compute the target after the root and after each first token.
+        """Prefill `prompt`, and compute the target after the root and after each of the most probable next tokens.
 
-        All random numbers come from `random`, on the backbone's device. For RequestError see `require_room`."""
+        All random numbers come from `random`, on the backbone's device. RequestError: the prompt is too long."""
         self.settings, self.draws = settings, SharedDraws(random)
         self.source = source.reshaped(lambda tree: tree.clip(2))  # deeper nodes decide on tokens that are not counted
         self.context = context = FixedContext(model, prompt, settings, self.source)
@@ -192,9 +192,10 @@ class Experiment:
         return Case(*about, first_fit, second_fit, first / draws, target, self.head, accepted_tokens / draws)
 
     def _count(self, take: Take, draws: int, on_progress: OnDraws, same: bool) -> tuple[Tensor, Tensor, int]:
-        """Count the tokens of `draws` steps: after the root [V], after each first token [F, V], and all accepted ones.
+        """Count how often `draws` steps give each of V tokens after the root [V], and after each of F first tokens.
 
-        With `same`, all draws are equal, so one draw is taken and counted `draws` times."""
+        Return both counts, [V] and [F, V], and the number of accepted tokens. With `same`, all draws are equal, so one
+        draw is taken and counted `draws` times."""
         first = torch.zeros(self.vocab, dtype=torch.long)
         second = torch.zeros(len(self.firsts), self.vocab, dtype=torch.long)
         place = torch.full((self.vocab,), -1).index_copy_(0, torch.tensor(self.firsts), torch.arange(len(self.firsts)))
@@ -215,7 +216,7 @@ class Experiment:
         return first, second, accepted_tokens
 
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
-        """Return the target's scores [F, V] after each first token; a drafted token's are those in `scores`."""
+        """Return the target's scores [F, V] after F first tokens; those of drafted tokens are in `scores` [N, V]."""
         found = self.after_firsts.clone()
         for token, depth, after in zip(draft.ids[0].tolist(), draft.topology.depth[0].tolist(), scores, strict=True):
             if depth == 1 and token in self.firsts:
@@ -223,7 +224,7 @@ class Experiment:
         return found
 
     def _chosen(self, rule: Rule, draft: Draft, scores: Tensor) -> Take:
-        """Make a function that samples steps with `--draft topk`. All rows share one draft and its scores [N, V]."""
+        """Make a function that samples steps with `--draft topk`. All use one draft of N nodes and `scores` [N, V]."""
         passes = Acceptor(rule.acceptance, self.settings.epsilon, self.settings.delta).passes
 
         def of_nodes(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,7 +242,7 @@ class Experiment:
         return take
 
     def _sampled(self, truncate: Truncation | None) -> Take:
-        """Make a function that samples steps with `--draft sample`. Each row draws its tree from the drafter."""
+        """Make a function that samples steps with `--draft sample`. For each step, the drafter samples a tree."""
         context = self.context
         # Draws must not choose nodes, so the candidates of a dynamic tree replace the tree.
         drafter = self.source.reshaped(lambda tree: narrowed(tree.candidates, MAX_CHILDREN)).start(context.session)

@@ -19,7 +19,7 @@ from medusa.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Verification(Job):
-    """What a verification tests: a drafter with its models, prompts and greedy settings, and the number of samples.
+    """What a verification tests: a drafter with its models, prompts and decoding settings, and the number of samples.
 
     Raises RequestError if the drafter drafts nothing, or if a prompt is too long to sample tokens after it."""
 
@@ -117,7 +117,7 @@ class VerificationResult:
 
 
 def verify(asked: Verification) -> VerificationResult:
-    """Compare the greedy texts of all prompts, then test samples for the first prompts.
+    """Compare greedy texts with and without the drafter for all prompts, then test samples for the first prompts.
 
     The option `compile` applies only to greedy decoding with the drafter; all other decoding is eager."""
     eager, model = replace(asked.settings, compile=False), asked.loaded.model
@@ -160,7 +160,7 @@ def compare_greedy(
 def _divergence(
     model: PreTrainedModel, number: int, prompt: list[int], plain: list[int], medusa: list[int], amateur: Amateur | None
 ) -> Divergence:
-    """Find where the new tokens of two texts first differ, and measure the gaps between logits or scores there."""
+    """Find where two texts after a prompt first differ, and measure the gaps there between the tokens' logits."""
     at = next((i for i, (a, b) in enumerate(zip(plain, medusa, strict=False)) if a != b), min(len(plain), len(medusa)))
     ids = torch.tensor([prompt + plain[:at]], device=Backbone(model).device)
     logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()

@@ -26,7 +26,7 @@ CASE_INK = {"topk": INK["medusa"], "sample": INK["violet"]}
 
 
 def alone(draw: Callable[..., None], *data: object, height: float = 2.6, bars: int | None = None) -> Figure:
-    """Make a figure of one plot, drawn by `draw(axes, *data)`: `height` inches high, or as high as its `bars` need."""
+    """Make a figure of one plot, drawn by `draw(axes, *data)`, `height` inches high or high enough for `bars` bars."""
     if bars is not None:
         height = 0.9 + 0.42 * bars
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -44,7 +44,7 @@ def without_frames(figure: Figure) -> Figure:
 def speedups(
     axes: Axes, methods: Mapping[str, MethodFigures], ink: str = "blue", title: str = "times model.generate"
 ) -> None:
-    """Draw the speedup of each method over `model.generate`, with its interval. `ink`: as in `bars`."""
+    """Draw each method's speedup over `model.generate` as a bar, with its interval. `ink`: colour, as in `bars`."""
     rows = {name: (its.speedup_vs_generate, its.speedup_vs_generate_interval) for name, its in methods.items()}
     bars(axes, rows, title, "{:.2f} x", ink)
     axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
@@ -103,7 +103,7 @@ def stages(axes: Axes, times: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def positions(axes: Axes, stretches: Sequence[PositionFigures]) -> None:
-    """Draw tau along the text, one point for each stretch of new tokens."""
+    """Draw tau (mean tokens per step) along the text, one point for each stretch of new tokens."""
     taus = [part.tau for part in stretches]
     axes.plot([part.start for part in stretches], taus, color=INK["medusa"], marker="o", ms=4)
     axes.set(title="tau along the text", xlabel="new tokens before the step", ylim=(0, 1.15 * max(taus)))
@@ -146,7 +146,7 @@ def tree_height(accepted: Sequence[AcceptedNode]) -> float:
 
 
 def temperatures(axes: Axes, rows: Sequence[TemperatureFigures]) -> None:
-    """Draw tau against temperature, with intervals."""
+    """Draw tau (mean tokens per step) against temperature, with intervals."""
     at = [row.temperature for row in rows]
     for row in rows:
         if row.tau_interval:
@@ -193,10 +193,10 @@ def changes(axes: Axes, comparison: Comparison) -> None:
 
 
 def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
-    """Draw the tests of rejection sampling on one prompt, for the most probable tokens, with the labels of `name_of`.
+    """Draw how often rejection sampling gives the most probable tokens after one prompt; `name_of` labels the tokens.
 
-    Above are the probabilities of the backbone and of the draft, and the observed frequencies. Below are the deviations
-    of the frequencies in standard deviations."""
+    The upper plot has the probabilities of the backbone and of the draft, and the observed frequencies. The lower plot
+    has the deviations of the frequencies, in standard deviations."""
     judged = [case for case in cases if case.rule.acceptance == "rejection"]
     target, draft = judged[0].target, judged[0].draft
     p, shown = target.topk(min(24, int((target > 0).sum())))

@@ -62,7 +62,7 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print the changes of metrics and settings between two benchmark runs."""
+    """Print how metrics and settings changed between two benchmark runs."""
     console.print(f"{comparison.later} against {comparison.earlier}", highlight=False)
     table = table_of(("", "earlier", "later", "ratio", "95 %"))
     table.add_column("")  # the verdict; it wraps if the other columns are wide
@@ -77,7 +77,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def print_verification(console: Console, outcome: VerificationResult, full: bool, report: str) -> None:
-    """Print the outcome of `medusa verify`, with the path of its `report`. With `full`, show the temperatures."""
+    """Print the outcome of `medusa verify`, and the path of its `report`. With `full`, show temperature and top-p."""
     console.print(f"greedy: {outcome.greedy.in_words(outcome.asked.dtype)}")
     head, rows = figures_table(outcome.cases)
     narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
@@ -91,7 +91,7 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
 
 
 def print_calibration(console: Console, found: Calibration, measured: float | None, place: Path) -> None:
-    """Print the trees that a calibration tried, tau `measured` on held-out texts, and the file of the calibration."""
+    """Print the trees that a calibration tried, its file `place`, and tau `measured` on held-out texts, if not None."""
     table = table_of(("tree", "nodes", "predicted tau", "ms per step", "tokens/s", "x plain", ""))
     plain = found.points[0].tokens_per_second
     for index, point in enumerate(found.points):

@@ -146,7 +146,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> Json | N
 
 
 def require_output(folder: Path, overwrite: bool) -> None:
-    """Raise a `RequestError` if `folder` holds other files, or a finished datastore that is not to be overwritten."""
+    """Raise a `RequestError` if `folder` holds files of another kind, or, without `overwrite`, a finished datastore."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     names -= {path.name for path in _temporary_files(folder)}
     if names and not names & {DONE, BUILDING}:

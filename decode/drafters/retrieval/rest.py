@@ -64,7 +64,7 @@ class RestConfig(DrafterConfig):
 
 @dataclass(eq=False)
 class RestDrafter(TextDrafter):
-    """A drafter that, in every step, looks up the end of each row's text in the datastore."""
+    """A drafter that, in every step, looks up the end of each text of the batch in the datastore."""
 
     config: RestConfig
 

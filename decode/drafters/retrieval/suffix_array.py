@@ -25,7 +25,7 @@ def first_groups(tokens: NDArray, end: int, size: int | None = None) -> list[tup
 
 
 def sorted_places(tokens: NDArray, low: int, high: int, end: int, size: int | None = None) -> Iterator[NDArray]:
-    """Yield, in several arrays, the positions of ids from `low` to `high` - 1, sorted by the next DEPTH `tokens`."""
+    """Yield, in several arrays, the positions of ids in [low, high), sorted by the DEPTH tokens from each on."""
     size, bits = size or GROUP, end.bit_length()
     stack = [(_places(tokens, low, high), int(high - low == 1))]
     while stack:
