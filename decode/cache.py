@@ -93,7 +93,7 @@ class TreeCache(Cache):
     """A KV cache of transformers whose rows have different lengths, and whose `commit` keeps accepted nodes only."""
 
     def __init__(self, config: PretrainedConfig, batch_size: int, capacity: int) -> None:
-        """Make an empty cache of `capacity` slots (tokens) per row, which grows by a copy when a text needs more."""
+        """Make an empty cache of `capacity` slots per row; it is copied to larger tensors when a text needs more."""
         self.arenas: list[Arena] = []
         self.capacity = capacity
         self.pending = 0  # nodes of the last forward, until they are committed
@@ -167,7 +167,7 @@ class TreeCache(Cache):
         self._set(list(lengths))
 
     def reopen(self, lengths: list[int]) -> None:
-        """Shorten row b to `lengths[b]` slots, so that `commit` can keep nodes of several forwards after them."""
+        """Shorten row b to `lengths[b]` slots; `commit` can then keep nodes that several forwards wrote after these."""
         self.cut(lengths)
         self.pending = 1
 

@@ -193,7 +193,7 @@ class Acceptor(AcceptanceRule):
 
     @property
     def passes(self) -> Passes | None:
-        """The function that tests drafted tokens, in lossy rules that accept the longest path; `None` for others."""
+        """The function that tests drafted tokens, in lossy rules that accept the longest path, else `None`."""
         if self.rule == "typical":
             return lambda scores: typical(scores.softmax(-1), self.epsilon, self.delta)
         if self.limit is None:

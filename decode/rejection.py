@@ -69,7 +69,7 @@ class Residuals(NamedTuple):
     shared: bool  # whether to look for rows that share a distribution, which does not pay for few rows
 
     def after_rejection(self, rows: Tensor, token: Tensor, was_last: bool) -> Residuals:
-        """Update p and q of the X rows `rows` (indices among the R), whose drafted tokens `token` [X] were rejected.
+        """Update p and q of X of the R unfinished rows, `rows` [X], whose drafted tokens `token` [X] were rejected.
 
         With `was_last`, no row has another sibling to try, so q is not computed."""
         if not len(rows):
@@ -92,7 +92,7 @@ def passes_ratio(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """The normalised max(0, p - q) [M, V]: the next token's distribution after a draw from q [M, V] was rejected."""
+    """The normalised max(0, p - q) of M pairs [M, V]: a distribution to draw from after a draw from q was rejected."""
     rest = (p - q).clamp_min(0)
     total = rest.sum(-1, keepdim=True)
     # If no mass is left, rounding caused the rejection: p equals q, and a draw from either is right.

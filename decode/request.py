@@ -142,7 +142,7 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
 
 
 def require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) -> None:
-    """Raise a `RequestError` if one of several texts outgrows the length at which longrope changes all rotations."""
+    """Raise a `RequestError` if one of several texts outgrows the length at which longrope changes a batch's RoPE."""
     boundary, longest = Backbone(model).rope_boundary, max(len(r.prompt) + r.max_new_tokens for r in requests)
     if boundary is not None and len(requests) > 1 and longest > boundary:
         raise RequestError(

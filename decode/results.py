@@ -44,7 +44,7 @@ class Result:
 
 
 def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> str:
-    """Decode new ids to text without special tokens, cut before the first stop string; empty without a tokenizer."""
+    """Decode token ids to text without special tokens, cut before the first stop string; empty without a tokenizer."""
     if tokenizer is None:
         return ""
     text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -53,13 +53,13 @@ def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop:
 
 
 def tau(results: Sequence[Result]) -> float:
-    """Mean tokens per decoding step: the root and the accepted tokens, not cut at the text's end; 0 without steps."""
+    """Mean tokens per step of all results: the root and accepted tokens, not cut at the text's end; 0 without steps."""
     lengths = [length for result in results for length in result.uncut_lengths]
     return sum(lengths) / len(lengths) if lengths else 0.0
 
 
 def prompt_seeds(seed: int, indices: Iterable[int]) -> list[int]:
-    """Derive one seed for each prompt from its index in a file, counted from 0; prompt 0 gets `seed` itself."""
+    """Derive one seed for each prompt from `seed` and the prompt's index in its file; index 0 gets `seed` itself."""
     return [seed if index == 0 else random.Random(f"{seed} {index}").getrandbits(63) for index in indices]
 
 

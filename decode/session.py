@@ -68,7 +68,7 @@ class Session:
         return self.frontier(root, readout.hidden, rows)
 
     def frontier(self, root: Tensor, hidden: Tensor, rows: list[int]) -> Frontier:
-        """Make the frontier of the next step from the last decided tokens [B] and hidden states before them [B, H]."""
+        """Make the state before the next step from the last decided tokens [B] and hidden states before them [B, H]."""
         return Frontier(root, hidden, rows, None if self.heads_cache is None else self.heads_cache.context_kv())
 
     def select(self, left: list[int]) -> None:

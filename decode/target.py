@@ -75,7 +75,9 @@ class Target:
     def next(
         self, rows: Sequence[int], sequences: Sequences, logits: Tensor, most_probable_only: bool = False
     ) -> Tensor:
-        """Decide on the next token of each of B `rows` [B], from the logits [B, V] after their texts."""
+        """Decide on the next token of each of B `rows` [B], from the logits [B, V] after their texts.
+
+        With `most_probable_only`, the token is never drawn at random."""
         if self.is_argmax:
             return most_probable(logits)
         scores = torch.cat([self.scores(row, sequences.prefix(row), logits[i]) for i, row in enumerate(rows)])
@@ -87,7 +89,7 @@ class Target:
     def draft_probabilities(self, rows: Sequence[int], logits: Tensor) -> Tensor:
         """Apply the target's temperature, top-k and top-p to a drafter's logits [B, nodes, V]; returns q.
 
-        Draft tokens are drawn from the distributions q, which affect only how many tokens are accepted, not the text.
+        Draft tokens are drawn from q, which affects how many tokens are accepted, but not the distribution of the text.
         Penalties depend on tokens that are not drawn yet, so q is computed without them."""
         ids = torch.zeros(logits.shape[1], 1, dtype=torch.long, device=logits.device)  # `WARPERS` read none
         warped = [processed(self.warpers[row], ids, logits[i].float()) for i, row in enumerate(rows)]

@@ -85,7 +85,7 @@ class FixedCache(Cache):
             other.release()
 
     def append_next(self, count: int) -> Tensor:
-        """Reserve the `count` cache slots after each text for the next forward; returns positions [B, count]."""
+        """Reserve the `count` cache slots after each text for the next forward; returns their positions [B, count]."""
         positions = self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
         self.slots = positions.clamp_max(self.capacity - 1)
         return positions

@@ -160,7 +160,7 @@ def best_first_beam(
             hypotheses are dropped, so the texts may differ from those of beam search.
 
     Raises:
-        RequestError: an option is out of range, or the prompt does not fit.
+        RequestError: an option is out of range, or the prompt does not fit into the context.
         RunError: `max_queued` dropped all hypotheses that could have been finished."""
     batch_size = num_beams if batch_size is None else batch_size
     backbone, prompt = Backbone(model), torch.as_tensor(input_ids).flatten().tolist()

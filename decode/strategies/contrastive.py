@@ -115,7 +115,7 @@ class ContrastVerifier(Verifier):
         return self._contrasted(super().prefill(ids, lengths, on_hidden), self.amateur.prefill(ids, lengths))
 
     def read(self, draft: Draft) -> Readout:
-        """Read a draft with both models; returns the large model's hidden states [B, N, H] and scores."""
+        """Read a draft with both models; returns the expert's hidden states [B, N, H] and contrastive scores."""
         return self._contrasted(super().read(draft), self.amateur.read(draft))
 
     def _contrasted(self, expert: Readout, amateur: Readout) -> Readout:
