@@ -174,7 +174,7 @@ def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
 
 
 def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[AcceptedNode]:
-    """Compute the fraction of steps that accepted each node of the draft tree, with heads.
+    """Compute the fraction (0 to 1) of steps that accepted each node of the heads' draft tree.
 
     `ranks`: for each text in `results`, the field `ranks` of a `Recording`."""
     counts: Counter[tuple[int, ...]] = Counter()

@@ -97,7 +97,7 @@ class LevelwiseDrafter(ABC):
         return logits
 
     def propose(self, frontier: Frontier) -> Draft:
-        """Draft a static, dynamic or sampled tree for each text in `frontier`."""
+        """Draft a tree for each text in `frontier`: a static, a dynamic or a sampled tree."""
         if self.tree.max_depth == 0:
             return Draft(frontier.root[:, None], self.topology)
         if isinstance(self.tree, DynamicTree):

@@ -110,7 +110,7 @@ class DraftModel(DrafterFactory):
 class ModelDrafter(LevelwiseDrafter):
     """Drafts with a small model, whose KV cache follows the texts of a session.
 
-    The state of W nodes in B texts holds the cache slots [B, W, A] of their A drafted ancestors: 0 follows the text.
+    The state of W nodes in B texts is the cache slots [B, W, A] of their A drafted ancestors. Slot 0 follows the text.
     """
 
     def __init__(self, source: DraftModel, session: Session, target: Target | None = None) -> None:

@@ -183,7 +183,7 @@ class CompletionApi:
         return StreamingResponse(chunks, media_type="text/event-stream")
 
     def begin(self, asked: CompletionRequest | ChatRequest) -> ApiAnswer:
-        """Check a request, start its texts in the worker thread, and return its answer; a bad one is an `ApiError`."""
+        """Check a request, start its texts in the worker thread, and return the answer; raises an `ApiError`."""
         self._require_model(self.name if asked.model is None else asked.model)
         try:
             settings = asked.settings(self.settings)

@@ -104,7 +104,7 @@ class Card:
                         ui.label(unit).classes("unit")
 
     def show(self, now: Snapshot) -> None:
-        """Show the text and the metrics of one moment."""
+        """Show the text and the metrics of the snapshot `now`."""
         cursor = '<i class="cursor"></i>' if now.finish_reason is None else ""
         end = ' <span class="end">■ end of the text</span>' if now.finish_reason == "eos" else ""
         self.text.content = marked(now.pieces).lstrip() + cursor + end  # a continued text begins with a space

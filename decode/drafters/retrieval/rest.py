@@ -77,7 +77,7 @@ class RestDrafter(TextDrafter):
 
 
 def looked_up(config: RestConfig, text: list[int], count: int) -> Trie:
-    """Look up the longest known suffix of `text`; returns a trie of up to `count` tokens after its occurrences."""
+    """Look up the longest suffix of `text` in the datastore; returns a trie of the `count` tokens after each match."""
     match = config.opened.longest(text[-config.n :], config.min_n)
     return most_frequent(config.opened.after(match, count, config.matches) if match else (), config.nodes)
 
