@@ -46,13 +46,12 @@ class HeadShape(NamedTuple):
 def learning_rate(hidden_size: int) -> float:
     """The default peak learning rate for training heads on a backbone of hidden size H.
 
-    In experiments, 5e-3 was best at H = 64 and 3e-3 at H = 256. The power law through both gives 1e-3 at H = 4096.
-    """
+    In experiments, 5e-3 was best at H = 64 and 3e-3 at H = 256. The power law through both gives 1e-3 at H = 4096."""
     return 5e-3 * (64 / hidden_size) ** 0.37
 
 
 def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
-    """Choose the shape of heads for a backbone of these sizes. Keys set in `asked`, part of the recipe, are kept."""
+    """Choose the shape of heads for a backbone of these sizes, and keep what the recipe's section `asked` sets."""
     if asked.block == "square":  # the paper's heads: one block, own LM heads
         return HeadShape("square", asked.layers or 1, 1.0, asked.lm_head or "own")
     inner, own = fastest(sizes, asked.num or NUM_HEADS)
@@ -66,14 +65,16 @@ def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
 
 
 def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:
-    """The inner width, summed over blocks, of the fastest MLP heads, and whether they have LM heads of their own."""
+    """The inner width, summed over a head's blocks, of the fastest MLP heads, and whether each has its own LM head."""
     kinds = [(inner, own) for inner in WIDTHS for own in (False, True)]
     speeds = {kind: expected_speed(sizes, num_heads, *kind) for kind in kinds}
     return min(kind for kind, speed in speeds.items() if speed >= NEARLY * max(speeds.values()))
 
 
 def expected_speed(sizes: BackboneSizes, num_heads: int, inner: int, own: bool) -> float:
-    """The expected decoding speed, up to a factor, of MLP heads with this inner width and shared or `own` LM heads."""
+    """The expected decoding speed, up to a constant factor, of MLP heads with `own` or shared LM heads.
+
+    `inner` is the inner width of a head, summed over its blocks."""
     lm_heads = (num_heads if own else 1) * sizes.hidden_size * sizes.vocab_size
     heads = num_heads * 2 * inner * sizes.hidden_size + lm_heads
     tau = (1 - LOSS / inner**0.5) * (OWN_GAIN if own else 1.0)

@@ -48,7 +48,9 @@ class LoadedRun(NamedTuple):
 
 
 def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun:
-    """Check a recipe and load what it describes; raise RequestError for errors, or if `checkpoint` has other heads."""
+    """Check a recipe, and load the backbone, the data and the heads that it describes. With `quiet`, print less.
+
+    Raise RequestError if the recipe has errors, or if `checkpoint`, from which the run resumes, holds other heads."""
     arguments, sizes = check(config, quiet)
     loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
     backbone = Backbone(loaded.model)
@@ -109,10 +111,10 @@ def build_trainer(run: LoadedRun) -> MedusaTrainer:
 
 
 def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> LoadOptions:
-    """Set device and dtype in `options` for this process; of several processes, each uses a GPU of its own.
+    """Return `options` with the backbone's device for this process; of several processes, each uses a GPU of its own.
 
-    With `shard`, the backbone is loaded into main memory before it is split over the GPUs; its dtype is by default that
-    of `config`."""
+    With `shard`, the backbone is loaded into main memory before it is split over the GPUs. If `options` has no dtype,
+    it then becomes the dtype of `config`, the backbone's configuration."""
     device, rank = options.device, os.environ.get("LOCAL_RANK")
     if device in (None, "cuda"):
         device = f"cuda:{rank}" if rank is not None and torch.cuda.is_available() else None

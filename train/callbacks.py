@@ -31,7 +31,7 @@ class LogBeforeSaving(TrainerCallback):
 
 
 class TimeBudget(TrainerCallback, ExportableState):
-    """Callback that ends training after `seconds`, and lets the learning rate fall with the time spent."""
+    """Callback that ends training after a time in seconds, and lets the learning rate fall with the time spent."""
 
     def __init__(self, seconds: float, elapsed: float = 0.0, cpu: bool = False) -> None:
         """Make a time budget of which `elapsed` seconds are spent; with `cpu`, its clock is this process's CPU time."""
@@ -45,7 +45,7 @@ class TimeBudget(TrainerCallback, ExportableState):
         return {"args": {"seconds": self.seconds, "cpu": self.cpu}, "attributes": {"elapsed": self.spent()}}
 
     def spent(self) -> float:
-        """Seconds of training so far in this process, including the time before an interruption."""
+        """Seconds of training so far in this process, including the time before the run was interrupted and resumed."""
         return self.elapsed + (0.0 if self._resumed_at is None else self._clock() - self._resumed_at)
 
     def agreed(self) -> float:
@@ -57,7 +57,9 @@ class TimeBudget(TrainerCallback, ExportableState):
         return min(1.0, self.agreed() / self.seconds)
 
     def learning_rate_factor(self, warmup: float) -> float:
-        """Share of the peak learning rate: it rises linearly in the share `warmup` of the budget, then falls to 0."""
+        """Share of the peak learning rate, from 0 to 1, at the time spent so far.
+
+        The share rises linearly in the first part `warmup` (0 to 1) of the time budget, then falls linearly to 0."""
         progress = self.agreed() / self.seconds
         if not progress:
             return 1e-3  # before the first step the clock stands at 0; a rate of 0 would waste that step
@@ -79,7 +81,9 @@ class ProgressBar(TrainerCallback):
     """Callback that shows a progress bar, which counts training steps or, with a time budget, seconds."""
 
     def __init__(self, lines: bool = True, budget: Callable[[], TimeBudget | None] = lambda: None) -> None:
-        """Make a progress bar; with `lines`, all lines of the log stand above it, else only the latest beside it."""
+        """Make a progress bar. With `lines`, all lines of the log stand above the bar, else only the latest beside it.
+
+        `budget` returns the time budget of the run, or `None` if the run has none."""
         self.lines, self._budget = lines, budget
         self.progress: Progress | None = None
 
@@ -115,7 +119,7 @@ class ProgressBar(TrainerCallback):
 
 
 def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
-    """Top-1 accuracy of each head in a line of the log; the `prefix` of an evaluation's metrics is "eval_"."""
+    """Top-1 accuracy, from 0 to 1, of each head in a line of the log; the prefix of evaluation metrics is "eval_"."""
     shares: list[float] = []
     while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
         shares.append(share)
@@ -123,7 +127,7 @@ def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
 
 
 def summarize(logs: Mapping[str, float]) -> str:
-    """Summarize a line of the log: weighted loss in nats, each head's top-1 accuracy, and expected tau or LM loss."""
+    """Summarize a line of the log: weighted loss in nats, top-1 accuracy of each head, tokens per step, LM loss."""
     prefix = "eval_" if "eval_loss" in logs else ""
     shares = [f"{share:.3f}" for share in top1_shares(logs, prefix)]
     tau = f"  tau {logs['eval_tau']:.3f}" if "eval_tau" in logs else ""

@@ -20,8 +20,8 @@ from train.features.files import is_features
 def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
     """Check a recipe before any weights are loaded, and return its training arguments and its backbone's configuration.
 
-    Raise RequestError if something does not exist, or if two keys exclude each other. With `quiet`, show no progress.
-    """
+    Raise RequestError if the data or the backbone do not exist, or if two keys exclude each other. With `quiet`,
+    training will show no progress bar."""
     data = config.data
     if is_features(data.path):
         unused = {f"data.{key}": getattr(data, key) for key in ("exclude", "max_examples", "streaming")}
@@ -44,7 +44,7 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
 
 
 def _training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
-    """Make the training arguments from the recipe's section `training`, with defaults from the rest of the recipe."""
+    """Make the training arguments from the recipe's section `training`; other keys and `hidden_size` give defaults."""
     given: Json = {
         "dataloader_pin_memory": config.device not in (None, "cpu"),
         "learning_rate": learning_rate(hidden_size),

@@ -1,6 +1,7 @@
 """The checkpoints of a training run: which are complete, from which to resume, and whether the disk can hold them.
 
-The Trainer writes `trainer_state.json` last. A checkpoint without it was cut off by a kill or a full disk.
+The Trainer writes `trainer_state.json` last. A checkpoint without this file is incomplete: the process was killed while
+it wrote the checkpoint, or the disk was full.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | None:
-    """Return the last complete checkpoint in `output` with --resume, or `None` without --resume.
+    """Return the last complete checkpoint in a run's output folder with --resume, or `None` without --resume.
 
-    Raise RequestError if there is no checkpoint to resume from, or a new run would replace heads without --overwrite.
-    """
+    Raise RequestError if there is no checkpoint to resume from, if a new run would replace heads without --overwrite,
+    or if both options are given."""
     found = whole_checkpoints(output)
     if resume and overwrite:
         raise RequestError("--resume continues from a checkpoint and --overwrite deletes it; give one of them")

@@ -40,8 +40,7 @@ class GuessCounts:
     """Counts of the heads' right guesses, added up over batches and processes.
 
     The expected tau (tokens per decoding step) of a tree is one plus the mean number of accepted guesses, if a step
-    starts at every position, not only where the step before ended.
-    """
+    starts at every position, not only where the step before ended."""
 
     def __init__(self, num_heads: int, tree: Tree | None = None) -> None:
         self.tree = tree
@@ -51,7 +50,9 @@ class GuessCounts:
         self.accepted = torch.zeros((), dtype=torch.float64)  # guesses that the tree accepts
 
     def add(self, ranks: Tensor, labelled: Tensor) -> None:
-        """Count right guesses by the labels' ranks [K, P] (`label_ranks`); `labelled` [K, P] marks existing labels."""
+        """Count the right guesses of K heads at P positions from the ranks [K, P] of the labels, made by `label_ranks`.
+
+        `labelled` [K, P] is True where a head has a label."""
         ranks, labelled = ranks.cpu(), labelled.cpu()
         for rank in range(max(TOPS)):
             self.hits[:, rank] += ((ranks == rank) & labelled).sum(1)
@@ -91,7 +92,7 @@ class OwnText(NamedTuple):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The accuracy of each head, and the number of positions at which it was measured (`tokens`)."""
+    """The accuracy of each head, and `tokens`, the number of positions at which the accuracy was measured."""
 
     heads: list[HeadAccuracy]
     tokens: int
@@ -101,8 +102,7 @@ class Accuracy:
 def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnText]) -> Accuracy:
     """Measure the accuracy of all heads on texts that the backbone continued greedily.
 
-    Positions run from a prompt's last token, where decoding starts, to the last one at which every head has a label.
-    """
+    Positions run from a prompt's last token, where decoding starts, to the last one at which every head has a label."""
     counts = GuessCounts(heads.config.num_heads)
     for text in texts:
         ids = torch.tensor([text.input_ids], device=backbone.device)
@@ -112,7 +112,10 @@ def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnTex
 
 
 def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_tokens: int) -> Tensor:
-    """Find the ranks [K, P] (`label_ranks`) of the right tokens in a text `ids` [1, T], from the prompt's end on."""
+    """Find the ranks [K, P], as `label_ranks` does, of a text's tokens among the guesses of K heads at P positions.
+
+    `ids` [1, T] are the text's token ids. The positions run from the prompt's last token to the last position at which
+    every head has a label."""
     labels = head_labels(ids, torch.ones_like(ids), torch.zeros_like(ids), heads.config.num_heads)[:, 0]  # [K, T]
     usable = (labels != IGNORE).all(0)
     usable[: max(prompt_tokens - 1, 0)] = False
@@ -122,7 +125,9 @@ def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_toke
 
 
 def label_ranks(backbone: Backbone, heads: MedusaHeads, inputs: HeadInputs, labels: Tensor) -> Tensor:
-    """Find the ranks [K, P], from 0, of labels [K, P] among the ten best guesses of K heads; `MISSED` if not there."""
+    """Find the ranks [K, P] of labels [K, P] among the ten best guesses of K heads at P positions.
+
+    The best guess has rank 0; a label that is not among the ten has the rank `MISSED`, a large number."""
     ranks, lm_head = [], lm_head_for(heads, backbone)
     rows = chunk_rows(len(labels), backbone.vocab_size, inputs.hidden.device.type)
     features = heads.features(inputs)

@@ -27,9 +27,8 @@ def new_heads(
     """Make the heads that the recipe's section `asked` describes, for the backbone `model` of this name and revision.
 
     The blocks of new heads start as the identity, so at first each head predicts what the backbone's LM head predicts.
-    Heads guess among the tokens with the ids `vocabulary` [N] (`train.vocabulary`), by default among all tokens. Raise
-    RequestError if the backbone has no linear LM head, or the trained heads in `asked.start` differ from `asked`.
-    """
+    Heads guess among the N tokens with the ids `vocabulary` [N], by default among all tokens. Raise RequestError if the
+    backbone has no linear LM head, or if trained heads to continue from (`asked.start`) differ from `asked`."""
     backbone = Backbone(model)
     if not isinstance(backbone.head, nn.Linear):
         raise RequestError(f"the backbone's LM head is a {type(backbone.head).__name__}; heads need a plain Linear one")
@@ -45,7 +44,7 @@ def new_heads(
 
 
 def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None) -> MedusaConfig:
-    """The configuration of new heads: the keys set in `asked`, the recipe's section, and values that suit `model`."""
+    """The configuration of new heads: values from the recipe's section `asked`, and for the rest what suits `model`."""
     backbone = Backbone(model)
     if asked.lm_head is None and asked.block != "square" and getattr(backbone.head, "bias", None) is not None:
         # An own LM head has no bias, so its first predictions would be far from the backbone's.
@@ -94,7 +93,7 @@ def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedM
 
 
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
-    """Describe heads before training in one line: shape, size, and warnings about an LM head bias or about servers."""
+    """Describe heads in one line: shape, size, and warnings if an LM head bias is lost or no server loads the heads."""
     width = f" of width {config.inner_size}" if config.block in ("mlp", GATED) else ""
     tokens = f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else ""
     line = (

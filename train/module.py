@@ -35,7 +35,7 @@ class HeadsOnBackbone(nn.Module):
     """Heads with the frozen backbone whose hidden states they read. Parameters and state dict cover only the heads."""
 
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> None:
-        """Freeze the backbone `model`; raise RequestError if `args` asks for what these models do not support."""
+        """Freeze the backbone `model`; raise RequestError if heads or backbone do not support what `args` asks for."""
         super().__init__()
         self.heads, self.args = heads, args
         self.scheduled_sampling = 0.0  # current probability, which the trainer raises over the run
@@ -67,8 +67,8 @@ class HeadsOnBackbone(nn.Module):
     ) -> LabelledPositions:
         """Collect the inputs and labels of the heads at the positions of a batch at which head 0 has a label.
 
-        The arguments are the fields of a batch [B, T] and the backbone's hidden states [B, T, H], by default computed.
-        """
+        The arguments are the fields [B, T] of a batch of B rows of T tokens, and the backbone's hidden states
+        [B, T, H], of hidden size H; `None`: they are computed."""
         backbone, args, num_heads = self.backbone, self.args, self.heads.config.num_heads
         # An evaluation compares guesses with tokens, also with the objective distill.
         argmax = args.objective == "argmax" or (args.objective == "distill" and not self.training)
@@ -96,14 +96,14 @@ class HeadsOnBackbone(nn.Module):
         return LabelledPositions(inputs, labels[:, places], teacher)
 
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Compute the backbone's hidden states [B, T, H] from the token ids and positions [B, T] of a batch."""
+        """Compute the backbone's hidden states [B, T, H] for a batch of B rows of T tokens; H is the hidden size."""
         # Without autocast, so that the heads read hidden states in the backbone's dtype, as in decoding.
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             return self.backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
-    """Add uniform noise to hidden states [..., H], from -a r to a r: a is `amplitude`, r a state's root mean square."""
+    """Add uniform noise from -a r to a r to hidden states [..., H], with a = `amplitude` and r a state's RMS value."""
     # EAGLE (arXiv 2401.15077) adds noise between -0.1 and 0.1, whatever the scale of the hidden states.
     scale = hidden.detach().float().square().mean(-1, keepdim=True).sqrt().to(hidden.dtype)
     return hidden + amplitude * scale * (2 * torch.rand_like(hidden) - 1)
@@ -113,11 +113,11 @@ def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
 def with_own_guesses(
     heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, ids: Tensor, probability: float
 ) -> Tensor:
-    """Scheduled sampling: replace some tokens `ids` [R, K] of the path that heads read by the guesses of earlier heads.
+    """Replace some of the tokens `ids` [R, K], which K heads read after R positions, by guesses (scheduled sampling).
 
-    With the given probability, head k reads the guess of head k - 1 instead of the text's token, but never of the root.
-    All guesses come from one pass over the text's tokens (Bengio et al. 2015; in parallel, Duckworth et al. 2019).
-    """
+    With the given probability, head k reads the guess of head k - 1 instead of the text's token. The first of the K
+    tokens is never replaced. All guesses come from one pass over the text's tokens (Bengio et al. 2015; in parallel,
+    Duckworth et al. 2019)."""
     if ids.shape[1] == 1:
         return ids
     replaced = torch.rand(ids[:, 1:].shape, device=ids.device) < probability

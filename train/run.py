@@ -32,8 +32,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
 
     With `resume`, continue from the last complete checkpoint there; with `overwrite`, replace heads, checkpoints and
     features there; with `quiet`, show no progress bar and print only warnings. Raise RequestError before training if
-    the recipe cannot be carried out, and RunError if the disk has filled up.
-    """
+    the recipe cannot be carried out, and RunError if the disk has filled up."""
     output = Path(config.output_dir)
     checkpoint = checkpoint_to_resume(output, resume, overwrite)
     run = load(config, checkpoint, quiet)
@@ -69,7 +68,9 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
 
 
 def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
-    """Estimate the disk space and saved training time of `cache_features`; RequestError for features or a stream."""
+    """Estimate the disk space and the saved training time of the recipe's key `cache_features`, and print them.
+
+    Raise RequestError if the data are features on disk already, or a stream."""
     run = load(config, None, quiet)
     if not isinstance(run.dataset, PackedDataset):
         raise RequestError(f"{config.data.path} holds features or is a stream; there is nothing to plan")

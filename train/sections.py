@@ -49,8 +49,7 @@ class Section(BaseModel):
     def as_meant(cls, key: str, value: object) -> object:
         """Convert the value of `key` if YAML 1.1 has read it as another type than the field has.
 
-        YAML reads 1e-3 and 1e3 as strings (a number is written 1.0e-3), and `no` and `yes` as booleans.
-        """
+        YAML reads 1e-3 and 1e3 as strings (a number is written 1.0e-3), and `no` and `yes` as booleans."""
         annotation = cls.model_fields[key].annotation if key in cls.model_fields else object
         kinds = () if isinstance(annotation, GenericAlias) else get_args(annotation) or (annotation,)
         if isinstance(value, str) and (int in kinds or float in kinds) and str not in kinds:
@@ -72,7 +71,7 @@ def section_of(arguments: type[DataclassInstance]) -> type[Section]:
 
 
 def _yaml_type(hint: object) -> object:
-    """The YAML type of a field with the annotation `hint`: a string for enumerations, `object` if it is not plain."""
+    """The type of a field's value in YAML, from its annotation `hint`, without enumerations; `object` if not plain."""
     whole, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     members = get_args(whole) if get_origin(whole) in (Union, UnionType) else (whole,)
     kinds = tuple(kind for kind in members if not isinstance(kind, EnumMeta))
@@ -87,8 +86,7 @@ def validated(section: type[AnySection], content: object, source: str = "", pref
     """Check the content of a section, as read from YAML, and return the section.
 
     Raise RequestError if a key is unknown or missing, or a value is not allowed. The message starts with `source`, and
-    names keys with the path `prefix` of their section, such as "training.".
-    """
+    names keys with the path `prefix` of their section, such as "training."."""
     try:
         return section.model_validate(content)
     except ValidationError as refusal:
@@ -125,7 +123,7 @@ def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> s
 
 
 def _locate(section: type[Section], error: ErrorDetails) -> tuple[tuple[str, ...], type[Section], FieldInfo | None]:
-    """Find the path, the section's class and the field of an error's key; the field of an unknown key is `None`."""
+    """Find the key that an error is about: its path, its section's class and its field (`None` for an unknown key)."""
     parts: tuple[str, ...] = ()
     field = None
     for part in map(str, error["loc"]):

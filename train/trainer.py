@@ -99,7 +99,7 @@ class MedusaTrainer(Trainer):
             self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
 
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
-        """Measure the seconds of a training step without `prepare`, which is applied to every batch; undo the steps."""
+        """Time a few training steps and undo them. Return the seconds of one step, without those spent in `prepare`."""
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in learning]
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # its slowest value
@@ -132,7 +132,7 @@ class MedusaTrainer(Trainer):
         return self.lr_scheduler
 
     def begin_step(self, progress: float) -> None:
-        """Before a step, set what changes over the run, such as scheduled sampling; `progress` rises from 0 to 1."""
+        """Set what changes over the run, such as scheduled sampling, before a step; `progress` rises from 0 to 1."""
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling * progress
 
     def get_batch_samples(
@@ -158,7 +158,9 @@ class MedusaTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Compute the loss of a batch, and keep each head's loss and number of right guesses for the log."""
+        """Compute the loss of a batch, and keep each head's loss and number of right guesses for the log.
+
+        `num_items_in_batch` [K] is the number of labels of each head in the optimiser step, over all processes."""
         losses: HeadLosses = model(**inputs)
         sums = torch.stack([losses.loss * losses.total, losses.correct, losses.total])  # [3, K], over the batch
         self._seen.setdefault("train" if model.training else "eval", []).append(sums.double().cpu())

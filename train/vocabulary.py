@@ -1,6 +1,6 @@
 """The reduced vocabulary of heads: the most frequent tokens of the training text, and the expected speedup.
 
-Heads with a reduced vocabulary read fewer LM head weights, but never guess other labels. The time of a step is
+Heads with a reduced vocabulary read fewer LM head weights, but never guess other tokens. The time of a step is
 estimated by the number of weights that it reads, as in `train.architecture`.
 """
 
@@ -34,8 +34,7 @@ class FrequentTokens(NamedTuple):
 def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int, vocab_size: int) -> FrequentTokens:
     """The `size` most frequent tokens among the labels of a dataset; equally frequent tokens are sorted by id.
 
-    Raise RequestError if the dataset is a stream, or if `size` is not smaller than the vocabulary.
-    """
+    Raise RequestError if the dataset is a stream, or if `size` is not smaller than the vocabulary."""
     if isinstance(dataset, StreamedDataset):
         raise RequestError("heads.vocabulary is counted on the whole text, and data.streaming has no end; omit one")
     if size >= vocab_size:
@@ -55,7 +54,9 @@ def _first(counts: Tensor, size: int) -> Tensor:
 
 
 def _labels(dataset: PackedDataset | Features) -> Iterator[Tensor]:
-    """Yield labels [B, T] of the first head. Later heads learn the same tokens, but the first ones of each document."""
+    """Yield the first head's labels [B, T], for B rows of T tokens at a time.
+
+    Later heads learn the same tokens, except the first ones of each document."""
     pieces: Iterable[Sequence[Tensor]]
     if isinstance(dataset, PackedDataset):
         pieces = zip(*(getattr(dataset, name).split(ROWS) for name in PER_TOKEN), strict=True)
@@ -75,8 +76,7 @@ def vocabulary_gain(
 
     c is the `coverage`, the share of labels in the reduced vocabulary; K the number of heads; H the hidden size.
     `backbone` and `blocks` are numbers of parameters, `blocks` that of the heads without their LM heads. A step reads
-    `lm_heads` LM heads: K if each head has its own, or if heads run one after another.
-    """
+    `lm_heads` LM heads: K if each head has its own, or if heads run one after another."""
 
     def speed(tokens: int, share: float) -> float:
         tau = sum((share * CHAIN) ** depth for depth in range(num_heads + 1))
@@ -87,7 +87,7 @@ def vocabulary_gain(
 
 
 def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: float, force: bool) -> str:
-    """Describe the expected gain of a reduced vocabulary; raise RequestError for a loss, unless `force` is set."""
+    """Describe the speedup expected of a reduced vocabulary; raise RequestError if it is below 1 without `force`."""
     config = heads.config
     assert config.vocabulary is not None
     assert config.vocab_size is not None

@@ -20,10 +20,10 @@ Offsets = list[tuple[int, int]]  # the start and the end of each token of a text
 
 
 def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Return a conversation's token ids by its chat template, and for each whether it is in an assistant's turn.
+    """Tokenise a conversation by the chat template. Return its token ids, and for each whether it counts in the loss.
 
-    Raise RequestError if there is no chat template, it rejects the messages, or the assistant's turns cannot be found.
-    """
+    The tokens of the assistant's turns count. Raise RequestError if there is no chat template, if it rejects the
+    messages, or if the assistant's turns cannot be found."""
     if tokenizer.chat_template is None:
         advice = "train on text, or put the model's chat_template.jinja next to the tokenizer"
         raise RequestError(f"{record.where}: a conversation needs a chat template; {advice}")
@@ -43,7 +43,9 @@ def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[li
 def _to_tokens(
     text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[int], list[bool]]:
-    """Tokenise a conversation; tell of each token whether it lies in one of `spans`, up to its end-of-turn token."""
+    """Return the token ids of a conversation's `text`, and for each whether it belongs to an assistant's turn.
+
+    The turns lie at `spans`; each ends with its end-of-turn token. `where` is the conversation's file and line."""
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids: list[int] = encoded["input_ids"]
     offsets: Offsets = encoded["offset_mapping"] if tokenizer.is_fast else _offsets(ids, text, tokenizer, where)
@@ -59,13 +61,13 @@ def _to_tokens(
 def _first_after(offsets: Offsets, first: int, at: int) -> int:
     """Index of the first token, from token index `first` on, that starts at or after the character position `at`.
 
-    Empty offsets are skipped: byte-level tokenizers give them to a token of spaces alone, and they lie behind it.
-    """
+    Byte-level tokenizers give a token of only spaces empty offsets, at the end of the spaces. Such a token lies before
+    `at`, and is skipped."""
     return next((k for k in range(first, len(offsets)) if offsets[k][0] >= at and offsets[k][1] > at), len(offsets))
 
 
 def _offsets(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> Offsets:
-    """Compute the character offsets of tokens by decoding them, for tokenizers that report no offsets."""
+    """Compute where each token of a text starts and ends, in characters, for tokenizers that do not report offsets."""
     offsets: Offsets = []
     for at in range(len(ids)):
         piece = str(tokenizer.decode(ids[len(offsets) : at + 1]))
@@ -84,8 +86,7 @@ def _end_of_turn(
 
     What a template writes after that token, such as a newline, the backbone never generates. `first`, `answer_end` and
     `last` are the indices of the turn's first token and of the first tokens after the answer and after the turn's place
-    in the text. Unless the turn has `ended`, its last token may be the one at `last`.
-    """
+    in the text. Unless the turn has `ended`, its last token may be the one at `last`."""
     for at in range(answer_end, last):
         if _is_special(ids[at], tokenizer):
             return at + 1

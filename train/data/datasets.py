@@ -18,11 +18,10 @@ from train.data.reader import ExampleReader, records_of
 
 
 class PackedDataset(Dataset[Batch]):
-    """Dataset of rows of `sequence_length` tokens, all held in memory.
+    """Dataset of packed rows of training data, all held in memory; each row has `sequence_length` tokens.
 
-    Positions restart at every document and at the start of every row. A transformers model that is called with
-    `attention_mask=None` and `use_cache=False` then lets no document attend to another one in the same row.
-    """
+    Position ids restart at every document and at the start of every row. A transformers model that is called with
+    `attention_mask=None` and `use_cache=False` then lets no document attend to another one in the same row."""
 
     def __init__(
         self, examples: Iterable[Example], sequence_length: int, whole: bool = False, counts: DataCounts | None = None
@@ -48,11 +47,12 @@ class StreamedDataset(IterableDataset[Batch]):
     """Dataset of rows that are packed while training reads them. It repeats the data without end.
 
     The order of the rows depends only on the seed and the data. On resuming, the Trainer skips the rows that the run
-    has read before, so the run continues at the same row if the data are unchanged.
-    """
+    has read before, so the run continues at the same row if the data are unchanged."""
 
     def __init__(self, reader: ExampleReader, length: int, whole: bool, shuffle_buffer: int, seed: int) -> None:
-        """Make a stream of rows of `length` tokens, each drawn at random from `shuffle_buffer` rows of the reader."""
+        """Make a stream of rows of `length` tokens, packed from the examples of `reader`.
+
+        Each row is drawn at random from the next `shuffle_buffer` rows. With `whole`, no example is split over rows."""
         self.reader, self.length, self.whole, self.shuffle_buffer, self.seed = (
             reader,
             length,
@@ -79,7 +79,7 @@ class StreamedDataset(IterableDataset[Batch]):
 
 
 def _shuffled(rows: Iterator[Tensor], size: int, rng: random.Random) -> Iterator[Tensor]:
-    """Shuffle rows within a buffer: each row is drawn at random from the next `size` rows."""
+    """Shuffle packed rows within a buffer: each row is drawn at random from the next `size` rows."""
     waiting: list[Tensor] = []
     for row in rows:
         waiting.append(row)
@@ -94,8 +94,8 @@ def load_dataset(
 ) -> PackedDataset | StreamedDataset:
     """Load, tokenise and pack the data that `config` describes; `seed` orders the rows of a streamed dataset.
 
-    Raise RequestError if the data do not exist, a record cannot be used, or no token counts in the loss.
-    """
+    `vocab_size` and `context` are the backbone's numbers of tokens: in its vocabulary, and at most in a text (`None`:
+    no limit). Raise RequestError if data do not exist, a record is invalid, or no token counts in the loss."""
     require_data(config)
     reader = ExampleReader(config, tokenizer, vocab_size, context)
     if config.streaming:

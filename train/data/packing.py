@@ -28,13 +28,13 @@ class Example(NamedTuple):
 
     @property
     def has_labels(self) -> bool:
-        """Whether any head has a label here: a token that counts in the loss and is not one of the first two tokens."""
+        """Whether any head has a label in this document: a token after the first two that counts in the loss."""
         return any(self.loss_mask[FIRST_OFFSET:])
 
 
 @dataclass
 class DataCounts:
-    """Counts of the documents, tokens and rows of a dataset, and of the records that were dropped."""
+    """Counts of a dataset's documents, tokens, tokens in the loss (`taught`) and rows, and of dropped records."""
 
     documents: int = 0
     tokens: int = 0
@@ -45,7 +45,7 @@ class DataCounts:
     first: dict[str, str] = field(default_factory=dict)  # for each reason, file and line of the first dropped record
 
     def drop(self, reason: str, where: str) -> None:
-        """Count a record that is dropped, under its reason."""
+        """Count a record that is dropped for this reason; `where` is the record's file and line."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         self.first.setdefault(reason, where)
 
@@ -58,11 +58,10 @@ class DataCounts:
 
 
 def pack(examples: Iterable[Example], length: int, whole: bool, counts: DataCounts) -> Iterator[Tensor]:
-    """Pack examples into rows of at most `length` tokens, and add the numbers of examples and rows to `counts`.
+    """Pack examples into rows of at most `length` tokens, and count examples, tokens and rows in `counts`.
 
     With `whole`, each document stays in one row; otherwise documents are cut at the end of a row. A row of T tokens is
-    int32 [3, T]: token ids, loss mask (1 if a token counts) and document numbers.
-    """
+    int32 [3, T]: token ids, loss mask (1 if a token counts in the loss, else 0) and document numbers."""
 
     def documents() -> Iterator[Tensor]:
         for number, example in enumerate(examples):
@@ -91,7 +90,9 @@ def _end_to_end(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
 
 
 def _first_fit(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
-    """Put each document into the first open row with room for it. Of more than `OPEN_ROWS` rows, yield the fullest."""
+    """Pack whole documents into rows of at most `length` tokens: each goes into the first open row with room for it.
+
+    When more than `OPEN_ROWS` rows are open, the fullest row is yielded."""
     rows: list[Tensor] = []
     for document in documents:
         fits = (at for at, row in enumerate(rows) if row.shape[1] + document.shape[1] <= length)
@@ -112,14 +113,14 @@ def padded(row: Tensor, length: int) -> Tensor:
 
 
 def as_item(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Batch:
-    """Make a dataset item from a row of T tokens: token ids, loss mask and document numbers, each [T]."""
+    """Make a dataset item from the token ids, loss mask and document numbers, each [T], of a row of T tokens."""
     ids, documents = input_ids.long(), document_ids.long()
     item = {"input_ids": ids, "position_ids": positions_of(documents), "document_ids": documents}
     return item | {"loss_mask": loss_mask.bool()}
 
 
 def positions_of(document_ids: Tensor) -> Tensor:
-    """Position of each token in a row of T tokens, counted from the start of the token's document in this row."""
+    """Position of each token in a row of T tokens, from 0 at the start of the token's document in this row."""
     index = torch.arange(len(document_ids))
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[1:] = document_ids[1:] != document_ids[:-1]

@@ -42,8 +42,7 @@ class Preview:
 def preview(config: TrainConfig, count: int) -> Preview:
     """Read all data as a training run would, and return the first `count` examples with statistics of all data.
 
-    Of a stream, only these examples are read. Raise RequestError if the data cannot be used for training.
-    """
+    Of a stream, only these examples are read. Raise RequestError if the data cannot be used for training."""
     require_data(config.data)
     options = LoadOptions(revision=config.revision, trust_remote_code=config.trust_remote_code)
     sizes = load_config(config.backbone, options).get_text_config(decoder=True)

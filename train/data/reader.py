@@ -24,8 +24,7 @@ class ExampleReader:
     ) -> None:
         """Make a reader of the data that `config` describes, in which token ids must be below `vocab_size`.
 
-        Rows are at most as long as the backbone's context length `context`, if it has a limit.
-        """
+        Rows are at most as long as the backbone's context length `context`; `None`: it has no limit."""
         self.config, self.tokenizer, self.vocab_size = config, tokenizer, vocab_size
         self.row_length = min(config.sequence_length, context or config.sequence_length)
         self.whole = config.long_documents != "split"  # whether each document stays in one row
@@ -34,8 +33,7 @@ class ExampleReader:
     def read(self, counts: DataCounts) -> Iterator[Example]:
         """Yield the examples of one pass over the data, and count dropped records and long documents in `counts`.
 
-        Raise RequestError if a record cannot be read, or if its token ids are those of another tokenizer.
-        """
+        Raise RequestError if a record cannot be read, or if its token ids are those of another tokenizer."""
         for record in islice(records_of(self.config, self.config.path), self.config.max_examples):
             example = to_example(record, self.tokenizer)
             if max(example.input_ids, default=0) >= self.vocab_size:
@@ -75,8 +73,7 @@ def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Exa
 
     Of a text, all tokens count in the loss; of a conversation, those of the assistant's turns; of a prompt with a
     continuation in token ids, those of the continuation. Raise RequestError if the record is text but there is no
-    tokenizer, or if the assistant's turns cannot be found.
-    """
+    tokenizer, or if the assistant's turns cannot be found."""
     if record.input_ids is not None:
         loss_mask = [position >= record.prompt_tokens for position in range(len(record.input_ids))]
         return Example(record.input_ids, loss_mask, record.where)
@@ -90,7 +87,9 @@ def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Exa
 
 
 def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[tuple[int, ...]]:
-    """Collect all runs of `exclude_window` tokens in the data of `config.exclude`; examples with one are dropped."""
+    """Collect all runs of `config.exclude_window` tokens in the texts `config.exclude`, which are to be kept out.
+
+    The reader drops every training example that contains such a run."""
     windows: set[tuple[int, ...]] = set()
     for record in records_of(config, config.exclude) if config.exclude else ():
         ids = prompt_ids(record, tokenizer) if record.is_prompt else to_example(record, tokenizer).input_ids

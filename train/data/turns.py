@@ -1,13 +1,13 @@
-"""Where the assistant's turns lie in the text that a chat template writes for a conversation.
+"""The places of the assistant's turns in the text that a chat template writes for a conversation.
 
 A turn is what the assistant says, up to and including the token that ends the turn. Three methods find it:
 
 1. The template may mark what the assistant says, with {% generation %}. The marks are then used.
-2. Otherwise it writes the conversation up to the turn's start, and up to its end. The turn is the difference.
+2. Otherwise the template writes the conversation up to the turn's start, and up to its end. The turn is the difference.
 3. Some templates write a turn differently if others follow, for example without its reasoning. For these, the
    conversation is written again with another answer in this turn. The part of the text that changes is the answer.
 
-If no method is certain, the conversation is an error: after a wrong guess, the user's tokens could count in the loss.
+If no method is certain, the conversation is refused, because the user's tokens could otherwise count in the loss.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class ConversationText:
         return found if texts[0] == self.text and len(found) >= turns else None
 
     def _by_difference(self, turn: int) -> tuple[int, int] | None:
-        """Find start and end of a turn: the lengths of the texts up to them. `None` if one does not begin the next."""
+        """Find start and end of the message with index `turn` in the text: the lengths of the texts up to each.
+
+        Return `None` if the shorter text does not begin the longer one, or the longer one the whole text."""
         try:
             before = self._write(self.messages[:turn], prompt=True)
             after = self._write(self.messages[: turn + 1])
@@ -94,7 +96,7 @@ class ConversationText:
         return (len(before), len(after)) if holds else None
 
     def _by_exchange(self, turn: int) -> tuple[int, int] | None:
-        """Find start and end of an answer: the part of the text that changes with it. `None` if other parts change."""
+        """Find start and end of an answer: the part that another answer changes; `None` if other parts change, too."""
         other = next(c for c in map(chr, range(0xE000, 0xE010)) if c not in self.text)  # a private-use character
         exchanged = [*self.messages[:turn], {"role": "assistant", "content": other}, *self.messages[turn + 1 :]]
         try:

@@ -72,8 +72,7 @@ class FeatureCache:
     ) -> None:
         """Make a cache in `folder` for the hidden states that `backbone`, of this fingerprint, computes for `rows`.
 
-        No file is read or written yet. Hidden states are stored in `dtype`, by default the backbone's.
-        """
+        No file is read or written yet. Hidden states are stored in `dtype`, by default the backbone's."""
         self.folder, self.rows, self.backbone = folder, rows, backbone
         self.dtype, size = DTYPES[dtype] if dtype else backbone.dtype, backbone.hidden_size
         self.row_length = rows.input_ids.shape[1]
@@ -88,7 +87,9 @@ class FeatureCache:
             yield self.folder / f"{number:05}.safetensors", slice(start, start + self.rows_per_shard)
 
     def require_belonging(self, replace: bool = False) -> None:
-        """Raise RequestError if the folder holds damaged or other features; with `replace`, delete these instead."""
+        """Raise RequestError if the cache's folder holds anything but undamaged features of this dataset and backbone.
+
+        With `replace`, delete damaged or other features instead, but no other files."""
         try:
             self._compare()
         except RequestError:
@@ -122,7 +123,7 @@ class FeatureCache:
         return sum(len(range(len(self.rows))[rows]) for path, rows in self.shard_rows() if not path.is_file())
 
     def plan(self, trainer: MedusaTrainer) -> FeaturePlan:
-        """Estimate the cache's disk space and the training time it saves, from a few timed steps. Write nothing."""
+        """Estimate the cache's disk space and the training time that it saves, from a few timed training steps."""
         args, forwards = trainer.args, []
 
         def timed(batch: Batch) -> Batch:
@@ -150,7 +151,7 @@ class FeatureCache:
         return batch | {"hidden": hidden.to(self.dtype)}
 
     def write(self, batch_size: int, process: int = 0, processes: int = 1) -> Iterator[int]:
-        """Compute and write the missing shards, by forwards of `batch_size` rows; yield the rows of each forward.
+        """Compute and write the missing shards by forwards of `batch_size` rows; yield the number of rows after each.
 
         With several processes, each of them writes its share: shard `process`, and every `processes`-th one after it.
         """

@@ -65,7 +65,7 @@ class Manifest:
         write_json(folder / MANIFEST, {name: value for name, value in content.items() if value is not None})
 
     def same_states(self, other: Manifest) -> bool:
-        """Whether two manifests have the same dtype and the same backbone; the backbone's name may differ."""
+        """Whether two manifests are of hidden states of one backbone in one dtype; the backbone's name may differ."""
         ours, theirs = self.backbone or {}, other.backbone or {}
         same_backbone = all(ours.get(key) == theirs.get(key) for key in ("weights", "dtype"))
         return same_backbone and all(getattr(self, n) == getattr(other, n) for n in ("dtype", "hidden_size", "version"))
@@ -83,7 +83,7 @@ def token_bytes(hidden_size: int, dtype: torch.dtype) -> int:
 
 
 def shards(folder: Path) -> list[Path]:
-    """Paths of all shards in a folder of features, in order."""
+    """Paths of all shards in a folder of features, in the order of their numbers."""
     return sorted(path for path in folder.glob("*.safetensors") if path.stem.isdigit())
 
 
@@ -97,17 +97,18 @@ def read_shard(path: Path, *names: str) -> dict[str, Tensor]:
 
 
 def write_shard(path: Path, hidden: Tensor, **per_token: Tensor) -> None:
-    """Write a shard of N tokens atomically: `hidden` [N, H], and by name the tensors in `PER_TOKEN`, each [N]."""
+    """Write a shard of N tokens atomically: hidden states [N, H] of size H, and the tensors [N] in `per_token` by name.
+
+    The names are those in `PER_TOKEN`: token ids, document ids and loss mask."""
     tensors = {"hidden": hidden, **{name: per_token[name] for name in PER_TOKEN}}
     with replacing(path) as temporary:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
 
 
 class Features(Dataset[Batch]):
-    """Dataset of the rows in a folder of features: rows like those of `PackedDataset`, with their hidden states.
+    """Dataset of the training rows in a folder of features, like those of `PackedDataset`, but with hidden states.
 
-    Token ids are in memory, and hidden states memory-mapped. A row never continues in the next shard.
-    """
+    Token ids are in memory, and hidden states memory-mapped. A row never continues in the next shard."""
 
     def __init__(self, folder: Path, row_length: int) -> None:
         self.folder, self.row_length = folder, row_length
@@ -142,7 +143,9 @@ class Features(Dataset[Batch]):
 
 
 def open_features(folder: Path, row_length: int, backbone: Backbone) -> Features:
-    """Open a folder of features to train on; RequestError if they are of another backbone, or no token counts."""
+    """Open a folder of features to train on, as rows of `row_length` tokens.
+
+    Raise RequestError if another backbone computed the features, or if no token counts in the loss."""
     manifest = Manifest.read(folder)
     fingerprint = manifest.backbone or {}
     if manifest.hidden_size != backbone.hidden_size or differs(backbone.model, fingerprint):

@@ -21,9 +21,8 @@ class Recorder:
     def __init__(self, folder: Path, fingerprint: Fingerprint, hidden_size: int, dtype: torch.dtype) -> None:
         """Make a recorder that writes to `folder`: a new folder, or one to which earlier recorders wrote.
 
-        Hidden states of the backbone are stored in `dtype`. Raise RequestError if the folder holds other files, or
-        features of another backbone or dtype.
-        """
+        Hidden states of the backbone are stored in `dtype`. Raise RequestError if the folder holds other files, a
+        dataset's cache, or features of another backbone or dtype."""
         self.folder, self.dtype = folder, dtype
         self.manifest = Manifest(fingerprint, str(dtype).removeprefix("torch."), hidden_size)
         self.texts = self.tokens = 0  # that this recorder has written to disk
@@ -50,8 +49,8 @@ class Recorder:
     def add(self, input_ids: list[int], hidden: Tensor, prompt_tokens: int = 0) -> None:
         """Add a text of T >= 1 tokens, of which the first `prompt_tokens` do not count in the loss.
 
-        `hidden` [T, H] are the backbone's hidden states of size H; fewer rows if it has not read the last tokens.
-        """
+        `hidden` [T, H] are the hidden states of size H at these tokens. If the backbone has not read the last tokens,
+        `hidden` lacks their rows, and zeros are stored."""
         ids = torch.tensor(input_ids, dtype=torch.int32)
         states = F.pad(hidden.detach().to("cpu", self.dtype), (0, 0, 0, len(ids) - len(hidden)))
         mask = torch.arange(len(ids)) >= prompt_tokens

@@ -21,10 +21,9 @@ from train.loss.weighting import Weighting
 class ChunkedLoss(torch.autograd.Function):
     """Autograd function that computes the losses of K heads (`train.loss.heads.HeadLosses`) from the heads' features.
 
-    Its inputs are the features [K, R, H] at R positions, LM head weights, bias, labels [K, R], weighting and teacher.
-    The forward already applies the loss weights: it sums the gradient of a head's own LM head over the positions, and
-    a sum cannot be weighted by position later.
-    """
+    Its inputs are features [K, R, H] of hidden size H at R positions, LM head weights and bias, labels [K, R], the rule
+    for loss weights, and the teacher for distillation. The forward already applies the loss weights: it sums the
+    gradient of a head's own LM head over the positions, and a sum cannot be weighted by position later."""
 
     @staticmethod
     def forward(
@@ -85,13 +84,13 @@ def _chunk(
     grad_x: Tensor | None,
     grad_weight: Tensor | None,
 ) -> Tensor:
-    """Compute the weighted loss, plain loss and right guesses [3, K] of one chunk, and its share of the gradients.
+    """Compute weighted loss, plain loss and right guesses [3, K] of K heads in a chunk of C positions, and gradients.
 
-    `matrix` holds the weights [H, V] of the shared LM head, or [K, H, V] of own ones. Labels `target_KC` are indices
-    into the logits, or `IGNORE`. With the objective distill, `soft` are the distributions to learn. `mean_KC` is the
-    weight of each label in the mean over its head's labels. The gradient of the features is written to `grad_x`
-    [K, C, H], and that of own LM heads is added to `grad_weight` [K, H, V], unless these are `None`.
-    """
+    `x_KCH` are the heads' features (H hidden size, V vocabulary). `matrix` holds the weights [H, V] of the shared LM
+    head, or [K, H, V] of own ones. Labels `target_KC` are indices into the logits, or `IGNORE`. With the objective
+    distill, `soft` are the distributions to learn. `mean_KC` is the weight of each label in the mean over its head's
+    labels. The gradient of the features is written to `grad_x` [K, C, H], and that of own LM heads is added to
+    `grad_weight` [K, H, V], unless these are `None`."""
     logits = _times(x_KCH, matrix).float()  # [K, C, V]; becomes the gradient, in place
     if bias_V is not None:
         logits += bias_V
@@ -124,7 +123,7 @@ def _chunk(
 
 
 def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply x [K, C, A] of K heads by one matrix [A, B], or by one per head [K, A, B]. The result is [K, C, B]."""
+    """Multiply vectors of length A of K heads at C positions by one matrix [A, B], or by each head's own [K, A, B]."""
     if matrix.dim() == 3:
         return torch.bmm(x_KCA, matrix)
     # In two dimensions, because otherwise `matmul` may copy the matrix for each head.
@@ -132,7 +131,9 @@ def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _add_products(total_KHV: Tensor, x_KCH: Tensor, gradient_KCV: Tensor) -> None:
-    """For each of K heads, add its x [C, H], transposed, times its gradient [C, V] to `total_KHV`, in place."""
+    """Add, in place, each head's features [C, H], transposed, times its gradient of the logits [C, V] to `total_KHV`.
+
+    Shapes: K heads, C positions, H hidden size, V vocabulary."""
     for total, x, gradient in zip(total_KHV, x_KCH, gradient_KCV, strict=True):
         if total.dtype == x.dtype:
             total.addmm_(x.T, gradient)

@@ -27,7 +27,7 @@ BACKENDS = ("auto", "chunked", "plain", "liger")
 
 
 class HeadLosses(NamedTuple):
-    """The losses and accuracies of K heads over a batch: each is [K], or [K + 1] in Medusa-2, with the LM loss last."""
+    """The losses and accuracies of K heads over a batch. Each field is [K]; with Medusa-2's LM loss last, [K + 1]."""
 
     objective: Tensor
     """Each head's part of the loss, with gradients: the mean over its labels of the weighted cross-entropy, in nats."""
@@ -51,8 +51,7 @@ def head_losses(
     """Compute the losses and accuracies of all K heads on a batch, from their `inputs` at the R positions with labels.
 
     `labels` [K, R] are token ids, `IGNORE` where a head has no label; with a `teacher`, the ids themselves are not
-    used. `lm_head` is the backbone's, for heads that share it. `backend` is a loss_backend of `train.arguments`.
-    """
+    used. `lm_head` is the backbone's, for heads that share it. `backend` is a value of training.loss_backend."""
     if backend == "plain":
         return head_losses_plain(heads, inputs, labels, lm_head, weighting, teacher)
     features = heads.features(inputs)  # [K, R, H]
@@ -95,8 +94,7 @@ def _places(heads: MedusaHeads, labels: Tensor, teacher: BackboneTeacher | None)
     """Convert labels [K, R] of K heads at R positions from token ids to indices into the heads' logits.
 
     A label outside a reduced vocabulary also becomes `IGNORE`, because the heads never guess it: it has no loss, and in
-    the loss weights of dpace its head is never right. A teacher's targets are such indices already.
-    """
+    the loss weights of dpace its head is never right. With a `teacher`, the labels are returned unchanged."""
     if heads.vocabulary is None or teacher is not None:
         return labels
     assert heads.config.vocab_size is not None
@@ -105,7 +103,9 @@ def _places(heads: MedusaHeads, labels: Tensor, teacher: BackboneTeacher | None)
 
 
 def _lm_heads(heads: MedusaHeads, lm_head: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-    """The weights [K, H, V] of the K heads' own LM heads, or weights [V, H] and bias [V] of the shared LM head."""
+    """The weights [K, H, V] of the K heads' own LM heads and `None`, or weights [V, H] and bias of the shared LM head.
+
+    H is the hidden size, V the number of tokens that heads guess among."""
     if heads.lm_heads is not None:
         return heads.lm_heads, None
     assert lm_head is not None

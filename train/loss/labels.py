@@ -1,4 +1,4 @@
-"""Which token each head learns at each position.
+"""The labels of heads: the token that each head learns at each position.
 
 Head k (from 0) at position t learns token t + k + 2, because the backbone's own LM head already predicts token t + 1.
 
@@ -24,9 +24,8 @@ def head_labels(
 ) -> Tensor:
     """Make the labels [K, B, T] of K heads for B rows of T tokens; `IGNORE` where a head has no label.
 
-    Tokens [B, T] may be labels where `loss_mask` is True. `document_ids` give the document of each token; padding has
-    its own. `first` is the offset from a position to the label of head 0.
-    """
+    A token may be a label where `loss_mask` [B, T] is True. A label is in the same document as its position, by
+    `document_ids` [B, T]; padding has its own id. `first` is the offset from a position to the label of head 0."""
     length = input_ids.shape[1]
     labels = torch.full((num_heads, *input_ids.shape), IGNORE, dtype=torch.long, device=input_ids.device)
     for head in range(num_heads):

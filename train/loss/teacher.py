@@ -1,4 +1,4 @@
-"""What heads learn from the backbone: its most probable tokens, or its whole distributions over tokens.
+"""The targets that heads learn from the backbone: its most probable tokens, or its whole distributions over tokens.
 
 Head k (from 0) at position t learns about token t + k + 2 (`train.loss.labels`). The backbone's own prediction of that
 token is its LM head applied to its hidden state at t + k + 1. Heads need these hidden states anyway, so learning from
@@ -24,7 +24,9 @@ from train.loss.labels import FIRST_OFFSET, IGNORE
 
 @torch.no_grad()
 def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> Tensor:
-    """Replace each token [B, T] but the first by the backbone's greedy choice, from its hidden states [B, T, H]."""
+    """Replace each token but the first, in B rows of T tokens, by the backbone's greedy choice at this position.
+
+    The choice is made from the hidden state, in `hidden` [B, T, H] of hidden size H, at the position before."""
     flat = hidden[:, :-1].flatten(0, 1)
     rows = chunk_rows(1, backbone.vocab_size, flat.device.type)
     chosen = torch.cat([backbone.lm_head(part).argmax(-1) for part in flat.split(rows)])
@@ -56,10 +58,9 @@ class BackboneTeacher:
 
     @torch.no_grad()
     def targets(self, rows: slice, labels: Tensor) -> SoftTargets:
-        """Compute the distributions that K heads learn at the C positions `rows`, a slice of the R positions.
+        """Compute the distributions that K heads learn at C positions: the slice `rows` of the positions with labels.
 
-        `labels` [K, C] are `IGNORE` where a head has no label; their other values are not used.
-        """
+        `labels` [K, C] are `IGNORE` where a head has no label; their other values are not used."""
         reach = torch.arange(len(labels), device=labels.device)[:, None] + (FIRST_OFFSET - 1)
         wanted = (self.position[rows] + reach).clamp_max(len(self.hidden) - 1)  # beyond the end there are no labels
         places, which = wanted.unique(return_inverse=True)

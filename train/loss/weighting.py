@@ -28,15 +28,16 @@ class Weighting:
 
     The loss -sum_j w_j log q_j, with constant weights w_j, therefore has the gradient of -E. q_i is the probability
     that head i gives to its label, and 0 where it has no label. Untrained heads would get almost no weight, so
-    (1 - smoothing) q_i + smoothing is used instead of q_i.
-    """
+    (1 - smoothing) q_i + smoothing is used instead of q_i."""
 
     kind: str = "decay"
     decay: float = DECAY
     smoothing: float = 0.5
 
     def __call__(self, probability: Tensor, labelled: Tensor) -> Tensor:
-        """Compute the loss weights [K, C] from the `probability` of each label; `labelled` marks existing labels."""
+        """Compute the loss weights [K, C] of K heads at C positions from the probabilities [K, C] of their labels.
+
+        `labelled` [K, C] is True where a head has a label; elsewhere the weight is 0."""
         if self.kind == "decay":
             return head_weights(len(labelled), self.decay).to(probability.device)[:, None] * labelled
         lifted = ((1 - self.smoothing) * probability.detach() + self.smoothing) * labelled
@@ -45,7 +46,7 @@ class Weighting:
 
 
 def head_weights(num_heads: int, decay: float) -> Tensor:
-    """The loss weights decay^k [K] of the heads k = 0, ..., K - 1."""
+    """The loss weights [K] of K = `num_heads` heads: decay^k for head k, counted from 0."""
     return decay ** torch.arange(num_heads, dtype=torch.float32)
 
 

@@ -26,8 +26,7 @@ ADAPTER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
 def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
     """Add a new LoRA adapter to the backbone `model`, in place. Before training, it does not change the model's output.
 
-    Raise RequestError if the model has an adapter, lacks layers in `config.modules`, or scales or caps its logits.
-    """
+    Raise RequestError if the model has an adapter, lacks layers in `config.modules`, or scales or caps its logits."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise RequestError("the backbone is an adapter's folder already; train on a merged one (adapter.merge)")
     if not Backbone(model).splits:
@@ -65,7 +64,7 @@ def without_adapter(layer: nn.Module) -> nn.Module:
 
 
 def write_merged(config: TrainConfig, loaded: Loaded, heads: MedusaHeads) -> Path:
-    """Merge the saved adapter into the backbone; write it and the heads to output_dir/merged, which is returned."""
+    """Merge the saved adapter into the backbone, write backbone and heads to output_dir/merged, and return the path."""
     output, dtype = Path(config.output_dir), str(loaded.model.dtype).removeprefix("torch.")
     options = LoadOptions(dtype, "cpu", revision=config.revision, trust_remote_code=config.trust_remote_code)
     base = load_backbone(config.backbone, options).model

@@ -49,9 +49,9 @@ def lm_loss(
     """Compute the LM loss in nats: the mean over M positions of KL(original || adapted), or of the cross-entropy.
 
     Only one chunk of logits is in memory at a time; the backward computes the logits again. `head` is the backbone's LM
-    head, adapted or not, and `hidden` [M, H] the adapted backbone's hidden states. The divergence needs the original
-    backbone's hidden states `teacher` [M, H]; without them, the loss is the cross-entropy of the next tokens `labels`.
-    """
+    head, adapted or not, and `hidden` [M, H] the adapted backbone's hidden states of size H. The divergence needs the
+    original backbone's hidden states `teacher` [M, H], and may have a tilt (from `tilt_towards`). Without a teacher,
+    the loss is the cross-entropy of the next tokens `labels` [M]."""
     plain_head = without_adapter(head)
 
     def chunk(hidden_rows: Tensor, rows: slice) -> Tensor:
@@ -82,8 +82,8 @@ def tilt_towards(
     """Make the tilt of the teacher (the original backbone) towards the first head's predictions of the same tokens.
 
     The first head predicts a token one position earlier than the backbone, so a document's first position has no tilt.
-    The adapted backbone's hidden states are `hidden` [B, T, H]. `labelled` [B, T] is True where there is an LM loss.
-    """
+    `exponent` is adapter.teacher_tilt of the recipe. `hidden` [B, T, H] are the adapted backbone's hidden states of
+    size H for B rows of T tokens. `labelled` [B, T] is True where there is an LM loss."""
     lm_head, documents = without_adapter(backbone.head), batch["document_ids"]
     before = (batch["position_ids"][:, :-1], documents[:, :-1])
     inputs = heads.inputs(hidden[:, :-1], batch["input_ids"], backbone.embed, *before, num_heads=1)
@@ -122,7 +122,7 @@ def measure_perplexities(backbone: Backbone, rows: PackedDataset | Features) -> 
 
 @torch.no_grad()
 def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: int = 4) -> float:
-    """Measure exp of the mean cross-entropy of the tokens that count in the loss, on the first `QUALITY_ROWS` rows."""
+    """Measure the perplexity, exp of the mean cross-entropy, of tokens in the loss on the first `QUALITY_ROWS` rows."""
     total, count = 0.0, 0
     for start in range(0, min(len(rows), QUALITY_ROWS), batch_size):
         picked = [rows[index] for index in range(start, min(start + batch_size, len(rows), QUALITY_ROWS))]

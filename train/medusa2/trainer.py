@@ -35,7 +35,7 @@ class HeadsAndAdapter(HeadsOnBackbone):
     """The module that Medusa-2 trains: its parameters are those of the heads and of the adapter in the backbone."""
 
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments, lm_loss: str) -> None:
-        """Freeze the backbone `model` except its adapter; `lm_loss` is a value of `AdapterConfig.lm_loss`."""
+        """Freeze the backbone `model` except its adapter; `lm_loss` is "kl" or "text" (see `AdapterConfig.lm_loss`)."""
         super().__init__(heads, model, args)  # freezes the adapter, too
         model.enable_adapters()  # unfreezes the adapter
         self.adapted, self.lm_loss, self.joint = model, lm_loss, True
@@ -57,9 +57,8 @@ class HeadsAndAdapter(HeadsOnBackbone):
     def forward(self, **batch: Tensor) -> HeadLosses:
         """Compute the losses of K heads, and after them the backbone's LM loss: each field has the shape [K + 1].
 
-        The LM loss has no right guesses; without labels, as while only the heads learn, it is 0. If the batch contains
-        hidden states, they are those of the original backbone, and are not computed again.
-        """
+        The LM loss counts no right guesses. It is 0 without labels, and while only the heads learn. If the batch
+        contains hidden states, they are those of the original backbone, and are not computed again."""
         backbone, hidden = self.backbone, batch.pop("hidden", None)
         ids, positions = batch["input_ids"], batch["position_ids"]
         if hidden is None and (self.lm_loss == "kl" or not self.joint):
@@ -89,7 +88,7 @@ HEADS_FASTER = 4  # learning rate of the heads, divided by that of the adapter (
 
 
 class Medusa2Trainer(MedusaTrainer):
-    """Trains heads together with a LoRA adapter in the backbone (Medusa-2). Checkpoints hold it in a subfolder."""
+    """Trains heads and the backbone's LoRA adapter together (Medusa-2). Checkpoints hold the adapter in a subfolder."""
 
     trained: HeadsAndAdapter
 
@@ -118,7 +117,9 @@ class Medusa2Trainer(MedusaTrainer):
         return torch.cat([super().label_counts(batch), (next_labels != IGNORE).sum().reshape(1)])
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
-        """Metrics for the log: those of the heads, the mean LM loss in nats, and the current weight lambda_0."""
+        """Metrics for the log: those of K heads, the mean LM loss in nats, and the current weight lambda_0.
+
+        They are made from sums [3, K + 1] over heads and LM loss: losses, right guesses and numbers of labels."""
         loss, _, labels = sums[:, -1].tolist()
         lm = {f"{prefix}lm_loss": round(loss / max(labels, 1), 6)}
         return super().figures(sums[:, :-1], prefix) | lm | {"lambda_0": lambda_0_at(self.adapter, self.progress())}
