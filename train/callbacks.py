@@ -127,7 +127,7 @@ def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
 
 
 def summarize(logs: Mapping[str, float]) -> str:
-    """Summarize a line of the log: weighted loss in nats, top-1 accuracy of each head, tokens per step, LM loss."""
+    """Summarize a line of the log: weighted loss in nats, top-1 accuracy of each head, any tau, any LM loss."""
     prefix = "eval_" if "eval_loss" in logs else ""
     shares = [f"{share:.3f}" for share in top1_shares(logs, prefix)]
     tau = f"  tau {logs['eval_tau']:.3f}" if "eval_tau" in logs else ""

@@ -79,7 +79,7 @@ class GuessCounts:
 
     @property
     def expected_tau(self) -> float:
-        """Expected tau of the tree: the mean number of tokens per decoding step, including the root."""
+        """Expected tau of the tree: the mean number of tokens per decoding step, which is one plus accepted guesses."""
         return float(1 + self.accepted / self.chained[0].clamp_min(1))
 
 

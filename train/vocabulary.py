@@ -76,7 +76,8 @@ def vocabulary_gain(
 
     c is the `coverage`, the share of labels in the reduced vocabulary; K the number of heads; H the hidden size.
     `backbone` and `blocks` are numbers of parameters, `blocks` that of the heads without their LM heads. A step reads
-    `lm_heads` LM heads: K if each head has its own, or if heads run one after another."""
+    `lm_heads` LM heads: K if each head has its own, or if heads run one after another. TREE and OVERHEAD are measured
+    constants of `train.architecture`; CHAIN is the assumed share of right guesses after right ones."""
 
     def speed(tokens: int, share: float) -> float:
         tau = sum((share * CHAIN) ** depth for depth in range(num_heads + 1))

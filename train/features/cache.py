@@ -37,12 +37,12 @@ class FeaturePlan:
 
     @property
     def saved_per_epoch(self) -> float:
-        """Share of the time of an epoch that cached features save, in every epoch after the first."""
+        """Share of an epoch's time, from 0 to 1, that cached features save in every epoch after the first."""
         return self.backbone_seconds / (self.backbone_seconds + self.heads_seconds)
 
     @property
     def saved(self) -> float:
-        """Share of the run's time that cached features save. The first epoch, which computes them, saves no time."""
+        """Share (0 to 1) of the run's time that cached features save. The first epoch computes them, and saves none."""
         return max(0.0, 1 - 1 / self.epochs) * self.saved_per_epoch
 
     def to_dict(self) -> dict[str, object]:

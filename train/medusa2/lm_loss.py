@@ -82,7 +82,7 @@ def tilt_towards(
     """Make the tilt of the teacher (the original backbone) towards the first head's predictions of the same tokens.
 
     The first head predicts a token one position earlier than the backbone, so a document's first position has no tilt.
-    `exponent` is adapter.teacher_tilt of the recipe. `hidden` [B, T, H] are the adapted backbone's hidden states of
+    `exponent` is the current adapter.teacher_tilt. `hidden` [B, T, H] are the adapted backbone's hidden states of
     size H for B rows of T tokens. `labelled` [B, T] is True where there is an LM loss."""
     lm_head, documents = without_adapter(backbone.head), batch["document_ids"]
     before = (batch["position_ids"][:, :-1], documents[:, :-1])
