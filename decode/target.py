@@ -53,7 +53,8 @@ class Target:
     def scores(self, row: int, prefix: Tensor, logits: Tensor) -> Tensor:
         """Apply the logits processors of a row to the logits [V] after its text `prefix` [1, T]; returns scores [1, V].
 
-        Call this method once per decided token, in order, as processors may keep a state and scores be recorded."""
+        Call this method once for each token that is chosen, in the order of the text: processors may keep a state
+        between calls, and scores may be recorded."""
         # On the prefix's device, where generators and the processors' tensors are, whatever device the last layer has.
         raw = logits[None].to(device=prefix.device, copy=True, dtype=torch.float32)
         if self.kept_logits is not None:

@@ -159,7 +159,10 @@ def _plain(backbone: Backbone, trees: list[tuple[list[int], list[int]]], lines: 
 
 
 def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[list[int]]) -> Tensor:
-    """Compute the logits [R, N, V] of R trees as decoding does: one tree per prompt, then one after the kept nodes."""
+    """Compute the logits [R, N, V] of R trees as decoding does, in one step per draft.
+
+    A draft has the tree of each prompt. The first step reads its trees after the prompts. Each later step reads its
+    trees after the nodes that were kept in the step before."""
     topology, device = Topology.of(TREE.to(backbone.device)), backbone.device
     lengths = [len(prompt) for prompt in prompts]
     cache = TreeCache(backbone.model.config, len(prompts), capacity=lengths[0] + 2 * TREE.num_nodes)

@@ -40,7 +40,7 @@ class Verifier:
         return Readout(hidden[:, : own.shape[1]], own)
 
     def read(self, draft: Draft) -> Readout:
-        """Run one forward over the nodes of a draft without side branches; returns their hidden states and logits."""
+        """Run one forward over a draft's nodes (no side branches); returns their hidden states and logits."""
         if self.sequences is not None:
             reread(self.backbone, self.cache, self.sequences)
         lengths, ids, topology = self.cache.lengths, draft.ids, draft.topology

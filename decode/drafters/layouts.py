@@ -136,13 +136,12 @@ def bounded(confidences: Tensor) -> Tensor:
 
 
 def _candidates(num_nodes: int, num_heads: int) -> Tree:
-    """Make the tree of all paths that can be among the `num_nodes` - 1 most probable paths, for any confidences.
+    """Make the tree of all paths that could be among the `num_nodes` - 1 most probable, whatever the confidences are.
 
-    The measure of a path of ranks r1, r2, ... is (r1 + 1) + (r1 + 1)(r2 + 1) + ... This is the number of paths, itself
-    included, that are not longer and have no greater rank at any depth. All these paths are at least as probable, so a
-    path is never chosen if its measure exceeds `num_nodes` - 1. The tree has ranks below TOP and at most
-    MAX_CANDIDATES nodes.
-    """
+    A path of ranks r1, r2, ... is at most as probable as any path that is no longer and has no greater rank at any
+    depth. There are (r1 + 1) + (r1 + 1)(r2 + 1) + ... such paths, itself included; this number is the path's measure.
+    A path is left out if its measure exceeds `num_nodes` - 1. Ranks stay below TOP, and the tree has at most
+    MAX_CANDIDATES nodes."""
     paths: list[RankPath] = []
     # (measure, path), and for the path without its last rank, its measure and the product of all r + 1.
     open_paths: list[tuple[int, RankPath, int, int]] = [(1, (0,), 0, 1)]

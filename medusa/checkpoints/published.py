@@ -186,7 +186,7 @@ def from_others(stored: Mapping[str, Tensor], published: Json, source: str, aske
 
 
 def _config_of(found: HeadTensors, published: Json, source: str) -> MedusaConfig:
-    """Make the heads' config: sizes from the tensors, and other values from the folder's `config.json`."""
+    """Make the heads' config: sizes from the tensors, and other values from `published`, the `config.json`."""
     tensors = found.tensors
     for name, tensor in tensors.items():
         if tensor.ndim not in (1, 2) or not tensor.is_floating_point():

@@ -200,7 +200,7 @@ def measure(
 
 
 def measure_all(options: BenchmarkOptions, job: BenchmarkJob, others: dict[str, DrafterFactory]) -> BenchmarkResult:
-    """Take all measurements that the options ask for. `others` maps names to all drafters except the first."""
+    """Measure all that the options ask for. `job` has the first drafter; `others` maps names to further drafters."""
     from decode.bench import measure
     from decode.bench.benchmark import Contender
     from decode.bench.calibration.stored import files_for

@@ -192,10 +192,11 @@ class Experiment:
         return Case(*about, first_fit, second_fit, first / draws, target, self.head, accepted_tokens / draws)
 
     def _count(self, take: Take, draws: int, on_progress: OnDraws, same: bool) -> tuple[Tensor, Tensor, int]:
-        """Count how often `draws` steps give each of V tokens after the root [V], and after each of F first tokens.
+        """Take `draws` decoding steps with `take`, and count the tokens that they write.
 
-        Return both counts, [V] and [F, V], and the number of accepted tokens. With `same`, all draws are equal, so one
-        draw is taken and counted `draws` times."""
+        Return how often each of V tokens came first after the root [V], how often each came second after each of F
+        given first tokens [F, V], and the number of accepted tokens. With `same`, all steps give the same result, so
+        one is taken and counted `draws` times."""
         first = torch.zeros(self.vocab, dtype=torch.long)
         second = torch.zeros(len(self.firsts), self.vocab, dtype=torch.long)
         place = torch.full((self.vocab,), -1).index_copy_(0, torch.tensor(self.firsts), torch.arange(len(self.firsts)))

@@ -74,7 +74,9 @@ def _groups(counts: NDArray, size: int) -> list[tuple[int, int]]:
 
 
 def _sorted(tokens: NDArray, places: NDArray, depth: int, bits: int) -> NDArray:
-    """Sort positions by the tokens at offsets from `depth` to DEPTH; a token takes `bits` bits of a 64-bit sort key."""
+    """Sort positions of the text `tokens` by the tokens that follow each, at offsets `depth` to DEPTH - 1.
+
+    A token takes `bits` bits of a 64-bit sort key."""
     at, keys = places.astype(np.int64), []
     for start in range(depth, DEPTH, 64 // bits):
         key = np.zeros(len(places), np.uint64)

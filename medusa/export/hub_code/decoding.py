@@ -108,7 +108,7 @@ def tree_forward(
 ) -> Tensor:
     """Run the model on the N tokens of a tree after `length` tokens in the cache; return logits [N, V] (V tokens).
 
-    All nodes are added to the cache. `limit` is the maximum length of the text in tokens."""
+    `nodes` are token ids; all are added to the cache. Positions stay below `limit`, the maximum length of the text."""
     position = length + torch.tensor(tree.depth, device=model.device)
     text = torch.ones(len(nodes), length, dtype=torch.bool, device=model.device)
     allowed = torch.cat([text, tree.ancestors], dim=1)  # [N, T + N]: the text, the node's ancestors and the node itself
