@@ -64,7 +64,7 @@ class Section(BaseModel):
 
 @cache
 def section_of(arguments: type[DataclassInstance]) -> type[Section]:
-    """Make a section from a dataclass. The section checks the values of fields with a plain type, such as `int`."""
+    """Make a section of the YAML recipe from a dataclass. It checks the values of plain types, such as `int`."""
     hints = get_type_hints(arguments, include_extras=True)
     kinds = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(arguments)}
     return create_model(arguments.__name__, __base__=Section, **kinds)  # type: ignore[call-overload]

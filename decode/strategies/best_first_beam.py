@@ -221,7 +221,7 @@ def _best_of(logits: Tensor, num_beams: int, ends: set[int]) -> list[list[tuple[
 
 
 class _Queue:
-    """A priority queue of hypotheses, best bound first; at most `num_beams` of each length leave it to be expanded."""
+    """Hypotheses by priority, best upper bound first; at most `num_beams` of each length leave it to be expanded."""
 
     def __init__(self, num_beams: int, longest: int, length_penalty: float, max_queued: int | None) -> None:
         self.num_beams, self.longest, self.length_penalty = num_beams, longest, length_penalty

@@ -68,7 +68,7 @@ def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
 
 
 def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
-    """Return the folder of the heads with this name; download heads with a Hub id. Other names raise RequestError."""
+    """Return a local folder of heads, or download heads with a Hub id. Raise RequestError if the name is neither."""
     name = str(name_or_path)
     if name == "demo":
         return ASSETS / "heads"

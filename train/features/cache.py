@@ -151,7 +151,7 @@ class FeatureCache:
         return batch | {"hidden": hidden.to(self.dtype)}
 
     def write(self, batch_size: int, process: int = 0, processes: int = 1) -> Iterator[int]:
-        """Compute and write the missing shards by forwards of `batch_size` rows; yield the number of rows after each.
+        """Compute and write the missing shards. After each forward of `batch_size` rows, yield how many it computed.
 
         With several processes, each of them writes its share: shard `process`, and every `processes`-th one after it.
         """

@@ -160,7 +160,7 @@ def compare_greedy(
 def _divergence(
     model: PreTrainedModel, number: int, prompt: list[int], plain: list[int], medusa: list[int], amateur: Amateur | None
 ) -> Divergence:
-    """Find where two texts after a prompt first differ, and measure the gaps there between the tokens' logits."""
+    """Find where the texts `plain` and `medusa` first differ, and how far apart their two tokens' logits are there."""
     at = next((i for i, (a, b) in enumerate(zip(plain, medusa, strict=False)) if a != b), min(len(plain), len(medusa)))
     ids = torch.tensor([prompt + plain[:at]], device=Backbone(model).device)
     logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()

@@ -25,7 +25,7 @@ def first_groups(tokens: NDArray, end: int, size: int | None = None) -> list[tup
 
 
 def sorted_places(tokens: NDArray, low: int, high: int, end: int, size: int | None = None) -> Iterator[NDArray]:
-    """Yield, in several arrays, the positions of ids in [low, high), sorted by the DEPTH tokens from each on."""
+    """Yield the positions in `tokens` of ids in [low, high), in arrays, ordered by the DEPTH tokens from there."""
     size, bits = size or GROUP, end.bit_length()
     stack = [(_places(tokens, low, high), int(high - low == 1))]
     while stack:

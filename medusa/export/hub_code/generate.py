@@ -103,7 +103,7 @@ def generate(
 
 @dataclass
 class RowDecoder:
-    """A custom decoding loop for transformers' `generate`, which continues one prompt."""
+    """A custom decoding loop that transformers' `generate` calls; it continues one prompt."""
 
     heads: Heads
     tree: CandidateTree
