@@ -17,7 +17,7 @@ SAMPLES = 64  # weights in a fingerprint
 def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str | None = None) -> Fingerprint:
     """Return the fingerprint of a backbone: its name, revision, dtype and class, and up to 64 single weights.
 
-    Hashes of the parameters' names select the weights. In contrast to a hash of all bytes, the weights change only
+    Hashes of parameter names choose which weights. In contrast to a hash of all bytes, the weights change only
     slightly with the dtype, but they differ between a model and its fine-tuned versions."""
     values = []
     parameters = dict(model.named_parameters())

@@ -197,12 +197,12 @@ def warn(message: str) -> None:
 
 
 def speed_line(tokens: int, seconds: float, tokens_per_step: float) -> str:
-    """Return a line with the number of generated tokens, the tokens per second and the mean tokens per step."""
+    """Format the number of generated tokens, the tokens per second and the mean tokens per step as one line."""
     return f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second, {tokens_per_step:.2f} a step"
 
 
 def warn_if_useless(tokens: int, tokens_per_step: float) -> None:
-    """Warn if the backbone accepted hardly any guess of the heads. Nothing is checked below 65 generated tokens."""
+    """Warn if at least 65 tokens were generated, but fewer than 1.15 per step: hardly any guess was accepted."""
     if tokens > 64 and tokens_per_step < 1.15:
         warn("hardly any guess was accepted: these heads do not fit this backbone (another model, or another dtype?)")
 

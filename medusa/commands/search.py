@@ -37,9 +37,9 @@ class Strategy(SearchOptions):
             raise RequestError(f"--{of_search[0]} belongs to beam search; add --strategy beam or best-first-beam")
 
     def require_fitting(self, command: CommandOptions, others: dict[str, object]) -> None:
-        """Raise RequestError if the strategy cannot be combined with the command's options, or with one of `others`.
+        """Raise RequestError if the strategy does not work with the command's options, or with one of `others`.
 
-        `others` maps names of the command's own options that do not suit a search to their values."""
+        `others` maps names of further options to their values. No beam search allows one with a true value."""
         settings, models, temperature = command.settings, command.models, command.settings.temperature
         if self.strategy == "greedy" and temperature > 0:
             raise RequestError(f"--strategy greedy needs --temperature 0, and it is {temperature}; leave one out")
@@ -85,7 +85,7 @@ def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
 
 
 def _search(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple[Result, dict[str, float]]]:
-    """Yield the best text after each prompt with the search's statistics, which are empty for plain beam search."""
+    """Yield the best text after each prompt, with statistics of best-first beam search; `{}` for plain beam search."""
     from decode.bench.methods import transformers_method
     from decode.results import Result
     from decode.strategies.best_first_beam import best_first_beam

@@ -19,7 +19,7 @@ SLOWER = 10  # the factor by which the stories are shown slower than they were g
 
 
 class Story:
-    """A generated story: the pieces of its text, each with the seconds from the start until it was generated."""
+    """A generated story: the pieces of its text, each with the seconds from the story's start to the piece."""
 
     def __init__(self, title: str, method: Method, prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
         steps, stream = list[tuple[float, list[int]]](), TextStream(tokenizer)
@@ -38,7 +38,7 @@ class Story:
 
 
 def play(console: Console, stories: Sequence[Story]) -> None:
-    """Replay how the stories grew, side by side. If the output is no terminal, show only the whole stories."""
+    """Replay in slow motion how the stories grew, side by side. Without a terminal, print only the whole stories."""
     width, end = max(30, console.width // 2 - 2), max(story.seconds for story in stories)
     height = 2 + max(6, 1300 // width)
 

@@ -42,7 +42,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of an export: hints for the user, and the heads that reading the written files must return."""
+    """The result of an export: hints for the user, and the heads that must be found when the files are read back."""
 
     serve: str
     """The shell command or Python code that decodes with the written heads."""
@@ -57,7 +57,7 @@ class Written:
 def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=medusa") -> None:
     """Check that the heads are independent and have square blocks (those of the Medusa paper), as the format requires.
 
-    The error message names the format and, for heads of another kind, recommends the `heads.kind` settings `kinds`.
+    The message of the error contains the format's `name` and, for heads of another kind, the advised setting `kinds`.
     Raise RequestError if the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary."""
     for is_wrong, found, way_out in (
         (config.kind != "medusa", f"kind {config.kind}", kinds),

@@ -84,7 +84,7 @@ def is_hub_id(name: str | None) -> bool:
 
 
 def without_folders(content: Content) -> Content:
-    """Shorten each absolute path in JSON content, also inside a text, to its last component, for privacy."""
+    """Shorten absolute paths in JSON content, also inside longer strings, to the last component, for privacy."""
     clean: object = content
     if isinstance(content, dict):
         clean = {key: without_folders(value) for key, value in content.items()}
@@ -131,20 +131,20 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
 
 
 def _machine(machine: Json) -> str:
-    """Format the description of the measuring machine: the device, then threads, dtype and versions."""
+    """Format a benchmark's machine as one line: GPU or processor, threads, dtype, versions."""
     names = ("threads", "dtype", "torch", "transformers")
     place = machine.get("gpu") or machine.get("processor") or "a machine that was not named"
     return ", ".join([place, *(f"{name} {machine[name]}" for name in names if machine.get(name) is not None)])
 
 
 def _listed(values: Json, without: tuple[str, ...] = ()) -> str:
-    """Format a dictionary as `name value, name value`, without empty values and names that begin like `without`."""
+    """Format a dictionary as `name value, name value`; omit empty values and names with a prefix in `without`."""
     known = {name: value for name, value in values.items() if value not in (None, {}) and not name.startswith(without)}
     return ", ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in known.items())
 
 
 def _short(value: object) -> str:
-    """Format a value: floats with four digits, whole numbers with commas between thousands."""
+    """Format a value: floats with four significant digits, whole numbers with commas between thousands."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

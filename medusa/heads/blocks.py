@@ -50,7 +50,7 @@ class MLPBlock(nn.Module):
 
 
 class Stack(nn.Module):
-    """The residual blocks of one head, for input z [..., I] and residual stream x [..., H].
+    """The residual blocks of one head, for input z [..., I] and hidden state x [..., H], to which they add.
 
     The first block computes x + layer(z). Each later block computes x + layer(x)."""
 
@@ -67,7 +67,7 @@ class Stack(nn.Module):
 
 
 def _layer(config: MedusaConfig, input_size: int) -> nn.Module:
-    """Create SiLU(z W + b) for `square` (Hydra's block without the residual), or SiLU(z U + b) D + c for `mlp` blocks.
+    """Create a block of `Stack` without its residual: SiLU(z W + b) for `square`, SiLU(z U + b) D + c for `mlp`.
 
     Their last matrix and bias (W and b, or D and c) are zero at the start."""
     if config.block == "square":
@@ -94,7 +94,7 @@ class OriginalHydraStack(nn.Module):
 
 
 class OriginalHydraBlock(nn.Module):
-    """A block of the original Hydra for input z: z R + c + SiLU(z W + b). If z has size H, z replaces z R + c."""
+    """A block of the original Hydra for input z: z R + c + SiLU(z W + b). If z has size H, the term z R + c is z."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()

@@ -26,18 +26,18 @@ NOTHING = -1e4  # the score of an unused own key, so that its weight is 0; finit
 
 
 class ContextKV:
-    """Keys and values of the text in B rows, prepared for queries at given positions with given masks."""
+    """Keys and values of B texts, the rows of a batch, prepared for attention of heads at given positions."""
 
     def __init__(
         self, keys: Tensor, values: Tensor, seen: Tensor, position_ids: Tensor, steps: int, place: Tensor | None = None
     ) -> None:
-        """Prepare keys, values, mask and rotations.
+        """Prepare S text tokens and Q queries in each of B rows for attention with A attention heads of size D.
 
         Args:
-            keys, values: [B, A, S, D] keys and values of the text.
-            seen: [B, Q, S] the mask, True where a query attends to the text. B or Q is 1 if all share the mask.
+            keys, values: [B, A, S, D] keys and values of the text, with the keys already rotated.
+            seen: [B, Q, S] the mask, True where a query sees a text token. B or Q is 1 if rows or queries share it.
             position_ids: [B, Q] positions of the first head's queries; [B, 1] if a row shares one, [R] with `place`.
-            steps: the largest number of own keys. Each is one position after the previous one.
+            steps: the largest number J of own keys of a query: one for each head so far, at consecutive positions.
             place: [R] indices of the selected queries in the flattened [B * Q]; by default all queries."""
         self.place, self.rows, self.queries, self.size = place, len(keys), seen.shape[1], keys.shape[-1]
         ahead = torch.arange(steps, device=position_ids.device)
@@ -49,12 +49,12 @@ class ContextKV:
         self.keys, self.values = (_extended(states, unit) for states in (keys, values))
 
     def attend(self, query: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to all keys: return the text's weighted values, shaped like `query`, and the own keys' weights.
+        """Attend to text and own keys; return the text's weighted values, shaped like `query`, and own keys' weights.
 
         Args:
             query: [B, Q, A, D] all queries; [R, A, D] if only R queries are selected (the constructor's `place`).
                 If all queries share the mask, Q can be any number.
-            own: [..., A, J] inner products of each query with its own keys, before scaling by 1 / sqrt(D)."""
+            own: [..., A, J] unscaled inner products of each query with its own keys, those of the draft so far."""
         count = own.shape[-1]
         query = F.pad(torch.cat([query, own], dim=-1), (0, self.extra - count), value=NOTHING)
         if self.place is not None:
@@ -76,7 +76,7 @@ def _extended(states: Tensor, unit: Tensor) -> Tensor:
 
 
 def attention_heads(hidden_size: int) -> int:
-    """Choose a number of attention heads with the same even size of about 64; RequestError if `hidden_size` is odd."""
+    """Choose how many attention heads of equal, even size (about 64) to use; RequestError for an odd `hidden_size`."""
     if hidden_size % 2:
         instead = "heads.kind=recurrent instead of eagle, and heads.prefix_layers=0"
         raise RequestError(f"attention in heads needs an even hidden size, not {hidden_size}; take {instead}")
@@ -87,7 +87,7 @@ def attention_heads(hidden_size: int) -> int:
 
 
 def rope_angles(position_ids: Tensor, head_size: int, dtype: torch.dtype, base: float = BASE) -> tuple[Tensor, Tensor]:
-    """Compute RoPE's cosines and sines [..., D] at positions [...]. Both halves of D are equal, as in Llama."""
+    """Compute RoPE's cosines and sines [..., D] at positions [...] (D = `head_size`). The halves of D are equal."""
     powers = torch.arange(0, head_size, 2, device=position_ids.device, dtype=torch.float32) / head_size
     angles = position_ids[..., None].float() * base**-powers
     both = torch.cat([angles, angles], dim=-1)

@@ -33,8 +33,8 @@ from medusa.heads.sequential import SequentialHeads, State, normalised
 class EagleHeads(SequentialHeads):
     """EAGLE heads: one decoder layer that reads pairs of a token and the feature before it.
 
-    The state of a draft node is its feature [..., H], and one tensor [..., 2 H] for each pair on the node's path. This
-    tensor is the pair's key and value, concatenated."""
+    The feature of a position is the backbone's hidden state or, in a draft, the layer's output. The state of a draft
+    node is its feature [..., H], and the concatenated key and value [..., 2 H] of each pair on the node's path."""
 
     follows_path = uses_context = True
 
@@ -88,7 +88,7 @@ class EagleHeads(SequentialHeads):
 
 
 class GatedStack(nn.Module):
-    """Llama's residual MLP: x + D (SiLU(G n) * U n) with gate G, up U, down D and n = norm(x). D starts at zero."""
+    """Llama's residual MLP: x + D (SiLU(G n) * (U n)), n = norm(x). G, U, D: gate, up, down. D starts at zero."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()

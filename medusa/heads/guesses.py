@@ -14,7 +14,7 @@ MISSED = 1 << 30  # the rank of a token that is not among the guesses, above eve
 
 
 def ranks_of(tokens: Tensor, guesses: Tensor) -> Tensor:
-    """Return the rank [...] of each token among the R guesses [..., R] at its position; `MISSED` if absent."""
+    """Return the rank [...], from 0, of each token among the R guesses [..., R] for it; `MISSED` if absent."""
     match = guesses == tokens[..., None].to(guesses.device)
     return torch.where(match.any(-1), match.int().argmax(-1), MISSED)
 

@@ -145,7 +145,7 @@ class MedusaHeads(PretrainedHeads):
         return x_KMH.reshape(count, *hidden.shape)
 
     def logits(self, features: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """Apply LM heads to the features [k, ..., H] of the first k heads; return logits in the shape of `forward`."""
+        """Apply LM heads to the features [k, ..., H] of the first k heads; return logits [k, ..., V] (V tokens)."""
         if self.lm_heads is None:
             if lm_head is None:
                 raise RequestError("these heads share the backbone's LM head; pass it as `lm_head`")

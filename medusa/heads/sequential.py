@@ -101,7 +101,7 @@ class HydraHeads(SequentialHeads):
     The state for head k is [..., (k + 1) H]: the hidden state and the embeddings of the first k tokens.
 
     Checkpoints of the original Hydra (block `hydra`, read by `medusa.checkpoints.hydra`) differ from heads that this
-    package trains. Their first block adds its output to a learned matrix times this input, instead of the hidden
+    package trains. Their first block adds its output to a learned linear map of its input, not to the hidden
     state. Their embeddings are not normalised, and their LM heads have a bias."""
 
     follows_path = True
@@ -133,5 +133,5 @@ class HydraHeads(SequentialHeads):
 
 
 def normalised(token: Tensor) -> Tensor:
-    """Scale embeddings [..., H] to root mean square 1, because their scale differs from backbone to backbone."""
+    """Scale vectors [..., H] such as embeddings to root mean square 1, because backbones differ in their scale."""
     return F.rms_norm(token, token.shape[-1:])

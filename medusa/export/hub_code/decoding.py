@@ -106,9 +106,9 @@ def decode(model: PreTrainedModel, heads: Heads, tree: CandidateTree, text: Cont
 def tree_forward(
     model: PreTrainedModel, cache: DynamicCache, nodes: list[int], tree: CandidateTree, length: int, limit: int = 2**62
 ) -> Tensor:
-    """Run the model on the N tokens of a tree after `length` tokens in the cache; return logits [N, V] (V tokens).
+    """Run the model on a tree of N nodes after the `length` tokens in the cache; return logits [N, V] (V tokens).
 
-    `nodes` are token ids; all are added to the cache. Positions stay below `limit`, the maximum length of the text."""
+    `nodes` are the nodes' token ids; all N go into the cache. Positions are kept below `limit`, the longest text."""
     position = length + torch.tensor(tree.depth, device=model.device)
     text = torch.ones(len(nodes), length, dtype=torch.bool, device=model.device)
     allowed = torch.cat([text, tree.ancestors], dim=1)  # [N, T + N]: the text, the node's ancestors and the node itself
@@ -127,7 +127,7 @@ def tree_forward(
 
 
 def keep(cache: DynamicCache, length: int, path: list[int]) -> None:
-    """Remove the tree's nodes from the KV cache, except those of `path`. The text in the first `length` slots stays."""
+    """Remove the last tree from the KV cache, except its nodes `path`. The text in the first `length` slots stays."""
     for layer in cache.layers:
         if not getattr(layer, "is_initialized", False):  # a layer that shares the keys and values of another layer
             continue
@@ -140,7 +140,7 @@ def keep(cache: DynamicCache, length: int, path: list[int]) -> None:
 
 @contextmanager
 def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Record the LM head's input, the hidden states [1, T, H] of T tokens, at each forward inside this context."""
+    """Yield a list; each forward in this context adds the LM head's input, the hidden states [1, T, H] of T tokens."""
     seen: list[Tensor] = []
     handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     try:
@@ -164,7 +164,7 @@ def require_tree_support(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _failed_test(model: PreTrainedModel) -> str | None:
-    """Compare the logits of a small tree with those of forwards without a tree; return why they differ, or `None`."""
+    """Compare a small tree's logits with those of forwards without a tree; return why the test failed, or `None`."""
     if model.training:
         return "it is in train mode; call model.eval()"
     vocab_size = text_config(model).vocab_size

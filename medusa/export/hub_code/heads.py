@@ -55,7 +55,7 @@ class Heads:
         return len(self.blocks)
 
     def guesses(self, hidden: Tensor, count: int, top: int) -> Tensor:
-        """Return the `top` best tokens [count, top] of the first `count` heads for a hidden state [H], best first."""
+        """Return the likeliest tokens [count, top] of the first `count` heads for a hidden state [H], best first."""
         start = hidden.to(self.like)  # the model's hidden states can be on another device or in another dtype
         logits, x = [], start
         for head in range(count):
@@ -137,7 +137,7 @@ def heads_for(model: PreTrainedModel, where: str, hub_options: Options) -> Heads
 
 
 def why_unfit(config: Options) -> str | None:
-    """Return a property of heads, from their config, that this file cannot decode with; `None` if it supports them."""
+    """Return what in the config of heads this file does not support; `None` if it can decode with the heads."""
     if config.get("kind", "medusa") not in ("medusa", "cascade"):
         return f"kind {config['kind']}"
     if config.get("prefix_layers"):
