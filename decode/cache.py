@@ -24,7 +24,7 @@ MIN_GROWTH, MAX_GROWTH = 256, 4096
 
 
 class Arena:
-    """One tensor for the keys and values of all layers of the same shape, so that one operation moves all of them."""
+    """One tensor for keys and values of all layers of the same shape, so that one copy moves a node in all layers."""
 
     def __init__(self, count: int, like: Tensor, capacity: int) -> None:
         batch, heads, _, size = like.shape
@@ -58,7 +58,7 @@ class TreeLayer(CacheLayerMixin):
         self.keys, self.values = (arena.buffer[index] for arena, index in self.places)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, heads, N, head size] of N tokens to B rows; returns those of all tokens."""
+        """Append keys and values [B, heads, N, head size] of N tokens to B rows; returns those of the whole rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         owner, count = self.owner, key_states.shape[2]
@@ -109,9 +109,9 @@ class TreeCache(Cache):
         self._appended: tuple[Tensor, Tensor] | None = None
 
     def place(self, states: Tensor, per_layer: int) -> tuple[Arena, int]:
-        """Reserve room for a layer's keys or values, shaped like `states`; returns the arena and the index of the room.
+        """Reserve a part of an arena for a layer's keys or values, shaped like `states`; returns arena and part index.
 
-        A new arena gets room for `per_layer` such tensors in each layer that has none yet."""
+        If no arena has a free part, a new one gets `per_layer` parts for each layer that has reserved none yet."""
         for arena in self.arenas:
             buffer = arena.buffer
             same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
@@ -150,7 +150,7 @@ class TreeCache(Cache):
         return rows.to(device), slots.to(device)
 
     def release(self) -> None:
-        """Free the memory of all keys and values, after another cache has copied those of the texts."""
+        """Free the memory of all keys and values; another cache has copied what the texts need."""
         self.arenas.clear()
         for layer in self.tree_layers:
             layer.places.clear()
@@ -167,7 +167,7 @@ class TreeCache(Cache):
         self._set(list(lengths))
 
     def reopen(self, lengths: list[int]) -> None:
-        """Shorten row b to `lengths[b]` slots; `commit` can then keep nodes that several forwards wrote after these."""
+        """Shorten row b to `lengths[b]` slots, so that `commit` can keep nodes of several forwards after them."""
         self.cut(lengths)
         self.pending = 1
 

@@ -39,7 +39,7 @@ class FixedLayer(CacheLayerMixin):
         raise RuntimeError("a FixedCache is made from a cache that was filled")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, heads, N, head size] of N nodes after each text; returns the whole buffers."""
+        """Write keys and values [B, heads, N, head size] of N nodes to the slots reserved last; returns all S slots."""
         _write(self.keys, self.owner.slots, key_states)
         _write(self.values, self.owner.slots, value_states)
         return self.keys, self.values
@@ -136,9 +136,9 @@ class FixedHeadsCache:
                 cache.load(source)
 
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, end: Tensor, counts: Tensor) -> Tensor:
-        """Append accepted paths; returns the hidden states that the heads read at the ends of the paths [B, H].
+        """Append the accepted path of each of B rows; returns the hidden states [B, H] that the heads read at its end.
 
-        The first arguments are those of `HeadsCache.path`. `end` [B] is the column of each path's last node, and
+        `before`, `hidden` and `ids`: see `HeadsCache.path`. `end` [B] is the index of the last node on each path, and
         `counts` [B] is the number of nodes that each row keeps, 0 for rows that have ended."""
         cache = self.prefix
         if cache is not None:

@@ -110,10 +110,10 @@ class Region:
 
 
 def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Compile the bound method `step` as one graph, and for its own object only.
+    """Compile the bound method `step` as one graph, which no other object of its class shares.
 
     Only torch.compile's guards on tensors are kept, because guards on a thousand modules take longer than a step of a
-    small model. Instead, each session compares once whether the modules are as they were, by `modules_key`."""
+    small model. Instead, each session checks once, by `modules_key`, that no module has changed."""
     method = cast(MethodType, step)
     function = cast(FunctionType, method.__func__)
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)  # shares no compiled code

@@ -66,7 +66,7 @@ class CompiledStepper(Stepper):
         return self.rows, root.tolist()
 
     def step(self, timer: Timer) -> StepOutcome:
-        """Run one compiled step, which `timer` counts as the stage `verify`.
+        """Run one compiled step; `timer` books all its time, drafting included, as the stage `verify`.
 
         Raises:
             RequestError: torch.compile fails on this model."""

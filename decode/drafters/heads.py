@@ -65,7 +65,7 @@ class HeadsDrafter:
         return self.heads(HeadInputs(frontier.hidden.to(self.device, self.dtype)), self.lm_head, self.depth)
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
-        """Sample `copies` drafts for each text in `frontier` from the heads' distributions."""
+        """Sample `copies` independent drafts for each text in `frontier` from the heads' distributions."""
         logits = over_all(self.heads, self.logits(frontier), self.backbone.vocab_size)
         root = frontier.root.repeat_interleave(copies)
         q = target.draft_probabilities(frontier.rows, logits.transpose(0, 1)).to(root.device)  # [rows, k, V]

@@ -50,7 +50,7 @@ class DynamicTree:
 
     @classmethod
     def over_heads(cls, num_nodes: int, num_heads: int, temperatures: tuple[float, ...] = ()) -> DynamicTree:
-        """Make a dynamic tree for the guesses of `num_heads` heads, or raise `RequestError` for a wrong `num_nodes`."""
+        """Make a dynamic tree for `num_heads` heads; raises a `RequestError` if `num_nodes` is out of range."""
         most = min(MAX_NODES, 1 + sum(TOP**depth for depth in range(1, num_heads + 1)))
         if not 2 <= num_nodes <= most:
             raise RequestError(f"dynamic:{num_nodes} is no tree for {num_heads} heads; give from 2 to {most} nodes")
@@ -61,7 +61,7 @@ class DynamicTree:
         return self.candidates.max_depth
 
     def to_json(self) -> dict[str, object]:
-        """Return the settings of this dynamic tree as JSON, for files of results. The settings fix the candidates."""
+        """Return the settings of this dynamic tree as JSON, for files of results, without its candidates."""
         content: dict[str, object] = {"dynamic": self.num_nodes, "temperatures": list(self.temperatures)}
         return content | ({"stop_drafting": self.min_probability} if self.min_probability else {})
 
@@ -77,14 +77,14 @@ class DynamicTree:
 
     @cached_property
     def _on_path(self) -> Tensor:
-        """Indices [S, D] of the guesses on the path to each of S candidates, in a table of R guesses for D depths."""
+        """For each of S candidates, the indices [S, D] of its path's guesses in the flat table [D * R] of guesses."""
         tree, top = self.candidates, self.candidates.max_rank + 1
         place = (tree.depth - 1) * top + tree.rank
         return torch.where(tree.paths >= 0, place[tree.paths.clamp_min(0)], self.max_depth * top)[:, 1:]
 
     @cached_property
     def _scale(self) -> Tensor:
-        """The temperatures of K heads, [K, 1, 1], cached on the device, because a copy would delay every step."""
+        """The temperatures of K heads, [K, 1, 1], kept on the device to save a transfer from the CPU in every step."""
         return torch.tensor(self.temperatures, device=self.candidates.depth.device)[:, None, None]
 
     def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
@@ -106,7 +106,7 @@ class DynamicTree:
         return known[:, self._on_path].sum(-1) - STEEPNESS * self.candidates.depth
 
     def num_worthwhile(self, log_probs: Tensor) -> int:
-        """Count the nodes whose path has at least `min_probability`, in the text that has most such nodes.
+        """Count the nodes with path probability of at least `min_probability`; returns the largest count of all texts.
 
         `log_probs` [B, M]: log probabilities of the paths to M nodes in B texts."""
         if not self.min_probability:
@@ -129,7 +129,7 @@ TreeLike = Layout | str | Sequence[Sequence[int]] | None
 
 
 def bounded(confidences: Tensor) -> Tensor:
-    """Clamp log confidences to at least `MIN_LOG_CONFIDENCE`, where float32 can still subtract `STEEPNESS`.
+    """Raise log confidences to at least `MIN_LOG_CONFIDENCE`, so that float32 does not round `STEEPNESS` away.
 
     NaN, from float16 heads that overflow, also becomes the minimum, because `topk` takes NaN for the largest value."""
     return confidences.nan_to_num(nan=MIN_LOG_CONFIDENCE, neginf=MIN_LOG_CONFIDENCE).clamp_min(MIN_LOG_CONFIDENCE)

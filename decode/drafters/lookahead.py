@@ -147,5 +147,5 @@ class LookaheadDrafter(TextDrafter):
         return self.sequences.tail(row, self.sequences.lengths[row] - 1)[0]
 
     def _receive(self, rows: list[int], logits: Tensor) -> None:
-        """Keep the predictions after the window's last level, from logits [B, M, V] after its M tokens in B texts."""
+        """Keep the best tokens after the last level of each window, from logits [B, M, V] after its M tokens."""
         self.answers = rows, argmax(logits[:, -self.config.window :])

@@ -26,8 +26,8 @@ def union(drafts: Sequence[Draft], most: int) -> Draft:
     """Join several drafts for a batch: for each text, one tree of at most `most` nodes, root included.
 
     Nodes are equal if their paths from the root hold the same tokens. Nodes keep the order of the drafts, and of equal
-    nodes the first is kept, so parents come before children, and the first `most` nodes form a tree. Smaller trees are
-    padded with a chain below their last node."""
+    nodes the first is kept, so parents come before children, and the first `most` nodes form a tree. A tree smaller
+    than the largest of the batch is padded with children of its last node."""
     root, deepest = drafts[0].ids[:, :1], max(draft.topology.max_depth for draft in drafts)
     rows, count = len(root), 1
     ids, parents, depths = [root], [torch.zeros_like(root)], [torch.zeros_like(root)]

@@ -181,7 +181,7 @@ def calibration_plot(calibration: Calibration) -> Figure:
 
 
 def changes(axes: Axes, comparison: Comparison) -> None:
-    """Draw the ratios of later metrics to earlier ones, with intervals and a line at the ratio 1."""
+    """Draw the ratio of each metric of the later benchmark run to that of the earlier one, with intervals."""
     names = [change.label for change in comparison.changes]
     for place, change in enumerate(comparison.changes):
         if change.ratio_interval:
@@ -196,7 +196,7 @@ def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
     """Draw how often rejection sampling gives the most probable tokens after one prompt; `name_of` labels the tokens.
 
     The upper plot has the probabilities of the backbone and of the draft, and the observed frequencies. The lower plot
-    has the deviations of the frequencies, in standard deviations."""
+    has the differences of the frequencies from the backbone's probabilities, in standard deviations."""
     judged = [case for case in cases if case.rule.acceptance == "rejection"]
     target, draft = judged[0].target, judged[0].draft
     p, shown = target.topk(min(24, int((target > 0).sum())))

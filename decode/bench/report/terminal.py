@@ -91,7 +91,7 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
 
 
 def print_calibration(console: Console, found: Calibration, measured: float | None, place: Path) -> None:
-    """Print the trees that a calibration tried, its file `place`, and tau `measured` on held-out texts, if not None."""
+    """Print the trees that a calibration tried, its file `place`, and tau `measured` on held-out texts (or `None`)."""
     table = table_of(("tree", "nodes", "predicted tau", "ms per step", "tokens/s", "x plain", ""))
     plain = found.points[0].tokens_per_second
     for index, point in enumerate(found.points):
