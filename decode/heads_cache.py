@@ -79,7 +79,7 @@ class HeadsCache:
         return out
 
     def _append(self, cache: TreeCache, hidden: Tensor, next_ids: Tensor, counts: list[int]) -> None:
-        """Append T pairs of a hidden state and the token after it to each row b, which keeps the first `counts[b]`."""
+        """Append the KV of T pairs (hidden state, next token) to each row; row b keeps the first `counts[b]` pairs."""
         token = self.backbone.embed(next_ids).to(hidden)
         start = torch.tensor(cache.lengths, device=hidden.device)[:, None]
         positions = start + torch.arange(hidden.shape[1], device=hidden.device)

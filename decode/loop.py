@@ -69,7 +69,7 @@ class Stepper(Protocol):
         """Keep only the rows at the indices `left` of the batch, because the other rows have ended."""
 
     def close(self) -> None:
-        """Free or give back what would outlive the session, after the decoding run has ended or was interrupted."""
+        """Release what would otherwise outlive the session; called when the decoding run ends or is interrupted."""
         return
 
 
@@ -112,7 +112,7 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step,
 
 
 def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list[int]:
-    """Remove finished rows from the batch; returns where the unfinished rows stand in `rows`, as indices into it."""
+    """Remove finished rows from the batch, unless all have finished; returns the indices in `rows` of the others."""
     left = [place for place, row in enumerate(rows) if sequences.finish_reason[row] is None]
     if 0 < len(left) < len(rows):
         stepper.keep(left)
@@ -157,7 +157,7 @@ class TreeStepper(Stepper):
         return accept_walk(draft, scores, partial(target.decide, draws), depth_limit)
 
     def _scores(self, draft: Draft, logits: Tensor, walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the target's scores after `nodes` [R] of rows `walking` [R]; logits processors see the path there."""
+        """Compute the target's scores after node `nodes[i]` of row `walking[i]`; processors see the path to it."""
         found = []
         paths = draft.topology.at(draft.topology.paths, walking, nodes)[:, 1:]  # the root is written already
         for index, node, path in zip(walking.tolist(), nodes.tolist(), paths, strict=True):
@@ -214,7 +214,7 @@ def pack(draft: Draft, accepted: Acceptance) -> Tensor:
 
 
 def unpack(packed: Sequence[list[int]]) -> StepOutcome:
-    """Read the outcome of a decoding step from the rows of the tensor that `pack` made, as lists."""
+    """Read the outcome of a decoding step from the tensor that `pack` made, given as one list per row."""
     return StepOutcome([row[0] for row in packed], [row[1] for row in packed], [row[2:] for row in packed])
 
 

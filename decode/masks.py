@@ -63,7 +63,7 @@ class TreeMasks:
 
 
 def visible(topology: Topology, lengths: Sequence[int], kind: LayerKind = FULL_LAYER) -> Tensor:
-    """Find the cache slots that each of N draft nodes sees, [B, N, max(lengths) + N] bool: a slow, obvious version."""
+    """Find which cache slots N draft nodes see, [B, N, max(lengths) + N] bool, after `lengths[b]` tokens of row b."""
     prefix = torch.tensor(lengths, device=topology.depth.device)
     return visible_slots(topology, prefix, max(lengths) + topology.num_nodes, kind)
 
@@ -81,9 +81,9 @@ def grown_masks(
 
     Args:
         starts: [B] the text's length in each row; every node sees all of the text.
-        seen: [B, W, A] the slots that each node sees, counted from the text's end: of its A - 1 ancestors and its own.
+        seen: [B, W, A] the slots of each node's A - 1 drafted ancestors and its own slot, counted from the text's end.
         depth: [B, W] positions of the W nodes, counted from the text's end.
-        slot_depths: [S - text] the positions of the nodes in all slots after the text, counted from the text's end."""
+        slot_depths: [S - max(starts)] positions of the nodes in the slots after a text, counted from the text's end."""
     nodes = len(slot_depths)
     own = torch.zeros(*seen.shape[:2], nodes, dtype=torch.bool, device=seen.device).scatter_(2, seen, True)
     by_slot = _by_slot(own, starts, depth, slot_depths.expand(len(starts), -1), int(starts.max()) + nodes)

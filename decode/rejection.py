@@ -69,7 +69,7 @@ class Residuals(NamedTuple):
     shared: bool  # whether to look for rows that share a distribution, which does not pay for few rows
 
     def after_rejection(self, rows: Tensor, token: Tensor, was_last: bool) -> Residuals:
-        """Update p and q of X of the R unfinished rows, `rows` [X], whose drafted tokens `token` [X] were rejected.
+        """Update p and q of those unfinished rows, with indices `rows` [X], whose tokens `token` [X] were rejected.
 
         With `was_last`, no row has another sibling to try, so q is not computed."""
         if not len(rows):
@@ -106,7 +106,7 @@ def without(q: Tensor, token: Tensor) -> Tensor:
 
 
 def _distinct(key: Tensor, shared: bool) -> tuple[Tensor, Tensor]:
-    """Find the distinct values of `key` [R], and each key's index in them; without `shared`, all count as distinct."""
+    """Find the distinct values of `key` [R] and each key's index in them; without `shared`, duplicates are kept."""
     if shared:
         return key.unique(return_inverse=True)
     return key, torch.arange(len(key), device=key.device)

@@ -95,7 +95,7 @@ def requests_of(
     """Make one `Request` per row from the arguments that `model.generate` passes to a decoding method.
 
     Raises:
-        RequestError: as in `prepare`; also a padded batch with processors that were made for its padded rows."""
+        RequestError: as in `prepare`; also processors other than warpers, if the batch has padding or several rows."""
     require_tree_support(model)
     _require_supported(generation_config, input_ids, model_kwargs)
     rows = unpadded(input_ids, model_kwargs.get("attention_mask"))
@@ -142,7 +142,7 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
 
 
 def require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) -> None:
-    """Raise a `RequestError` if one of several texts outgrows the length at which longrope changes a batch's RoPE."""
+    """Raise a `RequestError` if one of several texts may pass the length where longrope changes RoPE for all rows."""
     boundary, longest = Backbone(model).rope_boundary, max(len(r.prompt) + r.max_new_tokens for r in requests)
     if boundary is not None and len(requests) > 1 and longest > boundary:
         raise RequestError(

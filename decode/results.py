@@ -53,7 +53,7 @@ def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop:
 
 
 def tau(results: Sequence[Result]) -> float:
-    """Mean tokens per step of all results: the root and accepted tokens, not cut at the text's end; 0 without steps."""
+    """Mean tokens per step of all results: root and accepted tokens, even past the text's end; 0 without steps."""
     lengths = [length for result in results for length in result.uncut_lengths]
     return sum(lengths) / len(lengths) if lengths else 0.0
 

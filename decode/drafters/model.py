@@ -110,7 +110,7 @@ class DraftModel(DrafterFactory):
 class ModelDrafter(LevelwiseDrafter):
     """Drafts with a small model, whose KV cache follows the texts of a session.
 
-    The state of W nodes in B texts is the cache slots [B, W, A] of their A drafted ancestors. Slot 0 follows the text.
+    The state of W nodes in B texts: the cache slots [B, W, A] of their A drafted ancestors, counted after the text.
     """
 
     def __init__(self, source: DraftModel, session: Session, target: Target | None = None) -> None:
@@ -153,7 +153,7 @@ class ModelDrafter(LevelwiseDrafter):
         return logits[torch.arange(len(rows), device=logits.device), last]
 
     def _keep_accepted(self) -> None:
-        """Keep accepted nodes in the draft model's cache. `_read_new_text` reads the last token of the text again."""
+        """Keep the last draft's accepted nodes in the cache; `_read_new_text` then reads the rest of the text."""
         if not self.levels_read:
             return
         levels = [(tokens.tolist(), parents.tolist()) for tokens, parents in self.levels_read]
@@ -194,7 +194,7 @@ class ModelDrafter(LevelwiseDrafter):
         return Draft(torch.stack(ids, dim=1), chain(len(ids), frontier.root.device))
 
     def begin(self, frontier: Frontier) -> State:
-        """Read what B texts gained since the last draft, at first the whole texts. Keep the last logits [B, V]."""
+        """Read what B texts gained since the last draft (at first, all); keep the logits [B, V] after their ends."""
         rows = frontier.rows
         if self.rows != rows:
             self._select(rows)
@@ -225,7 +225,7 @@ class ModelDrafter(LevelwiseDrafter):
         return self._candidates(logits), (seen,)
 
     def _candidates(self, logits: Tensor) -> Tensor:
-        """Return `logits` [B, W, V]; if drafts are sampled, -inf replaces all but the `topk` largest of each node."""
+        """Return `logits` [B, W, V] of W nodes; in sampled drafts, all but the `topk` largest of a node are -inf."""
         if self.target is None or not self.source.topk or self.source.topk >= logits.shape[-1]:
             return logits
         limit = top_k(logits, self.source.topk).values[..., -1:]

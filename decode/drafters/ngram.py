@@ -40,7 +40,7 @@ class NgramConfig(DrafterConfig):
 
 
 class NgramIndex:
-    """An index of a growing text: the positions after each occurrence of an n-gram, except at the text's end."""
+    """An index of a growing text: for each n-gram, the positions after its occurrences before the text's end."""
 
     def __init__(self, min_n: int, n: int) -> None:
         self.sizes = range(n, min_n - 1, -1)
@@ -68,7 +68,7 @@ class NgramIndex:
                     yield end
 
     def after(self, position: int, count: int) -> list[int]:
-        """Return `count` tokens of the text from `position` on; after the text's end, they repeat from `position`."""
+        """Return `count` tokens of the text from `position` on; if it has fewer, they are repeated in a cycle."""
         period = self.text[position:]
         return (period * (count // len(period) + 1))[:count] if len(period) < count else period[:count]
 

@@ -27,7 +27,7 @@ class Trie:
         self.is_chain = True
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add a continuation of the root; if the trie is full, the last tokens are dropped."""
+        """Add a continuation of the root, up to the first token that needs a new node when the trie is full."""
         node = 0
         for token in tokens:
             child = self.child.get((node, token))
@@ -46,7 +46,7 @@ class Trie:
 
 
 def draft_of(tries: list[Trie], root: Tensor) -> Draft:
-    """Make the draft of a batch of B texts from their tries and root tokens [B]. Smaller tries are padded by chains."""
+    """Make the draft of a batch of B texts from their tries and root tokens [B]. Smaller tries get padding nodes."""
     count = max(len(trie.ids) for trie in tries)
     for trie in tries:
         for last in range(len(trie.ids) - 1, count - 1):
@@ -80,7 +80,7 @@ class TextDrafter(ABC):
         """Make the trie of continuations to draft for the session's text with the index `row`."""
 
     def depth(self, row: int, most: int) -> int:
-        """Return how many tokens to draft: `most`, or fewer near the length limit, as a step writes one token more."""
+        """Return the number of tokens to draft: `most` or, if smaller, one less than the text `row` may still gain."""
         return min(most, self.sequences.tokens_left(row) - 1)
 
 

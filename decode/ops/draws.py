@@ -39,7 +39,7 @@ class RowDraws:
         return self.of(rows.tolist()).block(count, rows.device)
 
     def block(self, count: int, device: torch.device) -> Tensor:
-        """Draw `count` uniform numbers in [0, 1) for every row, [B, count] on `device`, without waiting for it."""
+        """Draw `count` uniform numbers in [0, 1) for every row, [B, count] on `device`; the host does not wait."""
         drawn = [torch.rand(count, dtype=torch.float64, generator=g, device=device) for g in self.generators]
         return torch.stack(drawn) if drawn else torch.zeros(0, count, dtype=torch.float64, device=device)
 
@@ -82,7 +82,7 @@ def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
     """Draw C tokens without replacement for each of R rows, from M distributions `q` [M, V] and uniform `u` [R, C].
 
     Row i uses the distribution `q[index[i]]`. The intervals of the tokens drawn before in the row are cut out of
-    [0, 1), and the row's next number is scaled to the rest. If at most the mass `MASS_LEFT` is left, the first token
+    [0, 1), and the row's next number is scaled to the rest. If the rest is at most `MASS_LEFT`, the first token
     is repeated, and acceptance skips it. This adds no bias: the repetition depends on earlier tokens and not on `u`."""
     sums = cumulative(q)
     start = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)

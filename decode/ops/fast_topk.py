@@ -39,7 +39,7 @@ def argmax(values: Tensor) -> Tensor:
 
 
 class TopK(NamedTuple):
-    """The k largest values of each row and their indices, largest first; equal values come in any order."""
+    """The k largest values along the last dimension, largest first, and their indices; equal values in any order."""
 
     values: Tensor  # [..., k] the values
     indices: Tensor  # [..., k] their indices in the row

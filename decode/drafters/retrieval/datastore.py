@@ -38,7 +38,7 @@ MOST = 2**32 - DEPTH  # maximum number of tokens of a datastore, because positio
 
 
 class Piece(NamedTuple):
-    """A passage of a document that is tokenised at once."""
+    """A passage of a document that is tokenised in one call."""
 
     where: str  # file and line, for error messages
     content: str | list[int]  # text, or token ids if the text is already tokenised
@@ -146,7 +146,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> Json | N
 
 
 def require_output(folder: Path, overwrite: bool) -> None:
-    """Raise a `RequestError` if `folder` holds files of another kind, or, without `overwrite`, a finished datastore."""
+    """Raise a `RequestError` if `folder` holds files but no datastore, or a finished one without `overwrite`."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     names -= {path.name for path in _temporary_files(folder)}
     if names and not names & {DONE, BUILDING}:

@@ -77,7 +77,7 @@ class RestDrafter(TextDrafter):
 
 
 def looked_up(config: RestConfig, text: list[int], count: int) -> Trie:
-    """Look up the longest suffix of `text` in the datastore; returns a trie of the `count` tokens after each match."""
+    """Look up the longest suffix of `text` in the datastore; returns a trie of the next `count` tokens."""
     match = config.opened.longest(text[-config.n :], config.min_n)
     return most_frequent(config.opened.after(match, count, config.matches) if match else (), config.nodes)
 
@@ -85,7 +85,7 @@ def looked_up(config: RestConfig, text: list[int], count: int) -> Trie:
 def most_frequent(continuations: Iterable[list[int]], num_nodes: int) -> Trie:
     """Make a trie of `num_nodes` nodes, root included, from the most frequent prefixes of `continuations`.
 
-    Of equally frequent prefixes, the shorter one is chosen, then the first: so a node's parent is chosen before it."""
+    Of equally frequent prefixes, shorter ones come first, then those seen earlier. So parents come before children."""
     counts: Counter[tuple[int, ...]] = Counter()
     for line, times in Counter(map(tuple, continuations)).items():
         for depth in range(1, len(line) + 1):
