@@ -87,7 +87,7 @@ def disk_may_fill(path: Path, way_out: Callable[[], str]) -> Iterator[None]:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Whether an error, or one of the errors during whose handling it was raised, comes from a full disk."""
+    """Whether a full disk caused an error, directly or through an earlier error that was being handled."""
     # safetensors reports the system's error number as text; torch's archive writer reports only its source file.
     signs = [f"os error {number}" for number in DISK_FULL] + ["inline_container.cc"]
     while error is not None:

@@ -37,7 +37,7 @@ def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str |
 
 
 def embedding_sample(weight: Tensor) -> list[float]:
-    """Return 64 values of an embedding matrix [V, H] (V tokens, hidden size H), at equal distances in memory."""
+    """Return 64 values of an embedding matrix [V, H] (V tokens, hidden size H), equally spaced in flattened form."""
     flat = weight.detach().reshape(-1)
     places = [index * (flat.numel() - 1) // (SAMPLES - 1) for index in range(SAMPLES)]
     return [round(float(value), 6) for value in flat[places]]
@@ -51,7 +51,7 @@ def heads_fingerprint(heads: nn.Module) -> str:
 
 
 def differs(model: PreTrainedModel, known: Fingerprint) -> bool:
-    """Whether `model` is not the backbone with the fingerprint `known`; false for an empty fingerprint."""
+    """Whether `model` is not the backbone with fingerprint `known`; false if `known` has no weights or embedding."""
     if known.get("weights"):
         expected, found = torch.tensor(known["weights"]), torch.tensor(fingerprint(model)["weights"])
     elif known.get("embedding"):

@@ -27,7 +27,7 @@ def write_published(export: Export, heads: Checkpoint, **extra: str) -> None:
 def write_original(export: Export) -> Written:
     """Write `config.json` and `medusa_lm_head.pt`, the state dict of an nn.ModuleList, for the package medusa-llm.
 
-    This package builds all blocks of a head as one shared block. So the blocks of a head must have equal weights.
+    medusa-llm builds all blocks of a head as one shared block. So the blocks of a head must have equal weights.
     Raise RequestError if the heads are of another kind, or the blocks of a head differ."""
     config, tensors = export.heads.config, export.heads.tensors
     require_square(config, "original-v1")

@@ -93,7 +93,7 @@ def write_modelopt(export: Export) -> Written:
 
 
 def _renamed(path: Path) -> str:
-    """Return the name that a file of the backbone gets in the exported folder."""
+    """Return a backbone file's name in the exported folder: `FIRST` for the weights file `WHOLE`, else its own."""
     return FIRST if path.name == WHOLE else path.name
 
 

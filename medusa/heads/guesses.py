@@ -23,7 +23,7 @@ def accepted(tree: Tree, ranks: Tensor, drafted: Tensor | None = None) -> Tensor
     """Return the number [P] of drafted tokens that a decoding step at each of P positions would accept.
 
     `ranks` [P, K] are the ranks of the right tokens among the guesses of each head (results of `ranks_of`). `drafted`
-    [P, N] are the indices of the nodes that are drafted at each position; by default all nodes of the tree."""
+    [P, N] are the indices in `tree` of the N nodes drafted at each position; by default all nodes are drafted."""
     nodes, beyond = tree.num_nodes, tree.max_rank + 1
     # child[node, rank]: the child with this rank, or -1. The last row and column are all -1, so that every walk ends.
     child = torch.full((nodes + 1, beyond + 1), -1)

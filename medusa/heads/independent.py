@@ -71,7 +71,7 @@ class MedusaHeads(PretrainedHeads):
     def set_dropout(self, rate: float) -> None:
         """Set the dropout rate of the blocks' outputs (residual dropout: Vaswani et al. 2017, section 5.4).
 
-        Prefix layers have no dropout. Heads of the original Hydra have none at all, and raise RequestError."""
+        Prefix layers have no dropout. Raise RequestError for heads of the original Hydra, which have none at all."""
         found = [module for module in self.modules() if isinstance(module, nn.Dropout)]
         if not found:
             raise RequestError(f"training.dropout: heads of kind {self.config.kind} have no dropout; leave it out")

@@ -36,7 +36,7 @@ def visible(length: int, document_ids: Tensor | None, device: torch.device, befo
     """Build the attention mask [B, T, T] of texts with T = `length` tokens. It is true at visible positions.
 
     A position attends to positions of its document (`document_ids` [B, T]) that are at least `before` positions
-    earlier, with 0 also to itself. Without document ids the mask is [1, T, T]."""
+    earlier. If `before` is 0, it also attends to itself. Without document ids the mask is [1, T, T]."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril(-before)[None]
     if document_ids is not None:
         seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])

@@ -69,7 +69,7 @@ class SequentialHeads(MedusaHeads, ABC):
 
 
 class CascadeHeads(SequentialHeads):
-    """Cascaded heads: each head reads the features [..., H] of the previous head, which are the state.
+    """Cascaded heads: each reads the previous head's features [..., H] (the state), and head 0 the hidden states.
 
     Cascaded heads do not read the guessed tokens. So all nodes of a level have the same guesses as children, and a
     decoding step costs as much as with independent heads."""

@@ -17,7 +17,7 @@ FROM_PART = re.compile(r"^from (?:\.\w+|medusa\.tree_support) import .*\n\n?", r
 
 
 def bundle() -> str:
-    """Return the code of all `PARTS` as one module, without the imports of one part from another."""
+    """Return the code of the files `PARTS` joined to one module, without the imports between these files."""
     first, *others = (FROM_PART.sub("", part.read_text(encoding="utf-8")) for part in PARTS)
     # One import from __future__ is enough, and it must come before all other code.
     return "\n\n".join([first, *(other.replace(FUTURE, "") for other in others)])

@@ -155,8 +155,8 @@ def _require_supported(config: GenerationConfig, model_kwargs: Options) -> None:
 def _named_in_generate() -> str:
     """Return the value of `custom_generate` in the user's call of transformers' `generate`.
 
-    `generate` does not pass this argument to this file, and runs a copy of this file in a cache without the heads. So
-    the value is read from the stack frame of `generate`."""
+    The value names the heads' folder or Hub id. `generate` does not pass it on, and runs a copy of this file from a
+    cache folder that does not contain the heads. So the value is read from the stack frame of `generate`."""
     frame = inspect.currentframe()
     while frame is not None:
         name = frame.f_locals.get("custom_generate")
