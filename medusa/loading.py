@@ -87,7 +87,7 @@ def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> P
 
 
 def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer from the first of `places` with a tokenizer, such as an adapter's folder or its base model."""
+    """Load a tokenizer from the first of `places` (folders or Hub ids) that has one; `None` if none of them has one."""
     for place in places:
         try:
             return AutoTokenizer.from_pretrained(place, **options.hub)

@@ -45,7 +45,7 @@ def option(
         allowed: a description of the valid values, for error messages.
         check: a function that returns whether a value is valid. `None` (the option is not given) is always valid.
         name: the name of the argument, if it differs from the field's name.
-        keywords: further keywords for `add_argument`; also `positional`, and `hidden` for fields without an argument.
+        keywords: more keywords for `add_argument`; also `positional=True` (no `--`) and `hidden=True` (no argument).
     """
     about = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name, "argparse": keywords}
     return field(default=default, metadata=about)
@@ -74,7 +74,7 @@ class OptionError(RequestError):
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True)
 class Options:
-    """Base class of options: each subclass becomes a frozen dataclass, whose arguments are keyword-only by default.
+    """Base class of options: each subclass becomes a frozen dataclass. Its constructor takes only keywords by default.
 
     A new instance raises OptionError if a value is invalid."""
 
@@ -109,7 +109,7 @@ def group(
 
     Args:
         only: names of the options that become arguments; by default all.
-        without: names of options that do not become arguments and keep their defaults.
+        without: names of options that do not become arguments: the user cannot change their defaults.
         defaults: by option name, defaults that replace those in `kind`; REQUIRED if the user must give the option.
     """
     own_first = sorted(fields(kind), key=lambda known: known.name not in kind.__annotations__)  # then inherited fields
@@ -132,9 +132,9 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
 
 
 def _add(container: argparse._ActionsContainer, option: Field[object], default: object) -> None:
-    """Add the argument of one option: a flag if the option is a bool, repeatable for a tuple, else with one value.
+    """Add an option's argument: a flag if `default` is False, repeatable if it is an empty tuple, else with one value.
 
-    Only arguments that the user gives are in the parsed namespace. `read` leaves the others to the dataclasses."""
+    The parsed namespace contains only arguments that the user gives; for the others the dataclasses have defaults."""
     about, name = option.metadata, argument_name(option)
     keywords: dict[str, Any] = {"help": about["help"], "default": argparse.SUPPRESS} | about["argparse"]
     if keywords.pop("hidden", False):

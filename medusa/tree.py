@@ -80,7 +80,7 @@ class Tree:
 
     @classmethod
     def top_k(cls, widths: Sequence[int]) -> Tree:
-        """Make a full tree in which each node of depth d has `widths[d]` children: the best guesses of head d + 1."""
+        """Make a tree in which every node of depth d has the `widths[d]` best guesses of head d + 1 as its children."""
         name = f"topk:{','.join(map(str, widths))}"
         if not widths or min(widths) < 1:
             raise RequestError(f"{name} is no tree; give a width of 1 or more per head")
@@ -107,7 +107,7 @@ class Tree:
 
     @cached_property
     def children(self) -> Tensor:
-        """The indices [N, C] of each node's children, sorted by rank, padded with -1. No node has over C children."""
+        """The indices [N, C] of each node's children by rank, padded with -1; C is the largest number of children."""
         most = int(torch.bincount(self.parent[1:], minlength=1).max())
         children = self.parent.new_full((self.num_nodes, most), -1)
         children[self.parent[1:], self.order[1:]] = torch.arange(1, self.num_nodes, device=children.device)

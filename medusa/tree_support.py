@@ -27,9 +27,9 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def longrope_boundary(model: PreTrainedModel) -> int | None:
-    """Return the text length at which RoPE scaling of type `longrope` changes all rotations; `None` for other models.
+    """Return the text length above which `longrope` (a RoPE scaling) rotates all tokens differently; `None` without it.
 
-    Scaling of type `dynamic` changes all rotations, too, but only after the end of the context, where decoding stops.
+    Scaling of type `dynamic` does so, too, but only beyond the model's context length, where decoding has stopped.
     """
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -91,7 +91,7 @@ class LayerKinds:
         self.kinds = [LayerKind(name, *limits.get(name, ())) for name in names]
 
     def masks(self, of_kind: Callable[[LayerKind], Tensor]) -> Mask:
-        """Make a mask for each kind of layer with `of_kind`; return one mask or a dict, as the model expects."""
+        """Make a mask for each layer kind with `of_kind`; return them by name, or just one if the model takes one."""
         masks = {kind.name: of_kind(kind) for kind in self.kinds}
         return masks if self.is_dict else next(iter(masks.values()))
 

@@ -26,7 +26,7 @@ _ROWS = weakref.WeakKeyDictionary[MedusaHeads, tuple[weakref.ref[Tensor], Tensor
 def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
     """Return the function from features [..., H] to logits [..., V] for heads that share the backbone's LM head.
 
-    The logits have the dtype of the LM head's weights. For heads with a reduced vocabulary they are [..., N]."""
+    H is the hidden size, V the vocabulary size. For heads with a reduced vocabulary of N tokens, V becomes N."""
     if heads.vocabulary is None or heads.lm_heads is not None:
         return backbone.lm_head
     rows = rows_for(heads, backbone.head)
@@ -34,7 +34,7 @@ def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
 
 
 def rows_for(heads: MedusaHeads, lm_head: nn.Module) -> nn.Linear:
-    """Select the rows [N, H] of an LM head [V, H] for the heads' vocabulary; all rows without a reduced vocabulary.
+    """Return the LM head [V, H] or, if the heads' vocabulary is reduced, a copy with the rows [N, H] of its N tokens.
 
     The rows are copied once, and cached for as long as the weight and the vocabulary stay the same."""
     if not isinstance(lm_head, nn.Linear):
@@ -57,7 +57,7 @@ def rows_for(heads: MedusaHeads, lm_head: nn.Module) -> nn.Linear:
 
 
 def token_ids(heads: MedusaHeads, places: Tensor) -> Tensor:
-    """Convert indices [...] in the heads' vocabulary to token ids [...] (equal without a reduced vocabulary)."""
+    """Convert indices `places` [...] in the heads' vocabulary to token ids [...] (equal unless it is reduced)."""
     return places if heads.vocabulary is None else heads.vocabulary.to(places.device)[places]
 
 

@@ -51,7 +51,7 @@ def learning_rate(hidden_size: int) -> float:
 
 
 def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
-    """Choose the shape of heads for a backbone of these sizes, and keep what the recipe's section `asked` sets."""
+    """Choose the shape of heads for a backbone of these sizes; values set in the recipe's section `asked` are kept."""
     if asked.block == "square":  # the paper's heads: one block, own LM heads
         return HeadShape("square", asked.layers or 1, 1.0, asked.lm_head or "own")
     inner, own = fastest(sizes, asked.num or NUM_HEADS)
@@ -65,7 +65,7 @@ def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
 
 
 def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:
-    """The inner width, summed over a head's blocks, of the fastest MLP heads, and whether each has its own LM head."""
+    """Find the fastest MLP heads: inner width, summed over a head's blocks, and whether each has its own LM head."""
     kinds = [(inner, own) for inner in WIDTHS for own in (False, True)]
     speeds = {kind: expected_speed(sizes, num_heads, *kind) for kind in kinds}
     return min(kind for kind, speed in speeds.items() if speed >= NEARLY * max(speeds.values()))

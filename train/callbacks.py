@@ -31,7 +31,7 @@ class LogBeforeSaving(TrainerCallback):
 
 
 class TimeBudget(TrainerCallback, ExportableState):
-    """Callback that ends training after a time in seconds, and lets the learning rate fall with the time spent."""
+    """Callback that ends training after a given time; the learning rate rises and falls with the time spent."""
 
     def __init__(self, seconds: float, elapsed: float = 0.0, cpu: bool = False) -> None:
         """Make a time budget of which `elapsed` seconds are spent; with `cpu`, its clock is this process's CPU time."""
@@ -45,7 +45,7 @@ class TimeBudget(TrainerCallback, ExportableState):
         return {"args": {"seconds": self.seconds, "cpu": self.cpu}, "attributes": {"elapsed": self.spent()}}
 
     def spent(self) -> float:
-        """Seconds of training so far in this process, including the time before the run was interrupted and resumed."""
+        """Seconds of training so far by this process's clock; of a resumed run, also those before the interruption."""
         return self.elapsed + (0.0 if self._resumed_at is None else self._clock() - self._resumed_at)
 
     def agreed(self) -> float:
@@ -119,7 +119,7 @@ class ProgressBar(TrainerCallback):
 
 
 def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
-    """Top-1 accuracy, from 0 to 1, of each head in a line of the log; the prefix of evaluation metrics is "eval_"."""
+    """Top-1 accuracy, 0 to 1, of each head in a line of the log; `prefix` is "eval_" for metrics of an evaluation."""
     shares: list[float] = []
     while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
         shares.append(share)
@@ -127,7 +127,7 @@ def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
 
 
 def summarize(logs: Mapping[str, float]) -> str:
-    """Summarize a line of the log: weighted loss in nats, top-1 accuracy of each head, any tau, any LM loss."""
+    """Summarize a line of the log: weighted loss in nats, top-1 accuracy of each head, tau and LM loss if logged."""
     prefix = "eval_" if "eval_loss" in logs else ""
     shares = [f"{share:.3f}" for share in top1_shares(logs, prefix)]
     tau = f"  tau {logs['eval_tau']:.3f}" if "eval_tau" in logs else ""

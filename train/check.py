@@ -44,7 +44,7 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
 
 
 def _training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
-    """Make the training arguments from the recipe's section `training`; other keys and `hidden_size` give defaults."""
+    """Make the training arguments: the recipe's section `training` over defaults from other keys and `hidden_size`."""
     given: Json = {
         "dataloader_pin_memory": config.device not in (None, "cpu"),
         "learning_rate": learning_rate(hidden_size),

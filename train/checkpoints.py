@@ -63,7 +63,7 @@ def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | 
 
 
 def require_room(output: Path, weights: int, arguments: TrainingArguments) -> None:
-    """Raise RequestError if the disk of `output` cannot hold heads of `weights` bytes and the checkpoints to keep."""
+    """Raise RequestError if the disk of `output` has no room for heads of `weights` bytes and the run's checkpoints."""
     checkpoint = weights if arguments.save_only_model else (1 + ADAM_STATES) * weights
     # A new checkpoint is complete before the oldest one is deleted. Without a limit, room for one is required.
     kept = 0 if arguments.save_strategy == "no" else (arguments.save_total_limit or 0) + 1

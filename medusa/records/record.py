@@ -97,7 +97,7 @@ def _sharegpt_messages(turns: object, where: str) -> list[Json]:
 
 
 def _with_parsed_arguments(message: Json, where: str) -> Json:
-    """Parse the arguments of a message's tool calls, from OpenAI's JSON text to the objects of chat templates."""
+    """Return a message with its tool calls' arguments parsed from JSON text to objects, as chat templates need them."""
     if not message.get("tool_calls"):
         return message
     try:
@@ -141,7 +141,7 @@ def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> lis
 
 
 def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of `text` after `prompt`, tokenised together unless this would change the prompt's ids."""
+    """Return the ids of `text` tokenised together with `prompt`, or alone if that would change the prompt's ids."""
     whole = tokenizer(str(tokenizer.decode(prompt)) + text, add_special_tokens=False)["input_ids"]
     if whole[: len(prompt)] == prompt:
         return whole[len(prompt) :]

@@ -59,10 +59,10 @@ def _to_tokens(
 
 
 def _first_after(offsets: Offsets, first: int, at: int) -> int:
-    """Index of the first token, from token index `first` on, that starts at or after the character position `at`.
+    """Index of the first token that starts at or after character position `at`, not counting tokens before `first`.
 
-    Byte-level tokenizers give a token of only spaces empty offsets, at the end of the spaces. Such a token lies before
-    `at`, and is skipped."""
+    Byte-level tokenizers may report a token of spaces as empty, with start and end after its spaces. If these are `at`,
+    the spaces lie before `at`, so the token is skipped."""
     return next((k for k in range(first, len(offsets)) if offsets[k][0] >= at and offsets[k][1] > at), len(offsets))
 
 
@@ -84,9 +84,9 @@ def _end_of_turn(
 ) -> int:
     """Find the index after a turn's end-of-turn token, which is the turn's last token that counts in the loss.
 
-    What a template writes after that token, such as a newline, the backbone never generates. `first`, `answer_end` and
-    `last` are the indices of the turn's first token and of the first tokens after the answer and after the turn's place
-    in the text. Unless the turn has `ended`, its last token may be the one at `last`."""
+    The backbone never generates what a template writes after that token, such as a newline. Indices of tokens: `first`,
+    the turn's first; `answer_end`, the first after the answer; `last`, the first after the turn's `Span`. Unless the
+    end-of-turn token lies inside the `Span` (`ended`), it may be the token at `last`."""
     for at in range(answer_end, last):
         if _is_special(ids[at], tokenizer):
             return at + 1

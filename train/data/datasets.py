@@ -52,7 +52,7 @@ class StreamedDataset(IterableDataset[Batch]):
     def __init__(self, reader: ExampleReader, length: int, whole: bool, shuffle_buffer: int, seed: int) -> None:
         """Make a stream of rows of `length` tokens, packed from the examples of `reader`.
 
-        Each row is drawn at random from the next `shuffle_buffer` rows. With `whole`, no example is split over rows."""
+        Each row is drawn at random from a buffer of `shuffle_buffer` rows. With `whole`, no example is split."""
         self.reader, self.length, self.whole, self.shuffle_buffer, self.seed = (
             reader,
             length,
@@ -79,7 +79,7 @@ class StreamedDataset(IterableDataset[Batch]):
 
 
 def _shuffled(rows: Iterator[Tensor], size: int, rng: random.Random) -> Iterator[Tensor]:
-    """Shuffle packed rows within a buffer: each row is drawn at random from the next `size` rows."""
+    """Shuffle packed rows: yield a random row of a buffer of `size` rows, and read the next row into the buffer."""
     waiting: list[Tensor] = []
     for row in rows:
         waiting.append(row)
@@ -94,8 +94,8 @@ def load_dataset(
 ) -> PackedDataset | StreamedDataset:
     """Load, tokenise and pack the data that `config` describes; `seed` orders the rows of a streamed dataset.
 
-    `vocab_size` and `context` are the backbone's numbers of tokens: in its vocabulary, and at most in a text (`None`:
-    no limit). Raise RequestError if data do not exist, a record is invalid, or no token counts in the loss."""
+    `vocab_size` is the backbone's number of token ids, `context` its largest text length in tokens (`None`: no limit).
+    Raise RequestError if data do not exist, a record is invalid, or no token counts in the loss."""
     require_data(config)
     reader = ExampleReader(config, tokenizer, vocab_size, context)
     if config.streaming:

@@ -28,7 +28,7 @@ class Example(NamedTuple):
 
     @property
     def has_labels(self) -> bool:
-        """Whether any head has a label in this document: a token after the first two that counts in the loss."""
+        """Whether heads can learn from this document: a token counts in the loss that is not one of the first two."""
         return any(self.loss_mask[FIRST_OFFSET:])
 
 
@@ -58,7 +58,7 @@ class DataCounts:
 
 
 def pack(examples: Iterable[Example], length: int, whole: bool, counts: DataCounts) -> Iterator[Tensor]:
-    """Pack examples into rows of at most `length` tokens, and count examples, tokens and rows in `counts`.
+    """Pack examples (documents) into rows of at most `length` tokens, and count documents, tokens and rows in `counts`.
 
     With `whole`, each document stays in one row; otherwise documents are cut at the end of a row. A row of T tokens is
     int32 [3, T]: token ids, loss mask (1 if a token counts in the loss, else 0) and document numbers."""
@@ -92,7 +92,7 @@ def _end_to_end(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
 def _first_fit(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
     """Pack whole documents into rows of at most `length` tokens: each goes into the first open row with room for it.
 
-    When more than `OPEN_ROWS` rows are open, the fullest row is yielded."""
+    Rows that are not yet yielded are open. When there are more than `OPEN_ROWS` of them, the fullest is yielded."""
     rows: list[Tensor] = []
     for document in documents:
         fits = (at for at, row in enumerate(rows) if row.shape[1] + document.shape[1] <= length)

@@ -87,7 +87,7 @@ def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Exa
 
 
 def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[tuple[int, ...]]:
-    """Collect all runs of `config.exclude_window` tokens in the texts `config.exclude`, which are to be kept out.
+    """Collect every run of `config.exclude_window` tokens in the texts of the file or dataset `config.exclude`.
 
     The reader drops every training example that contains such a run."""
     windows: set[tuple[int, ...]] = set()

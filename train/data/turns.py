@@ -49,7 +49,7 @@ class ConversationText:
         return str(self.tokenizer.apply_chat_template(messages, **settings))
 
     def spans(self) -> list[Span]:
-        """Find the assistant's turns that count in the loss, in order; raise RequestError if one is not certain."""
+        """Find the assistant's turns that count in the loss, in order; raise RequestError if one cannot be located."""
         turns = [turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"]
         if self.record.teach_last:
             turns = turns[-1:]
@@ -84,9 +84,9 @@ class ConversationText:
         return found if texts[0] == self.text and len(found) >= turns else None
 
     def _by_difference(self, turn: int) -> tuple[int, int] | None:
-        """Find start and end of the message with index `turn` in the text: the lengths of the texts up to each.
+        """Find start and end of message `turn` in the text: the lengths of the texts that end before and after it.
 
-        Return `None` if the shorter text does not begin the longer one, or the longer one the whole text."""
+        Return `None` if the shorter text is no prefix of the longer, or the longer no prefix of the whole text."""
         try:
             before = self._write(self.messages[:turn], prompt=True)
             after = self._write(self.messages[: turn + 1])
@@ -96,7 +96,7 @@ class ConversationText:
         return (len(before), len(after)) if holds else None
 
     def _by_exchange(self, turn: int) -> tuple[int, int] | None:
-        """Find start and end of an answer: the part that another answer changes; `None` if other parts change, too."""
+        """Find start and end of the answer in message `turn` by changing it; `None` if other text changes."""
         other = next(c for c in map(chr, range(0xE000, 0xE010)) if c not in self.text)  # a private-use character
         exchanged = [*self.messages[:turn], {"role": "assistant", "content": other}, *self.messages[turn + 1 :]]
         try:
