@@ -80,7 +80,7 @@ def run_rounds(
     """Decode all batches of prompts `rounds` times with every contender, and store the results in the contenders.
 
     A prompt gets the same random seed with every contender, whatever the batch size. `on_progress` is called after each
-    batch. `clock` returns the time in seconds. By default, results keep the time that their method measured."""
+    batch. `clock` returns the time in seconds. If it is `None`, results keep the time that their method measured."""
     for contender in contenders:
         contender.method(batches[0])
         contender.batch_of = [index for index, batch in enumerate(batches) for _ in batch]
@@ -107,7 +107,7 @@ def run_rounds(
 def summarize(contenders: Sequence[Contender], categories: Sequence[str | None]) -> dict[str, MethodFigures]:
     """Compute the metrics of all contenders, by name. Two contenders must be named `plain` and `transformers`.
 
-    `categories` has the category of each prompt. If there are several, each also gets metrics of its own."""
+    `categories`: the category of each prompt, or `None`. If there are two or more, each gets own metrics."""
     by_name = {contender.name: contender for contender in contenders}
     baselines = by_name["plain"], by_name["transformers"]
     names = dict.fromkeys(category for category in categories if category is not None)
@@ -127,7 +127,7 @@ def summarize(contenders: Sequence[Contender], categories: Sequence[str | None])
 
 
 def _figures(contender: Contender, plain: Contender, stock: Contender, chosen: Sequence[int]) -> MethodFigures:
-    """Compute a contender's metrics on the prompts `chosen` (indices), with speedups over `plain` and `stock`."""
+    """Compute a contender's metrics on the prompts with indices `chosen`. `plain`, `stock`: baselines of speedups."""
     rates = contender.tokens_per_second(chosen)
     results = [contender.rounds[0][index] for index in chosen]
     pairs = list(zip(contender.rounds, plain.rounds, strict=True))
@@ -163,7 +163,7 @@ def accepted_by_depth(results: Sequence[Result]) -> list[float]:
 
 
 def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
-    """Compute tau (mean tokens per step) in each stretch of `POSITIONS` new tokens, from the steps that start there."""
+    """Compute tau (mean tokens per step) for each range of `POSITIONS` new tokens, over the steps that start in it."""
     stretches: dict[int, list[int]] = defaultdict(list)
     for result in results:
         at = 0
@@ -176,7 +176,7 @@ def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
 def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[AcceptedNode]:
     """Compute the fraction (0 to 1) of steps that accepted each node of the heads' draft tree.
 
-    `ranks`: for each text in `results`, the field `ranks` of a `Recording`."""
+    `ranks` [P, K] of each text: the rank (0: best) of the correct token among the guesses of each of K heads."""
     counts: Counter[tuple[int, ...]] = Counter()
     steps = 0
     for table, result in zip(ranks, results, strict=True):

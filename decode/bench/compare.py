@@ -62,7 +62,7 @@ class Sample:
         return self.seconds.numel() > 1
 
     def resampling(self, seed: int = 0) -> Resampling:
-        """Draw batches and rounds with replacement: `NUM_DRAWS` draws of the size of this sample."""
+        """Make `NUM_DRAWS` draws, each with replacement and of as many batches and rounds as this sample has."""
         generator = torch.Generator().manual_seed(seed)
         count, (rounds, _) = self.num_batches, self.seconds.shape
         chosen = torch.randint(count, (NUM_DRAWS, count), generator=generator)
@@ -79,12 +79,12 @@ class Sample:
         return ((drawn.batches @ self.new_tokens)[:, None] / seconds.clamp_min(1e-9)).gather(1, drawn.rounds)
 
     def speedup(self, other: Sample, drawn: Resampling) -> Tensor:
-        """Compute the speedup over `other` in each of D bootstrap draws: the median over rounds of the rates' ratio."""
+        """Compute the speedup over `other` in each of D bootstrap draws, [D]: the median ratio of rates over rounds."""
         return (self.rates(drawn) / other.rates(drawn).clamp_min(1e-9)).quantile(0.5, dim=1)
 
 
 def interval(values: Tensor) -> Interval:
-    """Bounds of the middle 95 % of a metric's values [D] in D bootstrap draws."""
+    """Return the bounds of the middle 95 % of a metric's values [D] in D bootstrap draws."""
     return float(values.quantile(0.025)), float(values.quantile(0.975))
 
 
@@ -119,7 +119,7 @@ class Comparison:
 
 
 def compare(earlier: BenchmarkResult, later: BenchmarkResult, names: tuple[str, str]) -> Comparison:
-    """Compare the results of two benchmark runs, which tables and error messages call `names`.
+    """Compare the results of two benchmark runs. `names`: their names in tables and error messages.
 
     Raises RequestError if a benchmark has no metrics of single prompts, or if the two decoded different prompts."""
     for result, name in zip((earlier, later), names, strict=True):

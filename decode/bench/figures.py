@@ -134,7 +134,7 @@ class RunSettings:
 
 
 def _with_generation(content: object) -> object:
-    """Copy the entries of a flat dict of settings that are not fields of `RunSettings` into the entry `generation`."""
+    """Add the entry `generation` to a flat dict of settings: a dict of those that are not fields of `RunSettings`."""
     if not isinstance(content, dict):
         return content
     own = {field.name for field in fields(RunSettings)}
@@ -143,7 +143,7 @@ def _with_generation(content: object) -> object:
 
 @dataclass
 class TemperatureFigures:
-    """tau and speedup of lossless decoding with heads at one temperature."""
+    """tau, and speedup over `model.generate`, of lossless decoding with a drafter at one temperature."""
 
     temperature: float
     tau: float
@@ -154,7 +154,7 @@ class TemperatureFigures:
 
 @dataclass
 class LossyFigures:
-    """tau and speedup of one acceptance rule at one temperature, and the likelihood of the texts."""
+    """tau, speedup over `model.generate`, and likelihood of the texts, for one acceptance rule at one temperature."""
 
     acceptance: str
     lossless: bool

@@ -50,7 +50,7 @@ class BenchmarkJob(Job):
         return summarize(contenders, self.categories)
 
     def by_transformers(self, name: str, settings: Settings, **assistance: object) -> Contender:
-        """Make a contender that decodes with transformers' `model.generate` (`transformers_method`)."""
+        """Make a contender that decodes with transformers' `model.generate`. `assistance`: more options for it."""
         return Contender(name, transformers_method(self.loaded.model, settings, self.loaded.tokenizer, **assistance))
 
 
@@ -144,7 +144,7 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
 
 
 def add_details(job: BenchmarkJob, medusa: figures.MethodFigures, calibrations: Sequence[Path]) -> None:
-    """Add what only a report shows to the metrics `medusa`: acceptance by node, and a calibration in `calibrations`."""
+    """Add to `medusa` what reports show: acceptance by node, and a matching calibration in the files `calibrations`."""
     heads, model = job.source.heads, job.loaded.model
     assert heads is not None, "only heads have nodes with ranks, and calibrations"
     results = one_by_one(job.drafted(job.settings), job.prompts, prompt_seeds(job.seed, range(len(job.prompts))))

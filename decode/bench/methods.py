@@ -102,7 +102,7 @@ def transformers_method(
     """Make a method that calls transformers' `model.generate`.
 
     `generate` draws all samples of a batch from one random stream, which gets the seed of the first prompt.
-    `assistance`: options for its assisted generation or beam search; results then have no step lengths."""
+    `assistance`: options of `generate` for assisted generation or beam search. With them, step lengths stay empty."""
     device, amateur = Backbone(model).device, settings.amateur
     models = [model] if amateur is None else [model, amateur.model]
     context = min(Backbone(some).context or 1 << 30 for some in models)
@@ -142,7 +142,7 @@ def transformers_method(
 
 
 def left_padded(prompts: Prompts, device: torch.device) -> dict[str, Tensor]:
-    """Make the inputs of `generate`: the ids of B prompts, padded on the left to T tokens, and attention masks."""
+    """Make the inputs of `generate`, each [B, T]: ids of B prompts left-padded to T tokens, and the attention mask."""
     ids = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
     rows = {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids]}
     return {name: pad_sequence(row, batch_first=True, padding_side="left").to(device) for name, row in rows.items()}

@@ -46,7 +46,7 @@ def calibrate(
     """Predict the speed of trees from texts that the backbone wrote with `settings`, and choose the fastest tree.
 
     `sizes`: numbers of nodes of the trees to try; `None`: the result of `sizes_for`. Each tree is timed `rounds` times.
-    `on_progress` receives the name of each stage. Raises RequestError if no text has more new tokens than heads."""
+    `on_progress` receives the name of each stage. RequestError: no text has more new tokens than there are heads."""
     # Timing continues after the end of a text, runs eagerly, and uses all nodes of each tree.
     settings = replace(settings, stop=(), stop_drafting=0.0, compile=False)
     backbone, prompts = Backbone(model), [prompt for prompt, _ in texts]
@@ -95,7 +95,7 @@ def sizes_for(device: torch.device, batch_size: int) -> list[int]:
 def _trees(
     recording: Recording, sizes: Sequence[int], temperatures: tuple[float, ...], on_progress: Callable[[str], object]
 ) -> list[Layout]:
-    """Make the trees to try: one node, and for each size a static tree and (with `temperatures`) a dynamic tree."""
+    """Make the trees to try: the root alone, and of each size a static and (with `temperatures`) a dynamic tree."""
     grown: dict[int, Tree] = {1: Tree.chain(0)}
     sizes = [nodes for nodes in sizes if nodes > 1]
     for nodes in sizes:

@@ -118,7 +118,7 @@ def record(backbone: Backbone, heads: MedusaHeads, texts: Iterable[Text]) -> Rec
 
 
 def _recorded(heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, new: list[int]) -> list[Tensor]:
-    """Return the columns of a `Recording`, for `inputs` at the P positions just before the tokens `new` of one text.
+    """Compute the tensors of a `Recording` for one text, from the heads' `inputs` before each of its new tokens `new`.
 
     Each token is the root of a step, in which head k (from 0) guesses the token k + 1 positions after the root."""
     num_heads, ahead = heads.config.num_heads, torch.tensor(new, device=inputs.hidden.device)
@@ -179,8 +179,8 @@ def grow(recording: Recording, nodes: int) -> Tree:
 
     The value of a node is the number of positions where all tokens on its path are correct. A path is never correct
     more often than its beginning, so the paths with the highest values form a tree. Positions count only if a step
-    starts there, which depends on the tree. So counting and growing are repeated until a tree is grown again; the first
-    count uses all positions. The best of these trees is returned. The tree is smaller if too few paths are correct."""
+    starts there, which depends on the tree. So counting and growing alternate until a tree recurs, and the best tree is
+    returned. The first count uses all positions. The result has fewer nodes if too few paths are correct."""
     best, best_tau, seen, tree = Tree.chain(0), 0.0, set(), None
     for _ in range(MAX_ROUNDS):
         counts = path_counts(recording, tree)
@@ -195,9 +195,9 @@ def grow(recording: Recording, nodes: int) -> Tree:
 
 
 def path_counts(recording: Recording, tree: Tree | None) -> Counter[RankPath]:
-    """Count the positions where all guesses on a path are correct, for each path that is correct somewhere.
+    """Count for each path, given by the ranks of its guesses, the positions where all its guesses are correct.
 
-    Only positions where decoding steps with `tree` start are counted. `None`: all positions."""
+    With a `tree`, only positions where its decoding steps start count. Paths that are never correct are left out."""
     counts: Counter[RankPath] = Counter()
     for ranks in recording.ranks:
         rows = ranks if tree is None else ranks[starts(accepted(tree, ranks), ranks.shape[1])]

@@ -88,19 +88,19 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
 
 
 def files_for(heads_folder: Path | None) -> list[Path]:
-    """List the files that may store calibrations of heads: in the heads' folder, if given, and in the cache."""
+    """List the files that may store calibrations of heads: in the heads' folder, if given, and the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medusa-heads" / FILE
     return [cache] if heads_folder is None else [heads_folder / FILE, cache]
 
 
 def stored(places: Sequence[Path], wanted: dict[str, object]) -> Calibration | None:
-    """Load the calibration for the situation `wanted` from the first file that has one; `None` if no file has one."""
+    """Load the first calibration in the files `places` whose `situation` equals `wanted`; `None` if there is none."""
     found = next((entry for entry in _entries(places) if entry["holds_for"] == wanted), None)
     return None if found is None else TypeAdapter(Calibration).validate_python(found)
 
 
 def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[float, ...] | None:
-    """Load the temperatures that a stored calibration of these heads has fitted; `None` if there is none."""
+    """Load the fitted temperature of each head from a calibration in the files `places`; `None` if there is none."""
     fingerprint = heads_fingerprint(heads)
     fitted = (entry.get("temperatures") for entry in _entries(places) if entry["holds_for"].get("heads") == fingerprint)
     return next(map(tuple, filter(None, fitted)), None)

@@ -16,7 +16,7 @@ CAUTION = 4.0  # p-values as small as the threshold are at most this many times 
 
 
 class Rule(NamedTuple):
-    """An acceptance rule and the way that drafts are made for it (`topk` or `sample`), which are tested together."""
+    """An acceptance rule to test, and how its drafts are made: the best guesses (`topk`) or sampled ones (`sample`)."""
 
     acceptance: str
     draft: str
@@ -24,7 +24,7 @@ class Rule(NamedTuple):
 
     @property
     def is_judged(self) -> bool:
-        """Whether samples must follow the distribution named in `against`, so that a failed test is an error."""
+        """Whether this rule guarantees the distribution named in `against`, so that a failed test is an error."""
         return self.acceptance == "rejection" or self.against == "truncated target"
 
 

@@ -29,7 +29,7 @@ class GoodnessOfFit(NamedTuple):
 
 
 def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
-    """Test the counts of V drawn outcomes [V] against their probabilities `p` [V], by Pearson's chi-square test."""
+    """Test how often each of V outcomes was drawn, `counts` [V], against probabilities `p` [V], by Pearson's test."""
     counts, p = counts.flatten().double(), p.flatten().double()
     n = float(counts.sum())
     if n == 0:
@@ -50,7 +50,7 @@ def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
 
 
 def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
-    """Compute Pearson's statistic and its degrees of freedom. Outcomes with few expected draws form one cell."""
+    """Compute Pearson's statistic and its degrees of freedom. Outcomes with few expected draws are pooled."""
     large = expected >= MIN_EXPECTED
     seen = torch.cat([observed[large], observed[~large].sum()[None]])
     wanted = torch.cat([expected[large], expected[~large].sum()[None]])
@@ -64,7 +64,7 @@ def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
 
 
 def combined(parts: Sequence[GoodnessOfFit]) -> GoodnessOfFit:
-    """Combine independent chi-square tests: add the statistics, and average the distances, weighted by draws."""
+    """Combine independent chi-square tests: add their statistics, and average their distances, weighted by draws."""
     draws = sum(part.draws for part in parts)
     means = {name: sum(part.draws * getattr(part, name) for part in parts) / max(draws, 1) for name in DISTANCES}
     sums = {name: sum(getattr(part, name) for part in parts) for name in ("chi2", "degrees_of_freedom", "impossible")}

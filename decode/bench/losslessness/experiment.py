@@ -64,7 +64,7 @@ def require_room(prompts: Sequence[Sequence[int]], settings: Settings, model: Pr
 class FixedContext:
     """The text that all draws of an experiment continue: a prompt and a fixed root, with the session that holds them.
 
-    The root is the backbone's most probable token. A drafter that collects guesses first takes greedy steps."""
+    The root is the most probable token after the prompt, or after the greedy steps that a drafter needs to warm up."""
 
     def __init__(self, model: PreTrainedModel, prompt: list[int], settings: Settings, source: DrafterFactory) -> None:
         """Prefill the prompt, warm up the drafter and fix the root; raise RequestError if the prompt is too long."""
@@ -83,7 +83,7 @@ class FixedContext:
         self.text = self.session.sequences.tail(0, 0)
 
     def _warm_up(self, steps: int) -> None:
-        """Take at least `steps` greedy decoding steps, and more until the drafter drafts. No guesses are accepted."""
+        """Take at least `steps` greedy steps of one token each, and more (up to a limit) until the drafter drafts."""
         session, sequences = self.session, self.session.sequences
         stepper = TreeStepper(session, self.drafter, Acceptor("greedy"))
         room = (session.backbone.context or 1 << 30) - 2
@@ -134,7 +134,7 @@ class FixedContext:
         return torch.cat(found)
 
     def scores_of_nodes(self, draft: Draft) -> Tensor:
-        """Compute the target's scores [N, V] after each node of a draft for one text. The cache does not keep it."""
+        """Compute the target's scores [N, V] after each node of a draft for one text. The KV cache drops the draft."""
         session = self.session
         logits = session.verifier(draft).logits[0]
         session.verifier.commit(draft.ids.new_zeros(1, 1), [0])
@@ -150,9 +150,9 @@ class Experiment:
     def __init__(
         self, model: PreTrainedModel, source: DrafterFactory, prompt: list[int], settings: Settings, random: Generator
     ) -> None:
-        """Prefill `prompt`, and compute the target after the root and after each of the most probable next tokens.
+        """Prefill `prompt`. Compute the target's scores after the root and after each of the most probable next tokens.
 
-        All random numbers come from `random`, on the backbone's device. RequestError: the prompt is too long."""
+        Random numbers come from `random`, on the backbone's device. Raises RequestError if the prompt is too long."""
         self.settings, self.draws = settings, SharedDraws(random)
         self.source = source.reshaped(lambda tree: tree.clip(2))  # deeper nodes decide on tokens that are not counted
         self.context = context = FixedContext(model, prompt, settings, self.source)
@@ -217,7 +217,7 @@ class Experiment:
         return first, second, accepted_tokens
 
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
-        """Return the target's scores [F, V] after F first tokens; those of drafted tokens are in `scores` [N, V]."""
+        """Return the target's scores [F, V] after F first tokens. `scores` [N, V] has those of drafted tokens."""
         found = self.after_firsts.clone()
         for token, depth, after in zip(draft.ids[0].tolist(), draft.topology.depth[0].tolist(), scores, strict=True):
             if depth == 1 and token in self.firsts:
@@ -225,7 +225,7 @@ class Experiment:
         return found
 
     def _chosen(self, rule: Rule, draft: Draft, scores: Tensor) -> Take:
-        """Make a function that samples steps with `--draft topk`. All use one draft of N nodes and `scores` [N, V]."""
+        """Make a function that samples steps of `--draft topk`, all on one draft of N nodes with `scores` [N, V]."""
         passes = Acceptor(rule.acceptance, self.settings.epsilon, self.settings.delta).passes
 
         def of_nodes(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,7 +243,7 @@ class Experiment:
         return take
 
     def _sampled(self, truncate: Truncation | None) -> Take:
-        """Make a function that samples steps with `--draft sample`. For each step, the drafter samples a tree."""
+        """Make a function that samples steps of `--draft sample`, each on a newly sampled tree."""
         context = self.context
         # Draws must not choose nodes, so the candidates of a dynamic tree replace the tree.
         drafter = self.source.reshaped(lambda tree: narrowed(tree.candidates, MAX_CHILDREN)).start(context.session)

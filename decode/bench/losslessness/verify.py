@@ -83,7 +83,7 @@ class GreedyOutcome:
         return {"prompts": self.prompts, "equal": self.equal, "rounding_ties": self.ties, "divergences": listed}
 
     def in_words(self, dtype: str) -> str:
-        """Describe the comparison of greedy texts in one to three sentences. `dtype`: that of the backbone."""
+        """Describe the comparison of greedy texts in one to three sentences. `dtype`: the backbone's dtype."""
         line = f"{self.equal} of {self.prompts} texts are equal, token by token."
         if self.ties:
             line += f" {self.ties} diverge where the two best logits are so close that {dtype} rounding decides."
