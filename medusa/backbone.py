@@ -34,7 +34,7 @@ class Backbone:
 
     In most models the logits are `lm_head(base(x))` bit for bit, so that they can be computed for selected positions
     only. A forward over four tokens tests this once for each model. Other models also scale or cap logits or hidden
-    states (Cohere, Gemma-2, MiniCPM3). Such a model runs completely, and a hook records the input of the LM head."""
+    states (Cohere, Gemma-2, MiniCPM3): they compute their logits themselves, and a hook records the LM head's input."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Wrap the model; raise RequestError if it has no LM head."""
@@ -120,7 +120,7 @@ class Backbone:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Hook the LM head once for all forwards inside this context, if the model needs a hook."""
+        """Record the LM head's inputs by one hook in this context, unless logits are exactly `lm_head(base(x))`."""
         if self.splits or self._seen is not None:
             yield
             return

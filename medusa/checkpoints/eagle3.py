@@ -42,7 +42,7 @@ COPIES = ("lm_head.weight", "embed_tokens.weight", "t2d")  # not read: the backb
 
 
 def is_eagle3(names: Iterable[str]) -> bool:
-    """Whether tensors with these names are a layer of EAGLE-3. No other format has a tensor `hidden_norm`."""
+    """Whether tensors with these names are an EAGLE-3 draft layer. No other format has a tensor `hidden_norm`."""
     return any(name.endswith(("layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight")) for name in names)
 
 
@@ -90,7 +90,7 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
 
 
 def _require_same_layer(tensors: Tensors, published: Json, source: str) -> None:
-    """Raise RequestError unless the layer has the inputs, constants and tensors of this package's `gated` layer."""
+    """Raise RequestError unless the EAGLE-3 layer has the inputs, constants and tensors that our `eagle` heads need."""
     if (published.get("eagle_config") or {}).get("use_aux_hidden_state", True) or "fc.weight" in tensors:
         only = "only layers that read the last hidden state can be loaded (eagle_config.use_aux_hidden_state: false)"
         raise RequestError(f"{source} reads hidden states of several layers (fc); {only}")

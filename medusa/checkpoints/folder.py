@@ -58,8 +58,8 @@ def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
 def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
     """Write `config.json`, `medusa_lm_head.safetensors` and, if there is one, `provenance.json`, each file atomically.
 
-    Tensors of heads with `MedusaConfig.is_published` get the names that servers read (`medusa.checkpoints.published`).
-    Other tensors keep their names in the state dict. RequestError if `folder` has heads and `overwrite` is false."""
+    The tensors of plain Medusa heads (`MedusaConfig.is_published`) get FasterDecoding's names, which servers read.
+    Other heads keep the names of their state dict. RequestError if `folder` has heads and `overwrite` is false."""
     require_absent(folder / WEIGHTS, overwrite)
     save_tensors(to_published(checkpoint), folder / WEIGHTS)
     write_json(folder / CONFIG, checkpoint.config.to_dict())
@@ -102,7 +102,7 @@ def _download(name: str, hub: HubOptions) -> Path:
 
 
 def _stored_heads(folder: Path) -> Stored:
-    """Return the tensors in a folder's file of heads or, without such a file, of its model with heads inside."""
+    """Return the tensors in the folder's heads file. Without one, return those of a model that contains its heads."""
     for path in (folder / name for name in HEADS_FILES):
         if path.is_file():
             return Stored.of_files([path])

@@ -66,7 +66,7 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
 
 
 def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str]:
-    """Derive the config, the indices i of a head's blocks, and the ending of LM heads' names (empty or `.1`)."""
+    """Return the config, a head's block indices in the tensors' names, and LM heads' suffix in them (empty or `.1`)."""
     found = [(int(m[1]), int(m[2])) for m in map(BLOCK.fullmatch, tensors) if m is not None]
     blocks = sorted(block for head, block in found if head == 0)
     if not blocks:
@@ -84,7 +84,7 @@ def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str
 
 
 def _name(module: str, blocks: list[int]) -> str:
-    """Convert a name in the state dict (not of an LM head) to Hydra's name, with the file's block indices `blocks`."""
+    """Convert a name in our state dict (no LM head's) to the name in Hydra's file, whose block indices are `blocks`."""
     if module.startswith("prefix."):
         return PREFIX + module.removeprefix("prefix")
     _, head, _, layer, rest = module.split(".", 4)  # stacks.{head}.layers.{layer}.{rest}
@@ -92,7 +92,7 @@ def _name(module: str, blocks: list[int]) -> str:
 
 
 def _prefix(base: str | None, source: str) -> PrefixSizes:
-    """Read the sizes of Hydra++'s prefix layer from the config of the backbone, whose layers have the same sizes."""
+    """Return the sizes of Hydra++'s prefix layer: those of a layer of the backbone `base` (its folder or Hub id)."""
     need = f"{source}: the sizes of its prefix layer are in the backbone's config"
     way_out = "name a folder or Hub id that has it as base_model_name_or_path in the heads' config.json"
     if not base:

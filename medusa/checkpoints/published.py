@@ -51,7 +51,7 @@ class Names:
     def renamed(self, name: str, to: Names, num_layers: int = 0) -> str:
         """Convert a tensor's name to its name in the format `to`; return unknown names unchanged.
 
-        FasterDecoding's names of LM heads contain the number of blocks. If `name` lacks it, it is `num_layers`."""
+        FasterDecoding's names of LM heads contain the number of blocks per head: that in `name`, else `num_layers`."""
         for pattern, other in ((self.block, to.block), (self.lm_head, to.lm_head)):
             if match := re.fullmatch(_regex(pattern), name):
                 return other.format(**{"L": num_layers} | match.groupdict())
@@ -77,7 +77,7 @@ def is_of_heads(name: str) -> bool:
 
 @dataclass
 class HeadTensors:
-    """The tensors of heads under FasterDecoding's names, with the format and the prefix of the names in their file.
+    """The tensors of heads under FasterDecoding's names. `names` and `prefix` tell how their file names them.
 
     The `vocabulary` [N] are the ids of the tokens that the heads guess among; `None`: all tokens."""
 
@@ -162,7 +162,7 @@ def from_published(found: HeadTensors, published: Json, source: str) -> Checkpoi
 def from_others(stored: Mapping[str, Tensor], published: Json, source: str, asked: str) -> Checkpoint:
     """Make heads from the tensors `stored` by another program: only heads, or a model with heads inside.
 
-    `asked` is the folder or Hub id that the user gave. It becomes the backbone of heads inside a model.
+    `asked` is the folder or Hub id that the user gave. A model with heads inside becomes their backbone.
 
     Raise RequestError if the heads are quantised, scale their logits, or have a wrong tensor or lack one."""
     of_vllm = published.get("model_type") == "medusa" or any(map(VLLM.block_of, stored))

@@ -44,7 +44,7 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_model(cls, folder: Path) -> Stored:
-        """Map the tensors of a model's index or, without an index, in its safetensors files, else .bin or .pt files."""
+        """Map the tensors in a model's index file, else all in its .safetensors files, else .bin or .pt files."""
         if (indexed := cls.of_index(folder)) is not None:
             return indexed
         for suffix in (".safetensors", ".bin", ".pt"):
@@ -54,7 +54,7 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_index(cls, folder: Path) -> Stored | None:
-        """Map the tensors in an index file; `None` without an index file, RequestError if the file is damaged."""
+        """Map the tensors that a model's index file lists; `None` without an index, RequestError if it is damaged."""
         index = next((folder / name for name in INDICES if (folder / name).is_file()), None)
         if index is None:
             return None
@@ -92,7 +92,7 @@ class Stored(Mapping[str, Tensor]):
 
 
 def _load(path: Path) -> Tensors:
-    """Map a file of tensors into memory; raise RequestError if it is damaged or contains something else."""
+    """Map a file of tensors into memory; raise RequestError if it is damaged or contains anything but tensors."""
     try:
         if path.suffix == ".safetensors":
             content = load_file(path)

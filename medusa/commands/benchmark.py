@@ -143,7 +143,7 @@ def run(options: BenchmarkOptions) -> None:
 
 
 def require_same_prompts(options: BenchmarkOptions, records: Sequence[Record], earlier: Earlier) -> None:
-    """Raise a `RequestError` if an earlier benchmark decoded other prompts. Only the backbone's tokenizer is loaded."""
+    """Raise a `RequestError` if an earlier benchmark decoded other prompts. This loads the tokenizer but no weights."""
     from decode.bench.measure import prompts_hash
     from medusa.loading import load_tokenizer
     from medusa.records.record import prompt_ids
@@ -200,7 +200,7 @@ def measure(
 
 
 def measure_all(options: BenchmarkOptions, job: BenchmarkJob, others: dict[str, DrafterFactory]) -> BenchmarkResult:
-    """Measure all that the options ask for. `job` has the first drafter; `others` maps names to further drafters."""
+    """Measure all that the options ask for. `job` holds the first drafter, `others` further drafters by name."""
     from decode.bench import measure
     from decode.bench.benchmark import Contender
     from decode.bench.calibration.stored import files_for

@@ -77,7 +77,7 @@ def run(options: DatastoreOptions) -> None:
 
 
 def _records(data: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Piece]:
-    """Yield the records of --data for the datastore: pieces of text, or the token ids of prompts and conversations."""
+    """Yield the content of the --data records: texts cut into pieces, and prompts and conversations as token ids."""
     from decode.drafters.retrieval.datastore import Piece
     from train.data.reader import to_example
 
@@ -112,7 +112,7 @@ def _files(options: DatastoreOptions) -> Iterator[Piece]:
 
 
 def _cut(where: str, text: str) -> Iterator[Piece]:
-    """Cut the text of the record or file `where` into pieces of at most PIECE characters, to tokenise one by one."""
+    """Cut a text into pieces of at most PIECE characters, to tokenise one by one. `where` names its record or file."""
     from decode.drafters.retrieval.datastore import Piece
 
     start = 0
@@ -124,7 +124,7 @@ def _cut(where: str, text: str) -> Iterator[Piece]:
 
 
 def _ids(piece: Piece, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Return the token ids of a piece of text, as in training but without BOS. EOS follows the last piece of a text."""
+    """Return a piece's token ids, as in training but without BOS. The last piece of a text gets EOS at its end."""
     if not isinstance(piece.content, str):
         return piece.content
     if tokenizer is None:

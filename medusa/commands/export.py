@@ -87,7 +87,7 @@ def run(options: ExportOptions) -> None:
 
 
 def _facts(options: ExportOptions) -> Facts:
-    """Collect the facts for the model card, which only --to hub has, from --benchmark, --license and --repo-id."""
+    """Collect the model card's facts from --benchmark, --license and --repo-id, which are errors without --to hub."""
     from medusa.export.card import Facts, read_benchmark
 
     for name in ("benchmark", "license", "repo_id"):
@@ -101,7 +101,7 @@ def _facts(options: ExportOptions) -> Facts:
 
 
 def _require_replaceable(output: Path, keep: list[Path]) -> None:
-    """Raise a `RequestError` if the output folder contains an input, or is not empty and holds no earlier export."""
+    """Raise a `RequestError` if `output` contains a path in `keep`, or is not empty and holds no earlier export."""
     place = output.resolve()
     for path in keep:
         if path.exists() and path.resolve().is_relative_to(place):

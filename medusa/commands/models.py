@@ -178,7 +178,7 @@ def open_drafter(
 def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, settings: Settings) -> Layout:
     """Return the tree of --tree, else the tree saved with the heads, else `auto`, a tree calibrated on this machine.
 
-    If `auto` finds no stored calibration, it calibrates on texts that the backbone generates, never on the prompts.
+    Without a stored calibration, `auto` calibrates on texts that the backbone generates, never on the prompts.
     Raise RequestError if the tree does not exist, or needs more heads or more guesses of a head than there are."""
     asked: DynamicTree | None = None
     if command.models.tree != "auto" and (command.models.tree is not None or heads.config.tree):

@@ -112,7 +112,7 @@ def run(options: DistillOptions) -> None:
 
 
 def _records(options: DistillOptions) -> list[Record]:
-    """Read --prompts, or repeat --self-talk-seeds up to --self-talk records; without both, return an empty list."""
+    """Read --prompts, or repeat the --self-talk-seeds until there are --self-talk records; without both, return []."""
     prompts = options.prompts
     if prompts.prompts:
         return prompts.read()
@@ -123,7 +123,7 @@ def _records(options: DistillOptions) -> list[Record]:
 
 
 def _tasks(options: DistillOptions, engine: Engine, records: list[Record]) -> list[Task]:
-    """Make a task for each record; without records, make the tasks of --self-talk, whose texts start with BOS."""
+    """Make a task for each record; without records, make --self-talk tasks, each to generate a text from BOS alone."""
     if not records:
         return [Task(index, "--self-talk", engine.begin()) for index in range(options.self_talk or 0)]
     tasks = tasks_of(records, engine.tokenizer, options.prefix_tokens, options.max_turns)

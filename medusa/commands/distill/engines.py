@@ -138,7 +138,7 @@ class ServerEngine(Engine):
         self.server.sleep = self._stop.wait  # the end of the run also ends the waits between attempts
 
     def check(self, tasks: list[Task]) -> None:
-        """Raise RequestError if a task is given as token ids, and there is no tokenizer to encode the reply."""
+        """Raise RequestError if a task continues token ids, but there is no tokenizer to encode the server's text."""
         text = next((task for task in tasks if task.ids is not None), None)
         if text is not None and self.tokenizer is None:
             raise RequestError(f"{text.where}: {self.backbone} has no tokenizer, and the server's texts need one")

@@ -48,10 +48,10 @@ class Task:
 def tasks_of(
     records: list[Record], tokenizer: PreTrainedTokenizerBase | None, prefix_tokens: int | None, max_turns: int | None
 ) -> list[Task]:
-    """Make a task from each record: a text to continue, or a conversation of which `max_turns` questions are answered.
+    """Make a task from each record: a text to continue, or a conversation to answer.
 
-    By default all questions are answered. With `prefix_tokens`, only the first `prefix_tokens` tokens of each prompt
-    are kept, and conversations are continued as plain text.
+    Only the first `max_turns` questions of a conversation are answered (`None`: all). With `prefix_tokens`, only the
+    first `prefix_tokens` tokens of each prompt are kept, and conversations are continued as plain text.
     Raise RequestError if a text needs a tokenizer, the template rejects a conversation, or a prompt is empty."""
     templated = tokenizer is None or tokenizer.chat_template is not None
     tasks = []
@@ -66,7 +66,7 @@ def tasks_of(
 
 
 def _questions(record: Record) -> list[list[Json]]:
-    """Return the messages to add before each answer. In a record with tool calls, only the last answer is generated."""
+    """Return, for each answer, the new messages before it. With tool calls, only the last answer is generated."""
     messages = record.messages or []
     if record.turns:
         return [[{"role": "user", "content": turn}] for turn in record.turns]
