@@ -144,7 +144,7 @@ class TreeWalk:
         return self.end[self.rows]
 
     def children(self) -> Tensor:
-        """The children [R, C] of the node that each unfinished row has reached; -1 for none, or beyond the limit."""
+        """Children [R, C] of the node that each unfinished row has reached; -1: none, or beyond `depth_limit`."""
         topology, limit = self.draft.topology, self.depth_limit
         children = topology.at(topology.children, self.rows, self.nodes)
         return children if limit is None else torch.where(limit[self.rows, None] > self.depth, children, -1)
@@ -157,7 +157,7 @@ class TreeWalk:
         return torch.where(match, children, -1).amax(-1) if children.shape[1] else torch.full_like(self.rows, -1)
 
     def go_on(self, child: Tensor, token: Tensor) -> None:
-        """Move each unfinished row to its node `child` [R]; -1 ends its walk, with its next root in `token`."""
+        """Move each unfinished row to its `child` [R]; -1 ends its walk. `token` has the next roots of ending rows."""
         ends = child < 0
         self.root[self.rows[ends]] = token.to(self.root.device)
         self.rows = self.rows[~ends]

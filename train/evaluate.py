@@ -39,8 +39,8 @@ class HeadAccuracy:
 class GuessCounts:
     """Counts of the heads' right guesses, added up over batches and processes.
 
-    The expected tau (tokens per decoding step) of a tree is one plus the mean number of accepted guesses, if a step
-    starts at every position, not only where the step before ended."""
+    The expected tau (tokens per decoding step) of a tree is one plus the mean number of guesses that it accepts. The
+    mean is over all positions where every head has a label; decoding starts a step only where the step before ended."""
 
     def __init__(self, num_heads: int, tree: Tree | None = None) -> None:
         self.tree = tree

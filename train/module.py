@@ -67,8 +67,8 @@ class HeadsOnBackbone(nn.Module):
     ) -> LabelledPositions:
         """Collect the inputs and labels of the heads at the positions of a batch at which head 0 has a label.
 
-        The arguments are the fields [B, T] of a batch of B rows of T tokens, and the backbone's hidden states
-        [B, T, H], of hidden size H; `None`: they are computed."""
+        The arguments are the fields [B, T] of a batch of B rows of T tokens. `hidden` [B, T, H] are the backbone's
+        hidden states of size H for these tokens; they are computed if it is `None`."""
         backbone, args, num_heads = self.backbone, self.args, self.heads.config.num_heads
         # An evaluation compares guesses with tokens, also with the objective distill.
         argmax = args.objective == "argmax" or (args.objective == "distill" and not self.training)
@@ -103,7 +103,7 @@ class HeadsOnBackbone(nn.Module):
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
-    """Add uniform noise from -a r to a r to hidden states [..., H], with a = `amplitude` and r a state's RMS value."""
+    """Add uniform noise from -a r to a r to hidden states [..., H], a = `amplitude`, r the RMS value of each state."""
     # EAGLE (arXiv 2401.15077) adds noise between -0.1 and 0.1, whatever the scale of the hidden states.
     scale = hidden.detach().float().square().mean(-1, keepdim=True).sqrt().to(hidden.dtype)
     return hidden + amplitude * scale * (2 * torch.rand_like(hidden) - 1)

@@ -68,7 +68,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
 
 
 def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
-    """Estimate the disk space and the saved training time of the recipe's key `cache_features`, and print them.
+    """Estimate and print the disk space that `cache_features` takes for a recipe, and the training time it saves.
 
     Raise RequestError if the data are features on disk already, or a stream."""
     run = load(config, None, quiet)

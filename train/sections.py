@@ -64,14 +64,14 @@ class Section(BaseModel):
 
 @cache
 def section_of(arguments: type[DataclassInstance]) -> type[Section]:
-    """Make a section of the YAML recipe from a dataclass. It checks the values of plain types, such as `int`."""
+    """Make a section of the YAML recipe from a dataclass. Of its fields, it checks those of plain types, as `int`."""
     hints = get_type_hints(arguments, include_extras=True)
     kinds = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(arguments)}
     return create_model(arguments.__name__, __base__=Section, **kinds)  # type: ignore[call-overload]
 
 
 def _yaml_type(hint: object) -> object:
-    """The type of a field's value in YAML, from its annotation `hint`, without enumerations; `object` if not plain."""
+    """Type of a field's value in YAML: its annotation `hint` without enumerations; `object` if that is not plain."""
     whole, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     members = get_args(whole) if get_origin(whole) in (Union, UnionType) else (whole,)
     kinds = tuple(kind for kind in members if not isinstance(kind, EnumMeta))

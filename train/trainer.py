@@ -93,13 +93,13 @@ class MedusaTrainer(Trainer):
         return outcome
 
     def fit_budget(self) -> None:
-        """Set `max_steps` well above the number of steps that fit into the time budget, if there is one."""
+        """With a time budget, set `max_steps` above the number of steps that fit, so that the time ends the run."""
         if self.budget is not None:
             seconds = broadcast_object_list([self.seconds_per_step()])[0]
             self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
 
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
-        """Time a few training steps and undo them. Return the seconds of one step, without those spent in `prepare`."""
+        """Time a few training steps, undo them, and return seconds per step; `prepare` changes each batch, untimed."""
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in learning]
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # its slowest value
@@ -119,7 +119,7 @@ class MedusaTrainer(Trainer):
         return min(times) * self.args.gradient_accumulation_steps  # min, because the first step is slow
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
-        """Create the learning rate scheduler; with a time budget, the learning rate follows the clock."""
+        """Create the learning rate scheduler; with a time budget, the rate depends on time, not steps."""
         if self.budget is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         steps = self.args.warmup_steps
@@ -199,7 +199,7 @@ class MedusaTrainer(Trainer):
         return figures
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write a line of the log, with each head's loss and accuracy since the last line, and an evaluation's tau."""
+        """Write a line of the log: `logs`, each head's loss and accuracy, and after an evaluation the expected tau."""
         split, prefix = ("eval", "eval_") if any(key.startswith("eval_") for key in logs) else ("train", "")
         if split in self._seen and f"{prefix}loss" in logs:
             sums = torch.stack(self._seen.pop(split)).sum(0)

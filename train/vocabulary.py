@@ -76,8 +76,8 @@ def vocabulary_gain(
 
     c is the `coverage`, the share of labels in the reduced vocabulary; K the number of heads; H the hidden size.
     `backbone` and `blocks` are numbers of parameters, `blocks` that of the heads without their LM heads. A step reads
-    `lm_heads` LM heads: K if each head has its own, or if heads run one after another. TREE and OVERHEAD are measured
-    constants of `train.architecture`; CHAIN is the assumed share of right guesses after right ones."""
+    `lm_heads` LM heads: 1 if heads share one and guess in parallel, otherwise K. TREE and OVERHEAD are measured
+    constants of `train.architecture`; CHAIN is the assumed share of guesses that are right after right ones."""
 
     def speed(tokens: int, share: float) -> float:
         tau = sum((share * CHAIN) ** depth for depth in range(num_heads + 1))
@@ -88,7 +88,7 @@ def vocabulary_gain(
 
 
 def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: float, force: bool) -> str:
-    """Describe the speedup expected of a reduced vocabulary; raise RequestError if it is below 1 without `force`."""
+    """Describe the speedup expected of a reduced vocabulary; unless `force`, raise RequestError if it is below 1."""
     config = heads.config
     assert config.vocabulary is not None
     assert config.vocab_size is not None

@@ -42,7 +42,7 @@ class FeaturePlan:
 
     @property
     def saved(self) -> float:
-        """Share (0 to 1) of the run's time that cached features save. The first epoch computes them, and saves none."""
+        """Share (0 to 1) of the run's time that cached features save: none in the first epoch, which computes them."""
         return max(0.0, 1 - 1 / self.epochs) * self.saved_per_epoch
 
     def to_dict(self) -> dict[str, object]:
@@ -65,7 +65,7 @@ class FeaturePlan:
 
 
 class FeatureCache:
-    """A folder for the backbone's hidden states of all rows in one dataset, of which some may not be written yet."""
+    """A folder for the backbone's hidden states of all rows in one dataset; some rows may not be written yet."""
 
     def __init__(
         self, folder: Path, rows: PackedDataset, backbone: Backbone, fingerprint: Fingerprint, dtype: str | None = None
@@ -89,7 +89,7 @@ class FeatureCache:
     def require_belonging(self, replace: bool = False) -> None:
         """Raise RequestError if the cache's folder holds anything but undamaged features of this dataset and backbone.
 
-        With `replace`, delete damaged or other features instead, but no other files."""
+        With `replace`, delete such features instead (damaged, or other), and raise it only for other files."""
         try:
             self._compare()
         except RequestError:
@@ -151,9 +151,9 @@ class FeatureCache:
         return batch | {"hidden": hidden.to(self.dtype)}
 
     def write(self, batch_size: int, process: int = 0, processes: int = 1) -> Iterator[int]:
-        """Compute and write the missing shards. After each forward of `batch_size` rows, yield how many it computed.
+        """Compute and write the missing shards. After each forward of `batch_size` rows or fewer, yield their number.
 
-        With several processes, each of them writes its share: shard `process`, and every `processes`-th one after it.
+        Of several `processes`, number `process` (from 0) writes shard `process` and every `processes`-th one after it.
         """
         if process == 0 and not is_features(self.folder):
             self.manifest.write(self.folder)

@@ -131,9 +131,9 @@ def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _add_products(total_KHV: Tensor, x_KCH: Tensor, gradient_KCV: Tensor) -> None:
-    """Add, in place, each head's features [C, H], transposed, times its gradient of the logits [C, V] to `total_KHV`.
+    """Add to `total_KHV`, in place, the product of each head's transposed features [C, H] and its gradient [C, V].
 
-    Shapes: K heads, C positions, H hidden size, V vocabulary."""
+    The gradient is that of the logits. Shapes: K heads, C positions, H hidden size, V vocabulary."""
     for total, x, gradient in zip(total_KHV, x_KCH, gradient_KCV, strict=True):
         if total.dtype == x.dtype:
             total.addmm_(x.T, gradient)

@@ -9,6 +9,6 @@ MIN_ROWS_OWN = 40  # with own LM heads, every chunk also reads and writes the gr
 
 
 def chunk_rows(num_heads: int, vocab_size: int, device: str, minimum: int = MIN_ROWS) -> int:
-    """Number of positions, at least `minimum`, whose logits are computed at once for all heads on "cpu" or "cuda"."""
+    """Number of positions (at least `minimum`) whose logits of all heads form a chunk on `device`, "cpu" or "cuda"."""
     budget = CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"])
     return max(minimum, budget // (4 * num_heads * vocab_size))

@@ -27,7 +27,7 @@ BACKENDS = ("auto", "chunked", "plain", "liger")
 
 
 class HeadLosses(NamedTuple):
-    """The losses and accuracies of K heads over a batch. Each field is [K]; with Medusa-2's LM loss last, [K + 1]."""
+    """The losses and accuracies of K heads over a batch. Fields are [K], in Medusa-2 [K + 1] with the LM loss last."""
 
     objective: Tensor
     """Each head's part of the loss, with gradients: the mean over its labels of the weighted cross-entropy, in nats."""
@@ -50,8 +50,8 @@ def head_losses(
 ) -> HeadLosses:
     """Compute the losses and accuracies of all K heads on a batch, from their `inputs` at the R positions with labels.
 
-    `labels` [K, R] are token ids, `IGNORE` where a head has no label; with a `teacher`, the ids themselves are not
-    used. `lm_head` is the backbone's, for heads that share it. `backend` is a value of training.loss_backend."""
+    `labels` [K, R] are token ids, `IGNORE` where a head has no label; with a `teacher`, it only matters where they
+    are `IGNORE`. `lm_head` is the backbone's, for heads that share it. `backend` is one of `BACKENDS`."""
     if backend == "plain":
         return head_losses_plain(heads, inputs, labels, lm_head, weighting, teacher)
     features = heads.features(inputs)  # [K, R, H]

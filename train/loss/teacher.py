@@ -24,9 +24,9 @@ from train.loss.labels import FIRST_OFFSET, IGNORE
 
 @torch.no_grad()
 def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> Tensor:
-    """Replace each token but the first, in B rows of T tokens, by the backbone's greedy choice at this position.
+    """Replace each token in `input_ids` [B, T], except the first of each row, by the backbone's greedy choice.
 
-    The choice is made from the hidden state, in `hidden` [B, T, H] of hidden size H, at the position before."""
+    The choice for a position is made from the hidden state, in `hidden` [B, T, H] of size H, at the position before."""
     flat = hidden[:, :-1].flatten(0, 1)
     rows = chunk_rows(1, backbone.vocab_size, flat.device.type)
     chosen = torch.cat([backbone.lm_head(part).argmax(-1) for part in flat.split(rows)])
@@ -58,7 +58,7 @@ class BackboneTeacher:
 
     @torch.no_grad()
     def targets(self, rows: slice, labels: Tensor) -> SoftTargets:
-        """Compute the distributions that K heads learn at C positions: the slice `rows` of the positions with labels.
+        """Compute the distributions that K heads learn at C of the R positions with labels, selected by `rows`.
 
         `labels` [K, C] are `IGNORE` where a head has no label; their other values are not used."""
         reach = torch.arange(len(labels), device=labels.device)[:, None] + (FIRST_OFFSET - 1)

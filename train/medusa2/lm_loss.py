@@ -79,11 +79,11 @@ def lm_loss(
 def tilt_towards(
     heads: MedusaHeads, backbone: Backbone, exponent: float, hidden: Tensor, batch: Batch, labelled: Tensor
 ) -> Tilt:
-    """Make the tilt of the teacher (the original backbone) towards the first head's predictions of the same tokens.
+    """Make the tilt of the teacher: `exponent` (adapter.teacher_tilt now) times the first head's log-probabilities.
 
     The first head predicts a token one position earlier than the backbone, so a document's first position has no tilt.
-    `exponent` is the current adapter.teacher_tilt. `hidden` [B, T, H] are the adapted backbone's hidden states of
-    size H for B rows of T tokens. `labelled` [B, T] is True where there is an LM loss."""
+    The teacher is the original backbone; `hidden` [B, T, H] are the adapted backbone's hidden states of size H for B
+    rows of T tokens. `labelled` [B, T] is True where there is an LM loss."""
     lm_head, documents = without_adapter(backbone.head), batch["document_ids"]
     before = (batch["position_ids"][:, :-1], documents[:, :-1])
     inputs = heads.inputs(hidden[:, :-1], batch["input_ids"], backbone.embed, *before, num_heads=1)
@@ -122,7 +122,7 @@ def measure_perplexities(backbone: Backbone, rows: PackedDataset | Features) -> 
 
 @torch.no_grad()
 def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: int = 4) -> float:
-    """Measure the perplexity, exp of the mean cross-entropy, of tokens in the loss on the first `QUALITY_ROWS` rows."""
+    """Measure the perplexity, exp of the mean cross-entropy, of the loss's tokens in the first `QUALITY_ROWS` rows."""
     total, count = 0.0, 0
     for start in range(0, min(len(rows), QUALITY_ROWS), batch_size):
         picked = [rows[index] for index in range(start, min(start + batch_size, len(rows), QUALITY_ROWS))]

@@ -117,7 +117,7 @@ class Medusa2Trainer(MedusaTrainer):
         return torch.cat([super().label_counts(batch), (next_labels != IGNORE).sum().reshape(1)])
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
-        """Metrics for the log: those of K heads, the mean LM loss in nats, and the current weight lambda_0.
+        """Metrics for the log: those of K heads, the mean LM loss in nats, and the weight lambda_0 of the heads' loss.
 
         They are made from sums [3, K + 1] over heads and LM loss: losses, right guesses and numbers of labels."""
         loss, _, labels = sums[:, -1].tolist()
@@ -154,7 +154,7 @@ class Medusa2Trainer(MedusaTrainer):
 
 
 def schedule_factor(config: AdapterConfig, progress: float) -> float | None:
-    """Factor on lambda_0 and teacher_tilt when a share `progress` of the run is done; `None` while only heads learn."""
+    """Factor (0 to 1) on lambda_0 and teacher_tilt at a share `progress` of the run; `None` while only heads learn."""
     if progress < config.heads_first:
         return None
     progress = (progress - config.heads_first) / (1 - config.heads_first)
