@@ -64,7 +64,7 @@ class Section(BaseModel):
 
 @cache
 def section_of(arguments: type[DataclassInstance]) -> type[Section]:
-    """Make a section of the YAML recipe from a dataclass. Of its fields, it checks those of plain types, as `int`."""
+    """Make a section of the YAML recipe from a dataclass. It checks only fields of plain types, such as `int`."""
     hints = get_type_hints(arguments, include_extras=True)
     kinds = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(arguments)}
     return create_model(arguments.__name__, __base__=Section, **kinds)  # type: ignore[call-overload]

@@ -89,7 +89,7 @@ class FeatureCache:
     def require_belonging(self, replace: bool = False) -> None:
         """Raise RequestError if the cache's folder holds anything but undamaged features of this dataset and backbone.
 
-        With `replace`, delete such features instead (damaged, or other), and raise it only for other files."""
+        With `replace`, delete damaged features and those of other data; raise it only for files of another kind."""
         try:
             self._compare()
         except RequestError:
