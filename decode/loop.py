@@ -112,7 +112,7 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step,
 
 
 def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list[int]:
-    """Remove finished rows from the batch, unless all have finished; returns the indices in `rows` of the others."""
+    """Return the places in `rows` of unfinished rows. The stepper drops the finished rows, unless all are finished."""
     left = [place for place, row in enumerate(rows) if sequences.finish_reason[row] is None]
     if 0 < len(left) < len(rows):
         stepper.keep(left)

@@ -81,7 +81,7 @@ class Verifier:
 
 
 class VerifierFactory:
-    """Makes the verifier of a session, which runs the backbone alone, or in subclasses other models, too."""
+    """Makes the verifier of drafts for one decoding run. It runs the backbone; subclasses also run other models."""
 
     def context(self, backbone: Backbone) -> int | None:
         """The number of tokens that all verifying models can read as context; `None` if it is unlimited."""

@@ -26,7 +26,7 @@ NOTHING = -1e4  # the score of an unused own key, so that its weight is 0; finit
 
 
 class ContextKV:
-    """Keys and values of B texts, the rows of a batch, prepared for attention of heads at given positions."""
+    """Keys and values of B texts, with masks and rotations, to which Medusa heads at given positions attend."""
 
     def __init__(
         self, keys: Tensor, values: Tensor, seen: Tensor, position_ids: Tensor, steps: int, place: Tensor | None = None

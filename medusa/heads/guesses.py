@@ -1,4 +1,4 @@
-"""Measures of guesses: the rank of the right token among a head's guesses, and the tokens that a tree gets accepted.
+"""Measures of guesses: the rank of the right token among a head's guesses, and the number of accepted tokens.
 
 Shapes: P positions, K heads, R guesses of a head, N drafted nodes, ... any positions or heads.
 """
