@@ -38,7 +38,7 @@ class Session:
     ) -> None:
         """Make a session with empty caches; by default the backbone alone verifies drafts.
 
-        Caches and text buffers have room for `slack` nodes after each text, the most of any draft. With `keep_hidden`,
+        Caches and text buffers have room for `slack` nodes of the largest draft after each text. With `keep_hidden`,
         the hidden states of all tokens are recorded in `kept_hidden`."""
         self.backbone = Backbone(model)
         self.target = Target(requests, truncation)
@@ -55,7 +55,7 @@ class Session:
             self.heads_cache = HeadsCache(heads, self.backbone, len(requests), capacity)
 
     def prefill(self, most_probable_first: bool = False) -> Frontier:
-        """Read the prompts, and decide each row's first token, by argmax if `most_probable_first`."""
+        """Read the prompts, and decide the first token of each text; `most_probable_first` forbids a random draw."""
         prompts, device = self.sequences.prompts, self.backbone.device
         lengths = [len(prompt) for prompt in prompts]
         ids = self.sequences.buffer[:, : max(lengths)]
@@ -68,24 +68,24 @@ class Session:
         return self.frontier(root, readout.hidden, rows)
 
     def frontier(self, root: Tensor, hidden: Tensor, rows: list[int]) -> Frontier:
-        """Make the state before the next step from the last decided tokens [B] and hidden states before them [B, H]."""
+        """Make the state before the next step: `root` [B] is each text's last token, `hidden` [B, H] predicted it."""
         return Frontier(root, hidden, rows, None if self.heads_cache is None else self.heads_cache.context_kv())
 
     def select(self, left: list[int]) -> None:
-        """Keep only the rows at the indices `left` of the batch, in all caches of the session."""
+        """Keep only the texts at the batch indices `left` in all caches of the session, and drop the other texts."""
         self.verifier.select(left)
         if self.heads_cache is not None:
             self.heads_cache.select(left)
 
     def _on_hidden(self, hidden: Tensor, next_ids: Tensor, start: int) -> Tensor:
-        """Record the hidden states [B, C, H] of C prompt tokens from `start` on; returns those that the heads read."""
+        """Record hidden states [B, C, H] of C prompt tokens from position `start` on; return what the heads read."""
         if self.kept_hidden is not None:
             for row, prompt in enumerate(self.sequences.prompts):
                 self.kept_hidden[row].append(hidden[row, : max(len(prompt) - start, 0)])
         return hidden if self.heads_cache is None else self.heads_cache.piece(hidden, next_ids)
 
     def keep(self, hidden: Tensor, path: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> None:
-        """If `keep_hidden` was set, record the hidden states at the first `lengths[b]` nodes of each row b's path."""
+        """With `keep_hidden`, record hidden states of the first `lengths[b]` nodes on `path[b]` for text `rows[b]`."""
         if self.kept_hidden is not None:
             for states, nodes, length, row in zip(hidden, path.to(hidden.device), lengths, rows, strict=True):
                 self.kept_hidden[row].append(states[nodes[:length]])

@@ -77,7 +77,7 @@ class DecodingOptions(Options):
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any], prefix: str = "") -> DecodingOptions:
-        """Take the options out of `kwargs`, where their names start with `prefix`; `None` means an option's default."""
+        """Remove the options from `kwargs`, where their names start with `prefix`; a value `None` means the default."""
         given = {field.name: kwargs.pop(prefix + field.name, None) for field in fields(DecodingOptions)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
@@ -185,7 +185,7 @@ class Settings(DecodingOptions):
 
 
 def rule_and_limit(acceptance: str | None) -> tuple[str | None, int | None]:
-    """Split an acceptance rule `NAME` or `NAME:NUMBER` into its name and its number; `None` for what is not given.
+    """Split an acceptance rule `NAME` or `NAME:NUMBER` into its name and its number; each is `None` if not given.
 
     Raises:
         RequestError: there is no such rule, or it lacks its number."""

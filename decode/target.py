@@ -65,9 +65,9 @@ class Target:
         return scores
 
     def decide(self, draws: Draws, rows: Tensor, scores: Tensor, index: Tensor) -> Tensor:
-        """Decide on a token for each of R rows [R]: the most probable token, or a draw from the softmax of the scores.
+        """Decide on R tokens [R], one per row: the most probable token, or a draw from the softmax of the scores.
 
-        Row `rows[i]`, an index into the rows of `draws`, uses `scores[index[i]]` of the M distributions `scores`. Draws
+        Token i is for row `rows[i]` of `draws`, and its scores are `scores[index[i]]`; `scores` is [M, V]. Random draws
         are made in the order of the tokens, one per token, so a seed gives the text of `model.generate`."""
         if not self.do_sample:
             return scores.argmax(-1)[index]
@@ -100,7 +100,7 @@ class Target:
 def processed(
     processors: LogitsProcessorList, ids: Tensor, scores: Tensor, truncation: Truncation | None = None
 ) -> Tensor:
-    """Apply logits processors to scores [X, V] after X texts `ids` [X, T]; `truncation` leaves only typical tokens."""
+    """Apply logits processors to scores [X, V] after X texts `ids` [X, T]; `truncation` gives atypical tokens -inf."""
     scores = cast(Tensor, processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores)))
     if truncation is None:
         return scores

@@ -54,7 +54,7 @@ class Topology:
         return cls(parent, depth, ancestors, paths, max_children)
 
     def beside(self, other: Topology) -> Topology:
-        """Join two topologies under one root; the nodes of `other` follow the nodes of this one."""
+        """Join two topologies under one root; the nodes of `other`, without its root, follow the nodes of this one."""
         rows, mine, added = max(len(self.parent), len(other.parent)), self.num_nodes, other.num_nodes - 1
         most = max(self.max_depth, other.max_depth)
 
@@ -92,7 +92,7 @@ class Topology:
         return self.paths.shape[2] - 1
 
     def at(self, table: Tensor, rows: Tensor, nodes: Tensor) -> Tensor:
-        """Look up entries [X, ...] of X pairs (row, node) in `table` [R, N, ...], a tensor of R trees of N nodes."""
+        """Look up X entries [X, ...], one per pair (row, node), in `table` [R, N, ...] for R trees of N nodes."""
         return table[0].index_select(0, nodes) if self.is_shared else table[rows, nodes]
 
     @property
@@ -112,7 +112,7 @@ class Topology:
 
     @cached_property
     def children(self) -> Tensor:
-        """The children of each node, [R, N, C] in R trees of N nodes, C at most; ascending, padded with -1."""
+        """Indices of each node's children, at most C, [R, N, C] in R trees of N nodes; ascending, padded with -1."""
         return self.find_children(self.place)
 
     def find_place(self) -> Tensor:

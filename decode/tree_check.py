@@ -57,7 +57,7 @@ class TreeCheck:
 
     @property
     def limit(self) -> float:
-        """The greatest error of the tree forwards that counts as rounding."""
+        """The limit up to which an error of the tree forwards is taken for rounding."""
         # If masks do not matter in a model (for example, if all embeddings are equal), the control is rounding, too.
         return min(self.tolerance, max(SHARE * self.control, self.tolerance / 4))
 
@@ -146,7 +146,7 @@ def _difference(some: Tensor, others: Tensor, scale: Tensor, tolerance: float) -
 def _plain(backbone: Backbone, trees: list[tuple[list[int], list[int]]], lines: list[list[int]]) -> Tensor:
     """Compute logits [R, N, V] of R trees without cache or mask; a tree is the text before it and the ids of N nodes.
 
-    One forward reads each of the `lines`, which are paths, as a text of its own after the tree's text. Texts are
+    One forward reads each path of nodes in `lines` as a text of its own after the text before the tree. Texts are
     padded on the right, which a causal model does not see."""
     texts = [torch.tensor(prefix + [ids[node] for node in line]) for prefix, ids in trees for line in lines]
     ids = pad_sequence(texts, batch_first=True).to(backbone.device)

@@ -71,7 +71,7 @@ class Verifier:
         self.cache.select(rows)
 
     def _end(self, topology: Topology) -> int | None:
-        """The first position at which no draft node may be accepted; `None` if the draft does not reach it.
+        """The first position in a text at which no draft node may be accepted; `None` if the draft does not reach it.
 
         This position is the end of the context, or the length at which longrope changes all rotations, which follow the
         greatest position in a forward. A draft across that length would rotate all its nodes wrongly."""

@@ -66,7 +66,7 @@ class ApiAnswer:
         return self.head | {"choices": choices, "usage": self._usage()}
 
     async def chunks(self, usage: bool) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events while the texts grow. With `usage`, one event has the token counts."""
+        """Yield the answer as server-sent events while its texts grow. With `usage`, the last one has token counts."""
         try:
             for index in range(len(self.rows) if self.is_chat else 0):
                 first = _choice(index, None, {"delta": {"role": "assistant", "content": ""}})
@@ -90,7 +90,7 @@ class ApiAnswer:
         self.events.put_nowait((0, RowEvent(error=ApiError("the client has disconnected", 499))))
 
     async def _until_all_ended(self) -> AsyncIterator[tuple[int, RowEvent]]:
-        """Yield events, each after the index of its text, until all texts have ended; raise errors as `ApiError`."""
+        """Yield pairs of a text's index and its next event until all texts have ended; raise errors as `ApiError`."""
         running = len(self.rows)
         while running:
             index, event = await self.events.get()

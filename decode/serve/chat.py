@@ -63,7 +63,7 @@ class Conversation:
         return Turn(message, prompt)
 
     def keep(self, turn: Turn, result: Result, text: str) -> None:
-        """Add a turn to the conversation, with its answer, which is finished or was stopped by the user."""
+        """Add a turn to the conversation, with the result and text of its answer, which the user may have stopped."""
         turn.result, turn.text = result, text
         self.turns.append(turn)
 
@@ -116,9 +116,9 @@ class Side:
 
 
 def race(sides: Sequence[Side]) -> Iterator[None]:
-    """Decode several texts until all are finished, one step at a time; yields after each step.
+    """Decode several texts until all are finished, one decoding step of one text at a time; yields after each step.
 
-    The next step belongs to the text that has taken the least time, so that each appears to grow at its own speed."""
+    The next step is of the text with the least decoding time so far, so each text appears to grow at its own speed."""
     while unfinished := [side for side in sides if not side.finished]:
         min(unfinished, key=lambda side: side.run.seconds).step()
         yield

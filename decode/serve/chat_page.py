@@ -230,7 +230,7 @@ class ChatPage:
             self.button.props("icon=arrow_upward aria-label=Send")
 
     async def _write(self, turn: Turn, stopped: threading.Event) -> list[Side]:
-        """Decode the answer to a message with the drafter and, if chosen, without; show the texts while they grow."""
+        """Decode the answer with the drafter and, if the user chose it, also without; show the texts as they grow."""
         settings, conversation, worker = self.settings, self.conversation, self.config.worker
         ways = [True, False] if self.both.value else [False]
         with self.log, ui.element("article"):

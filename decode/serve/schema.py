@@ -108,7 +108,7 @@ class GenerationRequest(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, body: dict[str, object]) -> dict[str, object]:
-        """Remove null values, ignored and unsupported parameters; an unsupported one that is on raises `ApiError`."""
+        """Remove nulls, ignored parameters, and unsupported ones that are off; raise `ApiError` if one is on."""
         given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
         for name in filter(given.__contains__, UNSUPPORTED):
             value, neutral = given.pop(name), UNSUPPORTED[name]

@@ -22,7 +22,7 @@ KEPT_BEFORE = 8  # ids of the earlier text with which new ids are decoded, since
 
 
 class TextPiece(NamedTuple):
-    """A piece of decoded text, which the drafter guessed or the backbone predicted itself."""
+    """A piece of decoded text, either from accepted guesses of the drafter or predicted by the backbone itself."""
 
     text: str
     drafted: bool  # whether it comes from accepted guesses; otherwise it is a root, which the backbone itself predicted
@@ -42,7 +42,7 @@ class TextStream:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), before: Sequence[int] = ()
     ) -> None:
-        """Make an empty stream. The token ids `before` it decide whether the new text begins with a space."""
+        """Make an empty stream. The token ids `before` precede the text and decide whether it begins with a space."""
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.ids = list(before[-KEPT_BEFORE:])
         self.start, self.done = 0, len(self.ids)  # ids[start:done] were converted, and give new ids their context
@@ -65,7 +65,7 @@ class TextStream:
         return self._release(0)
 
     def _new_text(self) -> str:
-        """Return the text of the token ids that were not yet converted. Earlier ids are decoded only as context."""
+        """Return the text of the token ids that are not yet converted; some earlier ids are decoded as context."""
         known = self._decode(self.ids[self.start : self.done])
         return self._decode(self.ids[self.start :])[len(known) :]
 
@@ -89,7 +89,7 @@ class TextStream:
         return next((n for n in lengths if any(string.startswith(waiting[-n:]) for string in self.stop)), 0)
 
     def _release(self, kept: int) -> list[TextPiece]:
-        """Return the pieces held back so far, except their last `kept` characters, which are still held back."""
+        """Return the pieces of text held back so far, except their last `kept` characters, which stay held back."""
         given, self.waiting = _split(self.waiting, len(joined(self.waiting)) - kept)
         return given
 

@@ -77,7 +77,7 @@ class WholeTexts:
 
 
 class OnTree:
-    """A predictor of next tokens with one KV cache, which holds the prompt and a tree of all hypotheses read."""
+    """A predictor of next tokens with one KV cache, which holds the prompt and all hypotheses read so far as a tree."""
 
     def __init__(self, backbone: Backbone, prompt: list[int]) -> None:
         self.backbone, self.start = backbone, prompt
@@ -213,7 +213,7 @@ def _search(scorer: Scorer, queue: _Queue, ends: set[int], wanted: int, batch_si
 
 
 def _best_of(logits: Tensor, num_beams: int, ends: set[int]) -> list[list[tuple[int, float]]]:
-    """Find the next tokens of W hypotheses that can enter the beam, with log-probabilities, from logits [W, V]."""
+    """List the next tokens of W hypotheses that can enter the beam, with log-probabilities; `logits` is [W, V]."""
     # The `num_beams` + `len(ends)` most probable tokens are enough: at least `num_beams` of them do not end the text.
     log_p = logits.float().log_softmax(-1)
     best = top_k(log_p, min(num_beams + len(ends), log_p.shape[-1]))
@@ -221,7 +221,7 @@ def _best_of(logits: Tensor, num_beams: int, ends: set[int]) -> list[list[tuple[
 
 
 class _Queue:
-    """Hypotheses by priority, best upper bound first; at most `num_beams` of each length leave it to be expanded."""
+    """A queue of hypotheses, best upper bound first, which gives out at most `num_beams` of each length to expand."""
 
     def __init__(self, num_beams: int, longest: int, length_penalty: float, max_queued: int | None) -> None:
         self.num_beams, self.longest, self.length_penalty = num_beams, longest, length_penalty
@@ -235,7 +235,7 @@ class _Queue:
     def bound(self, partial: Partial) -> float:
         """The score of a finished hypothesis, or an upper bound for all continuations of an unfinished one.
 
-        Continuations are less probable. With a `length_penalty` above 0, the bound assumes the greatest length."""
+        No continuation is more probable. With a `length_penalty` above 0, the bound assumes the greatest length."""
         length = self.longest if self.length_penalty > 0 and not partial.is_end else len(partial.ids)
         return partial.log_probability / length**self.length_penalty
 
@@ -247,7 +247,7 @@ class _Queue:
             self.dropped += len(live) - len(self.heap)
 
     def pop(self) -> Partial | None:
-        """Remove and return the best hypothesis that beam search would also keep; `None` if there is no such one."""
+        """Remove and return the best hypothesis that beam search would also keep; `None` if nothing is left."""
         while self.heap:
             partial = heapq.heappop(self.heap)[2]
             length, log_p = len(partial.ids), partial.log_probability

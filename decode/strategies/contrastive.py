@@ -35,12 +35,12 @@ MIN_LOG_PROB = -1e4  # lower log probabilities of the amateur are raised to it, 
 class Contrast(ContrastOptions, kw_only=False):
     """The scoring function of contrastive decoding, with its constants.
 
-    Without `beta` a score is log p(expert) - log p(amateur), as in the paper. With it, a score is
+    If `beta` is `None`, a score is log p(expert) - log p(amateur). Otherwise, a score is
     (1 + beta) log p(expert) - beta log p(amateur), as in O'Brien and Lewis (2023, arXiv 2309.09117).
     """
 
     def __call__(self, expert: Tensor, amateur: Tensor) -> Tensor:
-        """Score tokens [..., V] by the logits of both models; implausible tokens get -inf (sections 3.2 and 3.3)."""
+        """Score tokens by both models' logits [..., V]; tokens that the expert finds implausible get -inf."""
         dtype = torch.promote_types(expert.dtype, torch.float32)  # of the scores: float32, or the expert's float64
         expert_log_p = expert.to(dtype).log_softmax(-1)
         amateur_log_p = (amateur.to(expert.device, dtype) / self.temperature).log_softmax(-1).clamp_min(MIN_LOG_PROB)
@@ -57,7 +57,7 @@ class Contrast(ContrastOptions, kw_only=False):
 
     @property
     def weights(self) -> tuple[float, float]:
-        """Factors by which a token's score rises with the expert's logit, and falls with the amateur's logit."""
+        """The factor by which the expert's logit raises a token's score, and that by which the amateur's lowers it."""
         expert, amateur = (1.0, 1.0) if self.beta is None else (1 + self.beta, self.beta)
         return expert, amateur / self.temperature
 
