@@ -4,7 +4,7 @@ Every rule walks down the draft tree from the root, the token that is already de
 with its ancestors. The target is the distribution that the text must follow. A walk computes it only at the nodes that
 it reaches, for all rows of the batch at one depth together. docs/exactness.md has the proofs.
 
-Shapes: B rows of the batch, R of them whose walk has not ended, N draft nodes, M distributions that the R rows share,
+Shapes: B rows of the batch, R of them whose walk has not ended, N draft nodes, M distributions (rows may share one),
 V vocabulary, D the depth of the tree, C the most children of a node.
 """
 
@@ -57,12 +57,12 @@ def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None)
 
 
 def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tensor | None = None) -> Acceptance:
-    """Decide on one token at a time by the target, and walk down the draft tree to the child that holds this token.
+    """Decide on one token at a time from the target's scores, and walk down the tree to the child with this token.
 
     If no child holds the decided token, the walk ends, and the token is the next root. `target` gives the scores after
     nodes, and `decide` takes a token from them: the most probable one, or a draw. No decided token is thrown away, so
-    the text has exactly the target's distribution, whatever the draft. No lossless rule accepts more tokens of a tree
-    that does not depend on the draws."""
+    the text has exactly the target's distribution, whatever the draft. If the tree was chosen without knowledge of the
+    draws, no lossless rule accepts more tokens on average."""
     walk = TreeWalk(draft, depth_limit)
     while len(walk.rows):
         scores, index = target(walk.rows, walk.nodes)
@@ -73,7 +73,7 @@ def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tenso
 
 
 def accept_longest(draft: Draft, target: Scores, passes: Passes, depth_limit: Tensor | None = None) -> Acceptance:
-    """Accept the longest path of tokens that all pass a lossy rule; of equally long paths, the most probable one.
+    """Accept the longest path of tokens that pass a lossy rule; of equally long paths, the target's most probable one.
 
     `passes` finds the tokens that the lossy rule accepts, from the target's scores after a node. The next root is the
     target's most probable token after the path."""
@@ -150,7 +150,7 @@ class TreeWalk:
         return children if limit is None else torch.where(limit[self.rows, None] > self.depth, children, -1)
 
     def child_that_holds(self, token: Tensor) -> Tensor:
-        """Find the child of each unfinished row's node that holds the row's `token` [R]; -1 if no child does."""
+        """Find, for each unfinished row, the child of its current node that holds its `token` [R]; -1 if none does."""
         children = self.children()
         held = self.draft.ids[self.rows[:, None], children.clamp_min(0)]
         match = (held == token[:, None].to(held.device)) & (children >= 0)

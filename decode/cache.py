@@ -1,8 +1,8 @@
 """The KV cache of tree decoding: append all nodes of a draft tree, then keep the accepted path.
 
 Row b of the batch owns the cache slots [0, lengths[b]), and a token's slot is its position in the text: there are no
-holes for padding. A forward appends draft nodes after each row's slots; `commit` then moves the accepted nodes to the
-front of these slots and drops the others. Memory is allocated ahead of the text, and written in place.
+holes for padding. A forward appends draft nodes after each row's text; `commit` then moves the accepted nodes to the
+first slots after the text and drops the others. Memory is allocated ahead of the text, and written in place.
 
     lengths 3   slots  t0 t1 t2 | n0 n1 n2 n3      after a forward over the nodes n0..n3
     commit [n0, n2]    t0 t1 t2 n0 n2 |            lengths 5
@@ -24,7 +24,7 @@ MIN_GROWTH, MAX_GROWTH = 256, 4096
 
 
 class Arena:
-    """One tensor for keys and values of all layers of the same shape, so that one copy moves a node in all layers."""
+    """One tensor for all layers' keys and values of one shape, so that one copy moves a node in all of them."""
 
     def __init__(self, count: int, like: Tensor, capacity: int) -> None:
         batch, heads, _, size = like.shape
@@ -111,7 +111,7 @@ class TreeCache(Cache):
     def place(self, states: Tensor, per_layer: int) -> tuple[Arena, int]:
         """Reserve a part of an arena for a layer's keys or values, shaped like `states`; returns arena and part index.
 
-        If no arena has a free part, a new one gets `per_layer` parts for each layer that has reserved none yet."""
+        If no arena has a free part, a new one gets `per_layer` parts for each uninitialised layer, including this."""
         for arena in self.arenas:
             buffer = arena.buffer
             same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
@@ -150,7 +150,7 @@ class TreeCache(Cache):
         return rows.to(device), slots.to(device)
 
     def release(self) -> None:
-        """Free the memory of all keys and values; another cache has copied what the texts need."""
+        """Free the memory of all keys and values, after another cache has copied them."""
         self.arenas.clear()
         for layer in self.tree_layers:
             layer.places.clear()
@@ -167,7 +167,7 @@ class TreeCache(Cache):
         self._set(list(lengths))
 
     def reopen(self, lengths: list[int]) -> None:
-        """Shorten row b to `lengths[b]` slots, so that `commit` can keep nodes of several forwards after them."""
+        """Shorten row b to `lengths[b]` slots; the slots after them become draft nodes, for `commit` to choose from."""
         self.cut(lengths)
         self.pending = 1
 

@@ -54,7 +54,7 @@ class HeadsCache:
         return hidden
 
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, counts: list[int]) -> Tensor:
-        """Append accepted paths to the caches; returns the hidden states that the heads read at the paths' ends [B, H].
+        """Append B rows' accepted paths to the caches; returns the heads' input [B, H] at the paths' last nodes.
 
         `before` [B, H] are the hidden states that the heads read at the token before the root. `hidden` [B, C, H] and
         `ids` [B, C] are those of the C path nodes, the root first; `counts[b]` is the number of nodes of path b."""

@@ -1,7 +1,7 @@
 """The decoding loop: every step proposes a draft, verifies it, accepts some of its nodes and compacts the KV cache.
 
-Eager, plain and compiled decoding share `run`, the loop over the rows of a batch. The root of a draft is the token that
-is already decided, but not yet read by the backbone.
+Eager, plain and compiled decoding share `run`, the loop over the decoding steps of a batch. The root of a draft is the
+token that is already decided, but not yet read by the backbone.
 
 Shapes: B rows of the batch, N nodes of a draft, D its depth, H hidden size, V vocabulary.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """The tokens that one decoding step wrote, by the index of each row (text) in the session."""
+    """The tokens `ids` that one step wrote, and their number `lengths` before any cut; the keys are indices of rows."""
 
     ids: dict[int, list[int]] = field(default_factory=dict)
     """The tokens written to each unfinished row, cut at EOS, stop string or maximum length."""
@@ -49,10 +49,10 @@ class Step:
 
 
 class StepOutcome(NamedTuple):
-    """The decisions of one decoding step for each unfinished row (text), as numbers on the host."""
+    """What one step decided for each unfinished row (text), on the host: accepted length, next root, accepted ids."""
 
     lengths: list[int]  # 1 + accepted tokens
-    roots: list[int]
+    roots: list[int]  # the root of the next step
     ids: list[list[int]]  # tokens on the accepted path, the current root first; more than `lengths` may be given
 
 
@@ -60,7 +60,7 @@ class Stepper(Protocol):
     """One way to decode the rows of a batch step by step: eager, plain or compiled."""
 
     def start(self) -> tuple[list[int], list[int]]:
-        """Read the prompts into the caches; returns the indices of the rows and the first token (root) of each."""
+        """Read the prompts into the caches; returns each row's index in the session and each row's first root."""
 
     def step(self, timer: Timer) -> StepOutcome:
         """Decode one step of all unfinished rows."""
@@ -74,13 +74,13 @@ class Stepper(Protocol):
 
 
 class Timer:
-    """A timer that measures nothing; `decode.bench.benchmark.StageTimer` measures the stages of a step."""
+    """The default timer, which measures nothing; its subclass `decode.bench.benchmark.StageTimer` times the stages."""
 
     def start(self) -> None:
-        """Note the time at which a decoding step starts."""
+        """Do nothing when a decoding step starts; a subclass notes the time."""
 
     def lap(self, stage: str) -> None:
-        """Note the time at which a stage of the decoding step ends."""
+        """Do nothing when a stage of the decoding step ends; a subclass notes the time."""
 
 
 @torch.inference_mode()
@@ -112,7 +112,7 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step,
 
 
 def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list[int]:
-    """Return the places in `rows` of unfinished rows. The stepper drops the finished rows, unless all are finished."""
+    """Return each i for which row `rows[i]` is unfinished; the stepper then keeps only these rows, unless all ended."""
     left = [place for place, row in enumerate(rows) if sequences.finish_reason[row] is None]
     if 0 < len(left) < len(rows):
         stepper.keep(left)
@@ -167,7 +167,7 @@ class TreeStepper(Stepper):
         return torch.cat(found), torch.arange(len(found), device=walking.device)
 
     def compact(self, draft: Draft, readout: Readout, accepted: Acceptance, lengths: list[int]) -> Frontier:
-        """Keep the first `lengths[b]` nodes of each accepted path b in the caches; returns the next step's frontier."""
+        """Keep the first `lengths[b]` nodes of accepted path b in the caches; returns the next step's `Frontier`."""
         session, rows = self.session, self.frontier.rows
         session.verifier.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
         session.keep(readout.hidden, accepted.path, lengths, rows)
@@ -193,7 +193,7 @@ class Acceptor(AcceptanceRule):
 
     @property
     def passes(self) -> Passes | None:
-        """The function that tests drafted tokens, in lossy rules that accept the longest path, else `None`."""
+        """For lossy rules that accept the longest path: the function that tests drafted tokens; else `None`."""
         if self.rule == "typical":
             return lambda scores: typical(scores.softmax(-1), self.epsilon, self.delta)
         if self.limit is None:
@@ -203,7 +203,7 @@ class Acceptor(AcceptanceRule):
 
     @property
     def truncation(self) -> Truncation | None:
-        """The constants by which sampled typical acceptance truncates the target; `None` for all other rules."""
+        """The constants with which sampled typical acceptance truncates the target's distribution; else `None`."""
         return Truncation(self.epsilon, self.delta) if self.rule == "typical-sampled" else None
 
 

@@ -1,7 +1,7 @@
 """Attention masks of drafts: which slots of the KV cache each draft node sees, in each kind of attention layer.
 
 A node sees the text before it, its ancestors and itself. Masks are additive, because eager attention would silently add
-a boolean mask as 0 and 1. Attention windows and chunks count positions, and all nodes of one depth share one.
+a boolean mask as 0 and 1. Attention windows and chunks count positions; nodes of the same depth have the same one.
 
 Shapes: B rows of the batch, N nodes of a draft, S cache slots, W nodes of one forward.
 """
@@ -23,8 +23,8 @@ class TreeMasks:
     """Attention masks of drafts, for rows of any length.
 
     Whether a draft node sees a cache slot depends only on the slot's distance from the text's end. So a static tree
-    needs one wide mask [N, S + N + S] for texts of up to S tokens: S columns of text, N of nodes, and S columns that no
-    node sees. A text of L tokens uses its columns from S - L on."""
+    needs one wide mask [N, S + N + S] for texts of up to S tokens: S columns of text, N of nodes, and S that no node
+    sees, for the padding of shorter rows. For a text of L tokens, the columns from S - L on are used."""
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -80,7 +80,7 @@ def grown_masks(
     """Make masks [B, 1, W, S] for one of the forwards that grow a tree: W new nodes look at S slots of the KV cache.
 
     Args:
-        starts: [B] the text's length in each row; every node sees all of the text.
+        starts: [B] the text's length in each row; a node sees all of it, except outside a layer's window or chunk.
         seen: [B, W, A] the slots of each node's A - 1 drafted ancestors and its own slot, counted from the text's end.
         depth: [B, W] positions of the W nodes, counted from the text's end.
         slot_depths: [S - max(starts)] positions of the nodes in the slots after a text, counted from the text's end."""

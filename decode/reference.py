@@ -1,7 +1,7 @@
 """Plain autoregressive decoding: one token per forward, without tree or draft.
 
-Plain decoding is the baseline for decoding with heads. It uses the texts, the target and the verifier of tree
-decoding, so a difference in text or time comes from the tree. Both are tested against transformers' own `generate`.
+Plain decoding is the baseline for decoding with heads. It shares texts, target and verifier with tree decoding, so a
+difference in text or time comes from the tree. Plain and tree decoding are tested against transformers' own `generate`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def accept_sampled(draft: Draft, target: Scores, draws: Draws, depth_limit: Tens
     At each node of the walk down the tree, p is the target, and the children were drawn from q. They are tried in the
     order of the draws. A child x is accepted with probability min(1, p(x) / q(x)). After a rejection, p becomes its
     residual max(0, p - q), normalised, and q loses x, because the next sibling was drawn without x. If no child is
-    left, the next root is drawn from the current p. The draft needs a `proposal`: chosen tokens have no q."""
+    left, the next root is drawn from the current p. `draft.proposal` must hold q; drafts of best guesses lack it."""
     assert draft.proposal is not None, "only a drawn draft can be rejected by p / q"
     (q, of_children), walk = draft.proposal, TreeWalk(draft, depth_limit)
     while len(walk.rows):
@@ -57,10 +57,10 @@ def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: D
 
 
 class Residuals(NamedTuple):
-    """The distributions of rejection sampling: the target p, and q from which the next sibling was drawn.
+    """Distributions of unfinished rows: row r has target `p[p_of[r]]`; its next sibling was drawn from `q[q_of[r]]`.
 
-    Rows with the same path and the same rejected tokens share distributions. After a rejection, q depends on the
-    rejected token, but p does not. So there are far fewer different p than q."""
+    Rows with the same path and the same rejected tokens share distributions. The token rejected last has changed q, but
+    changes p only at the next rejection. So there are far fewer different p than q."""
 
     p: Tensor  # [Mp, V] the distinct target distributions
     q: Tensor  # [Mq, V] the distinct draft distributions

@@ -174,7 +174,7 @@ def with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
 
 
 def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone, model: str = "backbone") -> None:
-    """Raise a `RequestError` if a prompt is longer than the context, or holds an id outside the vocabulary."""
+    """Raise a `RequestError` if a prompt exceeds the context (in the message, `model`'s) or holds an unknown id."""
     context = backbone.context
     for prompt in prompts:
         if context is not None and len(prompt) > context:
@@ -183,5 +183,5 @@ def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone, model:
             raise RequestError(f"the prompt holds the id {min(prompt)}; ids start at 0")
         if max(prompt) >= backbone.vocab_size:
             raise RequestError(
-                f"the prompt holds the id {max(prompt)}, but the backbone's vocabulary has {backbone.vocab_size}"
+                f"the prompt holds the id {max(prompt)}, but the {model}'s vocabulary has {backbone.vocab_size}"
             )

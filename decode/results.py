@@ -16,7 +16,7 @@ from decode.session import Session
 
 @dataclass
 class Result:
-    """The text decoded from one prompt, with the number of tokens that each step wrote, and the time."""
+    """The text decoded from one prompt, the tokens per step (uncut: also those past the text's end), and the time."""
 
     input_ids: list[int]
     new_ids: list[int] = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""A session: the texts being decoded in one call, and everything that grows with them. No model stores a part of it.
+"""A session: the texts being decoded in one call, and everything that grows with them. No part is stored on a model.
 
-Shapes: B rows of the batch, T tokens, H hidden size, V vocabulary, N nodes, D the depth.
+Shapes: B rows of the batch, C prompt tokens read in one forward, H hidden size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AHEAD = 1024
 
 
 class Session:
-    """The texts of one call, the target that they follow, and the caches of the models that read them."""
+    """The texts of one call, the distribution that they follow (target), and the caches of models that read them."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class Session:
         heads: MedusaHeads | None = None,
         verifiers: VerifierFactory | None = None,
     ) -> None:
-        """Make a session with empty caches; by default the backbone alone verifies drafts.
+        """Make a session with empty caches; `verifiers` makes its verifier, by default one that runs only the backbone.
 
-        Caches and text buffers have room for `slack` nodes of the largest draft after each text. With `keep_hidden`,
-        the hidden states of all tokens are recorded in `kept_hidden`."""
+        Caches and text buffers have room for a draft of up to `slack` nodes after each text's end. With `keep_hidden`,
+        hidden states of all tokens are recorded in `kept_hidden`. `heads` get caches if they look back at the text."""
         self.backbone = Backbone(model)
         self.target = Target(requests, truncation)
         verifiers = verifiers or VerifierFactory()
@@ -68,7 +68,7 @@ class Session:
         return self.frontier(root, readout.hidden, rows)
 
     def frontier(self, root: Tensor, hidden: Tensor, rows: list[int]) -> Frontier:
-        """Make the state before the next step: `root` [B] is each text's last token, `hidden` [B, H] predicted it."""
+        """Make the state before a step of texts `rows`: last tokens `root` [B], `hidden` [B, H] of the ones before."""
         return Frontier(root, hidden, rows, None if self.heads_cache is None else self.heads_cache.context_kv())
 
     def select(self, left: list[int]) -> None:
@@ -78,7 +78,7 @@ class Session:
             self.heads_cache.select(left)
 
     def _on_hidden(self, hidden: Tensor, next_ids: Tensor, start: int) -> Tensor:
-        """Record hidden states [B, C, H] of C prompt tokens from position `start` on; return what the heads read."""
+        """Record `hidden` [B, C, H] from `start` on, before tokens `next_ids` [B, C]; return the heads' input."""
         if self.kept_hidden is not None:
             for row, prompt in enumerate(self.sequences.prompts):
                 self.kept_hidden[row].append(hidden[row, : max(len(prompt) - start, 0)])

@@ -1,7 +1,7 @@
 """Decoding options: each option's name, default, check and help in one place.
 
 `Settings` is what the command line, the server and the benchmarks pass on. `decode.generate` takes the fields of
-`DecodingOptions` as keyword arguments, and all other options as `model.generate` does.
+`DecodingOptions` as keyword arguments; it takes all other options in the same way as `model.generate`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the
 
 
 class AcceptanceRule(NamedTuple):
-    """An acceptance rule with its constants, and the kind of its drafts: best guesses or samples."""
+    """An acceptance rule, its constants (`limit`: the NUMBER of `NAME:NUMBER`), and its kind of drafts (`draft`)."""
 
     rule: str
     epsilon: float = EPSILON
     delta: float = DELTA
     draft: str = "topk"  # topk: the drafter's best guesses; sample: draws from its distributions
-    limit: int | None = None  # the number of the rules topk and distance
+    limit: int | None = None  # the NUMBER of the rules topk:NUMBER and distance:NUMBER
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class DecodingOptions(Options):
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any], prefix: str = "") -> DecodingOptions:
-        """Remove the options from `kwargs`, where their names start with `prefix`; a value `None` means the default."""
+        """Pop the options, named with `prefix`, from `kwargs` and return them; a value `None` means the default."""
         given = {field.name: kwargs.pop(prefix + field.name, None) for field in fields(DecodingOptions)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 

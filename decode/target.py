@@ -3,7 +3,7 @@
 Temperature, top-k, top-p and penalties are `LogitsProcessor`s that transformers prepared. A processor sees one row at
 a time, as in plain decoding: the prompt, everything written so far, and the path down to a node.
 
-Shapes: B rows of the batch, R of them that decide a token, M distributions that these rows share, V vocabulary.
+Shapes: B rows of the batch, R of them that choose a token, M distributions (rows may share one), V vocabulary.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Target:
 def processed(
     processors: LogitsProcessorList, ids: Tensor, scores: Tensor, truncation: Truncation | None = None
 ) -> Tensor:
-    """Apply logits processors to scores [X, V] after X texts `ids` [X, T]; `truncation` gives atypical tokens -inf."""
+    """Process scores [X, V] after `ids` [X, T]; `truncation` sets tokens that typical acceptance rejects to -inf."""
     scores = cast(Tensor, processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores)))
     if truncation is None:
         return scores

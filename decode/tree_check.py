@@ -1,6 +1,6 @@
 """Self-test: checks once per model that a forward over a tree gives the same logits as forwards without a tree.
 
-A configuration alone (`medusa.backbone.require_tree_support`) cannot show every unsuitable model. So the self-test
+A check of the configuration (`medusa.backbone.require_tree_support`) cannot find every unsuitable model. The self-test
 reads two trees with the cache, masks and positions of decoding; the second tree follows an accepted path of the first.
 Every node must get the logits that a plain forward, without cache or mask, gives at the end of the node's path.
 
@@ -48,16 +48,16 @@ SHARE = 0.2
 
 @dataclass(frozen=True)
 class TreeCheck:
-    """The result of the tree self-test. An error is the greatest difference of two logits over the greatest logit."""
+    """Result of the tree self-test. An error is the greatest difference of logits, divided by the greatest logit."""
 
-    error: float  # the error of the tree forwards; nan if there are no logits to compare
+    error: float  # of tree forwards, compared with plain forwards; nan if there are no logits to compare
     control: float  # the error of reading the same nodes as one line of text, as a model without tree masks would
-    tolerance: float
+    tolerance: float  # the greatest error that rounding may cause in the model's dtype
     reason: str | None = None  # why the model cannot hold a tree; `None` where it can
 
     @property
     def limit(self) -> float:
-        """The limit up to which an error of the tree forwards is taken for rounding."""
+        """The greatest `error` that counts as rounding: `tolerance`, or less (at least 1/4) if `control` is small."""
         # If masks do not matter in a model (for example, if all embeddings are equal), the control is rounding, too.
         return min(self.tolerance, max(SHARE * self.control, self.tolerance / 4))
 
@@ -136,8 +136,8 @@ def _check(model: PreTrainedModel) -> TreeCheck:
 def _difference(some: Tensor, others: Tensor, scale: Tensor, tolerance: float) -> float:
     """The greatest difference between logits `some` and `others` [R, N, V], divided by the greatest logit of `scale`.
 
-    In half precision, only the median of a tree's N nodes counts, because rounding may send a single token to another
-    expert, whose logits differ by far more. A wrong mask affects six of the eight nodes."""
+    In half precision, only the median of a tree's N nodes counts. In a mixture of experts, rounding may send a token to
+    another expert, which changes its logits far more. A wrong mask affects the median: six of the N = 8 nodes."""
     by_node = (some - others).abs().amax(-1)  # [R, N]
     by_tree = by_node.median(dim=1).values if tolerance == HALF_TOLERANCE else by_node.amax(dim=1)
     return float(by_tree.max() / scale.abs().max())
@@ -146,8 +146,8 @@ def _difference(some: Tensor, others: Tensor, scale: Tensor, tolerance: float) -
 def _plain(backbone: Backbone, trees: list[tuple[list[int], list[int]]], lines: list[list[int]]) -> Tensor:
     """Compute logits [R, N, V] of R trees without cache or mask; a tree is the text before it and the ids of N nodes.
 
-    One forward reads each path of nodes in `lines` as a text of its own after the text before the tree. Texts are
-    padded on the right, which a causal model does not see."""
+    One forward reads a batch of texts: for each tree and each list of nodes in `lines`, the text before the tree and
+    then these nodes. Texts are padded on the right, where no token of a causal model attends."""
     texts = [torch.tensor(prefix + [ids[node] for node in line]) for prefix, ids in trees for line in lines]
     ids = pad_sequence(texts, batch_first=True).to(backbone.device)
     logits = backbone.model(input_ids=ids, use_cache=False).logits
@@ -161,8 +161,8 @@ def _plain(backbone: Backbone, trees: list[tuple[list[int], list[int]]], lines: 
 def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[list[int]]) -> Tensor:
     """Compute the logits [R, N, V] of R trees as decoding does, in one step per draft.
 
-    A draft has the tree of each prompt. The first step reads its trees after the prompts. Each later step reads its
-    trees after the nodes that were kept in the step before."""
+    Each draft has one tree per prompt, as the token ids of its nodes. The first step reads its trees after the prompts,
+    each later step after the nodes that the step before kept (`KEPT`)."""
     topology, device = Topology.of(TREE.to(backbone.device)), backbone.device
     lengths = [len(prompt) for prompt in prompts]
     cache = TreeCache(backbone.model.config, len(prompts), capacity=lengths[0] + 2 * TREE.num_nodes)

@@ -29,7 +29,7 @@ class Verifier:
     def __call__(self, draft: Draft) -> Readout:
         """Read a draft and its side branches; returns hidden states [B, N, H] and logits [B, N, V] of N draft nodes.
 
-        The KV cache then holds the nodes, until `commit` keeps those that were accepted."""
+        Side branches are never accepted. The KV cache holds all nodes until `commit` keeps those that were accepted."""
         if not draft.side_branches:
             return self.read(draft)
         counts = [branch.topology.num_nodes - 1 for branch in draft.side_branches]
@@ -73,15 +73,15 @@ class Verifier:
     def _end(self, topology: Topology) -> int | None:
         """The first position in a text at which no draft node may be accepted; `None` if the draft does not reach it.
 
-        This position is the end of the context, or the length at which longrope changes all rotations, which follow the
-        greatest position in a forward. A draft across that length would rotate all its nodes wrongly."""
+        This position is the end of the context, or the length at which longrope switches factors. Longrope switches for
+        all tokens of a forward, by the greatest position, so a draft across that length would rotate nodes wrongly."""
         longest, boundary = self.cache.longest, self.backbone.rope_boundary
         ends = [self.backbone.context, boundary if boundary is not None and longest < boundary else None]
         return min((end for end in ends if end is not None and longest + topology.max_depth >= end), default=None)
 
 
 class VerifierFactory:
-    """Makes the verifier of drafts for one decoding run. It runs the backbone; subclasses also run other models."""
+    """Makes the verifier of one decoding run: here, one that runs the backbone alone; subclasses add other models."""
 
     def context(self, backbone: Backbone) -> int | None:
         """The number of tokens that all verifying models can read as context; `None` if it is unlimited."""
@@ -95,7 +95,7 @@ class VerifierFactory:
 def reread(backbone: Backbone, cache: TreeCache, sequences: Sequences) -> None:
     """Read the only text of a batch again when it outgrows longrope's original context, as Phi-3's own `generate` does.
 
-    Phi-3 drops the keys that were rotated by longrope's short factors; other models keep them."""
+    Only for Phi-3 models, which then drop keys rotated by longrope's short factors; other longrope models keep them."""
     boundary = backbone.rope_boundary
     if boundary is None or cache.longest != boundary or not backbone.rereads:
         return

@@ -36,7 +36,7 @@ Exit status: 0 done, 1 the run failed, 2 the request was wrong.
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Make the parser of all sub-commands. Only the module of `command` is imported, and only its options are added."""
+    """Make the parser of all sub-commands. Only `command` (default: none) is imported and gets its options."""
     plain = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(
         prog="medusa",

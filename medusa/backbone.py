@@ -2,7 +2,7 @@
 
 The model is neither copied nor modified.
 
-Shapes: B rows, T tokens, H hidden size, V vocabulary size, ... any positions.
+Shapes: B rows, T tokens, H hidden size, V vocabulary size, `...` any leading dimensions.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Backbone:
 
     @torch.no_grad()
     def _splits(self) -> bool:
-        """Test on four tokens x whether the model's logits are exactly `lm_head(base(x))`."""
+        """Whether the model's logits are exactly `lm_head(base(x))`, tested on an x of four tokens."""
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         hidden = getattr(self.base(input_ids=probe, use_cache=False), "last_hidden_state", None)
         if hidden is None or hidden.shape[-1] != self.hidden_size:
@@ -120,7 +120,7 @@ class Backbone:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Record the LM head's inputs by one hook in this context, unless logits are exactly `lm_head(base(x))`."""
+        """Let all forwards in this context share one LM head hook; none if logits are exactly `lm_head(base(x))`."""
         if self.splits or self._seen is not None:
             yield
             return

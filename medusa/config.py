@@ -118,7 +118,7 @@ class MedusaConfig:
 
     @property
     def servable(self) -> bool:
-        """Whether vLLM or another server can load the heads: independent with square blocks, or a layer of EAGLE-3."""
+        """Whether a server such as vLLM can load the heads: kind `medusa` with square blocks, or a layer of EAGLE-3."""
         if self.kind == "eagle":
             return self.block == GATED and self.lm_head == "shared" and not self.prefix_layers
         return self.is_published and self.block == "square"

@@ -51,7 +51,7 @@ def heads_fingerprint(heads: nn.Module) -> str:
 
 
 def differs(model: PreTrainedModel, known: Fingerprint) -> bool:
-    """Whether `model` is not the backbone with fingerprint `known`; false if `known` has no weights or embedding."""
+    """Whether `model` is not the backbone of `known`; false if `known` has neither weights nor embedding."""
     if known.get("weights"):
         expected, found = torch.tensor(known["weights"]), torch.tensor(fingerprint(model)["weights"])
     elif known.get("embedding"):

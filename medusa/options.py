@@ -74,7 +74,7 @@ class OptionError(RequestError):
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True)
 class Options:
-    """Base class of options: each subclass becomes a frozen dataclass. Its constructor takes only keywords by default.
+    """Base class of options: a subclass becomes a frozen dataclass, keyword-only unless it is declared `kw_only=False`.
 
     A new instance raises OptionError if a value is invalid."""
 

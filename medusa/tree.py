@@ -107,7 +107,7 @@ class Tree:
 
     @cached_property
     def children(self) -> Tensor:
-        """The indices [N, C] of each node's children by rank, padded with -1; C is the largest number of children."""
+        """The indices [N, C] of each node's children, sorted by rank, padded with -1; C: most children of a node."""
         most = int(torch.bincount(self.parent[1:], minlength=1).max())
         children = self.parent.new_full((self.num_nodes, most), -1)
         children[self.parent[1:], self.order[1:]] = torch.arange(1, self.num_nodes, device=children.device)
@@ -115,13 +115,13 @@ class Tree:
 
     @cached_property
     def order(self) -> Tensor:
-        """The index [N] of each of the N nodes among its siblings, sorted by rank; 0 for the root."""
+        """The number [N] of siblings with a lower rank that each of the N nodes has; 0 for the root."""
         siblings = self.parent[:, None] == self.parent[1:]  # without the root, which is its own parent
         return (siblings & (self.rank[1:] < self.rank[:, None])).sum(1)
 
     @property
     def candidates(self) -> Tree:
-        """The tree from which a decoding step selects nodes to draft. A static tree is always drafted as a whole."""
+        """The tree whose nodes a step may draft: this tree itself, because a static tree is always drafted whole."""
         return self
 
     @property
@@ -161,7 +161,7 @@ def _checked(path: Sequence[int]) -> RankPath:
 
 
 def named_trees() -> dict[str, list[list[int]]]:
-    """Return the node paths of each named tree, by name: nine trees of the original Medusa, and `eight` for CPUs."""
+    """Return the node paths of each named tree, by name: nine of the original Medusa, and `eight`, a tree for CPUs."""
     shipped = json.loads(Path(__file__).with_name("trees.json").read_text(encoding="utf-8"))
     return shipped["trees"] | shipped["ours"]
 

@@ -1,14 +1,14 @@
 """The default shape of heads: the one that is expected to decode fastest.
 
 The expected speedup is tau x T(1) / (T(n) + T(heads)). Here tau is the mean number of tokens per step. T(n) is the time
-of a backbone's forward over n tokens, and T(heads) that of the heads (docs/heads.md). The time to decode one text is
-the time to read weights, so times are counted in weights that are read:
+of a backbone's forward over n tokens, and T(heads) that of the heads (docs/heads.md). Decoding one text is bound by
+reading weights, so times are counted in weights that are read. The heads read a shared LM head once more:
 
-    T(n) + T(heads)  =  TREE (backbone + OVERHEAD)  +  heads  +  LM head once more, if it is shared
+    T(n) + T(heads)  =  TREE x (backbone + OVERHEAD)  +  heads  +  their own LM heads, or the shared one
     tau              =  proportional to 1 - LOSS / sqrt(inner width of a head)
 
-The constants were measured on two backbones (hidden sizes H = 64 and 256) and are extrapolated to other sizes. `medusa
-benchmark` measures the speedup on a given backbone.
+TREE is T(n) / T(1), OVERHEAD the fixed cost of a forward, and LOSS how much tau falls in narrow heads. Measured on two
+backbones (H = 64 and 256), they are extrapolated to others. `medusa benchmark` measures a given backbone's speedup.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def learning_rate(hidden_size: int) -> float:
 
 
 def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
-    """Choose the shape of heads for a backbone of these sizes; values set in the recipe's section `asked` are kept."""
+    """Choose the shape of heads for a backbone of these sizes; values set in `asked` (the recipe's heads) are kept."""
     if asked.block == "square":  # the paper's heads: one block, own LM heads
         return HeadShape("square", asked.layers or 1, 1.0, asked.lm_head or "own")
     inner, own = fastest(sizes, asked.num or NUM_HEADS)

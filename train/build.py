@@ -113,8 +113,8 @@ def build_trainer(run: LoadedRun) -> MedusaTrainer:
 def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> LoadOptions:
     """Return `options` with the backbone's device for this process; of several processes, each uses a GPU of its own.
 
-    With `shard`, the device is the CPU if there are GPUs, because the backbone is loaded before it is split over them.
-    A dtype missing in `options` is then taken from `config`, the backbone's configuration."""
+    With `shard` on GPUs, the device is the CPU, on which the backbone is loaded before it is split over the GPUs.
+    In this case, a dtype missing in `options` is taken from `config`, the backbone's configuration."""
     device, rank = options.device, os.environ.get("LOCAL_RANK")
     if device in (None, "cuda"):
         device = f"cuda:{rank}" if rank is not None and torch.cuda.is_available() else None

@@ -1,4 +1,4 @@
-"""The checks of a recipe before any weights are loaded, and the training arguments that follow from it."""
+"""The checks of a recipe before any weights are loaded, and the training arguments that follow from the recipe."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ TOPS = (1, 5, 10)
 
 @dataclass(frozen=True)
 class HeadAccuracy:
-    """The accuracy of one head: how often its guesses are right."""
+    """One head's accuracy: how often its guesses are right, at all positions and where all earlier heads are right."""
 
     head: int  # counted from 1
     top: dict[str, float]
@@ -39,8 +39,8 @@ class HeadAccuracy:
 class GuessCounts:
     """Counts of the heads' right guesses, added up over batches and processes.
 
-    The expected tau (tokens per decoding step) of a tree is one plus the mean number of guesses that it accepts. The
-    mean is over all positions where every head has a label; decoding starts a step only where the step before ended."""
+    The expected tau (tokens per decoding step) of `tree` is one plus the mean number of guesses that it accepts, over
+    the positions where every head has a label. In decoding, a step starts only where the last one ended."""
 
     def __init__(self, num_heads: int, tree: Tree | None = None) -> None:
         self.tree = tree
@@ -79,7 +79,7 @@ class GuessCounts:
 
     @property
     def expected_tau(self) -> float:
-        """Expected tau of the tree: the mean number of tokens per decoding step, which is one plus accepted guesses."""
+        """Expected tau (tokens per decoding step) of `self.tree`: one plus the mean number of accepted guesses."""
         return float(1 + self.accepted / self.chained[0].clamp_min(1))
 
 

@@ -24,7 +24,7 @@ HEADS_ASKED = {"num_heads": "num", "num_layers": "layers"} | {name: name for nam
 def new_heads(
     model: PreTrainedModel, asked: HeadsConfig, name: str, revision: str | None = None, vocabulary: Tensor | None = None
 ) -> MedusaHeads:
-    """Make the heads that the recipe's section `asked` describes, for the backbone `model` of this name and revision.
+    """Make the heads of `asked` (the recipe's section `heads`) for the backbone `model` of this name and revision.
 
     The blocks of new heads start as the identity, so at first each head predicts what the backbone's LM head predicts.
     Heads guess among the N tokens with the ids `vocabulary` [N], by default among all tokens. Raise RequestError if the
@@ -44,7 +44,7 @@ def new_heads(
 
 
 def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None) -> MedusaConfig:
-    """The configuration of new heads: values from the recipe's section `asked`, and for the rest what suits `model`."""
+    """The configuration of new heads: values set in `asked` (see `new_heads`), and for the rest what suits `model`."""
     backbone = Backbone(model)
     if asked.lm_head is None and asked.block != "square" and getattr(backbone.head, "bias", None) is not None:
         # An own LM head has no bias, so its first predictions would be far from the backbone's.
@@ -93,7 +93,7 @@ def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedM
 
 
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
-    """Describe heads in one line: shape, size, and warnings if they lack the LM head's bias or no server loads them."""
+    """Describe heads in one line: shape, size, warnings if they lack the LM head's bias or inference server support."""
     width = f" of width {config.inner_size}" if config.block in ("mlp", GATED) else ""
     tokens = f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else ""
     line = (

@@ -103,7 +103,7 @@ class HeadsOnBackbone(nn.Module):
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
-    """Add uniform noise from -a r to a r to hidden states [..., H], a = `amplitude`, r the RMS value of each state."""
+    """Add noise, uniform between -a r and a r, to hidden states [..., H]; a is `amplitude`, r each state's RMS."""
     # EAGLE (arXiv 2401.15077) adds noise between -0.1 and 0.1, whatever the scale of the hidden states.
     scale = hidden.detach().float().square().mean(-1, keepdim=True).sqrt().to(hidden.dtype)
     return hidden + amplitude * scale * (2 * torch.rand_like(hidden) - 1)
@@ -113,11 +113,11 @@ def with_noise(hidden: Tensor, amplitude: float) -> Tensor:
 def with_own_guesses(
     heads: MedusaHeads, backbone: Backbone, inputs: HeadInputs, ids: Tensor, probability: float
 ) -> Tensor:
-    """Replace some of the tokens `ids` [R, K], which K heads read after R positions, by guesses (scheduled sampling).
+    """Replace some tokens `ids` [R, K], inputs of K sequential heads at R positions, by guesses (scheduled sampling).
 
     With the given probability, head k reads the guess of head k - 1 instead of the text's token. The first of the K
-    tokens is never replaced. All guesses come from one pass over the text's tokens (Bengio et al. 2015; in parallel,
-    Duckworth et al. 2019)."""
+    tokens is never replaced. All guesses come from one pass over the text's tokens (Duckworth et al. 2019), not step by
+    step (Bengio et al. 2015)."""
     if ids.shape[1] == 1:
         return ids
     replaced = torch.rand(ids[:, 1:].shape, device=ids.device) < probability

@@ -69,15 +69,15 @@ def _labels(dataset: PackedDataset | Features) -> Iterator[Tensor]:
 def vocabulary_gain(
     sizes: BackboneSizes, *, num_heads: int, blocks: int, lm_heads: int, vocabulary: int, coverage: float
 ) -> float:
-    """Expected speed of heads with a reduced vocabulary, relative to the same heads with all tokens.
+    """Expected speed (tau / time) of heads with a reduced vocabulary, divided by that of heads with all tokens.
 
         tau   =  1 + (c q) + (c q)^2 + ... + (c q)^K      q = CHAIN, c = 1 with all tokens
-        time  =  TREE (backbone + OVERHEAD) + blocks + lm_heads x vocabulary x H
+        time  =  TREE x (backbone + OVERHEAD) + blocks + lm_heads x vocabulary x H
 
     c is the `coverage`, the share of labels in the reduced vocabulary; K the number of heads; H the hidden size.
     `backbone` and `blocks` are numbers of parameters, `blocks` that of the heads without their LM heads. A step reads
     `lm_heads` LM heads: 1 if heads share one and guess in parallel, otherwise K. TREE and OVERHEAD are measured
-    constants of `train.architecture`; CHAIN is the assumed share of guesses that are right after right ones."""
+    constants of `train.architecture`; CHAIN is the assumed probability that a guess is right if all before it are."""
 
     def speed(tokens: int, share: float) -> float:
         tau = sum((share * CHAIN) ** depth for depth in range(num_heads + 1))

@@ -107,7 +107,7 @@ def run_rounds(
 def summarize(contenders: Sequence[Contender], categories: Sequence[str | None]) -> dict[str, MethodFigures]:
     """Compute the metrics of all contenders, by name. Two contenders must be named `plain` and `transformers`.
 
-    `categories`: the category of each prompt, or `None`. If there are two or more, each gets own metrics."""
+    `categories`: each prompt's category, or `None`. Two or more different categories each get their own metrics."""
     by_name = {contender.name: contender for contender in contenders}
     baselines = by_name["plain"], by_name["transformers"]
     names = dict.fromkeys(category for category in categories if category is not None)
@@ -174,9 +174,9 @@ def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
 
 
 def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[AcceptedNode]:
-    """Compute the fraction (0 to 1) of steps that accepted each node of the heads' draft tree.
+    """Compute the fraction (0 to 1) of steps that accepted each node of the draft tree; `results` give the steps.
 
-    `ranks` [P, K] of each text: the rank (0: best) of the correct token among the guesses of each of K heads."""
+    `ranks`: per text, the ranks [P, K] (0: best) of the correct tokens at P positions among the guesses of K heads."""
     counts: Counter[tuple[int, ...]] = Counter()
     steps = 0
     for table, result in zip(ranks, results, strict=True):

@@ -36,7 +36,7 @@ class Resampling(NamedTuple):
 
 @dataclass
 class Sample:
-    """Token counts, step counts and times of one method for each batch of prompts. A bootstrap resamples batches."""
+    """Token counts, step counts and times of one method per batch; `uncut_tokens` include tokens cut at the end."""
 
     new_tokens: Tensor  # [B]
     steps: Tensor  # [B]
@@ -104,7 +104,7 @@ class Change:
 
 @dataclass
 class Comparison:
-    """The differences between an earlier benchmark run and a later one."""
+    """Two benchmark runs compared: settings and machine facts that differ, and the changes of speedups and tau."""
 
     earlier: str
     later: str

@@ -28,7 +28,7 @@ class Rate:
 
 @dataclass
 class PromptFigures:
-    """Token counts, step counts and times of one method on one prompt."""
+    """Token counts, step counts and times of one method on one prompt; `uncut_tokens` include those cut at the end."""
 
     batch: int  # index of the batch that the prompt was decoded in
     new_tokens: int
@@ -48,7 +48,7 @@ class PositionFigures:
 
 @dataclass
 class AcceptedNode:
-    """A node of the draft tree, and how often steps accepted it."""
+    """A node of the draft tree (`path`: ranks of guesses from the root), and the `share` of steps that accepted it."""
 
     path: list[int]  # from the root: for each head, the rank of its guess; 0 is the head's best guess
     share: float  # fraction of all steps that accepted the node
@@ -98,7 +98,7 @@ class MemoryFigures:
 
 @dataclass
 class BenchmarkMachine(Machine):
-    """The machine of a benchmark, with the backbone's dtype and the memory that the run used."""
+    """The machine of a benchmark, with the backbone's dtype, the memory used and this package's version (`medusa`)."""
 
     dtype: str
     memory: MemoryFigures | None = None
@@ -134,7 +134,7 @@ class RunSettings:
 
 
 def _with_generation(content: object) -> object:
-    """Add the entry `generation` to a flat dict of settings: a dict of those that are not fields of `RunSettings`."""
+    """Undo `RunSettings.to_json`: collect the entries that are not fields of `RunSettings` in a dict `generation`."""
     if not isinstance(content, dict):
         return content
     own = {field.name for field in fields(RunSettings)}

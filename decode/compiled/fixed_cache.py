@@ -116,10 +116,10 @@ def static(tensor: Tensor) -> Tensor:
 
 
 class FixedHeadsCache:
-    """KV caches of fixed shape for heads that attend to the text; the counterpart of `HeadsCache` in eager decoding."""
+    """A `HeadsCache` of fixed shape: KV caches of hidden states (`prefix`) and of states with next tokens (`pairs`)."""
 
-    prefix: FixedCache | None
-    pairs: FixedCache | None
+    prefix: FixedCache | None  # of the prefix layers between backbone and heads
+    pairs: FixedCache | None  # of pairs of a hidden state and the token after it, for heads that attend to the text
 
     def __init__(self, like: AnyHeadsCache, capacity: int, max_depth: int) -> None:
         """Make empty caches for the heads of the cache `like`; `max_depth` is the depth of the heads' draft tree."""
@@ -136,9 +136,9 @@ class FixedHeadsCache:
                 cache.load(source)
 
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, end: Tensor, counts: Tensor) -> Tensor:
-        """Append the accepted path of each of B rows; returns the hidden states [B, H] that the heads read at its end.
+        """Append B rows' accepted paths to the caches; returns the heads' input [B, H] at the paths' last nodes.
 
-        `before`, `hidden` and `ids`: see `HeadsCache.path`. `end` [B] is the index of the last node on each path, and
+        `before`, `hidden` and `ids`: see `HeadsCache.path`. `end` [B] is the column of each path's last node, and
         `counts` [B] is the number of nodes that each row keeps, 0 for rows that have ended."""
         cache = self.prefix
         if cache is not None:

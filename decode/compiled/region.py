@@ -57,7 +57,7 @@ class Region:
         self.compiled = compiled(self._step, device)
 
     def __call__(self, u: Tensor) -> list[list[int]]:
-        """Run one decoding step with uniform random numbers `u` [B, D + 1] for sampling, at most D + 1 tokens per row.
+        """Run one decoding step. `u` [B, D + 1]: a uniform random number for each token that the step can write.
 
         Returns the decisions of the step as lists of numbers, which `decode.loop.unpack` reads."""
         with grouped(self.config), self.backbone.watched():
@@ -164,8 +164,8 @@ class Regions(list[tuple[Key, Region]]):
 def modules_key(module: nn.Module) -> Key:
     """A module's part of the key of a compiled region: the hooks, parameters and settings of its submodules.
 
-    Settings are attributes such as train mode or active adapters. Parameters enter the key by identity, dtype and
-    device, not by value, because tied parameters are one input of compiled code."""
+    Settings are attributes such as train mode or active adapters. Parameters enter the key by identity (because tied
+    parameters are one input of compiled code), dtype and device, but not by value."""
     return tuple(
         (
             type(part),

@@ -67,7 +67,7 @@ class DrafterConfig(ABC):
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
         """Return the trees that the guesses of `heads` fill; empty if this drafter uses no heads.
 
-        `tree` and `stop_drafting`: see `DrafterContext`. Raise a `RequestError` if a tree does not fit the heads."""
+        `tree` and `stop_drafting`: see `resolve_tree`. Raise a `RequestError` if a tree does not fit the heads."""
         return ()
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """A drafter with independent Medusa heads, whose guesses fill a tree (Medusa paper, section 2.1.2).
 
-Shapes: B rows of a batch (texts), k heads (a tree of depth k uses the first k), V vocabulary, C distributions per head.
+Shapes: B rows of a batch (texts), k heads (a tree of depth k uses the first k), V vocabulary, C distinct texts.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, 
     """Sample a draft for each of B root tokens. Draft b draws its tokens at depth d from `q[context[b], d - 1]`.
 
     `q` [C, k, V] holds the distributions of k heads over V tokens, for C texts. All drafts share the topology. In a
-    draft, all nodes of a depth get the same children. This is exact, because a path contains only one node of each
-    depth, and the draws of different depths are independent.
+    draft, the children of all nodes of a depth hold the same tokens. The decoded text stays exact, because a path has
+    only one node of each depth, and the draws of different depths are independent.
     """
     everyone = torch.arange(len(root), device=root.device)
     depths, place, ids = topology.depth[0], topology.place[0], [root[:, None]]

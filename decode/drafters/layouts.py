@@ -3,7 +3,7 @@
 A `DynamicTree` drafts the most probable nodes of a fixed set of candidates (EAGLE-2, OPT-Tree). The log probability of
 a node's path is the sum of the heads' log confidences in its tokens. A child is never more probable than its parent,
 so the most probable nodes form a tree. Every step drafts the same number of nodes, so tensor shapes are fixed. A
-confidence is a softmax probability. `decode.bench.calibration` fits its temperature, so that it is not too high or low.
+confidence is a softmax probability; `decode.bench.calibration` fits its temperature to how often guesses are correct.
 
 Shapes: B texts, K heads, of which a tree of depth k uses k, R guesses of a head, V vocabulary, S candidates with the
 root, N drafted nodes with the root, M nodes for which probabilities are given, D depth of the candidate tree.
@@ -34,7 +34,7 @@ STEEPNESS = 1e-4  # subtracted from log confidences at each level, so that round
 
 @dataclass(frozen=True, eq=False)
 class DynamicTree:
-    """A tree chosen in every step: the `num_nodes` most probable nodes (root included) of the tree `candidates`."""
+    """A tree chosen in every step: at most `num_nodes` nodes (with the root), the most probable of `candidates`."""
 
     num_nodes: int
     candidates: Tree
@@ -129,16 +129,16 @@ TreeLike = Layout | str | Sequence[Sequence[int]] | None
 
 
 def bounded(confidences: Tensor) -> Tensor:
-    """Raise log confidences to at least `MIN_LOG_CONFIDENCE`, so that float32 does not round `STEEPNESS` away.
+    """Raise log confidences to at least `MIN_LOG_CONFIDENCE`, and replace NaN (from overflow in float16) by this value.
 
-    NaN, from float16 heads that overflow, also becomes the minimum, because `topk` takes NaN for the largest value."""
+    With lower values, float32 would round away `STEEPNESS`, which ranks parents first. `topk` would rank NaN first."""
     return confidences.nan_to_num(nan=MIN_LOG_CONFIDENCE, neginf=MIN_LOG_CONFIDENCE).clamp_min(MIN_LOG_CONFIDENCE)
 
 
 def _candidates(num_nodes: int, num_heads: int) -> Tree:
     """Make the tree of all paths that could be among the `num_nodes` - 1 most probable, whatever the confidences are.
 
-    A path of ranks r1, r2, ... is at most as probable as any path that is no longer and has no greater rank at any
+    A path of ranks r1, r2, ... is at most as probable as any path of at most its length with no greater rank at any
     depth. There are (r1 + 1) + (r1 + 1)(r2 + 1) + ... such paths, itself included; this number is the path's measure.
     A path is left out if its measure exceeds `num_nodes` - 1. Ranks stay below TOP, and the tree has at most
     MAX_CANDIDATES nodes."""

@@ -86,7 +86,7 @@ class LevelwiseDrafter(ABC):
     def step(self, depth: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         """Predict the children of W nodes at `depth` in each of B texts; returns logits [B, W, V] and the nodes' state.
 
-        `tokens` [B, W] are the nodes' tokens. `state` holds tensors [B, W, S] that steps for their parents returned."""
+        `tokens` [B, W] are the nodes' tokens. `state` [B, W, S]: for each node, the state from its parent's step."""
 
     def token_ids(self, guesses: Tensor) -> Tensor:
         """Convert indices in the drafter's vocabulary, which may be a reduced one, to token ids of the same shape."""

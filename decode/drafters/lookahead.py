@@ -93,7 +93,7 @@ class Window:
         self.length = 0  # of the text when the backbone last read the window
 
     def tokens(self, root: int, length: int) -> list[int]:
-        """Set the window's first token to `root`, which ends a text of `length` tokens; returns the other tokens."""
+        """Set the window's first token to `root`, store the text's `length`; returns the window's other tokens."""
         self.levels[0][0], self.length = root, length
         return [token for level in self.levels for token in level][1:]
 

@@ -110,8 +110,8 @@ class DraftModel(DrafterFactory):
 class ModelDrafter(LevelwiseDrafter):
     """Drafts with a small model, whose KV cache follows the texts of a session.
 
-    The state of W nodes in B texts: the cache slots [B, W, A] of their A drafted ancestors, counted after the text.
-    """
+    The state of W nodes in B texts: the cache slots [B, W, A] of their A drafted ancestors; slot 0 is the first
+    slot after the text."""
 
     def __init__(self, source: DraftModel, session: Session, target: Target | None = None) -> None:
         self.backbone = Backbone(source.model)
@@ -194,7 +194,7 @@ class ModelDrafter(LevelwiseDrafter):
         return Draft(torch.stack(ids, dim=1), chain(len(ids), frontier.root.device))
 
     def begin(self, frontier: Frontier) -> State:
-        """Read what B texts gained since the last draft (at first, all); keep the logits [B, V] after their ends."""
+        """Read the new tokens of B texts (at first, all), keep the last logits [B, V]; returns the root's state."""
         rows = frontier.rows
         if self.rows != rows:
             self._select(rows)

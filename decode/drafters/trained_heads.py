@@ -63,7 +63,7 @@ class BlockwiseConfig(HeadsDrafterConfig):
 
 
 class TrainedHeads(DrafterFactory):
-    """A factory of drafters that share trained heads and the tree that the heads' guesses fill."""
+    """A factory of drafters that share trained `heads` and a `tree`, which the heads' guesses fill."""
 
     can_draw = True
     heads: MedusaHeads

@@ -27,7 +27,7 @@ class Trie:
         self.is_chain = True
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add a continuation of the root, up to the first token that needs a new node when the trie is full."""
+        """Add a continuation of the root; if the trie is full, stop before the first token that needs a new node."""
         node = 0
         for token in tokens:
             child = self.child.get((node, token))
@@ -80,7 +80,7 @@ class TextDrafter(ABC):
         """Make the trie of continuations to draft for the session's text with the index `row`."""
 
     def depth(self, row: int, most: int) -> int:
-        """Return the number of tokens to draft: `most` or, if smaller, one less than the text `row` may still gain."""
+        """Return how many tokens to draft: at most `most`, and fewer than text `row` may still gain."""
         return min(most, self.sequences.tokens_left(row) - 1)
 
 

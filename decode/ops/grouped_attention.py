@@ -2,9 +2,9 @@
 
 If g query heads share a key head, transformers' sdpa copies keys and values g times in forwards of several tokens with
 a mask. For 32 query heads, 8 key heads, 8192 tokens of context and 16 nodes, copies take three quarters of attention's
-time. Here the g heads become g x N queries of one key head. The results are equal, on a CPU to the last bit.
+time. Here the g heads become g x N queries of one key head. Results are equal up to rounding, and on a CPU bit by bit.
 
-The configuration keeps the name "sdpa": under another name, some models (Falcon, Gemma 4, DeepSeek 3.2) mask otherwise.
+The model's config keeps "sdpa": for other names, some models (Falcon, Gemma 4, DeepSeek 3.2) make another mask.
 
 Shapes: B rows of the batch, H query heads on H / g key heads, N tokens, S cache slots, D head size.
 """

@@ -86,7 +86,7 @@ def _not_tiny(value: float | None) -> float | None:
 class GenerationRequest(StrictModel):
     """The parameters that completion requests and chat requests share. Null means the server's default.
 
-    Error messages quote the description of the wrong field. Ranges without `ge` or `le` are checked by `Settings`.
+    Error messages quote the invalid field's description. Ranges that are not declared here are checked by `Settings`.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -34,14 +34,14 @@ class RowEvent(NamedTuple):
 
 @dataclass(eq=False)
 class BatchRow:
-    """One requested text: its prompt and settings, and the callback that receives the text while it is decoded."""
+    """One requested text, the callback that receives it while it is decoded, and an event (`left`) to end it early."""
 
     prompt: list[int]
     settings: Settings
     seed: int
     tell: Callable[[RowEvent], object]  # the worker thread calls it with each event
-    left: threading.Event = field(default_factory=threading.Event)  # set to end the text early
-    new_tokens: int = 0
+    left: threading.Event = field(default_factory=threading.Event)  # set to end the text early, as for a lost client
+    new_tokens: int = 0  # the number decoded so far
 
     @property
     def batch_key(self) -> Settings:

@@ -38,11 +38,11 @@ from medusa.tree_support import LayerKinds
 
 @dataclass(eq=False)
 class Partial:
-    """A hypothesis of beam search: the tokens after the prompt. `is_end` marks a finished text."""
+    """A hypothesis of beam search: tokens after the prompt, cache slots of those read, and, once read, next tokens."""
 
     ids: tuple[int, ...] = ()
     log_probability: float = 0.0
-    is_end: bool = False
+    is_end: bool = False  # whether the text is finished
     slots: tuple[int, ...] = ()  # cache slots after the prompt, from 0, of those of `ids` that the model has read
     following: list[tuple[int, float]] | None = None  # best next tokens with log-probabilities, once read
 
@@ -120,7 +120,7 @@ class Hypothesis(NamedTuple):
 
 @dataclass
 class Search:
-    """The result of best-first beam search: the best texts, and counts of the work that was done."""
+    """The best texts, and how many hypotheses were expanded (`calls`), read and dropped, in how many forwards."""
 
     hypotheses: list[Hypothesis] = field(default_factory=list)  # the finished texts, best first
     calls: int = 0  # hypotheses that were expanded, the prompt included
@@ -129,7 +129,7 @@ class Search:
     dropped: int = 0  # hypotheses dropped by `max_queued`; if 0, the texts are those of beam search
 
     def beam_calls(self, num_beams: int) -> int:
-        """The fewest hypotheses that beam search expands: 1 for the prompt, and `num_beams` for each further token."""
+        """The fewest hypotheses beam search expands: 1 for the prompt, `num_beams` per later token of the best text."""
         return 1 + num_beams * (len(self.hypotheses[0].ids) - 1)
 
 
@@ -213,7 +213,7 @@ def _search(scorer: Scorer, queue: _Queue, ends: set[int], wanted: int, batch_si
 
 
 def _best_of(logits: Tensor, num_beams: int, ends: set[int]) -> list[list[tuple[int, float]]]:
-    """List the next tokens of W hypotheses that can enter the beam, with log-probabilities; `logits` is [W, V]."""
+    """For each row of `logits` [W, V], list next tokens for the beam, with log-probabilities; `ends` end a text."""
     # The `num_beams` + `len(ends)` most probable tokens are enough: at least `num_beams` of them do not end the text.
     log_p = logits.float().log_softmax(-1)
     best = top_k(log_p, min(num_beams + len(ends), log_p.shape[-1]))
@@ -235,7 +235,7 @@ class _Queue:
     def bound(self, partial: Partial) -> float:
         """The score of a finished hypothesis, or an upper bound for all continuations of an unfinished one.
 
-        No continuation is more probable. With a `length_penalty` above 0, the bound assumes the greatest length."""
+        No text is likelier than its start. With a `length_penalty` above 0, the bound assumes the greatest length."""
         length = self.longest if self.length_penalty > 0 and not partial.is_end else len(partial.ids)
         return partial.log_probability / length**self.length_penalty
 

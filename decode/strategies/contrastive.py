@@ -57,7 +57,7 @@ class Contrast(ContrastOptions, kw_only=False):
 
     @property
     def weights(self) -> tuple[float, float]:
-        """The factor by which the expert's logit raises a token's score, and that by which the amateur's lowers it."""
+        """The factors of the expert's logit, which raises a token's score, and of the amateur's, which lowers it."""
         expert, amateur = (1.0, 1.0) if self.beta is None else (1 + self.beta, self.beta)
         return expert, amateur / self.temperature
 

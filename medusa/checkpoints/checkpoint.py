@@ -78,6 +78,6 @@ def require_exactly(tensors: Tensors, wanted: Tensors, source: str, called: Call
 
 
 def require_plausible(num_heads: int, tensors: Tensors, source: str) -> None:
-    """Raise RequestError if the tensors' names imply more heads than there are tensors, before memory is allocated."""
+    """Raise RequestError if `num_heads`, from tensor names, exceeds the number of tensors. Call before allocating."""
     if num_heads > (held := len(tensors)):
         raise RequestError(f"{source} names head {num_heads - 1} but holds {held} tensors; its heads are not complete")

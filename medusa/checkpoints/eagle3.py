@@ -90,7 +90,7 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
 
 
 def _require_same_layer(tensors: Tensors, published: Json, source: str) -> None:
-    """Raise RequestError unless the EAGLE-3 layer has the inputs, constants and tensors that our `eagle` heads need."""
+    """Raise RequestError unless the EAGLE-3 layer has the inputs, config values and tensors of our `eagle` heads."""
     if (published.get("eagle_config") or {}).get("use_aux_hidden_state", True) or "fc.weight" in tensors:
         only = "only layers that read the last hidden state can be loaded (eagle_config.use_aux_hidden_state: false)"
         raise RequestError(f"{source} reads hidden states of several layers (fc); {only}")

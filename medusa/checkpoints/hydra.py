@@ -36,7 +36,7 @@ NOT_LOADED = {EMBEDDING, f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.se
 def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
     """Make `hydra` heads from the tensors of the original Hydra and the content `published` of their `config.json`.
 
-    Raise RequestError if the architecture is unknown, the heads do not read tokens, or a tensor is wrong or missing."""
+    Raise RequestError if the architecture is unknown, heads read no embeddings, or a tensor is wrong or missing."""
     arch, offset = published.get("hydra_head_arch", "mlp"), published.get("hidden_state_offset", 0)
     if arch not in ("mlp", "prefix-mlp"):  # Hydra and Hydra++
         raise RequestError(f"{source}: hydra_head_arch is {arch!r}; only mlp and prefix-mlp can be loaded")
@@ -66,7 +66,7 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
 
 
 def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str]:
-    """Return the config, a head's block indices in the tensors' names, and LM heads' suffix in them (empty or `.1`)."""
+    """Return the config, the block indices in tensor names, and what follows an LM head's index (nothing or `.1`)."""
     found = [(int(m[1]), int(m[2])) for m in map(BLOCK.fullmatch, tensors) if m is not None]
     blocks = sorted(block for head, block in found if head == 0)
     if not blocks:
@@ -84,7 +84,7 @@ def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str
 
 
 def _name(module: str, blocks: list[int]) -> str:
-    """Convert a name in our state dict (no LM head's) to the name in Hydra's file, whose block indices are `blocks`."""
+    """Convert `module`, a name in our state dict, to Hydra's name with block indices `blocks`; not for LM heads."""
     if module.startswith("prefix."):
         return PREFIX + module.removeprefix("prefix")
     _, head, _, layer, rest = module.split(".", 4)  # stacks.{head}.layers.{layer}.{rest}

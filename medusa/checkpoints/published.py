@@ -2,7 +2,7 @@
 
 Other programs store matrices [out, in] and biases [out] for each head h and each of its L blocks l:
 
-                    square block                                   LM head of head h
+                    square block, weight [H, H] (H hidden size)    LM head of head h
     published       {h}.{l}.linear.weight, .bias                   {h}.{L}.weight
     vllm            blocks.{h}.layers.{l}.weight, .bias            lm_heads.{h}.weight, or one lm_head.weight for all
     tensorrt-llm    {h}.medusa_layers.{l}.linear.weight, .bias     {h}.lm_head.weight
@@ -51,7 +51,7 @@ class Names:
     def renamed(self, name: str, to: Names, num_layers: int = 0) -> str:
         """Convert a tensor's name to its name in the format `to`; return unknown names unchanged.
 
-        FasterDecoding's names of LM heads contain the number of blocks per head: that in `name`, else `num_layers`."""
+        FasterDecoding's LM head names contain the number of blocks per head, taken from `name`, else `num_layers`."""
         for pattern, other in ((self.block, to.block), (self.lm_head, to.lm_head)):
             if match := re.fullmatch(_regex(pattern), name):
                 return other.format(**{"L": num_layers} | match.groupdict())
@@ -77,9 +77,9 @@ def is_of_heads(name: str) -> bool:
 
 @dataclass
 class HeadTensors:
-    """The tensors of heads under FasterDecoding's names. `names` and `prefix` tell how their file names them.
+    """The tensors of heads by FasterDecoding's names. Names in the file: `prefix` + the name in the format `names`.
 
-    The `vocabulary` [N] are the ids of the tokens that the heads guess among; `None`: all tokens."""
+    `vocabulary` [N] holds the ids of the tokens that the heads guess among; `None`: all tokens."""
 
     tensors: Tensors
     names: Names = PUBLISHED
@@ -122,7 +122,7 @@ def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source:
 
 
 def _names(config: MedusaConfig) -> dict[str, str]:
-    """Map the names in the state dict to FasterDecoding's names without the head's index, such as `0.linear.weight`."""
+    """Map our state dict's names to FasterDecoding's without the head's index: `0.linear.weight` is of layer 0."""
     layers, parts = range(config.num_layers), PARTS[config.block].items()
     names = {f"blocks.{layer}.{parameter}": f"{layer}.{part}" for layer in layers for parameter, part in parts}
     return names | ({"lm_heads": f"{config.num_layers}.weight"} if config.lm_head == "own" else {})
@@ -162,9 +162,9 @@ def from_published(found: HeadTensors, published: Json, source: str) -> Checkpoi
 def from_others(stored: Mapping[str, Tensor], published: Json, source: str, asked: str) -> Checkpoint:
     """Make heads from the tensors `stored` by another program: only heads, or a model with heads inside.
 
-    `asked` is the folder or Hub id that the user gave. A model with heads inside becomes their backbone.
-
-    Raise RequestError if the heads are quantised, scale their logits, or have a wrong tensor or lack one."""
+    `published` is their `config.json`, and `source` their file, for messages. If a model holds the heads, it becomes
+    their backbone, under the name `asked`: the folder or Hub id that the user gave. Raise RequestError if the heads
+    are quantised, scale their logits, or have a wrong tensor or lack one."""
     of_vllm = published.get("model_type") == "medusa" or any(map(VLLM.block_of, stored))
     prefix = next((match[0] for match in map(PREFIX.match, stored) if match), "")
     # Tensors without the prefix belong to the backbone, except in vLLM's files, where names with and without it mix.

@@ -24,7 +24,7 @@ INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of
 
 
 class Stored(Mapping[str, Tensor]):
-    """A mapping from names to tensors in files (`places`), which are mapped into memory at their first use."""
+    """A mapping from names to tensors. `places` gives the file of each; a file is mapped into memory at first use."""
 
     def __init__(self, places: dict[str, Path]) -> None:
         self.places = places
@@ -44,7 +44,7 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_model(cls, folder: Path) -> Stored:
-        """Map the tensors in a model's index file, else all in its .safetensors files, else .bin or .pt files."""
+        """Map the tensors that a model's index lists, else all in its .safetensors files, else .bin or .pt files."""
         if (indexed := cls.of_index(folder)) is not None:
             return indexed
         for suffix in (".safetensors", ".bin", ".pt"):

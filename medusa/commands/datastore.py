@@ -4,7 +4,7 @@
   medusa datastore build --backbone org/model --data src --suffix .py --output runs/code
 
 Choose text that resembles the text to generate, such as the output of `medusa distill` or the sources of a project.
-Files are read as training data, or with --suffix as whole documents. The same command continues an interrupted build.
+Files have the formats of training data; with --suffix, each is a document. The same command continues a stopped build.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
   medusa export --heads runs/heads --to original-v1 --output exported
   medusa export --heads runs/heads --to hub --output exported --backbone org/model --benchmark bench.json
 
-Servers load independent heads of square blocks (train with `heads.block=square`). The command prints how to serve the
-exported heads, and what decoding in that server lacks.
+TGI, TensorRT-LLM and vLLM load heads of kind `medusa` with `heads.block=square`. vLLM and SGLang load kind `eagle` with
+`heads.block=gated`. The command prints how to serve the exported heads, and what decoding in that server lacks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run(options: ExportOptions) -> None:
 
 
 def _facts(options: ExportOptions) -> Facts:
-    """Collect the model card's facts from --benchmark, --license and --repo-id, which are errors without --to hub."""
+    """Collect the model card's facts from --benchmark, --license and --repo-id, which require --to hub."""
     from medusa.export.card import Facts, read_benchmark
 
     for name in ("benchmark", "license", "repo_id"):

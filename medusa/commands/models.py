@@ -71,7 +71,7 @@ class Opened:
 
     @cached_property
     def drafters(self) -> list[DrafterFactory]:
-        """The drafters. The first use loads their models and may calibrate a tree, after all checks of a command."""
+        """The drafters. The first use, after all checks of a command, loads their models and may calibrate a tree."""
         settings = self.settings if self.calibrates else None
         return [open_drafter(self.command, self.loaded, config, settings) for config in self.configs]
 

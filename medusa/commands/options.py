@@ -64,7 +64,7 @@ class Prompts(Options):
 
 
 def read_prompts(place: str, split: str, most: int | None = None, separator: str | None = None) -> list[Record]:
-    """Read the records of a file, a folder or a Hub dataset: all of them, or the first `most`."""
+    """Read the first `most` records (or all) of a file, folder or Hub dataset. `separator` lines split .txt files."""
     return list(islice(read_records(place, split=split, separator=separator), most))
 
 

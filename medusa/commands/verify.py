@@ -4,10 +4,10 @@
   medusa verify --backbone demo --drafter ngram --prompts medusa/assets/prompts.jsonl
   medusa verify --backbone org/model --heads org/heads --prompts own.jsonl --full --report evidence.html
 
-Greedy: every prompt is decoded with and without drafts. Sampling: after each of the first prompts, a million steps are
-drawn, and their tokens are compared with the backbone's own distribution, for both kinds of drafts. The lossy rules go
-through the same experiment and are expected to differ. The report is an HTML page with tables and pictures. Exit status
-1 means that the outputs differ. If decoding is correct, the test of the samples fails in at most 1 of 10,000 runs.
+Greedy: every prompt is decoded with and without drafts. Sampling: after each of the first four prompts, a million steps
+are sampled with the best guesses as drafts, and with sampled drafts. Their tokens are tested against the backbone's own
+distribution. Lossy acceptance rules are tested too, and are expected to differ. The report is an HTML page with tables
+and pictures. Exit status 1: the outputs differ. Correct decoding fails the sampling test in at most 1 of 10,000 runs.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ FORMER_LM_HEADS = ("embed_out.weight",)
 
 @dataclass(frozen=True)
 class Export:
-    """The input of a function that writes an export format: the heads, their backbone and the folder to write into."""
+    """What a function that writes an export format needs: heads, backbone, two folders, facts for the model card."""
 
     heads: Checkpoint
     """The heads, converted to the dtype to write."""
@@ -42,7 +42,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of an export: hints for the user, and the heads that must be found when the files are read back."""
+    """The result of an export: how to serve it, what is lost, notes, and the heads that reading it back must give."""
 
     serve: str
     """The shell command or Python code that decodes with the written heads."""
@@ -55,7 +55,7 @@ class Written:
 
 
 def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=medusa") -> None:
-    """Check that the heads are independent and have square blocks (those of the Medusa paper), as the format requires.
+    """Check that the heads are of kind `medusa` with square blocks (Medusa paper, section 2.1), as the format requires.
 
     The message of the error contains the format's `name` and, for heads of another kind, the advised setting `kinds`.
     Raise RequestError if the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary."""

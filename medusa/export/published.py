@@ -1,4 +1,4 @@
-"""Formats with FasterDecoding's tensor names: its own first format, and Text Generation Inference (TGI) with LoRAX."""
+"""Formats with FasterDecoding's tensor names: the original, and one for Text Generation Inference (TGI) and LoRAX."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_original(export: Export) -> Written:
     """Write `config.json` and `medusa_lm_head.pt`, the state dict of an nn.ModuleList, for the package medusa-llm.
 
     medusa-llm builds all blocks of a head as one shared block. So the blocks of a head must have equal weights.
-    Raise RequestError if the heads are of another kind, or the blocks of a head differ."""
+    Raise RequestError if blocks differ, or the heads are not of kind `medusa` with square blocks (`require_square`)."""
     config, tensors = export.heads.config, export.heads.tensors
     require_square(config, "original-v1")
     for module, tensor in tensors.items():
@@ -58,9 +58,9 @@ def write_tgi(export: Export) -> Written:
     """Write `config.json` and `medusa_lm_head.safetensors` for Text Generation Inference and LoRAX.
 
     Version 2 of the format stores heads of one block that share the backbone's LM head. Version 1 stores all other
-    heads, each with an LM head. The config has no key `architectures`, because TGI would then not recognise the
-    heads and start without them. Raise RequestError if the heads are of another kind, or have other blocks, prefix
-    layers or a reduced vocabulary."""
+    heads, each with an LM head. The config has no key `architectures`: with it, TGI would not recognise the heads and
+    would start without them. Raise RequestError unless the heads are of kind `medusa` with square blocks, without
+    prefix layers or a reduced vocabulary."""
     heads, config = export.heads, export.heads.config
     require_square(config, "tgi")
     if config.lm_head == "shared" and config.num_layers == 1:

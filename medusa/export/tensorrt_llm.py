@@ -30,8 +30,8 @@ LOST = "greedy decoding only; one tree, given when the engine is built; Llama an
 def write(export: Export) -> Written:
     """Write `config.json`, `medusa_lm_head.safetensors` and the tree `medusa_choices.json` for the engine flow.
 
-    Every written head has an LM head. The tree is needed twice: to build the engine and to run it. Raise
-    RequestError if the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary."""
+    Every written head has an LM head. The tree is needed twice: to build the engine and to run it. Raise RequestError
+    unless the heads are of kind `medusa` with square blocks, without prefix layers or a reduced vocabulary."""
     require_square(export.heads.config, "tensorrt-llm")
     heads = with_own_lm_heads(export)
     write_published(export, heads)
@@ -57,8 +57,8 @@ def write_modelopt(export: Export) -> Written:
         medusa_heads.{h}.{L}.weight                   of the LM head
 
     The backbone's config gets `"medusa": {"num_medusa_heads": K, "num_medusa_layers": L}`. The backbone's weights
-    are copied unchanged. An index file maps each tensor's name to its file. Raise RequestError if the heads are of
-    another kind, or the backbone is not a local folder with safetensors."""
+    are copied unchanged. An index file maps each tensor's name to its file. Raise RequestError unless the heads are of
+    kind `medusa` with square blocks (`require_square`), and the backbone is a local folder with safetensors."""
     require_square(export.heads.config, "modelopt")
     base = Path(export.backbone)
     stored = Stored.of_model(base) if base.is_dir() else None
@@ -93,7 +93,7 @@ def write_modelopt(export: Export) -> Written:
 
 
 def _renamed(path: Path) -> str:
-    """Return a backbone file's name in the exported folder: `FIRST` for the weights file `WHOLE`, else its own."""
+    """Return a backbone file's exported name: a single weights file becomes the first shard; others keep theirs."""
     return FIRST if path.name == WHOLE else path.name
 
 

@@ -5,8 +5,8 @@ vLLM's Medusa head h has these tensors, with hidden size H, vocabulary size V an
     blocks.{h}.layers.{l}.weight [H, H]   blocks.{h}.layers.{l}.bias [H]   lm_heads.{h}.weight [V, H]
 
 vLLM does not use the backbone's LM head for heads that share it. So a copy is written as `lm_head.weight`. vLLM drops
-biases unless `medusa_fc_bias` is set, and ignores unknown tensors without an error. So after a wrong name, it would
-accept almost no guess. vLLM takes the number of heads from the last config key that contains both "num" and "heads".
+biases unless `medusa_fc_bias` is set, and ignores unknown tensors without an error: with a wrong name, almost no guess
+would be accepted. vLLM takes the number of heads from the last config key that contains both "num" and "heads".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A block of independent heads contains the weights of all K heads, so that they run as batched matrix products. Heads
 that run one after the other have a separate stack of layers for each head.
 
-Shapes: K heads, M positions, ... any positions, H hidden size, E width of an MLP, I input size of a stack.
+Shapes: K heads, M positions, `...` any positions, H hidden size, E width of an MLP, I input size of a stack.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class MLPBlock(nn.Module):
 
 
 class Stack(nn.Module):
-    """The residual blocks of one head, for input z [..., I] and hidden state x [..., H], to which they add.
+    """The residual blocks of one head, for the hidden state x [..., H] and an input z [..., I].
 
-    The first block computes x + layer(z). Each later block computes x + layer(x)."""
+    The first block computes x + layer(z). Each later block computes x + layer(x) from the x of the block before."""
 
     def __init__(self, config: MedusaConfig, input_size: int) -> None:
         super().__init__()

@@ -36,8 +36,8 @@ class ContextKV:
         Args:
             keys, values: [B, A, S, D] keys and values of the text, with the keys already rotated.
             seen: [B, Q, S] the mask, True where a query sees a text token. B or Q is 1 if rows or queries share it.
-            position_ids: [B, Q] positions of the first head's queries; [B, 1] if a row shares one, [R] with `place`.
-            steps: the largest number J of own keys of a query: one for each head so far, at consecutive positions.
+            position_ids: [B, Q] positions of head 0's queries; [B, 1] if a row's queries share one, [R] with `place`.
+            steps: the largest number J of own keys of a query. Head i, counted from 0, adds one at its position + i.
             place: [R] indices of the selected queries in the flattened [B * Q]; by default all queries."""
         self.place, self.rows, self.queries, self.size = place, len(keys), seen.shape[1], keys.shape[-1]
         ahead = torch.arange(steps, device=position_ids.device)
@@ -87,7 +87,7 @@ def attention_heads(hidden_size: int) -> int:
 
 
 def rope_angles(position_ids: Tensor, head_size: int, dtype: torch.dtype, base: float = BASE) -> tuple[Tensor, Tensor]:
-    """Compute RoPE's cosines and sines [..., D] at positions [...] (D = `head_size`). The halves of D are equal."""
+    """Compute RoPE's cosines and sines [..., D = `head_size`] at positions [...]. The second half repeats the first."""
     powers = torch.arange(0, head_size, 2, device=position_ids.device, dtype=torch.float32) / head_size
     angles = position_ids[..., None].float() * base**-powers
     both = torch.cat([angles, angles], dim=-1)

@@ -11,11 +11,11 @@ accepted tokens are cached without running the whole layer. As in EAGLE-3 and HA
 outputs.
 
 With `block: gated` the layer is exactly that of EAGLE-3 (arXiv 2503.01840) on the last hidden state. It has norms with
-weights, and a Llama's gated MLP (gate G, up U, down D), which does not read the token. The LM head reads norm(f''):
+weights, and a Llama's gated MLP (gate G, up U, down W), which does not read the token. The LM head reads norm(f''):
 
-    f' = f + attention(norm [f ; e])      f'' = f' + D (SiLU(G norm(f')) * U norm(f'))
+    f' = f + attention([norm(f) ; norm(e)])      f'' = f' + W (SiLU(G norm(f')) * U norm(f'))
 
-Shapes: ... any positions or nodes, B rows, T tokens, H hidden size, A attention heads, D their size, k a head's index.
+Shapes: `...` any positions or nodes, B rows, T tokens, H hidden size, A attention heads, D their size, k a head index.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class EagleHeads(SequentialHeads):
 
 
 class GatedStack(nn.Module):
-    """Llama's residual MLP: x + D (SiLU(G n) * (U n)), n = norm(x). G, U, D: gate, up, down. D starts at zero."""
+    """Llama's residual MLP: x + W (SiLU(G n) * (U n)), n = norm(x). G, U, W: gate, up, down. W starts at zero."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()

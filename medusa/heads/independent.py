@@ -1,10 +1,10 @@
 """Medusa heads: guesses for the tokens after the next one, from one hidden state (Medusa paper, section 2.1).
 
-The backbone's LM head predicts the token at distance 1 from the position of a hidden state. Head k, counted from 0,
-guesses the token at distance k + 2.
+The backbone's LM head predicts the token at distance 1 from the position of a hidden state. Head i, counted from 0,
+guesses the token at distance i + 2.
 
 Shapes: K heads (k of them run), H hidden size, V vocabulary size, N tokens that heads guess among if their vocabulary
-is reduced, B rows, T tokens, ... any positions.
+is reduced, B rows, T tokens, `...` any positions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LMHead = Callable[[Tensor], Tensor]  # computes logits [..., V] from hidden stat
 
 
 class MedusaHeads(PretrainedHeads):
-    """K heads that read the backbone's last hidden state independently; also the base class of all other kinds.
+    """K heads that read the backbone's last hidden state independently; also the base class of other kinds of heads.
 
     With `lm_head: own` each head has an LM head. With `lm_head: shared` all heads use the backbone's LM head. The
     caller passes it to `forward`, so that the heads contain no module of the backbone."""

@@ -1,6 +1,6 @@
 """The inputs of heads: hidden states, embeddings of following tokens, and the keys, values and masks of earlier text.
 
-Shapes: ... any positions, K heads, H hidden size, B rows, T tokens.
+Shapes: `...` any positions, K heads, H hidden size, B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class HeadInputs(NamedTuple):
 def following_ids(input_ids: Tensor, count: int) -> Tensor:
     """Return the `count` tokens after each position [B, T, count] of the texts `input_ids` [B, T].
 
-    After the end of a row, its last token is repeated. A following token can belong to another packed document. Heads
-    do not learn at such positions, because their labels are in the other document, too."""
+    After the end of a row, its last token is repeated. A following token can belong to another packed document. This
+    does no harm: the label there lies outside the position's document too, so training ignores it."""
     last = input_ids[:, -1:].expand(-1, count)
     return torch.cat([input_ids, last], dim=1)[:, 1:].unfold(1, count, 1)
 
@@ -36,7 +36,7 @@ def visible(length: int, document_ids: Tensor | None, device: torch.device, befo
     """Build the attention mask [B, T, T] of texts with T = `length` tokens. It is true at visible positions.
 
     A position attends to positions of its document (`document_ids` [B, T]) that are at least `before` positions
-    earlier. If `before` is 0, it also attends to itself. Without document ids the mask is [1, T, T]."""
+    earlier; with `before` = 0 this includes itself. Without document ids the mask is [1, T, T]."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril(-before)[None]
     if document_ids is not None:
         seen = seen & (document_ids[:, :, None] == document_ids[:, None, :])

@@ -1,6 +1,6 @@
 """Prefix layers: decoder layers between the backbone's hidden states and the heads (Hydra++, arXiv 2402.05109).
 
-The backbone trains a hidden state to predict only the next token. Prefix layers attend to all earlier hidden states,
+A backbone's hidden states are trained to predict only the next token. Prefix layers attend to all earlier ones,
 which helps heads to guess tokens further ahead. The layers are transformers' Llama layers. They start as the identity.
 Decoding keeps a KV cache for them, to which it adds the accepted tokens only.
 

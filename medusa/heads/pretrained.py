@@ -1,4 +1,4 @@
-"""The base class of all heads: it creates heads from configs, loads and saves them, and publishes them on the Hub."""
+"""The base class of `MedusaHeads`: it makes heads from configs, loads and saves them, and publishes them on the Hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PretrainedHeads(nn.Module):
-    """The base class of all heads, which loads, saves and publishes them. Each kind of heads adds its modules."""
+    """The base class of `MedusaHeads`, which loads, saves and publishes heads. Subclasses add the modules."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
 """Sequential heads: head k reads the state of head k - 1 and, in most kinds, the tokens before its guess.
 
 Let h be the backbone's hidden state and e an embedding. Token t_0 is the root: the next token, which the backbone has
-chosen. Token t_k is the guess of head k - 1. Head k computes x_k, to which its LM head is applied:
+chosen. Heads count from 0: token t_k is the guess of head k - 1. Head k computes x_k, to which its LM head is applied:
 
     cascade     x_k = blocks(x_{k-1})                            with x_{-1} = h
     recurrent   x_k = blocks([x_{k-1} ; e(t_k)])
     hydra       x_k = blocks([h ; e(t_0) ; e(t_1) ; ... ; e(t_k)])     arXiv 2402.05109
 
-In training the tokens t are those of the text. In decoding they are nodes of the tree, so that recurrent and hydra
-heads run once for each level of the tree.
+In training the tokens t are those of the text. In decoding they are nodes of the tree. Recurrent and hydra heads
+then run level by level: head k runs once, on all nodes of depth k that get children.
 
 Shapes: ... any positions or nodes, K heads, H hidden size, S size of one tensor of a state, V vocabulary size.
 """
@@ -47,7 +47,7 @@ class SequentialHeads(MedusaHeads, ABC):
         """Compute the features [..., H] of the head with index `head`, and the state for the next head.
 
         Args:
-            state: the state that the previous head returned; for head 0, only the hidden states [..., H].
+            state: what the previous head returned; for head 0, a tuple of the backbone's hidden states [..., H].
             token: [..., H] embedding of the token before the guess at each position, for kinds with `follows_path`.
             context_kv: keys and values of the earlier text, for kinds with `uses_context`; `None` without such text."""
 
@@ -100,9 +100,9 @@ class HydraHeads(SequentialHeads):
 
     The state for head k is [..., (k + 1) H]: the hidden state and the embeddings of the first k tokens.
 
-    Checkpoints of the original Hydra (block `hydra`, read by `medusa.checkpoints.hydra`) differ from heads that this
-    package trains. Their first block adds its output to a learned linear map of its input, not to the hidden
-    state. Their embeddings are not normalised, and their LM heads have a bias."""
+    Original Hydra checkpoints (block `hydra`, read by `medusa.checkpoints.hydra`) differ from heads trained here. A
+    head's first block adds its output to a learned linear map of the block's input, not to the hidden state. The
+    embeddings are not normalised, and the LM heads have a bias."""
 
     follows_path = True
 

@@ -125,8 +125,8 @@ def _tools(tools: object, where: str) -> list[Json] | None:
 def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """Return the token ids of a record's prompt.
 
-    The prompt is the whole text, a conversation without its last answer, or the record's first `prompt_tokens` ids.
-    Raise RequestError if the tokenizer or its chat template is missing, or the prompt is empty."""
+    The prompt is the whole text, a conversation without its last answer, or the first `record.prompt_tokens` ids (0:
+    all ids). Raise RequestError if the tokenizer or its chat template is missing, or the prompt is empty."""
     if record.input_ids is not None:
         ids = record.input_ids[: record.prompt_tokens or None]
     elif tokenizer is None:
@@ -141,7 +141,7 @@ def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> lis
 
 
 def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of `text` tokenised together with `prompt`, or alone if that would change the prompt's ids."""
+    """Return the ids of `text` after `prompt`: tokenised as one text, unless that would change the prompt's ids."""
     whole = tokenizer(str(tokenizer.decode(prompt)) + text, add_special_tokens=False)["input_ids"]
     if whole[: len(prompt)] == prompt:
         return whole[len(prompt) :]

@@ -45,7 +45,7 @@ def _to_tokens(
 ) -> tuple[list[int], list[bool]]:
     """Return the token ids of a conversation's `text`, and for each whether it belongs to an assistant's turn.
 
-    The turns lie at `spans`; each ends with its end-of-turn token. `where` is the conversation's file and line."""
+    The turns lie at `spans`, each with any end-of-turn token that follows. `where` is the text's file and line."""
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids: list[int] = encoded["input_ids"]
     offsets: Offsets = encoded["offset_mapping"] if tokenizer.is_fast else _offsets(ids, text, tokenizer, where)
@@ -61,8 +61,8 @@ def _to_tokens(
 def _first_after(offsets: Offsets, first: int, at: int) -> int:
     """Index of the first token that starts at or after character position `at`, not counting tokens before `first`.
 
-    Byte-level tokenizers may report a token of spaces as empty, with start and end after its spaces. If these are `at`,
-    the spaces lie before `at`, so the token is skipped."""
+    An empty token at `at` is skipped. Byte-level tokenizers may report a token of spaces as empty, with start and end
+    both after the spaces, so the spaces of such a token lie before `at`."""
     return next((k for k in range(first, len(offsets)) if offsets[k][0] >= at and offsets[k][1] > at), len(offsets))
 
 
@@ -82,11 +82,11 @@ def _offsets(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, wher
 def _end_of_turn(
     ids: list[int], first: int, answer_end: int, last: int, ended: bool, tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    """Find the index after a turn's end-of-turn token, which is the turn's last token that counts in the loss.
+    """Find the index after the last token of a turn that counts in the loss: its end-of-turn token, if it has one.
 
     The backbone never generates what a template writes after that token, such as a newline. Indices of tokens: `first`,
-    the turn's first; `answer_end`, the first after the answer; `last`, the first after the turn's `Span`. Unless the
-    end-of-turn token lies inside the `Span` (`ended`), it may be the token at `last`."""
+    the turn's first; `answer_end`, the first after the answer; `last`, the first after the turn's `Span`. With `ended`,
+    the end-of-turn token lies inside the `Span`; otherwise the token at `last` may also be the end-of-turn token."""
     for at in range(answer_end, last):
         if _is_special(ids[at], tokenizer):
             return at + 1

@@ -28,13 +28,13 @@ class Example(NamedTuple):
 
     @property
     def has_labels(self) -> bool:
-        """Whether heads can learn from this document: a token counts in the loss that is not one of the first two."""
+        """Whether heads can learn from this document: a token after the first two counts in the loss."""
         return any(self.loss_mask[FIRST_OFFSET:])
 
 
 @dataclass
 class DataCounts:
-    """Counts of a dataset's documents, tokens, tokens in the loss (`taught`) and rows, and of dropped records."""
+    """Counts of documents, those `cut`, tokens, tokens in the loss (`taught`), rows, and dropped records by reason."""
 
     documents: int = 0
     tokens: int = 0

@@ -23,7 +23,7 @@ BRACKETS = "⟦", "⟧"  # around tokens that count in the loss, on a console wi
 
 @dataclass
 class Preview:
-    """The first examples of the training data, and statistics of all data or, for a stream, of these examples."""
+    """The first examples of the training data, and statistics of all data (`whole`) or, for a stream, of these."""
 
     examples: list[Example]
     counts: DataCounts

@@ -24,7 +24,7 @@ class ExampleReader:
     ) -> None:
         """Make a reader of the data that `config` describes, in which token ids must be below `vocab_size`.
 
-        Rows are at most as long as the backbone's context length `context`; `None`: it has no limit."""
+        Training rows have at most `context` tokens, the context length of the backbone (`None`: no such limit)."""
         self.config, self.tokenizer, self.vocab_size = config, tokenizer, vocab_size
         self.row_length = min(config.sequence_length, context or config.sequence_length)
         self.whole = config.long_documents != "split"  # whether each document stays in one row

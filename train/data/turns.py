@@ -25,7 +25,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Span(NamedTuple):
-    """The place of one of the assistant's turns in a conversation's text. All positions are counted in characters."""
+    """An assistant's turn: its start, the end of its answer, its end (in characters), and if it has its end token."""
 
     start: int
     answer_end: int  # or the end of the turn, if the end of the answer is not known

@@ -89,7 +89,8 @@ class FeatureCache:
     def require_belonging(self, replace: bool = False) -> None:
         """Raise RequestError if the cache's folder holds anything but undamaged features of this dataset and backbone.
 
-        With `replace`, delete damaged features and those of other data; raise it only for files of another kind."""
+        With `replace`, delete damaged features and those of another dataset or backbone. Then only a folder that holds
+        other files, not features, is an error."""
         try:
             self._compare()
         except RequestError:
@@ -151,10 +152,9 @@ class FeatureCache:
         return batch | {"hidden": hidden.to(self.dtype)}
 
     def write(self, batch_size: int, process: int = 0, processes: int = 1) -> Iterator[int]:
-        """Compute and write the missing shards. After each forward of `batch_size` rows or fewer, yield their number.
+        """Compute and write the missing shards. After each forward, yield the number of its rows, at most `batch_size`.
 
-        Of several `processes`, number `process` (from 0) writes shard `process` and every `processes`-th one after it.
-        """
+        Process `process` (from 0) of `processes` writes every `processes`-th shard, from shard `process` on."""
         if process == 0 and not is_features(self.folder):
             self.manifest.write(self.folder)
         for path, rows in list(self.shard_rows())[process::processes]:

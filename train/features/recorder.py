@@ -21,8 +21,8 @@ class Recorder:
     def __init__(self, folder: Path, fingerprint: Fingerprint, hidden_size: int, dtype: torch.dtype) -> None:
         """Make a recorder that writes to `folder`: a new folder, or one to which earlier recorders wrote.
 
-        Hidden states, of the backbone with this fingerprint, are stored in `dtype`. Raise RequestError if the folder
-        holds files that are not features, a dataset's `FeatureCache`, or features of another backbone or dtype."""
+        Hidden states, of the backbone with this fingerprint, are stored in `dtype`. Raise RequestError if the folder is
+        a dataset's `FeatureCache`, or holds features of another backbone or dtype, or files that are not features."""
         self.folder, self.dtype = folder, dtype
         self.manifest = Manifest(fingerprint, str(dtype).removeprefix("torch."), hidden_size)
         self.texts = self.tokens = 0  # that this recorder has written to disk

@@ -88,8 +88,8 @@ def _chunk(
 
     `x_KCH` are the heads' features (H hidden size, V vocabulary). `matrix` holds the weights [H, V] of the shared LM
     head, or [K, H, V] of own ones. Labels `target_KC` are indices into the logits, or `IGNORE`. With the objective
-    distill, `soft` are the distributions to learn. `mean_KC` is the weight of each label in the mean over its head's
-    labels. The gradient of the features is written to `grad_x` [K, C, H], and that of own LM heads is added to
+    distill, `soft` are the distributions to learn. `mean_KC` is each label's factor in its head's mean loss: 1 / number
+    of labels. The gradient of the features is written to `grad_x` [K, C, H], and that of own LM heads is added to
     `grad_weight` [K, H, V], unless these are `None`."""
     logits = _times(x_KCH, matrix).float()  # [K, C, V]; becomes the gradient, in place
     if bias_V is not None:

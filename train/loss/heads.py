@@ -2,10 +2,10 @@
 
 Shapes: K heads, R positions at which heads have labels, H hidden size, V vocabulary.
 
-    objective   target of a head at a position                                  passed as
-    text        the text's token there                                          labels
-    argmax      the backbone's most probable token there                        labels (`backbone_choices`)
-    distill     the backbone's distribution there, softmax(logits / temperature)    `BackboneTeacher`, chunk by chunk
+    objective   what head k (from 0) at position t learns about token t + k + 2     passed as
+    text        the text's token                                                    labels
+    argmax      the backbone's most probable token                                  labels (`backbone_choices`)
+    distill     the backbone's distribution, softmax(logits / temperature)          `BackboneTeacher`, chunk by chunk
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BACKENDS = ("auto", "chunked", "plain", "liger")
 
 
 class HeadLosses(NamedTuple):
-    """The losses and accuracies of K heads over a batch. Fields are [K], in Medusa-2 [K + 1] with the LM loss last."""
+    """Weighted loss, plain loss, right guesses and labels of K heads: [K]; in Medusa-2 [K + 1], the LM loss last."""
 
     objective: Tensor
     """Each head's part of the loss, with gradients: the mean over its labels of the weighted cross-entropy, in nats."""
@@ -50,8 +50,8 @@ def head_losses(
 ) -> HeadLosses:
     """Compute the losses and accuracies of all K heads on a batch, from their `inputs` at the R positions with labels.
 
-    `labels` [K, R] are token ids, `IGNORE` where a head has no label; with a `teacher`, it only matters where they
-    are `IGNORE`. `lm_head` is the backbone's, for heads that share it. `backend` is one of `BACKENDS`."""
+    `labels` [K, R] are token ids, `IGNORE` where a head has no label. With a `teacher`, only the places of `IGNORE` are
+    used, not the ids. `lm_head` is the backbone's, for heads that share it. `backend` is one of `BACKENDS`."""
     if backend == "plain":
         return head_losses_plain(heads, inputs, labels, lm_head, weighting, teacher)
     features = heads.features(inputs)  # [K, R, H]
@@ -93,8 +93,8 @@ def head_losses_plain(
 def _places(heads: MedusaHeads, labels: Tensor, teacher: BackboneTeacher | None) -> Tensor:
     """Convert labels [K, R] of K heads at R positions from token ids to indices into the heads' logits.
 
-    A label outside a reduced vocabulary also becomes `IGNORE`, because the heads never guess it: it has no loss, and in
-    the loss weights of dpace its head is never right. With a `teacher`, the labels are returned unchanged."""
+    A label outside a reduced vocabulary also becomes `IGNORE`: heads never guess it, so it has no loss, and dpace
+    counts its probability as 0. With a `teacher`, which does not use the ids, labels are returned unchanged."""
     if heads.vocabulary is None or teacher is not None:
         return labels
     assert heads.config.vocab_size is not None

@@ -1,18 +1,18 @@
 """The LM loss of Medusa-2, which keeps the adapted backbone close to the original one or teaches it the text.
 
-    loss = L_LM + lambda_0(t) * sum over heads of lambda_k * L_k
+    loss = L_LM + lambda_0(progress) * sum over heads of lambda_k * L_k
 
 L_k is the loss of head k; the paper's weight for it is lambda_k = head_decay^k. L_LM is one of two losses: the
 divergence from the original backbone, which is the same weights with the adapter off (the paper's self-distillation,
-section 2.3.2), or the cross-entropy on the text.
+section 2.3.2), or the cross-entropy on the text. `progress` is the share of the run that is done.
 
-With `adapter.teacher_tilt` (ours) the teacher p, the original backbone, is tilted towards q, the first head's
-prediction of the same token one position earlier:
+With `adapter.teacher_tilt` (ours) the teacher p, the original backbone, is tilted towards q, the prediction that the
+first head makes, one position earlier, of the same token:
 
     target(x at t + 1)  =  p(x | ids up to t) q(x | ids up to t - 1)^teacher_tilt / normaliser
 
-This target minimises KL(target || p) - teacher_tilt E[log q]. Among tokens that are nearly as probable, the backbone
-learns to take the one that the head predicts, which raises its perplexity little.
+This target minimises KL(target || p) - teacher_tilt E_target[log q]. Among tokens that are nearly equally probable, the
+backbone learns to take the one that the head predicts. This raises the backbone's perplexity little.
 
 Shapes: M positions with a next token, C of them in a chunk, H hidden size, V vocabulary, B rows, T tokens.
 """
@@ -49,9 +49,9 @@ def lm_loss(
     """Compute the LM loss in nats: the mean over M positions of KL(original || adapted), or of the cross-entropy.
 
     Only one chunk of logits is in memory at a time; the backward computes the logits again. `head` is the backbone's LM
-    head, adapted or not, and `hidden` [M, H] the adapted backbone's hidden states of size H. The divergence needs the
-    original backbone's hidden states `teacher` [M, H], and may have a tilt (from `tilt_towards`). Without a teacher,
-    the loss is the cross-entropy of the next tokens `labels` [M]."""
+    head, adapted or not, and `hidden` [M, H] the adapted backbone's hidden states of size H. KL needs the original
+    backbone's hidden states `teacher` [M, H]; a `teacher_tilt` (from `tilt_towards`) is added to its log-probabilities.
+    Without a teacher, the loss is the cross-entropy of the next tokens `labels` [M]."""
     plain_head = without_adapter(head)
 
     def chunk(hidden_rows: Tensor, rows: slice) -> Tensor:
@@ -79,11 +79,11 @@ def lm_loss(
 def tilt_towards(
     heads: MedusaHeads, backbone: Backbone, exponent: float, hidden: Tensor, batch: Batch, labelled: Tensor
 ) -> Tilt:
-    """Make the tilt of the teacher: `exponent` (adapter.teacher_tilt now) times the first head's log-probabilities.
+    """Make the teacher's tilt: `exponent` (scheduled adapter.teacher_tilt) times the first head's log-probabilities.
 
-    The first head predicts a token one position earlier than the backbone, so a document's first position has no tilt.
-    The teacher is the original backbone; `hidden` [B, T, H] are the adapted backbone's hidden states of size H for B
-    rows of T tokens. `labelled` [B, T] is True where there is an LM loss."""
+    The first head reads `hidden` [B, T, H], the adapted backbone's hidden states of size H for B rows of T tokens. It
+    predicts a token one position earlier than the backbone, so a document's first position has no tilt. The teacher is
+    the original backbone. `labelled` [B, T] is True where there is an LM loss."""
     lm_head, documents = without_adapter(backbone.head), batch["document_ids"]
     before = (batch["position_ids"][:, :-1], documents[:, :-1])
     inputs = heads.inputs(hidden[:, :-1], batch["input_ids"], backbone.embed, *before, num_heads=1)
@@ -122,7 +122,7 @@ def measure_perplexities(backbone: Backbone, rows: PackedDataset | Features) -> 
 
 @torch.no_grad()
 def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: int = 4) -> float:
-    """Measure the perplexity, exp of the mean cross-entropy, of the loss's tokens in the first `QUALITY_ROWS` rows."""
+    """Measure the perplexity (exp of mean cross-entropy) of tokens that count in the loss, up to row `QUALITY_ROWS`."""
     total, count = 0.0, 0
     for start in range(0, min(len(rows), QUALITY_ROWS), batch_size):
         picked = [rows[index] for index in range(start, min(start + batch_size, len(rows), QUALITY_ROWS))]

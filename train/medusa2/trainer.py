@@ -1,8 +1,8 @@
 """The Trainer of Medusa-2 and the module that it trains: heads together with a LoRA adapter in the backbone.
 
 lambda_0, the weight of the heads' loss, scales the heads' gradient where it enters the backbone, not the loss itself.
-Both have the same effect on the backbone. Under AdamW a constant factor on the heads' loss does not affect the heads,
-but a changing factor would slow their learning down while AdamW adjusts.
+Scaling the loss would have the same effect on the backbone. Under AdamW a constant factor on the heads' loss does not
+affect the heads, but a changing factor would slow their learning down while AdamW adjusts.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class HeadsAndAdapter(HeadsOnBackbone):
     def forward(self, **batch: Tensor) -> HeadLosses:
         """Compute the losses of K heads, and after them the backbone's LM loss: each field has the shape [K + 1].
 
-        The LM loss counts no right guesses. It is 0 without labels, and while only the heads learn. If the batch
-        contains hidden states, they are those of the original backbone, and are not computed again."""
+        For the LM loss, `correct` is 0. This loss is 0 if it has no labels, and while only the heads learn. If the
+        batch contains hidden states, they are those of the original backbone, and are not computed again."""
         backbone, hidden = self.backbone, batch.pop("hidden", None)
         ids, positions = batch["input_ids"], batch["position_ids"]
         if hidden is None and (self.lm_loss == "kl" or not self.joint):
@@ -119,7 +119,7 @@ class Medusa2Trainer(MedusaTrainer):
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
         """Metrics for the log: those of K heads, the mean LM loss in nats, and the weight lambda_0 of the heads' loss.
 
-        They are made from sums [3, K + 1] over heads and LM loss: losses, right guesses and numbers of labels."""
+        `sums` [3, K + 1] holds sums of losses, right guesses and labels: of each head, and last of the LM loss."""
         loss, _, labels = sums[:, -1].tolist()
         lm = {f"{prefix}lm_loss": round(loss / max(labels, 1), 6)}
         return super().figures(sums[:, :-1], prefix) | lm | {"lambda_0": lambda_0_at(self.adapter, self.progress())}

@@ -1,8 +1,8 @@
 """Records the heads' guesses in texts of the backbone, and predicts from this recording how trees perform.
 
 The ranks of the correct tokens among the guesses show how many tokens a step accepts with any tree, without a forward.
-A step starts just after a wrong guess of the previous step. Averages over all positions are therefore too high (by 5 to
-22 % on stories260K), so tau is counted only at positions where steps start.
+Most steps start just after a wrong guess, where guesses are worse than elsewhere. So averages over all positions are
+too high (by 5 to 22 % with the model stories260K), and tau is counted only at positions where steps start.
 
 Shapes: P positions of a text, K heads, V vocabulary, G temperatures.
 """
@@ -66,10 +66,10 @@ def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> li
 class Recording(NamedTuple):
     """The guesses of the heads at every position of some texts, compared with the correct tokens.
 
-    Each field has one tensor per text. Row p of a tensor belongs to the step whose root is new token p of the text."""
+    Each field has one tensor per text. Row p of a tensor belongs to the step whose root is new token p of the text.
+    `ranks` and `right`: ranks and logits of the correct tokens. `best`: best logits. `log_z`: log-normalisers."""
 
-    # [P, K] rank of the correct token among each head's guesses (0: the best); MISSED beyond TOP or the text's end
-    ranks: Column = ()
+    ranks: Column = ()  # [P, K] rank among each head's guesses (0: the best); MISSED beyond TOP or the text's end
     best: Column = ()  # [P, K, TOP] logits of the best guesses of each head
     log_z: Column = ()  # [P, K, G] log-sum-exp of the logits at each temperature
     right: Column = ()  # [P, K] logit of the correct token; NaN if there is none

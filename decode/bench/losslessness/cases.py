@@ -16,7 +16,7 @@ CAUTION = 4.0  # p-values as small as the threshold are at most this many times 
 
 
 class Rule(NamedTuple):
-    """An acceptance rule to test, and how its drafts are made: the best guesses (`topk`) or sampled ones (`sample`)."""
+    """An acceptance rule, its `draft` (`topk`: best guesses; `sample`: sampled), and what it is tested `against`."""
 
     acceptance: str
     draft: str
@@ -24,7 +24,7 @@ class Rule(NamedTuple):
 
     @property
     def is_judged(self) -> bool:
-        """Whether this rule guarantees the distribution named in `against`, so that a failed test is an error."""
+        """Whether the rule guarantees the distribution that it is tested against, so that a failed test is an error."""
         return self.acceptance == "rejection" or self.against == "truncated target"
 
 
@@ -50,10 +50,10 @@ class Case:
     temperature: float
     top_p: float
     rule: Rule
-    first: GoodnessOfFit  # test of the first drafted token, which is the token after the root
-    second: GoodnessOfFit  # test of the second drafted token given the first, on the steps that decided on both
-    frequencies: Tensor  # [V] the observed frequencies of the first drafted token
-    target: Tensor  # [V] the expected probabilities of the first drafted token
+    first: GoodnessOfFit  # test of the first token after the root
+    second: GoodnessOfFit  # test of the second token after the root given the first, on the steps that decided on both
+    frequencies: Tensor  # [V] the observed frequencies of the first token after the root
+    target: Tensor  # [V] the expected probabilities of the first token after the root
     draft: Tensor | None  # [V] the probabilities of the first head; `None` for a drafter without heads
     mean_accepted: float  # drafted tokens per step, of the user's tree cut to two levels, and if drawn to two children
 
@@ -63,7 +63,7 @@ class Case:
         return combined([self.first, self.second])
 
     def tests(self) -> list[tuple[int, GoodnessOfFit]]:
-        """List the two tests to report: (1, test of the first drafted token) and (2, test of both drafted tokens)."""
+        """List the two tests to report, each with its number of tested tokens: (1, `first`) and (2, `joint`)."""
         return [(1, self.first), (2, self.joint)]
 
     def to_json(self) -> list[dict[str, object]]:
@@ -78,12 +78,12 @@ class Case:
 
 
 def passes(cases: Sequence[Case]) -> bool:
-    """Check that no test whose failure is an error (`Rule.is_judged`) has a p-value below `threshold(cases)`."""
+    """Whether every test of a judged rule (`Rule.is_judged`) has a p-value of at least `threshold(cases)`."""
     return min(p_values(cases), default=1.0) >= threshold(cases)
 
 
 def threshold(cases: Sequence[Case]) -> float:
-    """Return the smallest p-value that passes: FALSE_ALARM / CAUTION / number of judged tests (Bonferroni)."""
+    """Return the smallest p-value that passes: FALSE_ALARM / judged tests (Bonferroni) / CAUTION (a safety factor)."""
     return FALSE_ALARM / CAUTION / max(len(p_values(cases)), 1)
 
 

@@ -15,7 +15,7 @@ DISTANCES = ("total_variation", "expected_total_variation", "std_of_difference",
 
 
 class GoodnessOfFit(NamedTuple):
-    """The result of a chi-square test of drawn outcomes against their expected probabilities."""
+    """A chi-square test of draws. `expected_...`: deviation by chance; `impossible`: draws with probability 0."""
 
     draws: int = 0
     total_variation: float = 0.0  # distance: half the sum of |frequency - probability| over all outcomes
@@ -64,7 +64,7 @@ def _chi2(observed: Tensor, expected: Tensor) -> tuple[float, int]:
 
 
 def combined(parts: Sequence[GoodnessOfFit]) -> GoodnessOfFit:
-    """Combine independent chi-square tests: add their statistics, and average their distances, weighted by draws."""
+    """Combine independent tests: add statistics and counts; average total variations and stds, weighted by draws."""
     draws = sum(part.draws for part in parts)
     means = {name: sum(part.draws * getattr(part, name) for part in parts) / max(draws, 1) for name in DISTANCES}
     sums = {name: sum(getattr(part, name) for part in parts) for name in ("chi2", "degrees_of_freedom", "impossible")}

@@ -1,9 +1,9 @@
-"""Samples many decoding steps from one fixed context with the production code, and tests their tokens.
+"""Samples many decoding steps from one fixed context, and tests their tokens.
 
 A faulty draft can only change the tokens after the root, because the root comes from the backbone's own logits. So the
 root is fixed, and the tokens after it are sampled. They must follow the target, which is the backbone's distribution
-after temperature, top-k, top-p and penalties. Only the decoding loop is not the production code, because all R draws of
-a decoding step share one forward.
+after temperature, top-k, top-p and penalties. Drafting, forwards and acceptance are the production code. Only the
+decoding loop differs: all R draws (sampled steps) share the backbone's forwards.
 
 Shapes: V vocabulary, N nodes of a draft, R draws, F first tokens: the most probable tokens after the root.
 """
@@ -110,7 +110,7 @@ class FixedContext:
         return self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0].cpu()
 
     def expected(self, texts: Sequence[list[int]]) -> Tensor:
-        """Compute the target's scores (processed logits) after equally long texts, [texts, V], without a tree."""
+        """Compute the target's scores (processed logits) [texts, V] after whole texts of one length, without a tree."""
         ids = torch.tensor(texts, device=self.session.backbone.device)
         found: list[Tensor] = []
         for part in ids.split(TEXTS):
@@ -217,7 +217,7 @@ class Experiment:
         return first, second, accepted_tokens
 
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
-        """Return the target's scores [F, V] after F first tokens. `scores` [N, V] has those of drafted tokens."""
+        """Return the target's scores [F, V] after F first tokens: `scores` [N, V] if drafted, else `after_firsts`."""
         found = self.after_firsts.clone()
         for token, depth, after in zip(draft.ids[0].tolist(), draft.topology.depth[0].tolist(), scores, strict=True):
             if depth == 1 and token in self.firsts:

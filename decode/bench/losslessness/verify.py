@@ -1,4 +1,4 @@
-"""Runs a verification: compares greedy texts with and without the drafter, and tests samples for the first prompts."""
+"""Runs a verification: compares greedy texts with and without the drafter, and tests tokens sampled after prompts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from medusa.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Verification(Job):
-    """What a verification tests: a drafter with its models, prompts and decoding settings, and the number of samples.
+    """What a verification tests: drafter, models, prompts, settings; `draws` samples for the first `sampled_prompts`.
 
-    Raises RequestError if the drafter drafts nothing, or if a prompt is too long to sample tokens after it."""
+    `full`: more temperatures and top-p. Raises RequestError if nothing is drafted or a sampled prompt is too long."""
 
     draws: int = 1_000_000
     sampled_prompts: int = 4  # number of prompts for which samples are tested: the first ones
@@ -35,7 +35,7 @@ class Verification(Job):
 
 @dataclass
 class Divergence:
-    """The first difference between the greedy texts of one prompt, with the drafter and by plain decoding."""
+    """Where greedy texts with and without the drafter first differ. `bound`: largest logit `gap` due to rounding."""
 
     prompt: int  # index of the prompt
     position: int  # index of the first new token that differs
@@ -117,7 +117,7 @@ class VerificationResult:
 
 
 def verify(asked: Verification) -> VerificationResult:
-    """Compare greedy texts with and without the drafter for all prompts, then test samples for the first prompts.
+    """Compare all greedy texts with and without the drafter, then test samples of the first `sampled_prompts` prompts.
 
     The option `compile` applies only to greedy decoding with the drafter; all other decoding is eager."""
     eager, model = replace(asked.settings, compile=False), asked.loaded.model

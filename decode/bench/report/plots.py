@@ -62,7 +62,7 @@ def bars(
 ) -> None:
     """Draw a horizontal bar for each name, with its value in the format `form` and with its interval, if it has one.
 
-    `ink`: name of the colour of bars that have no colour in `INK`."""
+    A bar whose name is a key of `INK` gets that colour; all other bars get the colour `INK[ink]`."""
     colors = [INK.get(name, INK[ink]) for name in rows]
     axes.barh(list(rows), [value for value, _ in rows.values()], color=colors, height=0.62)
     ends = [max([value, *(span or [])]) for value, span in rows.values()]
@@ -157,7 +157,7 @@ def temperatures(axes: Axes, rows: Sequence[TemperatureFigures]) -> None:
 
 
 def by_nodes(axes: Axes, calibration: Calibration, figure: str) -> None:
-    """Draw tau, time or speed of the trees in a calibration against their size. `figure`: a key of `CALIBRATED`."""
+    """Draw `figure` of a calibration's trees (`tau`, `step_ms` or `tokens_per_second`) against their node counts."""
     points, best = calibration.points, calibration.best
     for dynamic, ink, label in ((False, "medusa", "static"), (True, "amber", "dynamic")):
         if mine := {point.nodes: getattr(point, figure) for point in points if point.dynamic == dynamic}:
@@ -193,10 +193,10 @@ def changes(axes: Axes, comparison: Comparison) -> None:
 
 
 def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
-    """Draw how often rejection sampling gives the most probable tokens after one prompt; `name_of` labels the tokens.
+    """Draw how often rejection sampling writes the most probable tokens after one prompt; `name_of` labels the tokens.
 
-    The upper plot has the probabilities of the backbone and of the draft, and the observed frequencies. The lower plot
-    has the differences of the frequencies from the backbone's probabilities, in standard deviations."""
+    `cases` belong to this prompt; those of other rules are ignored. The upper plot has probabilities of backbone and
+    draft and the frequencies; the lower, the frequencies minus the backbone's probabilities, in standard deviations."""
     judged = [case for case in cases if case.rule.acceptance == "rejection"]
     target, draft = judged[0].target, judged[0].draft
     p, shown = target.topk(min(24, int((target > 0).sum())))

@@ -172,11 +172,11 @@ def build(
 
     `encode` returns the token ids of a piece. `about` holds `backbone`, `tokenizer` (the result of
     `tokenizer_fingerprint`), `vocab_size`, and every other setting that the ids depend on. To continue a build, give
-    the same `pieces` in the same order, and the same `about`. `tell` receives progress messages.
+    the same `pieces` in the same order, and the same `about`. `overwrite` first deletes a datastore or unfinished
+    build in `folder`. `tell` receives progress messages.
 
-    Raises:
-        RequestError: `folder` holds other files or a datastore; the text is empty or has ids of another tokenizer.
-        RunError: the disk is full."""
+    Raise a `RequestError` if `folder` holds other files or, without `overwrite`, a finished datastore or another build,
+    or if the text is empty or has ids of another tokenizer; raise a `RunError` if the disk is full."""
     settings = json.loads(json.dumps(about | {"format": FORMAT, "depth": DEPTH}))  # as building.json returns them
     builder = _Builder(folder, settings, overwrite)
     with disk_may_fill(folder, lambda: "the progress is kept: make room and run the same command again"):

@@ -1,4 +1,4 @@
-"""Retrieval-based drafting: drafts copy tokens from a datastore, after the text's last tokens (REST, arXiv 2311.08252).
+"""Retrieval-based drafting: drafts are what follows the text's last tokens in a datastore (REST, arXiv 2311.08252).
 
 Each step looks up the longest suffix of the text that occurs in the datastore. The tokens after its occurrences form a
 trie, whose most frequent nodes are drafted (section 3.2). No draft model is needed, only a datastore of similar text.

@@ -1,8 +1,8 @@
 """Suffix arrays made in bounded memory: all positions of a text, sorted by the DEPTH tokens from each position on.
 
 A group holds all positions at which the token's id is in one range, and groups are sorted one by one. A group of at
-most GROUP positions is sorted at once, by 64-bit keys of several tokens, with 60 to 80 bytes per position. A larger
-group, such as all spaces of source code, is first split by its next token, with 11 bytes per position.
+most GROUP positions is sorted at once, by 64-bit keys of several tokens, in 60 to 80 bytes of memory per position. A
+larger group, such as all spaces of source code, is first split by the token after each position, in 11 bytes each.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 The backbone answers all questions of a conversation, each after its own earlier answers. Each line of the output holds
 one answer: the index of its prompt, its turn, the ids of prompt and answer, the number of prompt tokens, the text, and
 the reason why the text ended. The same command continues an interrupted run, and retries the texts that failed
-(F.failed.jsonl lists them).
+(own.failed.jsonl lists them).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def run(options: DistillOptions) -> None:
 
 
 def _records(options: DistillOptions) -> list[Record]:
-    """Read --prompts, or repeat the --self-talk-seeds until there are --self-talk records; without both, return []."""
+    """Read --prompts, or repeat the records of --self-talk-seeds up to N (--self-talk N); with neither, return []."""
     prompts = options.prompts
     if prompts.prompts:
         return prompts.read()
@@ -123,7 +123,7 @@ def _records(options: DistillOptions) -> list[Record]:
 
 
 def _tasks(options: DistillOptions, engine: Engine, records: list[Record]) -> list[Task]:
-    """Make a task for each record; without records, make --self-talk tasks, each to generate a text from BOS alone."""
+    """Make a task for each record. Without records, make N tasks (--self-talk N) to generate texts from BOS alone."""
     if not records:
         return [Task(index, "--self-talk", engine.begin()) for index in range(options.self_talk or 0)]
     tasks = tasks_of(records, engine.tokenizer, options.prefix_tokens, options.max_turns)

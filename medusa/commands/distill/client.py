@@ -41,9 +41,9 @@ class Server:
     """Client for one model on one server. It sends the API key OPENAI_API_KEY, but never writes the key to a file."""
 
     def __init__(self, url: str, model: str | None = None, sleep: Callable[[float], object] = time.sleep) -> None:
-        """Connect to the server at `url`, with or without /v1; by default to the only model that it has.
+        """Use `model` on the server at `url`, with or without /v1; by default the only model that the server has.
 
-        Raise RequestError if there is no server at `url`, or it has several models."""
+        Raise RequestError if `url` is no HTTP URL or, without `model`, no server replies or it has several models."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise RequestError(f"--server is {url!r}; give a URL such as http://localhost:8000/v1")

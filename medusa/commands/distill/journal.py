@@ -27,7 +27,7 @@ class Journal:
     file lists the texts that failed, with the reasons."""
 
     def __init__(self, path: Path, tasks: list[Task]) -> None:
-        """Read the answers to `tasks` in the file `path`; raise RequestError for a line that no earlier run wrote."""
+        """Read the answers to `tasks` that `path` already has; raise RequestError for a line in another format."""
         self.path, self.failed_path, self.tasks = path, path.with_suffix(FAILED), tasks
         self.total = sum(task.turns for task in tasks)  # the number of texts, with those to generate
         self.conversations = {task.index for task in tasks if task.turns > 1}

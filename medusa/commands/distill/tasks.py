@@ -66,7 +66,7 @@ def tasks_of(
 
 
 def _questions(record: Record) -> list[list[Json]]:
-    """Return, for each answer, the new messages before it. With tool calls, only the last answer is generated."""
+    """Return, for each answer, the messages since the last answer; with tool calls, one list: all before the end."""
     messages = record.messages or []
     if record.turns:
         return [[{"role": "user", "content": turn}] for turn in record.turns]

@@ -108,7 +108,7 @@ def tree_forward(
 ) -> Tensor:
     """Run the model on a tree of N nodes after the `length` tokens in the cache; return logits [N, V] (V tokens).
 
-    `nodes` are the nodes' token ids; all N go into the cache. Positions are kept below `limit`, the longest text."""
+    `nodes` are the nodes' token ids; all N go into the cache. Positions are clamped below `limit`, the longest text."""
     position = length + torch.tensor(tree.depth, device=model.device)
     text = torch.ones(len(nodes), length, dtype=torch.bool, device=model.device)
     allowed = torch.cat([text, tree.ancestors], dim=1)  # [N, T + N]: the text, the node's ancestors and the node itself

@@ -2,8 +2,8 @@
 
     model.generate(**inputs, custom_generate="org/heads", trust_remote_code=True, max_new_tokens=256)
 
-`org/heads` is a Hub id or a local folder. It contains this file as `custom_generate/generate.py`, `config.json` and
-`medusa_lm_head.safetensors`. The model is the one that the heads were trained for, loaded as usual.
+`org/heads` is a Hub id or a local folder. It contains `config.json`, `medusa_lm_head.safetensors` and this file, as
+`custom_generate/generate.py`. The model is the one that the heads were trained for, loaded as usual.
 
 How it works (Cai et al. 2024, https://arxiv.org/abs/2401.10774): the heads guess the tokens after the next one from the
 last hidden state. Their best guesses form a tree. One forward of the model computes the logits of all nodes. In this
@@ -19,7 +19,7 @@ The rows of a batch are decoded one after the other. Options in addition to thos
 
     medusa_heads           a folder or a Hub id of heads; by default the value of `custom_generate`
     medusa_tree            paths of ranks such as [[0], [1], [0, 0]]; by default the tree in `config.json`
-    medusa_step_lengths    a list to which the number of tokens of each forward is appended
+    medusa_step_lengths    a list to which the number of new tokens of each step is appended
 
 Shapes: B prompts, N nodes of the tree with its root, K heads, H hidden size, V vocabulary size, T tokens of text.
 """
@@ -167,7 +167,7 @@ def _named_in_generate() -> str:
 
 
 def _with_stop_strings(given: GenerationConfig, kwargs: Options) -> Options:
-    """Turn `stop_strings` into a stopping criterion, because `generate` does not pass a tokenizer to custom loops."""
+    """Return `kwargs` with `stop_strings` as a stopping criterion: `generate` passes no tokenizer to custom loops."""
     stops = kwargs.pop("stop_strings", None) or given.stop_strings
     tokenizer = kwargs.pop("tokenizer", None)
     if not stops:

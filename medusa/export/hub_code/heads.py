@@ -81,7 +81,7 @@ def _residual(x: Tensor, block: dict[str, Tensor]) -> Tensor:
 
 
 class CandidateTree:
-    """A tree of guesses. The path [0, 2] is the third best guess of head 2 as a child of the best guess of head 1.
+    """A tree of guesses. The path [0, 2] is the first head's best guess, then the second head's third best guess.
 
     Node 0 is the root: the next token, which the model has already chosen. Parents come before their children."""
 
@@ -137,7 +137,7 @@ def heads_for(model: PreTrainedModel, where: str, hub_options: Options) -> Heads
 
 
 def why_unfit(config: Options) -> str | None:
-    """Return what in the config of heads this file does not support; `None` if it can decode with the heads."""
+    """Return the part of the heads' config that this module does not support; `None` if it supports all of it."""
     if config.get("kind", "medusa") not in ("medusa", "cascade"):
         return f"kind {config['kind']}"
     if config.get("prefix_layers"):
