@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import operator
 import re
 from dataclasses import astuple, fields
 from enum import EnumMeta
-from functools import cache
+from functools import cache, reduce
 from types import GenericAlias, NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, GetPydanticSchema, ValidationError, create_model, model_validator
@@ -66,16 +67,16 @@ class Section(BaseModel):
 def section_of(arguments: type[DataclassInstance]) -> type[Section]:
     """Make a section of the YAML recipe from a dataclass. It checks only fields of plain types, such as `int`."""
     hints = get_type_hints(arguments, include_extras=True)
-    kinds = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(arguments)}
-    return create_model(arguments.__name__, __base__=Section, **kinds)  # type: ignore[call-overload]
+    kinds: dict[str, Any] = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(arguments)}
+    return create_model(arguments.__name__, __base__=Section, **kinds)
 
 
 def _yaml_type(hint: object) -> object:
-    """Type of a field's value in YAML: its annotation `hint` without enumerations; `object` if that is not plain."""
+    """YAML type of a field: its annotation `hint` without enumerations; `object` if the rest is not all in `PLAIN`."""
     whole, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     members = get_args(whole) if get_origin(whole) in (Union, UnionType) else (whole,)
     kinds = tuple(kind for kind in members if not isinstance(kind, EnumMeta))
-    plain: object = Union[kinds] if kinds and PLAIN.issuperset(kinds) else object  # noqa: UP007  a tuple of types
+    plain = reduce(operator.or_, kinds) if kinds and PLAIN.issuperset(kinds) else object
     return Annotated[plain, *limits] if limits else plain
 
 
