@@ -4,8 +4,8 @@ Every rule walks down the draft tree from the root, the token that is already de
 with its ancestors. The target is the distribution that the text must follow. A walk computes it only at the nodes that
 it reaches, for all rows of the batch at one depth together. docs/exactness.md has the proofs.
 
-Shapes: B rows of the batch, R of them whose walk has not ended, N draft nodes, M distributions (rows may share one),
-V vocabulary, D the depth of the tree, C the most children of a node.
+Shapes: B rows of the batch, R of them whose walk has not ended, N draft nodes, M distributions of the target, each for
+one or more of the R rows, V vocabulary, D the depth of the tree, C the most children of a node.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tenso
 
     If no child holds the decided token, the walk ends, and the token is the next root. `target` gives the scores after
     nodes, and `decide` takes a token from them: the most probable one, or a draw. No decided token is thrown away, so
-    the text has exactly the target's distribution, whatever the draft. If the tree was chosen without knowledge of the
-    draws, no lossless rule accepts more tokens on average."""
+    the text has exactly the target's distribution, whatever the draft. If the draft tree itself is not drawn at random,
+    no lossless rule accepts more tokens on average."""
     walk = TreeWalk(draft, depth_limit)
     while len(walk.rows):
         scores, index = target(walk.rows, walk.nodes)
@@ -157,7 +157,7 @@ class TreeWalk:
         return torch.where(match, children, -1).amax(-1) if children.shape[1] else torch.full_like(self.rows, -1)
 
     def go_on(self, child: Tensor, token: Tensor) -> None:
-        """Move each unfinished row to its `child` [R]; -1 ends its walk. `token` has the next roots of ending rows."""
+        """Move unfinished rows to their `child` [R]; -1 ends a walk. `token`: the next root of each row that ends."""
         ends = child < 0
         self.root[self.rows[ends]] = token.to(self.root.device)
         self.rows = self.rows[~ends]

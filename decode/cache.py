@@ -24,7 +24,7 @@ MIN_GROWTH, MAX_GROWTH = 256, 4096
 
 
 class Arena:
-    """One tensor for all layers' keys and values of one shape, so that one copy moves a node in all of them."""
+    """One tensor for all layers' keys and values that have the same shape. One copy then moves a node in all layers."""
 
     def __init__(self, count: int, like: Tensor, capacity: int) -> None:
         batch, heads, _, size = like.shape
@@ -111,7 +111,7 @@ class TreeCache(Cache):
     def place(self, states: Tensor, per_layer: int) -> tuple[Arena, int]:
         """Reserve a part of an arena for a layer's keys or values, shaped like `states`; returns arena and part index.
 
-        If no arena has a free part, a new one gets `per_layer` parts for each uninitialised layer, including this."""
+        If no part is free, makes an arena for all uninitialised layers, with `per_layer` parts (1 or 2) for each."""
         for arena in self.arenas:
             buffer = arena.buffer
             same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
@@ -174,8 +174,8 @@ class TreeCache(Cache):
     def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
         """Keep the accepted nodes `path[b, : counts[b]]` of the last forward in row b, and drop the other nodes.
 
-        `path` [B, C] holds the indices of the nodes on each row's path, padded with any values. With `in_place`, every
-        path is 0, 1, 2, ..., as in a chain, so no node moves. All nodes are read before the first one is written."""
+        `path` [B, C] holds the indices of the nodes on each row's path, padded with any values. `in_place` promises
+        that every path is 0, 1, 2, ..., as in a chain, so that no node needs to move."""
         if not self.pending:
             raise RuntimeError("commit() without a forward before it")
         longest = max(counts, default=0)

@@ -132,8 +132,8 @@ def generate(
         tree: a `Tree`, its name, file or paths; by default the tree saved with the heads.
         drafter: what proposes tokens, by default the heads: `NAME[:options]` (docs/drafters.md), a config such as
             `NgramConfig(tokens=5)`, or a `DrafterFactory`, which keeps what it has loaded from call to call.
-        amateur: a small model with the same vocabulary, for contrastive decoding (docs/strategies.md), or an `Amateur`
-            with its own constants. The text then follows the contrast of both models, whichever drafter is used.
+        amateur: a small model with the same vocabulary, for contrastive decoding, or an `Amateur`, which also sets the
+            contrast's constants (docs/strategies.md). The text then follows both models' contrast with any drafter.
         streamer: receives the prompt and then the tokens of every step, as in `model.generate`.
         seeds (in `kwargs`): one per row, copies by `num_return_sequences` included; a row's text then depends only on
             the row's prompt and seed. Without seeds, one row draws from PyTorch's generator as in `model.generate`, and

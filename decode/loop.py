@@ -3,7 +3,7 @@
 Eager, plain and compiled decoding share `run`, the loop over the decoding steps of a batch. The root of a draft is the
 token that is already decided, but not yet read by the backbone.
 
-Shapes: B rows of the batch, N nodes of a draft, D its depth, H hidden size, V vocabulary.
+Shapes: B rows, R of them whose walk has not ended, N nodes of a draft, D its depth, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """The tokens `ids` that one step wrote, and their number `lengths` before any cut; the keys are indices of rows."""
+    """What one decoding step wrote: for each row, by its index, the new tokens and their number before any cut."""
 
     ids: dict[int, list[int]] = field(default_factory=dict)
     """The tokens written to each unfinished row, cut at EOS, stop string or maximum length."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """1 + accepted tokens, before the cut. A last root that needs no forward counts 1."""
+    """1 + accepted tokens, before the cut; 1 if the root already ended the text, as nothing is drafted after it."""
 
 
 class StepOutcome(NamedTuple):
@@ -53,14 +53,14 @@ class StepOutcome(NamedTuple):
 
     lengths: list[int]  # 1 + accepted tokens
     roots: list[int]  # the root of the next step
-    ids: list[list[int]]  # tokens on the accepted path, the current root first; more than `lengths` may be given
+    ids: list[list[int]]  # tokens on row b's accepted path, current root first; those after `lengths[b]` are padding
 
 
 class Stepper(Protocol):
     """One way to decode the rows of a batch step by step: eager, plain or compiled."""
 
     def start(self) -> tuple[list[int], list[int]]:
-        """Read the prompts into the caches; returns each row's index in the session and each row's first root."""
+        """Read the prompts into the caches; returns the rows to decode (session indices), and each row's first root."""
 
     def step(self, timer: Timer) -> StepOutcome:
         """Decode one step of all unfinished rows."""
@@ -69,7 +69,7 @@ class Stepper(Protocol):
         """Keep only the rows at the indices `left` of the batch, because the other rows have ended."""
 
     def close(self) -> None:
-        """Release what would otherwise outlive the session; called when the decoding run ends or is interrupted."""
+        """Give back what was borrowed, such as compiled steps; called when the decoding run ends or is interrupted."""
         return
 
 
@@ -157,7 +157,7 @@ class TreeStepper(Stepper):
         return accept_walk(draft, scores, partial(target.decide, draws), depth_limit)
 
     def _scores(self, draft: Draft, logits: Tensor, walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the target's scores after node `nodes[i]` of row `walking[i]`; processors see the path to it."""
+        """Return the target's scores [R, V] after node `nodes[i]` of row `walking[i]`, and their indices 0 to R - 1."""
         found = []
         paths = draft.topology.at(draft.topology.paths, walking, nodes)[:, 1:]  # the root is written already
         for index, node, path in zip(walking.tolist(), nodes.tolist(), paths, strict=True):
@@ -189,7 +189,7 @@ class TreeStepper(Stepper):
 
 
 class Acceptor(AcceptanceRule):
-    """An acceptance rule with the functions that it applies to drafts."""
+    """The settings of an acceptance rule, and how to apply them: a test of drafted tokens, or a truncated target."""
 
     @property
     def passes(self) -> Passes | None:
@@ -203,7 +203,7 @@ class Acceptor(AcceptanceRule):
 
     @property
     def truncation(self) -> Truncation | None:
-        """The constants with which sampled typical acceptance truncates the target's distribution; else `None`."""
+        """For the rule typical-sampled: the constants that limit the target to its typical tokens; else `None`."""
         return Truncation(self.epsilon, self.delta) if self.rule == "typical-sampled" else None
 
 

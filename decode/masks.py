@@ -1,9 +1,9 @@
 """Attention masks of drafts: which slots of the KV cache each draft node sees, in each kind of attention layer.
 
 A node sees the text before it, its ancestors and itself. Masks are additive, because eager attention would silently add
-a boolean mask as 0 and 1. Attention windows and chunks count positions; nodes of the same depth have the same one.
+a boolean mask as 0 and 1. Windows and chunks are measured in positions, not slots; nodes of one depth share a position.
 
-Shapes: B rows of the batch, N nodes of a draft, S cache slots, W nodes of one forward.
+Shapes: B rows of the batch, N nodes of a draft, S cache slots, W nodes of one forward, A nodes of their longest path.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def grown_masks(
 
     Args:
         starts: [B] the text's length in each row; a node sees all of it, except outside a layer's window or chunk.
-        seen: [B, W, A] the slots of each node's A - 1 drafted ancestors and its own slot, counted from the text's end.
-        depth: [B, W] positions of the W nodes, counted from the text's end.
-        slot_depths: [S - max(starts)] positions of the nodes in the slots after a text, counted from the text's end."""
+        seen: [B, W, A] slots of each node and its drafted ancestors (0: the first after the text), padded with its own.
+        depth: [B, W] position of each new node minus the length of its row's text.
+        slot_depths: [S - max(starts)] the same for the node in each slot after the text, equal in all rows."""
     nodes = len(slot_depths)
     own = torch.zeros(*seen.shape[:2], nodes, dtype=torch.bool, device=seen.device).scatter_(2, seen, True)
     by_slot = _by_slot(own, starts, depth, slot_depths.expand(len(starts), -1), int(starts.max()) + nodes)

@@ -1,7 +1,7 @@
 """Rejection sampling of a sampled draft tree: accept a child with probability p / q, or go on with the residual of p.
 
-p is the target's distribution, and q is the one from which a token was drafted.
-Sources: Leviathan et al. 2023 for one draft token; SpecInfer and RRSw for siblings drawn without replacement.
+p is the target's distribution, and q is the one from which a token was drafted. Sources: Leviathan et al. 2023 for one
+draft token; SpecInfer and recursive rejection sampling (RRSw; Jeon et al. 2024) for siblings drawn without replacement.
 
 Shapes: R rows whose walk has not ended, X some of these rows, M distributions that rows share, N nodes, V vocabulary.
 """
@@ -21,10 +21,10 @@ from decode.ops.draws import Draws
 def accept_sampled(draft: Draft, target: Scores, draws: Draws, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept nodes of a sampled tree by rejection sampling; the text has exactly the target's distribution.
 
-    At each node of the walk down the tree, p is the target, and the children were drawn from q. They are tried in the
-    order of the draws. A child x is accepted with probability min(1, p(x) / q(x)). After a rejection, p becomes its
-    residual max(0, p - q), normalised, and q loses x, because the next sibling was drawn without x. If no child is
-    left, the next root is drawn from the current p. `draft.proposal` must hold q; drafts of best guesses lack it."""
+    At each node of the walk down the tree, p is the target, and the children are tried in the order in which they were
+    drawn from q. A child x is accepted with probability min(1, p(x) / q(x)). After a rejection, p becomes its residual
+    max(0, p - q), normalised, and q loses x, as later siblings were drawn without x. If none is left, the next root is
+    drawn from p. `draft.proposal` must hold q; top-k drafts lack it. `depth_limit` [B]: the greatest depth accepted."""
     assert draft.proposal is not None, "only a drawn draft can be rejected by p / q"
     (q, of_children), walk = draft.proposal, TreeWalk(draft, depth_limit)
     while len(walk.rows):
@@ -38,7 +38,7 @@ def accept_sampled(draft: Draft, target: Scores, draws: Draws, depth_limit: Tens
 
 
 def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: Draws) -> tuple[Tensor, Residuals]:
-    """Find the child that each unfinished row accepts [R], or -1; also returns the residuals after all rejections."""
+    """Return the node index of the child that each unfinished row accepts [R], -1 for none, and the new residuals."""
     accepted = torch.full_like(walk.rows, -1)
     children = walk.children()
     for place, child in enumerate(children.T, 1):  # [R]: each row's first child, then each row's second, ...
@@ -59,8 +59,8 @@ def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, draws: D
 class Residuals(NamedTuple):
     """Distributions of unfinished rows: row r has target `p[p_of[r]]`; its next sibling was drawn from `q[q_of[r]]`.
 
-    Rows with the same path and the same rejected tokens share distributions. The token rejected last has changed q, but
-    changes p only at the next rejection. So there are far fewer different p than q."""
+    Rows with the same path and the same rejected tokens share distributions. After a rejection, the new p is the same
+    whichever token was rejected, and only q loses that token. So there are far fewer different p than q."""
 
     p: Tensor  # [Mp, V] the distinct target distributions
     q: Tensor  # [Mq, V] the distinct draft distributions

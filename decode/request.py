@@ -95,7 +95,7 @@ def requests_of(
     """Make one `Request` per row from the arguments that `model.generate` passes to a decoding method.
 
     Raises:
-        RequestError: as in `prepare`; also processors other than warpers, if the batch has padding or several rows."""
+        RequestError: as in `prepare`; or a batch with padding or several rows has processors that may read padding."""
     require_tree_support(model)
     _require_supported(generation_config, input_ids, model_kwargs)
     rows = unpadded(input_ids, model_kwargs.get("attention_mask"))
@@ -142,7 +142,7 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
 
 
 def require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) -> None:
-    """Raise a `RequestError` if one of several texts may pass the length where longrope changes RoPE for all rows."""
+    """Raise a `RequestError` if one of several texts may get so long that longrope rotates all of them differently."""
     boundary, longest = Backbone(model).rope_boundary, max(len(r.prompt) + r.max_new_tokens for r in requests)
     if boundary is not None and len(requests) > 1 and longest > boundary:
         raise RequestError(
@@ -174,7 +174,7 @@ def with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
 
 
 def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone, model: str = "backbone") -> None:
-    """Raise a `RequestError` if a prompt exceeds the context (in the message, `model`'s) or holds an unknown id."""
+    """Raise a `RequestError` if a prompt is too long for the context or has an unknown id; the error names `model`."""
     context = backbone.context
     for prompt in prompts:
         if context is not None and len(prompt) > context:

@@ -16,7 +16,7 @@ from decode.session import Session
 
 @dataclass
 class Result:
-    """The text decoded from one prompt, the tokens per step (uncut: also those past the text's end), and the time."""
+    """The text decoded from one prompt, the number of tokens of each step, why the text ended, and the time."""
 
     input_ids: list[int]
     new_ids: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Result:
     seconds: float = 0.0
     """Time from the prompt to the last token. Results of one batch share the time of the batch."""
     hidden: torch.Tensor | None = None
-    """[T, H] hidden states of the prompt and the new tokens, if they were requested. T may lack the last tokens."""
+    """[T, H] hidden states of the prompt and the new tokens, if requested. The last token's state may be missing."""
 
     def to_json(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> dict[str, object]:
         """The result as JSON values, as `medusa generate --json` writes them."""

@@ -68,7 +68,7 @@ class Session:
         return self.frontier(root, readout.hidden, rows)
 
     def frontier(self, root: Tensor, hidden: Tensor, rows: list[int]) -> Frontier:
-        """Make the state before a step of texts `rows`: last tokens `root` [B], `hidden` [B, H] of the ones before."""
+        """The state before a step of texts `rows`: last tokens `root` [B], `hidden` [B, H] of the token before each."""
         return Frontier(root, hidden, rows, None if self.heads_cache is None else self.heads_cache.context_kv())
 
     def select(self, left: list[int]) -> None:
@@ -78,7 +78,7 @@ class Session:
             self.heads_cache.select(left)
 
     def _on_hidden(self, hidden: Tensor, next_ids: Tensor, start: int) -> Tensor:
-        """Record `hidden` [B, C, H] from `start` on, before tokens `next_ids` [B, C]; return the heads' input."""
+        """Record `hidden` [B, C, H] from position `start` (next tokens: `next_ids` [B, C]); return what heads read."""
         if self.kept_hidden is not None:
             for row, prompt in enumerate(self.sequences.prompts):
                 self.kept_hidden[row].append(hidden[row, : max(len(prompt) - start, 0)])

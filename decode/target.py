@@ -34,7 +34,7 @@ WARPERS = (
 
 
 class Target:
-    """The distribution, or the most probable token, that the texts of a session follow."""
+    """The backbone's distribution over next tokens, after temperature and penalties; if greedy, its best token."""
 
     def __init__(self, requests: Sequence[Request], truncation: Truncation | None = None) -> None:
         self.processors = [request.processors for request in requests]

@@ -99,7 +99,7 @@ class Topology:
     def non_ancestors(self) -> Tensor:
         """A mask [R, N, N], True at [_, i, j] where the token of node j cannot affect whether node i is accepted.
 
-        These are the nodes j other than i and its ancestors, and the root, which is already decided."""
+        That is every j that is neither i nor an ancestor of i, and also the root, which is already decided."""
         if self.static_non_ancestors is not None:
             return self.static_non_ancestors
         root = torch.arange(self.num_nodes, device=self.parent.device) == 0

@@ -57,7 +57,7 @@ class TreeCheck:
 
     @property
     def limit(self) -> float:
-        """The greatest `error` that counts as rounding: `tolerance`, or less (at least 1/4) if `control` is small."""
+        """The `error` allowed for rounding: `tolerance`, or 0.2 x `control` if less, but at least `tolerance` / 4."""
         # If masks do not matter in a model (for example, if all embeddings are equal), the control is rounding, too.
         return min(self.tolerance, max(SHARE * self.control, self.tolerance / 4))
 
@@ -134,20 +134,20 @@ def _check(model: PreTrainedModel) -> TreeCheck:
 
 
 def _difference(some: Tensor, others: Tensor, scale: Tensor, tolerance: float) -> float:
-    """The greatest difference between logits `some` and `others` [R, N, V], divided by the greatest logit of `scale`.
+    """The greatest difference between logits `some` and `others` [R, N, V], divided by the greatest of logits `scale`.
 
-    In half precision, only the median of a tree's N nodes counts. In a mixture of experts, rounding may send a token to
-    another expert, which changes its logits far more. A wrong mask affects the median: six of the N = 8 nodes."""
+    In half precision, the median over a tree's N nodes counts: in a mixture of experts, rounding may send a few tokens
+    to other experts and change their logits much. A wrong mask changes six of the N = 8 nodes, so also the median."""
     by_node = (some - others).abs().amax(-1)  # [R, N]
     by_tree = by_node.median(dim=1).values if tolerance == HALF_TOLERANCE else by_node.amax(dim=1)
     return float(by_tree.max() / scale.abs().max())
 
 
 def _plain(backbone: Backbone, trees: list[tuple[list[int], list[int]]], lines: list[list[int]]) -> Tensor:
-    """Compute logits [R, N, V] of R trees without cache or mask; a tree is the text before it and the ids of N nodes.
+    """Compute the logits [R, N, V] of R trees by one forward over plain texts, without cache or mask.
 
-    One forward reads a batch of texts: for each tree and each list of nodes in `lines`, the text before the tree and
-    then these nodes. Texts are padded on the right, where no token of a causal model attends."""
+    Each of `trees` is a pair: ids of the text before the tree, and ids of its N nodes. For each tree and each list of
+    node indices in `lines`, the batch has this text followed by these nodes, padded on the right (not attended to)."""
     texts = [torch.tensor(prefix + [ids[node] for node in line]) for prefix, ids in trees for line in lines]
     ids = pad_sequence(texts, batch_first=True).to(backbone.device)
     logits = backbone.model(input_ids=ids, use_cache=False).logits

@@ -29,7 +29,7 @@ class Verifier:
     def __call__(self, draft: Draft) -> Readout:
         """Read a draft and its side branches; returns hidden states [B, N, H] and logits [B, N, V] of N draft nodes.
 
-        Side branches are never accepted. The KV cache holds all nodes until `commit` keeps those that were accepted."""
+        Side branches only help later drafts. The KV cache holds all nodes until `commit` keeps accepted draft nodes."""
         if not draft.side_branches:
             return self.read(draft)
         counts = [branch.topology.num_nodes - 1 for branch in draft.side_branches]

@@ -120,7 +120,7 @@ class Backbone:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Let all forwards in this context share one LM head hook; none if logits are exactly `lm_head(base(x))`."""
+        """Hook the LM head once for all forwards in this context; add no hook if logits are `lm_head(base(x))`."""
         if self.splits or self._seen is not None:
             yield
             return

@@ -32,7 +32,7 @@ class Fingerprint(TypedDict, total=False):
     dtype: str
     architecture: str  # the name of the model's class in transformers
     weights: list[float]  # some of the backbone's weights
-    embedding: list[float]  # values of the input embeddings, instead of `weights` in heads of the original Hydra
+    embedding: list[float]  # values of the input embeddings; heads read from original Hydra files have no `weights`
 
 
 class PrefixSizes(TypedDict):
@@ -118,7 +118,7 @@ class MedusaConfig:
 
     @property
     def servable(self) -> bool:
-        """Whether a server such as vLLM can load the heads: kind `medusa` with square blocks, or a layer of EAGLE-3."""
+        """Whether servers can load the heads: kind `medusa` with square blocks, or kind `eagle` with gated blocks."""
         if self.kind == "eagle":
             return self.block == GATED and self.lm_head == "shared" and not self.prefix_layers
         return self.is_published and self.block == "square"

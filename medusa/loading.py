@@ -43,7 +43,7 @@ def bos_token_id(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedCo
 
 
 def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Loaded:
-    """Load a backbone in eval mode: `demo`, a local folder (of a model or of a peft adapter) or a Hub id.
+    """Load a backbone in eval mode: `demo` (the built-in model), a folder (of a model or peft adapter) or a Hub id.
 
     Raise RequestError if there is no such model, or a file is damaged."""
     path = str(DEMO) if name_or_path == "demo" else name_or_path

@@ -45,7 +45,7 @@ def option(
         allowed: a description of the valid values, for error messages.
         check: a function that returns whether a value is valid. `None` (the option is not given) is always valid.
         name: the name of the argument, if it differs from the field's name.
-        keywords: more keywords for `add_argument`; also `positional=True` (no `--`) and `hidden=True` (no argument).
+        keywords: more keywords for `add_argument`, `positional=True` (no `--`) or `hidden=True` (only for Python).
     """
     about = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name, "argparse": keywords}
     return field(default=default, metadata=about)

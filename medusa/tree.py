@@ -1,7 +1,7 @@
 """Static candidate trees, made from paths of ranks, from a name, from a description or from a file.
 
-Node 0 is the root: the next token, which the backbone has already chosen. A node at depth d is a guess of head d, with
-heads counted from 1. Nodes are sorted by depth, so that a parent comes before its children. N counts the root, too.
+Node 0 is the root: the next token, which the backbone has already chosen. A node at depth d is a guess of the d-th
+head (index d - 1). Nodes are sorted by depth, so that a parent comes before its children. N counts the root, too.
 
     >>> tree = Tree.from_paths([[0], [1], [0, 0]])
     >>> tree.parent.tolist(), tree.depth.tolist(), tree.rank.tolist()
@@ -46,7 +46,7 @@ class Tree:
     """[N, N] True where the column's node is the row's node or one of its ancestors."""
     paths: Tensor
     """[N, D + 1] the indices of the nodes from the root to each node, padded with -1."""
-    min_probability: ClassVar[float] = 0.0
+    min_probability: ClassVar[float] = 0.0  # 0: static trees keep all nodes; dynamic trees may prune improbable ones
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> Tree:
@@ -80,7 +80,7 @@ class Tree:
 
     @classmethod
     def top_k(cls, widths: Sequence[int]) -> Tree:
-        """Make a tree in which every node of depth d has the `widths[d]` best guesses of head d + 1 as its children."""
+        """Make a tree whose nodes at depth d have the `widths[d]` best guesses of the head with index d as children."""
         name = f"topk:{','.join(map(str, widths))}"
         if not widths or min(widths) < 1:
             raise RequestError(f"{name} is no tree; give a width of 1 or more per head")

@@ -2,13 +2,13 @@
 
 The expected speedup is tau x T(1) / (T(n) + T(heads)). Here tau is the mean number of tokens per step. T(n) is the time
 of a backbone's forward over n tokens, and T(heads) that of the heads (docs/heads.md). Decoding one text is bound by
-reading weights, so times are counted in weights that are read. The heads read a shared LM head once more:
+reading weights, so times are given as numbers of weights that are read:
 
-    T(n) + T(heads)  =  TREE x (backbone + OVERHEAD)  +  heads  +  their own LM heads, or the shared one
+    T(n) + T(heads)  =  TREE x (backbone + OVERHEAD)  +  heads  +  their own LM heads, or the shared one a second time
     tau              =  proportional to 1 - LOSS / sqrt(inner width of a head)
 
-TREE is T(n) / T(1), OVERHEAD the fixed cost of a forward, and LOSS how much tau falls in narrow heads. Measured on two
-backbones (H = 64 and 256), they are extrapolated to others. `medusa benchmark` measures a given backbone's speedup.
+TREE is T(n) / T(1), OVERHEAD a forward's fixed cost, and LOSS how strongly tau falls as heads get narrower. Measured on
+two backbones (H = 64 and 256), they are extrapolated to others. `medusa benchmark` measures a backbone's speedup.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class MedusaTrainingArguments(TrainingArguments):
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Dropout rate on the outputs of the heads' blocks (Hydra++: 0.2); 0: none."""
     scheduled_sampling: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Probability, rising from 0 over the run, that a head that follows the path reads a guess instead of the text."""
+    """For heads that read guesses: probability, rising from 0 over the run, of a guess instead of the text's token."""
     loss_backend: Annotated[str, one_of(*BACKENDS)] = "auto"
     """How the loss is computed: chunked (auto's choice), plain (all logits at once) or liger (its kernels; GPU)."""
     log_lines: bool = True

@@ -22,14 +22,14 @@ class HeadsConfig(Section):
     """The section `heads` of a recipe: the shape of the heads. Keys left out get values that suit the backbone."""
 
     num: int | None = Field(default=None, ge=1)
-    """Number of heads, by default 4; a decoding step gives at most one token more."""
+    """Number of heads, by default 4; a decoding step gives at most num + 1 tokens."""
     kind: Annotated[str | None, one_of(*KINDS)] = None
     """Kind of heads (docs/kinds.md), by default medusa, which are independent heads."""
     prefix_layers: int | None = Field(default=None, ge=0)
     """Number of decoder layers between the backbone and the heads (prefix attention), usually 1; 0: none."""
     block: Annotated[str | None, one_of(*BLOCKS)] = None
-    """Residual block: square (the paper's; servers load it in heads of kind medusa), mlp, or gated (the layer of
-    EAGLE-3, which servers load; only for kind eagle)."""
+    """Residual block: square (the paper's), mlp, or gated (the layer of EAGLE-3; only for kind eagle). Servers such as
+    vLLM load heads of kind medusa with square blocks, and heads of kind eagle with gated blocks."""
     layers: int | None = Field(default=None, ge=1)
     """Number of residual blocks in each head."""
     expansion: float | None = Field(default=None, gt=0)
@@ -107,7 +107,7 @@ class AdapterConfig(Section):
     lambda_0: float = Field(default=0.1, gt=0)
     """Weight of the heads' loss in the gradient of the adapter (paper: 0.2, and 0.01 in self-distillation)."""
     teacher_tilt: float | None = Field(default=None, ge=0, lt=1)
-    """With lm_loss kl: exponent of the first head's prediction in the backbone's target; by default 0.06; 0: off."""
+    """Power t in lm_loss kl's target, p(original backbone) x p(first head)^t, normalised; by default 0.06; 0: off."""
     schedule: Literal["constant", "linear", "sine"] = "constant"
     """How lambda_0 and teacher_tilt change over the run: constant, linear (a rise from 0) or sine (a rise along a
     quarter wave). A rise changes the backbone less."""

@@ -1,7 +1,7 @@
 """The accuracy of heads on texts: how often the right token is among a head's best guesses.
 
-`medusa evaluate` compares guesses with the backbone's greedy continuation, not with the dataset's text, because
-acceptance compares with it too. Shapes: K heads, P positions, T tokens, C positions in a chunk.
+`medusa evaluate` compares guesses with the backbone's greedy continuation, not with the dataset's text: greedy decoding
+accepts only guesses that equal it. Shapes: K heads, P positions, T tokens, C positions in a chunk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GuessCounts:
     """Counts of the heads' right guesses, added up over batches and processes.
 
     The expected tau (tokens per decoding step) of `tree` is one plus the mean number of guesses that it accepts, over
-    the positions where every head has a label. In decoding, a step starts only where the last one ended."""
+    the positions where every head has a label. Decoding starts steps at only some of them, so its tau can differ."""
 
     def __init__(self, num_heads: int, tree: Tree | None = None) -> None:
         self.tree = tree

@@ -93,7 +93,7 @@ def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedM
 
 
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
-    """Describe heads in one line: shape, size, warnings if they lack the LM head's bias or inference server support."""
+    """Describe heads in one line: shape, size, and warnings if they lack the LM head's bias or no server loads them."""
     width = f" of width {config.inner_size}" if config.block in ("mlp", GATED) else ""
     tokens = f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else ""
     line = (

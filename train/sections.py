@@ -65,14 +65,14 @@ class Section(BaseModel):
 
 @cache
 def section_of(arguments: type[DataclassInstance]) -> type[Section]:
-    """Make a section of the YAML recipe from a dataclass. It checks only fields of plain types, such as `int`."""
+    """Make a `Section` class with a dataclass's fields. Only fields of plain types, such as `int`, are checked."""
     hints = get_type_hints(arguments, include_extras=True)
     kinds: dict[str, Any] = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(arguments)}
     return create_model(arguments.__name__, __base__=Section, **kinds)
 
 
 def _yaml_type(hint: object) -> object:
-    """YAML type of a field: its annotation `hint` without enumerations; `object` if the rest is not all in `PLAIN`."""
+    """A field's YAML type: the union `hint` without enums; `object` (any value) if other than `PLAIN` types remain."""
     whole, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     members = get_args(whole) if get_origin(whole) in (Union, UnionType) else (whole,)
     kinds = tuple(kind for kind in members if not isinstance(kind, EnumMeta))

@@ -25,10 +25,10 @@ CHAIN = 0.75  # assumed share of right guesses where all earlier guesses are rig
 
 
 class FrequentTokens(NamedTuple):
-    """The most frequent tokens of a training text, and the share of the text that they cover."""
+    """The N most frequent tokens of a training text, and an estimate of the share of new text that they cover."""
 
-    ids: Tensor  # [N] ids of the most frequent tokens, in order of falling frequency
-    coverage: float  # share of the labels in each half of the text that are among the other half's N most frequent
+    ids: Tensor  # [N] ids of the tokens, in order of falling frequency
+    coverage: float  # share of each half's labels that are among the other half's N most frequent tokens, averaged
 
 
 def most_frequent(dataset: PackedDataset | StreamedDataset | Features, size: int, vocab_size: int) -> FrequentTokens:
@@ -75,9 +75,9 @@ def vocabulary_gain(
         time  =  TREE x (backbone + OVERHEAD) + blocks + lm_heads x vocabulary x H
 
     c is the `coverage`, the share of labels in the reduced vocabulary; K the number of heads; H the hidden size.
-    `backbone` and `blocks` are numbers of parameters, `blocks` that of the heads without their LM heads. A step reads
-    `lm_heads` LM heads: 1 if heads share one and guess in parallel, otherwise K. TREE and OVERHEAD are measured
-    constants of `train.architecture`; CHAIN is the assumed probability that a guess is right if all before it are."""
+    `backbone` and `blocks` count the parameters of the backbone, and of the heads without LM heads. A step reads
+    `lm_heads` LM heads: 1 if heads share one and guess in parallel, otherwise K. A forward over a tree takes TREE times
+    as long as over one token; OVERHEAD is its fixed cost, in parameters. CHAIN is the accuracy after right guesses."""
 
     def speed(tokens: int, share: float) -> float:
         tau = sum((share * CHAIN) ** depth for depth in range(num_heads + 1))

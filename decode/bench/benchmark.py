@@ -163,7 +163,7 @@ def accepted_by_depth(results: Sequence[Result]) -> list[float]:
 
 
 def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
-    """Compute tau (mean tokens per step) for each range of `POSITIONS` new tokens, over the steps that start in it."""
+    """Compute tau (mean tokens per step) for the steps that start in each stretch of `POSITIONS` new tokens."""
     stretches: dict[int, list[int]] = defaultdict(list)
     for result in results:
         at = 0
@@ -174,9 +174,9 @@ def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
 
 
 def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[AcceptedNode]:
-    """Compute the fraction (0 to 1) of steps that accepted each node of the draft tree; `results` give the steps.
+    """Compute the fraction (0 to 1) of the decoding steps of `results` that accepted each node of their draft tree.
 
-    `ranks`: per text, the ranks [P, K] (0: best) of the correct tokens at P positions among the guesses of K heads."""
+    `ranks`: for each result, the ranks [P, K] (0: best) of the correct tokens among K heads' guesses at P positions."""
     counts: Counter[tuple[int, ...]] = Counter()
     steps = 0
     for table, result in zip(ranks, results, strict=True):

@@ -36,11 +36,11 @@ class Resampling(NamedTuple):
 
 @dataclass
 class Sample:
-    """Token counts, step counts and times of one method per batch; `uncut_tokens` include tokens cut at the end."""
+    """Token counts, step counts and times (in seconds) of one decoding method, for each batch of prompts."""
 
     new_tokens: Tensor  # [B]
     steps: Tensor  # [B]
-    uncut_tokens: Tensor  # [B]
+    uncut_tokens: Tensor  # [B] the new tokens and the tokens of the last step past the text's end, which are cut off
     seconds: Tensor  # [R, B]
 
     @classmethod
@@ -79,7 +79,7 @@ class Sample:
         return ((drawn.batches @ self.new_tokens)[:, None] / seconds.clamp_min(1e-9)).gather(1, drawn.rounds)
 
     def speedup(self, other: Sample, drawn: Resampling) -> Tensor:
-        """Compute the speedup over `other` in each of D bootstrap draws, [D]: the median ratio of rates over rounds."""
+        """Compute the speedup over `other` in each of D draws, [D]: the median over rounds of the ratio of rates."""
         return (self.rates(drawn) / other.rates(drawn).clamp_min(1e-9)).quantile(0.5, dim=1)
 
 
@@ -93,7 +93,7 @@ class Change:
     """The change of one metric of one decoding method from an earlier benchmark run to a later one."""
 
     method: str
-    figure: str
+    figure: str  # the metric: `speedup`, `speedup_vs_generate` or `tau`
     earlier: float
     later: float
     ratio: float  # the later value of the metric divided by the earlier value

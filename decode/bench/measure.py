@@ -144,7 +144,7 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
 
 
 def add_details(job: BenchmarkJob, medusa: figures.MethodFigures, calibrations: Sequence[Path]) -> None:
-    """Add to `medusa` what reports show: acceptance by node, and a matching calibration in the files `calibrations`."""
+    """Add to `medusa` acceptance by node, and the calibration for this machine and job from files `calibrations`."""
     heads, model = job.source.heads, job.loaded.model
     assert heads is not None, "only heads have nodes with ranks, and calibrations"
     results = one_by_one(job.drafted(job.settings), job.prompts, prompt_seeds(job.seed, range(len(job.prompts))))

@@ -102,7 +102,7 @@ def transformers_method(
     """Make a method that calls transformers' `model.generate`.
 
     `generate` draws all samples of a batch from one random stream, which gets the seed of the first prompt.
-    `assistance`: options of `generate` for assisted or beam search. With them, results have no step lengths."""
+    `assistance`: options of `generate` for assisted or beam search. With them, results have no `step_lengths`."""
     device, amateur = Backbone(model).device, settings.amateur
     models = [model] if amateur is None else [model, amateur.model]
     context = min(Backbone(some).context or 1 << 30 for some in models)

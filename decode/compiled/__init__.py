@@ -1,4 +1,4 @@
-"""Compiled decoding (`--compile`): `torch.compile` compiles a whole step, from the draft to the compacted cache.
+"""Compiled decoding (`--compile`): `torch.compile` compiles a whole step: draft, forward, acceptance, cache update.
 
 Launching a few hundred small operations takes most of an eager step's time for a small model or on a fast device. In a
 compiled step all shapes are fixed: masks hide the cache's unused slots, text lengths are tensors on the device, and

@@ -116,10 +116,10 @@ def static(tensor: Tensor) -> Tensor:
 
 
 class FixedHeadsCache:
-    """A `HeadsCache` of fixed shape: KV caches of hidden states (`prefix`) and of states with next tokens (`pairs`)."""
+    """A `HeadsCache` of fixed shape: one or two KV caches for heads that look back at the text."""
 
-    prefix: FixedCache | None  # of the prefix layers between backbone and heads
-    pairs: FixedCache | None  # of pairs of a hidden state and the token after it, for heads that attend to the text
+    prefix: FixedCache | None  # of prefix layers, which are decoder layers between backbone and heads, if there are any
+    pairs: FixedCache | None  # of pairs (hidden state, token after it), if the heads attend to the text
 
     def __init__(self, like: AnyHeadsCache, capacity: int, max_depth: int) -> None:
         """Make empty caches for the heads of the cache `like`; `max_depth` is the depth of the heads' draft tree."""

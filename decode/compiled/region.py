@@ -179,7 +179,7 @@ def modules_key(module: nn.Module) -> Key:
 
 
 def _plain(value: object) -> object:
-    """Convert a module's attribute for a region's key: numbers, strings, functions and containers stay; else `None`."""
+    """Convert a value for a region's key: numbers, strings, functions stay; containers become tuples; others `None`."""
     if isinstance(value, PLAIN):
         return value
     if type(value) is dict:

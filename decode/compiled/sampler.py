@@ -63,7 +63,7 @@ class FixedSampler:
         return processed(self.processors, ids, logits.float(), self.truncation)
 
     def _walk(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:
-        """Decide token by token down the tree, as `decode.accept.accept_walk`, but in D + 1 steps for tree depth D."""
+        """Decide token by token down the tree, as `decode.accept.accept_walk`, but always in D + 1 steps."""
         topology, rows = draft.topology, torch.arange(len(draft.ids), device=draft.ids.device)
         table = topology.find_children(topology.find_place())
         end, root, walking = torch.zeros_like(rows), torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)

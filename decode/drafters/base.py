@@ -50,11 +50,11 @@ class DrafterContext(NamedTuple):
 
 
 class DrafterConfig(ABC):
-    """Base class of a drafter's options, which users write as `NAME[:options]`. No models are loaded yet."""
+    """Base class of a drafter's options, which users write as `NAME[:options]`. Making one loads no models."""
 
     compiles: ClassVar[bool] = False  # whether `--compile` can compile the steps of this drafter
     can_draw: ClassVar[bool] = False  # whether drafts can be sampled (`DrafterFactory.can_draw`)
-    first: ClassVar[str | None] = None  # the option whose name can be left out, such as `model` in `model:demo`
+    first: ClassVar[str | None] = None  # the option whose name can be left out: `model:demo` means `model:model=demo`
     rest: ClassVar[str | None] = None  # the option whose value is all text after the other options, commas included
     needs: str = "nothing"  # what a user must provide, such as trained heads; tables of results show it
     needs_heads: bool = False

@@ -74,12 +74,12 @@ class HeadsDrafter:
 
 
 def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, draws: Draws) -> Draft:
-    """Sample a draft for each of B root tokens. Draft b draws its tokens at depth d from `q[context[b], d - 1]`.
+    """Sample a draft for each of B root tokens. All drafts share the topology; several drafts may be for one text.
 
-    `q` [C, k, V] holds the distributions of k heads over V tokens, for C texts. All drafts share the topology. In a
-    draft, the children of all nodes of a depth hold the same tokens. The decoded text stays exact, because a path has
-    only one node of each depth, and the draws of different depths are independent.
-    """
+    `q` [C, k, V]: the distributions of k heads over V tokens, for C texts. `context` [B]: the index in `q` of the text
+    that a draft is for. Draft b draws its tokens at depth d from `q[context[b], d - 1]`; the children of all its nodes
+    of a depth hold the same tokens. The decoded text still follows the target distribution, because a path has only
+    one node of each depth, and the draws of different depths are independent."""
     everyone = torch.arange(len(root), device=root.device)
     depths, place, ids = topology.depth[0], topology.place[0], [root[:, None]]
     for depth in range(1, topology.max_depth + 1):

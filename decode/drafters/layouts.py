@@ -131,17 +131,17 @@ TreeLike = Layout | str | Sequence[Sequence[int]] | None
 def bounded(confidences: Tensor) -> Tensor:
     """Raise log confidences to at least `MIN_LOG_CONFIDENCE`, and replace NaN (from overflow in float16) by this value.
 
-    With lower values, float32 would round away `STEEPNESS`, which ranks parents first. `topk` would rank NaN first."""
+    Next to lower values, float32 would round away `STEEPNESS`, the small amount that ranks a parent above an equally
+    probable child. `topk` would rank NaN first."""
     return confidences.nan_to_num(nan=MIN_LOG_CONFIDENCE, neginf=MIN_LOG_CONFIDENCE).clamp_min(MIN_LOG_CONFIDENCE)
 
 
 def _candidates(num_nodes: int, num_heads: int) -> Tree:
     """Make the tree of all paths that could be among the `num_nodes` - 1 most probable, whatever the confidences are.
 
-    A path of ranks r1, r2, ... is at most as probable as any path of at most its length with no greater rank at any
-    depth. There are (r1 + 1) + (r1 + 1)(r2 + 1) + ... such paths, itself included; this number is the path's measure.
-    A path is left out if its measure exceeds `num_nodes` - 1. Ranks stay below TOP, and the tree has at most
-    MAX_CANDIDATES nodes."""
+    A path of ranks r1, r2, ... is never more probable than a path that is no longer and has no greater rank at any
+    depth. There are (r1 + 1) + (r1 + 1)(r2 + 1) + ... such paths, itself included: the path's measure. Paths with a
+    measure above `num_nodes` - 1 are left out. Ranks stay below TOP, and the tree has at most MAX_CANDIDATES nodes."""
     paths: list[RankPath] = []
     # (measure, path), and for the path without its last rank, its measure and the product of all r + 1.
     open_paths: list[tuple[int, RankPath, int, int]] = [(1, (0,), 0, 1)]

@@ -54,8 +54,8 @@ def levels_of(tree: Tree) -> list[Level]:
 def width_of(tree: DynamicTree) -> int:
     """Return how many nodes of each level get children: the square root of `num_nodes`, or more for a shallow tree.
 
-    Measured: in trees of 8 nodes, 2 per level are as good as all; of 16 nodes, 3; of 64 nodes, 8 lose 1 % of tau.
-    """
+    Measured by tokens per step (docs/log.md): in a tree of 8 nodes, 2 expanded nodes per level are as good as more. In
+    a tree of 16 nodes, 3 are. In a tree of 64 nodes, 8 give 2 % fewer tokens than 12."""
     width, wanted = max(2, round(tree.num_nodes**0.5)), tree.num_nodes - 1
     for wider in range(width, wanted):
         found = level = min(wanted, TOP)
@@ -68,10 +68,10 @@ def width_of(tree: DynamicTree) -> int:
 
 
 class LevelwiseDrafter(ABC):
-    """Base class of drafters that grow a tree level by level. With a `target`, they sample tokens of a static tree."""
+    """Base class of level-by-level drafters. With a `target` (`--draft sample`), they sample a static tree's tokens."""
 
     def __init__(self, tree: Layout, target: Target | None = None) -> None:
-        self.tree, self.target = tree, target
+        self.tree, self.target = tree, target  # the target holds the sampling options and random draws of the texts
         if isinstance(tree, DynamicTree):
             self.width = width_of(tree)
             return

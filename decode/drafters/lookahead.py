@@ -100,8 +100,8 @@ class Window:
     def learn(self, answers: list[int]) -> None:
         """Add an n-gram per column to the pool, drop the window's first level, and append `answers` as the last level.
 
-        `answers` are the backbone's predictions after the columns. Columns move by one position per step. Moving them
-        by the number of accepted tokens did not improve acceptance (docs/log.md)."""
+        `answers` are the backbone's predictions after the columns. So each column advances by one position per step.
+        Advancing it by the number of accepted tokens instead did not improve acceptance (docs/log.md)."""
         for ngram in zip(*self.levels, answers, strict=True):
             self.pool.add(ngram)
         self.levels = [*self.levels[1:], answers]

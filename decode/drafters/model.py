@@ -110,8 +110,8 @@ class DraftModel(DrafterFactory):
 class ModelDrafter(LevelwiseDrafter):
     """Drafts with a small model, whose KV cache follows the texts of a session.
 
-    The state of W nodes in B texts: the cache slots [B, W, A] of their A drafted ancestors; slot 0 is the first
-    slot after the text."""
+    The state of W nodes in B texts: the cache slots [B, W, A] of their A drafted ancestors, counted from the text's
+    end: slot 0 is the first slot after the text."""
 
     def __init__(self, source: DraftModel, session: Session, target: Target | None = None) -> None:
         self.backbone = Backbone(source.model)

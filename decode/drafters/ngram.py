@@ -22,7 +22,7 @@ class NgramConfig(DrafterConfig):
     n: int = 3  # length of the longest n-gram to look up, in tokens
     min_n: int = 1  # length of the shortest n-gram to look up, in tokens
     tokens: int = 10  # maximum number of tokens to draft after an earlier occurrence
-    matches: int = 1  # maximum number of occurrences to draft from (1: a chain); longer n-grams first, then later ones
+    matches: int = 1  # maximum occurrences to draft from (1: a chain); longer n-grams first, then later occurrences
     nodes: int = 0  # maximum number of nodes of the trie, root included; 0: no limit
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class NgramConfig(DrafterConfig):
 
 
 class NgramIndex:
-    """An index of a growing text: for each n-gram, the positions after its occurrences before the text's end."""
+    """An index of a growing text, which maps each n-gram to the positions of the tokens that followed it."""
 
     def __init__(self, min_n: int, n: int) -> None:
         self.sizes = range(n, min_n - 1, -1)
@@ -48,7 +48,7 @@ class NgramIndex:
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def extend(self, tokens: list[int]) -> None:
-        """Append `tokens` to the text, and index the n-grams that end before its new end."""
+        """Append `tokens` to the text, and index the n-grams that end just before each of these tokens."""
         first = max(len(self.text), 1)
         self.text += tokens
         for end in range(first, len(self.text)):
@@ -57,7 +57,7 @@ class NgramIndex:
                     self.ends[tuple(self.text[end - size : end])].append(end)
 
     def matches(self, most: int) -> Iterator[int]:
-        """Yield up to `most` positions after earlier occurrences of the n-grams at the text's end, longest first."""
+        """Yield positions that follow earlier copies of the text's last n tokens: at most `most`, greatest n first."""
         found: set[int] = set()
         for size in self.sizes:
             for end in reversed(self.ends.get(tuple(self.text[-size:]), ())):

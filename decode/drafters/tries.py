@@ -80,7 +80,7 @@ class TextDrafter(ABC):
         """Make the trie of continuations to draft for the session's text with the index `row`."""
 
     def depth(self, row: int, most: int) -> int:
-        """Return how many tokens to draft: at most `most`, and fewer than text `row` may still gain."""
+        """Return how many tokens to draft: at most `most`, and fewer than the tokens that text `row` may still get."""
         return min(most, self.sequences.tokens_left(row) - 1)
 
 

@@ -81,9 +81,9 @@ def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
 def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
     """Draw C tokens without replacement for each of R rows, from M distributions `q` [M, V] and uniform `u` [R, C].
 
-    Row i uses the distribution `q[index[i]]`. The intervals of the tokens drawn before in the row are cut out of
-    [0, 1), and the row's next number is scaled to the rest. If the rest is at most `MASS_LEFT`, the row's first token
-    is repeated; acceptance skips repetitions. They add no bias, as they depend only on the row's earlier tokens."""
+    Row i uses `q[index[i]]`. A token's interval of [0, 1) is as long as its probability. The intervals of the row's
+    earlier tokens are cut out, and its next number in `u` is scaled to the rest. If at most `MASS_LEFT` is left, the
+    row's first token is repeated; acceptance skips it. This adds no bias: it is decided before that number is used."""
     sums = cumulative(q)
     start = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)
     tokens = torch.zeros(u.shape, dtype=torch.long, device=q.device)

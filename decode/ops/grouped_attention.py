@@ -4,7 +4,7 @@ If g query heads share a key head, transformers' sdpa copies keys and values g t
 a mask. For 32 query heads, 8 key heads, 8192 tokens of context and 16 nodes, copies take three quarters of attention's
 time. Here the g heads become g x N queries of one key head. Results are equal up to rounding, and on a CPU bit by bit.
 
-The model's config keeps "sdpa": for other names, some models (Falcon, Gemma 4, DeepSeek 3.2) make another mask.
+`sdpa_grouped` is registered as "sdpa", because some models (Falcon, Gemma 4, DeepSeek 3.2) choose masks by that name.
 
 Shapes: B rows of the batch, H query heads on H / g key heads, N tokens, S cache slots, D head size.
 """

@@ -38,12 +38,12 @@ from medusa.tree_support import LayerKinds
 
 @dataclass(eq=False)
 class Partial:
-    """A hypothesis of beam search: tokens after the prompt, cache slots of those read, and, once read, next tokens."""
+    """A hypothesis of beam search: its new tokens, their cache slots, and its best next tokens once it is read."""
 
     ids: tuple[int, ...] = ()
     log_probability: float = 0.0
     is_end: bool = False  # whether the text is finished
-    slots: tuple[int, ...] = ()  # cache slots after the prompt, from 0, of those of `ids` that the model has read
+    slots: tuple[int, ...] = ()  # cache slots, counted from the prompt's end, of the tokens in `ids` read so far
     following: list[tuple[int, float]] | None = None  # best next tokens with log-probabilities, once read
 
 
@@ -129,7 +129,7 @@ class Search:
     dropped: int = 0  # hypotheses dropped by `max_queued`; if 0, the texts are those of beam search
 
     def beam_calls(self, num_beams: int) -> int:
-        """The fewest hypotheses beam search expands: 1 for the prompt, `num_beams` per later token of the best text."""
+        """A lower bound on beam search's `calls`: 1 for the prompt, `num_beams` per later token of the best text."""
         return 1 + num_beams * (len(self.hypotheses[0].ids) - 1)
 
 

@@ -43,9 +43,9 @@ class Checkpoint:
         return replace(self, tensors=cast)
 
     def require_complete(self, source: str) -> Checkpoint:
-        """Return this checkpoint; RequestError if a tensor or a token of the reduced vocabulary is wrong or missing.
+        """Return this checkpoint; raise RequestError if a tensor is unknown, missing or of the wrong shape.
 
-        Error messages begin with `source`, the name of the file."""
+        The token ids of a reduced vocabulary must be valid and unique. Error messages begin with `source`, the file."""
         require_exactly(self.tensors, empty(self.config).tensors, source)
         if (tokens := self.tensors.get("vocabulary")) is not None:
             vocab_size = self.config.vocab_size
@@ -78,6 +78,6 @@ def require_exactly(tensors: Tensors, wanted: Tensors, source: str, called: Call
 
 
 def require_plausible(num_heads: int, tensors: Tensors, source: str) -> None:
-    """Raise RequestError if `num_heads`, from tensor names, exceeds the number of tensors. Call before allocating."""
+    """Raise RequestError if file `source` names `num_heads` heads but holds fewer tensors. Call before making heads."""
     if num_heads > (held := len(tensors)):
         raise RequestError(f"{source} names head {num_heads - 1} but holds {held} tensors; its heads are not complete")

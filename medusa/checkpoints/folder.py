@@ -102,7 +102,7 @@ def _download(name: str, hub: HubOptions) -> Path:
 
 
 def _stored_heads(folder: Path) -> Stored:
-    """Return the folder's tensors: those of its heads file, else of its EAGLE-3 layer or model with heads inside."""
+    """Return the tensors of a folder's heads file, else its EAGLE-3 layer, else its model that contains heads."""
     for path in (folder / name for name in HEADS_FILES):
         if path.is_file():
             return Stored.of_files([path])

@@ -4,7 +4,7 @@ The file contains these tensors for head k and its blocks i, with hidden size H:
 
     hydra_mlp.{k}.{i}.linear.weight, .bias                block i
     hydra_mlp.{k}.{i}.res_connection.weight, .bias        residual matrix of the first block: (k + 2) H to H
-    hydra_lm_head.{k}.weight, .bias                       the LM head; or {k}.1.weight, {k}.1.bias
+    hydra_lm_head.{k}.weight, .bias                       the LM head (in some files hydra_lm_head.{k}.1.weight, .bias)
     prefix_embeding_layer.layers.0.*, .norm.weight        in Hydra++: a Llama layer and a norm
 
 If the heads have dropout, the indices i are not consecutive. In the original, all blocks of a head after the first
@@ -66,7 +66,7 @@ def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
 
 
 def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str]:
-    """Return the config, the block indices in tensor names, and what follows an LM head's index (nothing or `.1`)."""
+    """Infer the config, the indices of a head's blocks in tensor names, and the infix (`.1` or "") of LM head names."""
     found = [(int(m[1]), int(m[2])) for m in map(BLOCK.fullmatch, tensors) if m is not None]
     blocks = sorted(block for head, block in found if head == 0)
     if not blocks:

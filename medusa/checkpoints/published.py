@@ -51,7 +51,7 @@ class Names:
     def renamed(self, name: str, to: Names, num_layers: int = 0) -> str:
         """Convert a tensor's name to its name in the format `to`; return unknown names unchanged.
 
-        FasterDecoding's LM head names contain the number of blocks per head, taken from `name`, else `num_layers`."""
+        FasterDecoding's LM head names contain the number of blocks per head: `num_layers`, if `name` lacks it."""
         for pattern, other in ((self.block, to.block), (self.lm_head, to.lm_head)):
             if match := re.fullmatch(_regex(pattern), name):
                 return other.format(**{"L": num_layers} | match.groupdict())
@@ -92,9 +92,9 @@ class HeadTensors:
 
 
 def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source: str) -> None:
-    """Add the tensors that vLLM's files can leave out: an LM head for each head, and biases of zero.
+    """Fill in what vLLM's files can leave out: each head gets the shared LM head, if there is one, and biases of zero.
 
-    With a reduced vocabulary, LM heads with rows for all tokens keep only the rows of the vocabulary's tokens."""
+    If the vocabulary is reduced, LM heads with rows for all tokens are cut to the rows of its tokens."""
     tensors = found.tensors
     blocks = [match for match in map(PUBLISHED.block_of, tensors) if match]
     shared, own = tensors.pop(SHARED, None), [name for name in tensors if LM_HEAD_NAME.fullmatch(name)]
@@ -122,7 +122,7 @@ def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source:
 
 
 def _names(config: MedusaConfig) -> dict[str, str]:
-    """Map our state dict's names to FasterDecoding's without the head's index: `0.linear.weight` is of layer 0."""
+    """Map names in our state dict to FasterDecoding's without `{h}.`: `blocks.0.weight` becomes `0.linear.weight`."""
     layers, parts = range(config.num_layers), PARTS[config.block].items()
     names = {f"blocks.{layer}.{parameter}": f"{layer}.{part}" for layer in layers for parameter, part in parts}
     return names | ({"lm_heads": f"{config.num_layers}.weight"} if config.lm_head == "own" else {})

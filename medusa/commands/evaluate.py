@@ -2,8 +2,8 @@
 
   medusa evaluate --backbone demo --heads demo --data medusa/assets/prompts.jsonl
 
-The backbone first generates a greedy continuation of every prompt, or of the first 16 tokens of any other record. The
-heads' guesses are compared with this text, not with the text of the file.
+The backbone first continues every prompt greedily. Of a document or a conversation, it continues the first 16 tokens.
+The heads' guesses are compared with the generated text, not with the text of the file.
 """
 
 from __future__ import annotations

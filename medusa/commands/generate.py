@@ -1,4 +1,4 @@
-"""Generate text with heads or another drafter: the same output as normal decoding, faster.
+"""Generate text with heads or another drafter: the same output as without a drafter, faster.
 
   medusa generate --backbone demo --heads demo --prompt "Once upon a time"
   medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --json out.json

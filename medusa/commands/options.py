@@ -64,7 +64,7 @@ class Prompts(Options):
 
 
 def read_prompts(place: str, split: str, most: int | None = None, separator: str | None = None) -> list[Record]:
-    """Read the first `most` records (or all) of a file, folder or Hub dataset. `separator` lines split .txt files."""
+    """Read up to `most` records of a file, folder or Hub dataset's `split`. `separator`: line between .txt records."""
     return list(islice(read_records(place, split=split, separator=separator), most))
 
 

@@ -39,7 +39,7 @@ class Strategy(SearchOptions):
     def require_fitting(self, command: CommandOptions, others: dict[str, object]) -> None:
         """Raise RequestError if the strategy does not work with the command's options, or with one of `others`.
 
-        `others` maps names of further options to their values. A search rejects an option whose value is true."""
+        `others` maps names of options to their values. If the strategy is a search, none of the values may be true."""
         settings, models, temperature = command.settings, command.models, command.settings.temperature
         if self.strategy == "greedy" and temperature > 0:
             raise RequestError(f"--strategy greedy needs --temperature 0, and it is {temperature}; leave one out")

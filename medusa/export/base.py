@@ -42,7 +42,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of an export: how to serve it, what is lost, notes, and the heads that reading it back must give."""
+    """The result of an export: how to serve it, what is lost, notes, and the heads that loading it must return."""
 
     serve: str
     """The shell command or Python code that decodes with the written heads."""
@@ -57,8 +57,8 @@ class Written:
 def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=medusa") -> None:
     """Check that the heads are of kind `medusa` with square blocks (Medusa paper, section 2.1), as the format requires.
 
-    The message of the error contains the format's `name` and, for heads of another kind, the advised setting `kinds`.
-    Raise RequestError if the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary."""
+    Raise RequestError if the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary.
+    The message contains the format's `name`. For another kind, it advises to train with the settings in `kinds`."""
     for is_wrong, found, way_out in (
         (config.kind != "medusa", f"kind {config.kind}", kinds),
         (config.prefix_layers, f"{config.prefix_layers} prefix layers", "heads.prefix_layers=0"),

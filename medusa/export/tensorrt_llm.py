@@ -1,4 +1,4 @@
-"""The two formats of TensorRT-LLM: heads for its engine flow, and the unified format of NVIDIA modelopt."""
+"""The two formats of TensorRT-LLM: heads for `trtllm-build`'s engines, and NVIDIA modelopt's unified format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOST = "greedy decoding only; one tree, given when the engine is built; Llama an
 
 
 def write(export: Export) -> Written:
-    """Write `config.json`, `medusa_lm_head.safetensors` and the tree `medusa_choices.json` for the engine flow.
+    """Write `config.json`, `medusa_lm_head.safetensors` and the tree `medusa_choices.json` for `trtllm-build`.
 
     Every written head has an LM head. The tree is needed twice: to build the engine and to run it. Raise RequestError
     unless the heads are of kind `medusa` with square blocks, without prefix layers or a reduced vocabulary."""
@@ -93,12 +93,12 @@ def write_modelopt(export: Export) -> Written:
 
 
 def _renamed(path: Path) -> str:
-    """Return a backbone file's exported name: a single weights file becomes the first shard; others keep theirs."""
+    """Return a backbone file's new name: `model.safetensors` is named as a first shard; other names do not change."""
     return FIRST if path.name == WHOLE else path.name
 
 
 def _write_choices(export: Export, config: MedusaConfig) -> list[list[int]]:
-    """Write the tree in the heads' config, or `FALLBACK_TREE`; return the paths of all nodes except the root.
+    """Write the config's tree, or `FALLBACK_TREE`, to `medusa_choices.json`; return its paths, without the root's.
 
     The tree is cut to the depth that the heads reach, and to `MAX_CHOICES` nodes."""
     tree = Tree.from_paths(config.tree or named_trees()[FALLBACK_TREE]).clip(config.num_heads)

@@ -1,4 +1,4 @@
-"""The formats of vLLM and SGLang: Medusa heads for vLLM up to 0.32, and a layer of EAGLE-3 for both servers.
+"""The formats of vLLM and SGLang: Medusa heads for vLLM up to 0.32, and EAGLE-3 draft layers for both servers.
 
 vLLM's Medusa head h has these tensors, with hidden size H, vocabulary size V and blocks l:
 
@@ -30,7 +30,7 @@ MODEL_WEIGHTS = "model.safetensors"
 
 
 def write_vllm(export: Export) -> Written:
-    """Write Medusa heads or a layer of EAGLE-3; raise RequestError if vLLM cannot load the heads."""
+    """Write Medusa heads or an EAGLE-3 draft layer for vLLM; raise RequestError if vLLM cannot load the heads."""
     config = export.heads.config
     method = "eagle3" if config.kind == "eagle" else "medusa"
     asked = {"method": method, "model": str(export.place), "num_speculative_tokens": config.num_heads}
@@ -70,9 +70,9 @@ def write_vllm(export: Export) -> Written:
 
 
 def write_eagle3(export: Export, name: str) -> None:
-    """Write heads of kind `eagle` as a layer of EAGLE-3 for the server `name` (tensors: `medusa.checkpoints.eagle3`).
+    """Write heads of kind `eagle` as an EAGLE-3 draft layer for server `name` (tensors: `medusa.checkpoints.eagle3`).
 
-    Raise RequestError if EAGLE-3's layer cannot represent the heads, or they belong to a backbone of other sizes."""
+    Raise RequestError if such a layer cannot represent the heads, or they belong to a backbone of other sizes."""
     heads, config = export.heads, export.heads.config
     if not config.servable:
         wanted = {"block": GATED, "lm_head": "shared", "prefix_layers": 0}
@@ -121,7 +121,7 @@ def write_eagle3(export: Export, name: str) -> None:
 
 
 def write_sglang(export: Export) -> Written:
-    """Write heads of kind `eagle` as a layer of EAGLE-3 for SGLang; raise RequestError for all other heads."""
+    """Write heads of kind `eagle` as an EAGLE-3 draft layer for SGLang; raise RequestError for all other heads."""
     if export.heads.config.kind != "eagle":
         raise RequestError(
             "sglang has no Medusa heads; train kind eagle with "

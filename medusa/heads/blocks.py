@@ -50,9 +50,9 @@ class MLPBlock(nn.Module):
 
 
 class Stack(nn.Module):
-    """The residual blocks of one head, for the hidden state x [..., H] and an input z [..., I].
+    """The residual blocks of one head, for features x [..., H] and an input z [..., I] that includes x.
 
-    The first block computes x + layer(z). Each later block computes x + layer(x) from the x of the block before."""
+    The first block computes x + layer(z). Each later block computes y + layer(y) from the previous block's output y."""
 
     def __init__(self, config: MedusaConfig, input_size: int) -> None:
         super().__init__()

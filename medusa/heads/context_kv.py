@@ -1,14 +1,14 @@
 """Attention of heads to the text and to their path in the tree, with rotary embeddings (RoPE, arXiv 2104.09864).
 
-A query attends to two sets of keys. The keys of the text are many, and all queries of a row share them. The own keys of
-a query come from its path: they are few and differ from query to query. One call of PyTorch's attention computes both,
-without copies of the text's keys. The score s_j of own key j is computed in advance and put into an extra dimension j.
-With unit vectors e_j:
+A query attends to two sets of keys. The keys of the text are many, and all queries of a row share them. Each query
+also has a few own keys, from its path. One call of PyTorch's attention computes both, without copying the text's keys.
+The score s_j of own key j is computed in advance and put into an extra dimension j. With unit vectors e_j:
 
     query   [q ; s_0 ... s_J-1]      text    key [k_i ; 0]     value [v_i ; 0]
                                      own     key [0 ; e_j]     value [0 ; e_j]
 
-So the softmax runs over text keys and own keys. The extra dimensions of the output are the weights of the own keys.
+So the softmax runs over text keys and own keys. The extra dimensions of the output are the weights of the own keys. The
+caller multiplies the own values by these weights and adds them to the output.
 
 Shapes: B rows, S keys of the text, Q queries of a row, R selected queries, A attention heads, D their size, J own keys.
 """
@@ -37,7 +37,7 @@ class ContextKV:
             keys, values: [B, A, S, D] keys and values of the text, with the keys already rotated.
             seen: [B, Q, S] the mask, True where a query sees a text token. B or Q is 1 if rows or queries share it.
             position_ids: [B, Q] positions of head 0's queries; [B, 1] if a row's queries share one, [R] with `place`.
-            steps: the largest number J of own keys of a query. Head i, counted from 0, adds one at its position + i.
+            steps: the number of heads, the maximum of J. Head i (from 0) adds one own key, at `position_ids` + i.
             place: [R] indices of the selected queries in the flattened [B * Q]; by default all queries."""
         self.place, self.rows, self.queries, self.size = place, len(keys), seen.shape[1], keys.shape[-1]
         ahead = torch.arange(steps, device=position_ids.device)
@@ -49,12 +49,12 @@ class ContextKV:
         self.keys, self.values = (_extended(states, unit) for states in (keys, values))
 
     def attend(self, query: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to text and own keys; return the text's weighted values, shaped like `query`, and own keys' weights.
+        """Attend to text and own keys; return the text's part of the output, and own keys' softmax weights [..., A, J].
 
         Args:
-            query: [B, Q, A, D] all queries; [R, A, D] if only R queries are selected (the constructor's `place`).
-                If all queries share the mask, Q can be any number.
-            own: [..., A, J] unscaled inner products of each query with its own keys, those of the draft so far."""
+            query: [B, Q, A, D], or [R, A, D] for the R queries that the constructor's `place` selects; the text's part
+                has this shape too. If all queries share the mask (`seen` is [B, 1, S]), Q can be any number.
+            own: [..., A, J] unscaled inner products of each query with its own keys; J counts those so far."""
         count = own.shape[-1]
         query = F.pad(torch.cat([query, own], dim=-1), (0, self.extra - count), value=NOTHING)
         if self.place is not None:

@@ -27,7 +27,7 @@ def following_ids(input_ids: Tensor, count: int) -> Tensor:
     """Return the `count` tokens after each position [B, T, count] of the texts `input_ids` [B, T].
 
     After the end of a row, its last token is repeated. A following token can belong to another packed document. This
-    does no harm: the label there lies outside the position's document too, so training ignores it."""
+    does no harm: a head that reads it predicts a later token, and training ignores labels in other documents."""
     last = input_ids[:, -1:].expand(-1, count)
     return torch.cat([input_ids, last], dim=1)[:, 1:].unfold(1, count, 1)
 

@@ -1,8 +1,8 @@
 """Prefix layers: decoder layers between the backbone's hidden states and the heads (Hydra++, arXiv 2402.05109).
 
-A backbone's hidden states are trained to predict only the next token. Prefix layers attend to all earlier ones,
-which helps heads to guess tokens further ahead. The layers are transformers' Llama layers. They start as the identity.
-Decoding keeps a KV cache for them, to which it adds the accepted tokens only.
+A backbone's hidden states are trained to predict only the next token. Prefix layers attend to the states of all
+earlier tokens, which helps heads to guess tokens further ahead. The layers are transformers' Llama layers. They start
+as the identity. Decoding keeps a KV cache for them, to which it adds only the accepted tokens.
 
 Shapes: B rows, T tokens, S tokens in the cache after a forward, H hidden size.
 """
@@ -19,7 +19,7 @@ from medusa.heads.context_kv import BASE, attention_heads, rope_angles
 
 
 class Prefix(nn.Module):
-    """The stack of prefix layers and an optional norm; it maps hidden states [B, T, H] to hidden states [B, T, H]."""
+    """Decoder layers between backbone and heads, and an optional norm; they map hidden states [B, T, H] to new ones."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()

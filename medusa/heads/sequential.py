@@ -1,4 +1,4 @@
-"""Sequential heads: head k reads the state of head k - 1 and, in most kinds, the tokens before its guess.
+"""Sequential heads: head k reads a state (tensors from head k - 1) and, in most kinds, the tokens before its guess.
 
 Let h be the backbone's hidden state and e an embedding. Token t_0 is the root: the next token, which the backbone has
 chosen. Heads count from 0: token t_k is the guess of head k - 1. Head k computes x_k, to which its LM head is applied:
@@ -10,7 +10,7 @@ chosen. Heads count from 0: token t_k is the guess of head k - 1. Head k compute
 In training the tokens t are those of the text. In decoding they are nodes of the tree. Recurrent and hydra heads
 then run level by level: head k runs once, on all nodes of depth k that get children.
 
-Shapes: ... any positions or nodes, K heads, H hidden size, S size of one tensor of a state, V vocabulary size.
+Shapes: ... any positions or nodes, K heads, H hidden size, S size of one tensor in a state, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SequentialHeads(MedusaHeads, ABC):
 
         Args:
             state: what the previous head returned; for head 0, a tuple of the backbone's hidden states [..., H].
-            token: [..., H] embedding of the token before the guess at each position, for kinds with `follows_path`.
-            context_kv: keys and values of the earlier text, for kinds with `uses_context`; `None` without such text."""
+            token: [..., H] embedding of the token just before each guess; may be `None` in kinds that read no tokens.
+            context_kv: keys and values of the earlier text; `None` without such text or in kinds that ignore it."""
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
         hidden, following, context_kv = inputs
@@ -100,9 +100,9 @@ class HydraHeads(SequentialHeads):
 
     The state for head k is [..., (k + 1) H]: the hidden state and the embeddings of the first k tokens.
 
-    Original Hydra checkpoints (block `hydra`, read by `medusa.checkpoints.hydra`) differ from heads trained here. A
-    head's first block adds its output to a learned linear map of the block's input, not to the hidden state. The
-    embeddings are not normalised, and the LM heads have a bias."""
+    Heads from original Hydra checkpoints (block `hydra`, read by `medusa.checkpoints.hydra`) differ from heads trained
+    here. The first block of each adds its output to a learned linear map of its input, not to the hidden state. These
+    heads do not normalise embeddings, and their LM heads have a bias."""
 
     follows_path = True
 

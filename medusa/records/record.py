@@ -141,7 +141,7 @@ def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> lis
 
 
 def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of `text` after `prompt`: tokenised as one text, unless that would change the prompt's ids."""
+    """Return the ids of `text`, tokenised together with `prompt`, or alone if this would change the prompt's ids."""
     whole = tokenizer(str(tokenizer.decode(prompt)) + text, add_special_tokens=False)["input_ids"]
     if whole[: len(prompt)] == prompt:
         return whole[len(prompt) :]

@@ -61,8 +61,8 @@ def _to_tokens(
 def _first_after(offsets: Offsets, first: int, at: int) -> int:
     """Index of the first token that starts at or after character position `at`, not counting tokens before `first`.
 
-    An empty token at `at` is skipped. Byte-level tokenizers may report a token of spaces as empty, with start and end
-    both after the spaces, so the spaces of such a token lie before `at`."""
+    A token with start = end = `at` is skipped, because its text lies before `at`. Byte-level tokenizers may report a
+    token of spaces like this, with both its start and its end at the end of the spaces."""
     return next((k for k in range(first, len(offsets)) if offsets[k][0] >= at and offsets[k][1] > at), len(offsets))
 
 
@@ -82,11 +82,11 @@ def _offsets(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, wher
 def _end_of_turn(
     ids: list[int], first: int, answer_end: int, last: int, ended: bool, tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    """Find the index after the last token of a turn that counts in the loss: its end-of-turn token, if it has one.
+    """Find where the loss ends in a turn: the index after the end-of-turn token, or `last` if there is no such token.
 
-    The backbone never generates what a template writes after that token, such as a newline. Indices of tokens: `first`,
-    the turn's first; `answer_end`, the first after the answer; `last`, the first after the turn's `Span`. With `ended`,
-    the end-of-turn token lies inside the `Span`; otherwise the token at `last` may also be the end-of-turn token."""
+    The backbone never generates what a template writes after that token, such as a newline. Token indices: `first` is
+    where the turn starts; `answer_end` comes after the answer, and `last` after the turn's `Span`. With `ended`, the
+    end-of-turn token lies inside the `Span`. Otherwise it may lie there, be the token at `last`, or be missing."""
     for at in range(answer_end, last):
         if _is_special(ids[at], tokenizer):
             return at + 1

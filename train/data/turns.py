@@ -25,12 +25,12 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Span(NamedTuple):
-    """An assistant's turn: its start, the end of its answer, its end (in characters), and if it has its end token."""
+    """The place of an assistant's turn in the text, in characters, and whether it includes the end-of-turn token."""
 
-    start: int
-    answer_end: int  # or the end of the turn, if the end of the answer is not known
-    end: int  # the first special token between `answer_end` and `end`, if any, is the end-of-turn token
-    ended: bool  # whether the end-of-turn token lies before `end`; if not, it may also follow directly after `end`
+    start: int  # of the turn
+    answer_end: int  # end of the answer; the same as `end` if it is not known
+    end: int  # of the turn; the first special token from `answer_end` to `end`, if any, is the end-of-turn token
+    ended: bool  # True: the end-of-turn token, if any, lies before `end`; False: it lies there or directly after `end`
 
 
 class ConversationText:
@@ -84,9 +84,9 @@ class ConversationText:
         return found if texts[0] == self.text and len(found) >= turns else None
 
     def _by_difference(self, turn: int) -> tuple[int, int] | None:
-        """Find start and end of message `turn` in the text: the lengths of the texts that end before and after it.
+        """Find start and end of message `turn` by writing two texts: the messages before it, and those up to this one.
 
-        Return `None` if the shorter text is no prefix of the longer, or the longer no prefix of the whole text."""
+        Return their lengths; `None` if the first is no prefix of the second, or the second none of the whole text."""
         try:
             before = self._write(self.messages[:turn], prompt=True)
             after = self._write(self.messages[: turn + 1])

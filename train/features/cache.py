@@ -31,8 +31,8 @@ class FeaturePlan:
     tokens: int
     missing_bytes: int  # not written yet
     free_bytes: int
-    backbone_seconds: float  # of a training step in the backbone's forward, which is not needed with features
-    heads_seconds: float  # of a training step in everything else
+    backbone_seconds: float  # per training step, for the backbone's forward; cached features save this time
+    heads_seconds: float  # per training step, for everything else
     epochs: float
 
     @property

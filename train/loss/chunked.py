@@ -22,8 +22,8 @@ class ChunkedLoss(torch.autograd.Function):
     """Autograd function that computes the losses of K heads (`train.loss.heads.HeadLosses`) from the heads' features.
 
     Its inputs are features [K, R, H] of hidden size H at R positions, LM head weights and bias, labels [K, R], the rule
-    for loss weights, and the teacher for distillation. The forward already applies the loss weights: it sums the
-    gradient of a head's own LM head over the positions, and a sum cannot be weighted by position later."""
+    for loss weights, and the teacher for distillation. The forward also computes the gradients, and applies the loss
+    weights to them, because it sums those of own LM heads over the positions: a sum cannot be weighted by position."""
 
     @staticmethod
     def forward(

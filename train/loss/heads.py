@@ -35,7 +35,7 @@ class HeadLosses(NamedTuple):
     """Mean unweighted cross-entropy over each head's labels, in nats, without gradients; 0 for a head without labels. A
     label outside the reduced vocabulary (`MedusaHeads.vocabulary`) counts as 0 here, and as wrong in `correct`."""
     correct: Tensor
-    """Number of labels that are the head's best guess. The label of a distribution is its most probable token."""
+    """Number of labels that are the head's best guess. In distillation, a label is the backbone's best token."""
     total: Tensor  # number of labels of each head
 
 

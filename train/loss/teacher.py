@@ -34,9 +34,9 @@ def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> T
 
 
 class SoftTargets(NamedTuple):
-    """The backbone's distributions, `which` of them each of K heads learns at C positions, and their best tokens."""
+    """The targets of K heads at C positions: the backbone's distributions over tokens, and their best tokens."""
 
-    distributions: Tensor  # [D, V] over tokens; neighbouring positions share distributions, so D is about C + K
+    distributions: Tensor  # [D, V] D distributions over V tokens; positions share them, so D is about C + K
     which: Tensor  # [K, C] index of the distribution that each head learns at each position
     labels: Tensor
     """Most probable token [K, C] of each distribution, as an index into the heads' vocabulary. `IGNORE` where a head
@@ -60,7 +60,7 @@ class BackboneTeacher:
     def targets(self, rows: slice, labels: Tensor) -> SoftTargets:
         """Compute the distributions that K heads learn at C of the R positions with labels, selected by `rows`.
 
-        `labels` [K, C] are `IGNORE` without a label. Other values are not used: hard labels are the backbone's."""
+        Of `labels` [K, C], only the places of `IGNORE` are used; the returned labels are the backbone's best tokens."""
         reach = torch.arange(len(labels), device=labels.device)[:, None] + (FIRST_OFFSET - 1)
         wanted = (self.position[rows] + reach).clamp_max(len(self.hidden) - 1)  # beyond the end there are no labels
         places, which = wanted.unique(return_inverse=True)

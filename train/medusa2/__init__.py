@@ -1,1 +1,1 @@
-"""Medusa-2: heads are trained together with the backbone, which learns a LoRA adapter (paper, section 2.2.2)."""
+"""Medusa-2: heads learn alone at first, then together with a LoRA adapter in the backbone (paper, section 2.2.2)."""

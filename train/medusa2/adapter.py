@@ -45,7 +45,7 @@ def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
 
 @contextlib.contextmanager
 def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager in which `model` computes what it computed before `adapt`: its adapter and dropout are off."""
+    """Context manager in which `model` computes what it did before `adapt`: without its adapter, and in eval mode."""
     training = model.training
     model.eval()
     model.disable_adapters()

@@ -79,11 +79,11 @@ def lm_loss(
 def tilt_towards(
     heads: MedusaHeads, backbone: Backbone, exponent: float, hidden: Tensor, batch: Batch, labelled: Tensor
 ) -> Tilt:
-    """Make the teacher's tilt: `exponent` (scheduled adapter.teacher_tilt) times the first head's log-probabilities.
+    """Make the tilt of the teacher (the original backbone): `exponent` times the first head's log-probabilities.
 
-    The first head reads `hidden` [B, T, H], the adapted backbone's hidden states of size H for B rows of T tokens. It
-    predicts a token one position earlier than the backbone, so a document's first position has no tilt. The teacher is
-    the original backbone. `labelled` [B, T] is True where there is an LM loss."""
+    `exponent` is adapter.teacher_tilt at this point of its schedule. The first head reads `hidden` [B, T, H], the
+    adapted backbone's hidden states of size H for B rows of T tokens. It predicts a token one position earlier than the
+    backbone, so a document's first position has no tilt. `labelled` [B, T] is True where there is an LM loss."""
     lm_head, documents = without_adapter(backbone.head), batch["document_ids"]
     before = (batch["position_ids"][:, :-1], documents[:, :-1])
     inputs = heads.inputs(hidden[:, :-1], batch["input_ids"], backbone.embed, *before, num_heads=1)
@@ -122,7 +122,7 @@ def measure_perplexities(backbone: Backbone, rows: PackedDataset | Features) -> 
 
 @torch.no_grad()
 def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: int = 4) -> float:
-    """Measure the perplexity (exp of mean cross-entropy) of tokens that count in the loss, up to row `QUALITY_ROWS`."""
+    """Perplexity (exp of mean cross-entropy) of the tokens that count in the loss, in the first `QUALITY_ROWS` rows."""
     total, count = 0.0, 0
     for start in range(0, min(len(rows), QUALITY_ROWS), batch_size):
         picked = [rows[index] for index in range(start, min(start + batch_size, len(rows), QUALITY_ROWS))]

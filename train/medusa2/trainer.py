@@ -57,8 +57,8 @@ class HeadsAndAdapter(HeadsOnBackbone):
     def forward(self, **batch: Tensor) -> HeadLosses:
         """Compute the losses of K heads, and after them the backbone's LM loss: each field has the shape [K + 1].
 
-        For the LM loss, `correct` is 0. This loss is 0 if it has no labels, and while only the heads learn. If the
-        batch contains hidden states, they are those of the original backbone, and are not computed again."""
+        The LM loss is 0 without labels, and in the run's first part (adapter.heads_first), when only the heads learn.
+        Its `correct` is always 0. Hidden states in the batch are the original backbone's; they are not recomputed."""
         backbone, hidden = self.backbone, batch.pop("hidden", None)
         ids, positions = batch["input_ids"], batch["position_ids"]
         if hidden is None and (self.lm_loss == "kl" or not self.joint):

@@ -100,7 +100,7 @@ def stored(places: Sequence[Path], wanted: dict[str, object]) -> Calibration | N
 
 
 def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[float, ...] | None:
-    """Load the fitted temperature of each head from a calibration in the files `places`; `None` if there is none."""
+    """Load each head's fitted temperature from the first calibration of `heads` in the files `places`, else `None`."""
     fingerprint = heads_fingerprint(heads)
     fitted = (entry.get("temperatures") for entry in _entries(places) if entry["holds_for"].get("heads") == fingerprint)
     return next(map(tuple, filter(None, fitted)), None)

@@ -55,7 +55,7 @@ class Case:
     frequencies: Tensor  # [V] the observed frequencies of the first token after the root
     target: Tensor  # [V] the expected probabilities of the first token after the root
     draft: Tensor | None  # [V] the probabilities of the first head; `None` for a drafter without heads
-    mean_accepted: float  # drafted tokens per step, of the user's tree cut to two levels, and if drawn to two children
+    mean_accepted: float  # accepted draft tokens per step; the tree has 2 levels and, if sampled, 2 children per node
 
     @property
     def joint(self) -> GoodnessOfFit:

@@ -15,13 +15,13 @@ DISTANCES = ("total_variation", "expected_total_variation", "std_of_difference",
 
 
 class GoodnessOfFit(NamedTuple):
-    """A chi-square test of draws. `expected_...`: deviation by chance; `impossible`: draws with probability 0."""
+    """Result of a chi-square test that n draws follow probabilities p. True draws are draws that really follow p."""
 
     draws: int = 0
     total_variation: float = 0.0  # distance: half the sum of |frequency - probability| over all outcomes
-    expected_total_variation: float = 0.0  # mean `total_variation` of as many true draws, by the normal approximation
+    expected_total_variation: float = 0.0  # mean `total_variation` of n true draws, by the normal approximation
     std_of_difference: float = 0.0  # root mean square of frequency - probability over all outcomes
-    expected_std: float = 0.0  # expected `std_of_difference` of n draws from p: the root of mean(p (1 - p)) / n
+    expected_std: float = 0.0  # `std_of_difference` expected of n true draws: sqrt(mean(p (1 - p)) / n)
     chi2: float = 0.0
     degrees_of_freedom: int = 0
     impossible: int = 0  # number of draws whose outcome has probability 0

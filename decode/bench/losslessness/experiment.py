@@ -49,7 +49,7 @@ OnDraws = Callable[[int], object]  # receives the number of draws that have just
 
 
 def require_room(prompts: Sequence[Sequence[int]], settings: Settings, model: PreTrainedModel) -> None:
-    """Raise RequestError if the context of the backbone or amateur has no room for two tokens after each prompt."""
+    """Raise RequestError if a prompt plus two tokens exceeds the context of the backbone or contrastive amateur."""
     models = {"backbone": model} | ({} if settings.amateur is None else {"amateur": settings.amateur.model})
     longest = max(map(len, prompts))
     for name, some in models.items():
@@ -194,9 +194,9 @@ class Experiment:
     def _count(self, take: Take, draws: int, on_progress: OnDraws, same: bool) -> tuple[Tensor, Tensor, int]:
         """Take `draws` decoding steps with `take`, and count the tokens that they write.
 
-        Return how often each of V tokens came first after the root [V], how often each came second after each of F
-        given first tokens [F, V], and the number of accepted tokens. With `same`, all steps give the same result, so
-        one is taken and counted `draws` times."""
+        Return how often each of V tokens came first after the root [V], and how often each came second after each of
+        the F most probable first tokens [F, V]. The third result is the number of accepted tokens. With `same`, all
+        steps give the same result, so one is taken and counted `draws` times."""
         first = torch.zeros(self.vocab, dtype=torch.long)
         second = torch.zeros(len(self.firsts), self.vocab, dtype=torch.long)
         place = torch.full((self.vocab,), -1).index_copy_(0, torch.tensor(self.firsts), torch.arange(len(self.firsts)))
@@ -217,7 +217,7 @@ class Experiment:
         return first, second, accepted_tokens
 
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
-        """Return the target's scores [F, V] after F first tokens: `scores` [N, V] if drafted, else `after_firsts`."""
+        """Return target scores [F, V] after each first token: those in `scores` [N, V] if drafted, else stored ones."""
         found = self.after_firsts.clone()
         for token, depth, after in zip(draft.ids[0].tolist(), draft.topology.depth[0].tolist(), scores, strict=True):
             if depth == 1 and token in self.firsts:
@@ -225,7 +225,7 @@ class Experiment:
         return found
 
     def _chosen(self, rule: Rule, draft: Draft, scores: Tensor) -> Take:
-        """Make a function that samples steps of `--draft topk`, all on one draft of N nodes with `scores` [N, V]."""
+        """Make a function that samples steps on one draft of best guesses, which has N nodes with `scores` [N, V]."""
         passes = Acceptor(rule.acceptance, self.settings.epsilon, self.settings.delta).passes
 
         def of_nodes(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,7 +243,7 @@ class Experiment:
         return take
 
     def _sampled(self, truncate: Truncation | None) -> Take:
-        """Make a function that samples steps of `--draft sample`, each on a newly sampled tree."""
+        """Make a function that samples steps, each on a newly sampled draft. `truncate` cuts off unlikely tokens."""
         context = self.context
         # Draws must not choose nodes, so the candidates of a dynamic tree replace the tree.
         drafter = self.source.reshaped(lambda tree: narrowed(tree.candidates, MAX_CHILDREN)).start(context.session)

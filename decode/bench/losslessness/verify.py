@@ -19,11 +19,11 @@ from medusa.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Verification(Job):
-    """What a verification tests: drafter, models, prompts, settings; `draws` samples for the first `sampled_prompts`.
+    """What a verification tests: the drafter, models, prompts and settings of a `Job`, and how many samples it draws.
 
-    `full`: more temperatures and top-p. Raises RequestError if nothing is drafted or a sampled prompt is too long."""
+    Raises RequestError if nothing is drafted or a sampled prompt is too long."""
 
-    draws: int = 1_000_000
+    draws: int = 1_000_000  # samples for each tested prompt, sampling setting and acceptance rule
     sampled_prompts: int = 4  # number of prompts for which samples are tested: the first ones
     full: bool = False  # whether to sample at three temperatures, with and without top-p, instead of only at 1
 

@@ -195,8 +195,8 @@ def changes(axes: Axes, comparison: Comparison) -> None:
 def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
     """Draw how often rejection sampling writes the most probable tokens after one prompt; `name_of` labels the tokens.
 
-    `cases` belong to this prompt; those of other rules are ignored. The upper plot has probabilities of backbone and
-    draft and the frequencies; the lower, the frequencies minus the backbone's probabilities, in standard deviations."""
+    `cases` belong to this prompt; only rejection sampling is drawn. The upper plot shows the frequencies, and the
+    probabilities of backbone and draft; the lower, frequency minus backbone probability in standard deviations."""
     judged = [case for case in cases if case.rule.acceptance == "rejection"]
     target, draft = judged[0].target, judged[0].draft
     p, shown = target.topk(min(24, int((target > 0).sum())))

@@ -29,7 +29,7 @@ class RestConfig(DrafterConfig):
     tokens: int = 6  # maximum number of tokens to draft after an occurrence
     n: int = DEPTH  # length of the longest suffix of the text to look up, in tokens
     min_n: int = 2  # length of the shortest suffix of the text to look up, in tokens
-    matches: int = 100  # maximum number of occurrences to count continuations of; of more, take evenly spaced ones
+    matches: int = 100  # maximum number of occurrences to draft from; if there are more, evenly spaced ones are taken
 
     first = "datastore"
     needs = "a datastore"

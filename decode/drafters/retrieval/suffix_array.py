@@ -18,14 +18,14 @@ BLOCK = 2**22  # number of tokens that are read at once
 
 
 def first_groups(tokens: NDArray, end: int, size: int | None = None) -> list[tuple[int, int]]:
-    """Split token ids into ranges [low, high) with at most `size` positions each (default: GROUP), or with one id.
+    """Split token ids into ranges [low, high) of at most `size` positions (default: GROUP); a single id may have more.
 
     `tokens` [n + DEPTH]: a text's n ids, then DEPTH times `end`, the greatest id, which also ends each document."""
     return _groups(_counts(tokens[: len(tokens) - DEPTH], end + 1)[:end], size or GROUP)
 
 
 def sorted_places(tokens: NDArray, low: int, high: int, end: int, size: int | None = None) -> Iterator[NDArray]:
-    """Yield arrays of the positions in `tokens` of ids in [low, high), sorted by the DEPTH tokens at and after each."""
+    """Yield, in consecutive arrays, all positions of ids in [low, high), sorted by the DEPTH tokens from there on."""
     size, bits = size or GROUP, end.bit_length()
     stack = [(_places(tokens, low, high), int(high - low == 1))]
     while stack:

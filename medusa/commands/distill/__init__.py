@@ -4,10 +4,10 @@
   medusa distill --backbone demo --self-talk 500 --temperature 1 --output own.jsonl
   medusa distill --backbone org/model --prompts chats.jsonl --server http://localhost:8000 --output own.jsonl
 
-The backbone answers all questions of a conversation, each after its own earlier answers. Each line of the output holds
-one answer: the index of its prompt, its turn, the ids of prompt and answer, the number of prompt tokens, the text, and
-the reason why the text ended. The same command continues an interrupted run, and retries the texts that failed
-(own.failed.jsonl lists them).
+The backbone answers all questions of a conversation in turn, and reads its own earlier answers instead of the file's.
+Each line of the output holds one answer: the index of its prompt, its turn, the ids of prompt and answer, the number of
+prompt tokens, the text, and the reason why the text ended. The same command continues an interrupted run, and retries
+the texts that failed (own.failed.jsonl lists them).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def run(options: DistillOptions) -> None:
 
 
 def _records(options: DistillOptions) -> list[Record]:
-    """Read --prompts, or repeat the records of --self-talk-seeds up to N (--self-talk N); with neither, return []."""
+    """Read --prompts, or repeat the --self-talk-seeds records until there are N (--self-talk N); else return []."""
     prompts = options.prompts
     if prompts.prompts:
         return prompts.read()

@@ -32,7 +32,7 @@ class Answer:
 
     text: str
     finish_reason: str
-    """`eos`, `length` or, where a stop string may have ended the text, `stop`."""
+    """Why the text ended: `eos`, `length` or `stop`. If stop strings are set, `stop` can mean a stop string or EOS."""
     extras: Json = field(default_factory=dict)
     """The tool calls and the reasoning of the message, by key."""
 
@@ -43,7 +43,7 @@ class Server:
     def __init__(self, url: str, model: str | None = None, sleep: Callable[[float], object] = time.sleep) -> None:
         """Use `model` on the server at `url`, with or without /v1; by default the only model that the server has.
 
-        Raise RequestError if `url` is no HTTP URL or, without `model`, no server replies or it has several models."""
+        RequestError if `url` is no HTTP URL. Without `model`, also if the server is down or has several models."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise RequestError(f"--server is {url!r}; give a URL such as http://localhost:8000/v1")

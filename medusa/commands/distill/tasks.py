@@ -52,7 +52,7 @@ def tasks_of(
 
     Only the first `max_turns` questions of a conversation are answered (`None`: all). With `prefix_tokens`, only the
     first `prefix_tokens` tokens of each prompt are kept, and conversations are continued as plain text.
-    Raise RequestError if a text needs a tokenizer, the template rejects a conversation, or a prompt is empty."""
+    RequestError if a needed tokenizer is missing, the template rejects a conversation, or a prompt is empty."""
     templated = tokenizer is None or tokenizer.chat_template is not None
     tasks = []
     for index, record in enumerate(records):
@@ -66,7 +66,7 @@ def tasks_of(
 
 
 def _questions(record: Record) -> list[list[Json]]:
-    """Return, for each answer, the messages since the last answer; with tool calls, one list: all before the end."""
+    """Return the new messages before each answer; with tool calls, one list: all messages before the last answer."""
     messages = record.messages or []
     if record.turns:
         return [[{"role": "user", "content": turn}] for turn in record.turns]

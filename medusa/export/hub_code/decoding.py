@@ -108,7 +108,7 @@ def tree_forward(
 ) -> Tensor:
     """Run the model on a tree of N nodes after the `length` tokens in the cache; return logits [N, V] (V tokens).
 
-    `nodes` are the nodes' token ids; all N go into the cache. Positions are clamped below `limit`, the longest text."""
+    `nodes` are the token ids; all N enter the cache. Positions are clamped below `limit`, the text's maximum length."""
     position = length + torch.tensor(tree.depth, device=model.device)
     text = torch.ones(len(nodes), length, dtype=torch.bool, device=model.device)
     allowed = torch.cat([text, tree.ancestors], dim=1)  # [N, T + N]: the text, the node's ancestors and the node itself
@@ -127,7 +127,7 @@ def tree_forward(
 
 
 def keep(cache: DynamicCache, length: int, path: list[int]) -> None:
-    """Remove the last tree from the KV cache, except its nodes `path`. The text in the first `length` slots stays."""
+    """Remove the last tree from the KV cache, except the nodes with indices `path`. Keep the text (`length` slots)."""
     for layer in cache.layers:
         if not getattr(layer, "is_initialized", False):  # a layer that shares the keys and values of another layer
             continue
