@@ -112,7 +112,7 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step,
 
 
 def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list[int]:
-    """Return each i for which row `rows[i]` is unfinished; the stepper then keeps only these rows, unless all ended."""
+    """Return the places in `rows` of unfinished rows. The stepper drops the others, but never all of its rows."""
     left = [place for place, row in enumerate(rows) if sequences.finish_reason[row] is None]
     if 0 < len(left) < len(rows):
         stepper.keep(left)

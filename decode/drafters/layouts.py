@@ -61,7 +61,7 @@ class DynamicTree:
         return self.candidates.max_depth
 
     def to_json(self) -> dict[str, object]:
-        """Return the settings of this dynamic tree as JSON, for files of results, without its candidates."""
+        """Return this tree's settings for results files: `num_nodes`, `temperatures` and, if set, `min_probability`."""
         content: dict[str, object] = {"dynamic": self.num_nodes, "temperatures": list(self.temperatures)}
         return content | ({"stop_drafting": self.min_probability} if self.min_probability else {})
 

@@ -134,7 +134,7 @@ class BatchWorker:
         return batch
 
     def decode(self, asked: list[BatchRow]) -> None:
-        """Decode a batch until all its texts have ended. An error is reported to the texts that it concerns."""
+        """Decode a batch until all its texts have ended. An error is passed to the rows concerned, not raised."""
         requests: dict[BatchRow, Request] = {}
         for row in asked:
             try:

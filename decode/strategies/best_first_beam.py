@@ -38,13 +38,13 @@ from medusa.tree_support import LayerKinds
 
 @dataclass(eq=False)
 class Partial:
-    """A hypothesis of beam search: its new tokens, their cache slots, and its best next tokens once it is read."""
+    """A hypothesis of beam search: its new tokens, their cache slots and, after the model read it, its next tokens."""
 
     ids: tuple[int, ...] = ()
     log_probability: float = 0.0
     is_end: bool = False  # whether the text is finished
-    slots: tuple[int, ...] = ()  # cache slots, counted from the prompt's end, of the tokens in `ids` read so far
-    following: list[tuple[int, float]] | None = None  # best next tokens with log-probabilities, once read
+    slots: tuple[int, ...] = ()  # cache slots, counted from the prompt's end, of the tokens that the model has read
+    following: list[tuple[int, float]] | None = None  # the best ones, with log-probabilities
 
 
 Scorer = Callable[[Sequence[Partial]], Tensor]

@@ -32,7 +32,7 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_files(cls, paths: list[Path]) -> Stored:
-        """Map all tensors in these files; RequestError if a file is damaged, or two contain the same tensor."""
+        """Find all tensors in these files; RequestError if a file is damaged, or two files hold tensors of one name."""
         stored = cls({})
         for path in paths:
             for name in stored._content(path):
@@ -44,7 +44,7 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_model(cls, folder: Path) -> Stored:
-        """Map the tensors that a model's index lists, else all in its .safetensors files, else .bin or .pt files."""
+        """Find the tensors that a model's index lists, else all in its .safetensors files, else .bin or .pt files."""
         if (indexed := cls.of_index(folder)) is not None:
             return indexed
         for suffix in (".safetensors", ".bin", ".pt"):
@@ -54,7 +54,7 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_index(cls, folder: Path) -> Stored | None:
-        """Map the tensors that a model's index file lists; `None` without an index, RequestError if it is damaged."""
+        """Find the tensors that a model's index file lists; `None` without an index, RequestError if it is damaged."""
         index = next((folder / name for name in INDICES if (folder / name).is_file()), None)
         if index is None:
             return None

@@ -6,11 +6,11 @@ state. For later heads, f is the layer's previous output f''. The LM head reads 
     f'  = f + attention([f ; e])      keys and values: the earlier pairs of the text, and those of the path so far
     f'' = f' + blocks([f' ; e])
 
-Embeddings are normalised, and so is f as an input of the attention. A key depends only on its own pair. So the keys of
-accepted tokens are cached without running the whole layer. As in EAGLE-3 and HASS, training runs the layer on its own
-outputs.
+`blocks` are the blocks of Medusa heads. Embeddings are normalised, and so is f before the attention. A key depends only
+on its own pair, so the keys of accepted tokens are cached without running the whole layer. As in EAGLE-3 and HASS,
+training runs the layer on its own outputs.
 
-With `block: gated` the layer is exactly that of EAGLE-3 (arXiv 2503.01840) on the last hidden state. It has norms with
+With `block: gated` the layer is that of EAGLE-3 (arXiv 2503.01840), reading the last hidden state. It has norms with
 weights, and a Llama's gated MLP (gate G, up U, down W), which does not read the token. The LM head reads norm(f''):
 
     f' = f + attention([norm(f) ; norm(e)])      f'' = f' + W (SiLU(G norm(f')) * U norm(f'))

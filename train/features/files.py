@@ -47,7 +47,7 @@ class Manifest:
     backbone: Fingerprint
     dtype: str  # of the stored hidden states, such as "float16"
     hidden_size: int
-    rows: int | None = None  # in the cached dataset; this field and the next two are `None` for recorded features
+    rows: int | None = None  # of a cached dataset; `None` here and below for features that were recorded text by text
     row_length: int | None = None
     rows_per_shard: int | None = None
     format: str = FORMAT

@@ -18,9 +18,10 @@ BLOCK = 2**22  # number of tokens that are read at once
 
 
 def first_groups(tokens: NDArray, end: int, size: int | None = None) -> list[tuple[int, int]]:
-    """Split token ids into ranges [low, high) of at most `size` positions (default: GROUP); a single id may have more.
+    """Split the vocabulary into id ranges [low, high) with at most `size` occurrences each, or one more frequent id.
 
-    `tokens` [n + DEPTH]: a text's n ids, then DEPTH times `end`, the greatest id, which also ends each document."""
+    `size` is GROUP by default. `tokens` [n + DEPTH] are the n ids of a text, padded with DEPTH copies of `end`, the
+    greatest id, which also ends each document."""
     return _groups(_counts(tokens[: len(tokens) - DEPTH], end + 1)[:end], size or GROUP)
 
 
