@@ -159,10 +159,10 @@ def _plain(backbone: Backbone, trees: list[tuple[list[int], list[int]]], lines: 
 
 
 def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[list[int]]) -> Tensor:
-    """Compute the logits [R, N, V] of R trees as decoding does, in one step per draft.
+    """Compute the logits [R, N, V] at the N nodes of all R trees as decoding does, in one step per draft.
 
-    Each draft has one tree per prompt, as the token ids of its nodes. The first step reads its trees after the prompts,
-    each later step after the nodes that the step before kept (`KEPT`)."""
+    Each draft has a tree per prompt, given as the token ids of its nodes. The first step reads its trees after the
+    prompts. After each step, the cache keeps the nodes `KEPT`, as if they had been accepted."""
     topology, device = Topology.of(TREE.to(backbone.device)), backbone.device
     lengths = [len(prompt) for prompt in prompts]
     cache = TreeCache(backbone.model.config, len(prompts), capacity=lengths[0] + 2 * TREE.num_nodes)

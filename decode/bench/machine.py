@@ -1,4 +1,4 @@
-"""Describes the machine that a measurement runs on, and chooses the clock for it."""
+"""Describes the machine that a measurement runs on, and chooses how to measure time on it."""
 
 from __future__ import annotations
 

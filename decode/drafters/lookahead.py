@@ -100,8 +100,8 @@ class Window:
     def learn(self, answers: list[int]) -> None:
         """Add an n-gram per column to the pool, drop the window's first level, and append `answers` as the last level.
 
-        `answers` are the backbone's predictions after the columns. So each column advances by one position per step.
-        Advancing it by the number of accepted tokens instead did not improve acceptance (docs/log.md)."""
+        `answers` are the backbone's predictions after each column's last token. A column so moves on by one position
+        per step. Moving it by the number of accepted tokens instead did not improve acceptance (docs/log.md)."""
         for ngram in zip(*self.levels, answers, strict=True):
             self.pool.add(ngram)
         self.levels = [*self.levels[1:], answers]
@@ -121,7 +121,7 @@ class LookaheadDrafter(TextDrafter):
     def propose(self, frontier: Frontier) -> Draft:
         """Draft the n-grams that continue each text, from the text's pool of n-grams.
 
-        In the same forward, the backbone reads each lookahead window as a side branch, which gives new n-grams."""
+        The draft also holds each text's lookahead window as a side branch, whose predictions give new n-grams."""
         if self.answers is not None:
             for row, answers in zip(self.answers[0], self.answers[1].tolist(), strict=True):
                 # Rows without new text learn nothing, so that a second call gives the same draft.

@@ -62,10 +62,10 @@ _active = 0  # contexts of `grouped` that are open, in all threads
 
 @contextmanager
 def grouped(config: PretrainedConfig) -> Iterator[None]:
-    """Use `sdpa_grouped` in models with sdpa attention while the context is open.
+    """While the context is open, run sdpa attention by `sdpa_grouped`, if the model with this `config` uses sdpa.
 
-    The context replaces transformers' own function in the registry of attention functions, but not a function that the
-    user has registered. Models that other threads run meanwhile get the same results."""
+    The context replaces transformers' own function in the global registry, also for other threads; their results do
+    not change. A function that the user has registered stays."""
     if config._attn_implementation != SDPA:
         yield
         return

@@ -39,8 +39,8 @@ class SoftTargets(NamedTuple):
     distributions: Tensor  # [D, V] D distributions over V tokens; positions share them, so D is about C + K
     which: Tensor  # [K, C] index of the distribution that each head learns at each position
     labels: Tensor
-    """Most probable token [K, C] of each distribution, as an index into the heads' vocabulary. `IGNORE` where a head
-    has no label, or where the token is not in that vocabulary."""
+    """Most probable token [K, C] of the distribution in `which`, as an index into the heads' vocabulary. `IGNORE` where
+    a head has no label, or where the token is not in that vocabulary."""
 
 
 @dataclass(frozen=True)

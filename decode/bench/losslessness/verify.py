@@ -35,13 +35,13 @@ class Verification(Job):
 
 @dataclass
 class Divergence:
-    """Where greedy texts with and without the drafter first differ. `bound`: largest logit `gap` due to rounding."""
+    """Where greedy texts with and without the drafter first differ. Logits are those of a forward without a tree."""
 
     prompt: int  # index of the prompt
     position: int  # index of the first new token that differs
     plain_token: int | None  # the token of plain decoding at `position`; `None` if this text is shorter
     medusa_token: int | None  # the token of decoding with the drafter there; `None` if this text is shorter
-    gap: float | None  # logit of `plain_token` minus that of `medusa_token`, without a tree; `None` if a text ended
+    gap: float | None  # logit of `plain_token` minus that of `medusa_token`; `None` if a text ended
     top2_gap: float  # logit of the most probable token minus logit of the second most probable token
     bound: float  # largest gap that rounding explains (`tie_bound`)
 
