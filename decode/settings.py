@@ -109,7 +109,7 @@ class DecodingOptions(Options):
         if sampled and not do_sample:
             raise RequestError("draft 'sample' needs a temperature above 0 (do_sample=True); at 0 use draft 'topk'")
         if sampled and self.stop_drafting:
-            raise RequestError("stop-drafting cannot be combined with draft sample; use draft topk")
+            raise RequestError("stop-drafting prunes by the drafted tokens, which would bias samples; use draft topk")
         if self.stop_drafting and (rule == "typical" or rule in LOSSY_GREEDY):
             instead = "typical-sampled" if do_sample else "greedy"
             raise RequestError(

@@ -152,7 +152,16 @@ def _add(container: argparse._ActionsContainer, option: Field[object], default: 
             keywords["help"] += f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
         if isinstance(default, int | float):
             keywords.setdefault("type", type(default))
+        if about["allowed"] and keywords.get("type") in (int, float):
+            keywords["type"] = partial(_number, keywords["type"], about["allowed"])
     container.add_argument(name if positional else f"--{name}", **keywords)
+
+
+def _number(kind: Callable[[str], float], allowed: str, text: str) -> float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no such number; it must be {allowed}") from None
 
 
 def parse(kind: type[Made], parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> Made:

@@ -25,7 +25,7 @@ class MedusaTrainingArguments(TrainingArguments):
     """What a head learns at a position: text (the text's token), argmax (the backbone's most probable token, with which
     greedy acceptance compares) or distill (the backbone's distribution over tokens)."""
     teacher_temperature: Annotated[float, Gt(0)] = 1.0
-    """Temperature of the backbone's distributions, with the objective distill."""
+    """Temperature of the backbone's distributions, with the objective distill; towards 0, this becomes argmax."""
     hard_label_weight: Annotated[float, Ge(0), Le(1)] = 0.0
     """With the objective distill: share of the target's probability that is moved to the most probable token."""
     head_weighting: Annotated[str | None, one_of(*WEIGHTINGS)] = None

@@ -123,7 +123,8 @@ class AdapterConfig(Section):
         if self.teacher_tilt is None:
             self.teacher_tilt = TEACHER_TILT if self.lm_loss == "kl" else 0.0
         if self.teacher_tilt and self.lm_loss != "kl":
-            raise RequestError(f"adapter.teacher_tilt is {self.teacher_tilt}; only lm_loss kl has a teacher to tilt")
+            only = "only lm_loss kl has a teacher to tilt; leave it out, or take adapter.lm_loss=kl"
+            raise RequestError(f"adapter.teacher_tilt is {self.teacher_tilt}; {only}")
         return self
 
 

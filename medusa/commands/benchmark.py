@@ -49,7 +49,8 @@ class BenchmarkOptions(CommandOptions):
     settings: Settings = group(Settings, "generation", max_new_tokens=128)
     drafter: tuple[str, ...] = option(
         (),
-        "measure this drafter (docs/drafters.md; default: heads); repeatable: results call the first one `medusa`",
+        "measure this drafter: heads (default), blockwise, model:NAME, ngram, rest:DIR, lookahead, mix:A+B "
+        "(docs/drafters.md); repeatable: results call the first one `medusa`",
         metavar="NAME[:OPTIONS]",
     )
     rounds: int = count(3, "decode all prompts N times by each method")

@@ -35,8 +35,8 @@ class CalibrateOptions(CommandOptions):
         require_writable(self.plot)
         if self.settings.compile:
             raise RequestError(
-                "--compile would compile every tree that is tried, for minutes; leave it out. medusa benchmark "
-                "--compile measures a tree that you name"
+                "--compile would compile every tree that is tried, for minutes; leave it out: --tree auto uses "
+                "the tree found here with --compile, too; medusa benchmark --compile measures a tree that you name"
             )
 
 

@@ -34,7 +34,7 @@ class ExportOptions(Options):
     backbone: str | None = option(None, "name this backbone (default: the one that the heads record)", metavar="B")
     dtype: str | None = option(
         None,
-        "write weights in this dtype, such as float16 (default: unchanged)",
+        f"write weights as {' or '.join(DTYPE_NAMES)} (default: unchanged)",
         f"one of {', '.join(DTYPE_NAMES)}",
         lambda value: value in DTYPE_NAMES,
     )
@@ -43,7 +43,7 @@ class ExportOptions(Options):
         None, "with --to hub: quote these results of medusa benchmark --json in the model card", metavar="FILE"
     )
     license: str | None = option(
-        None, "with --to hub: name this license in the model card, such as apache-2.0", metavar="ID"
+        None, "with --to hub: the license in the model card, by the Hub's name, such as apache-2.0", metavar="ID"
     )
     repo_id: str | None = option(None, "with --to hub: name this repository in the model card", metavar="ORG/NAME")
     output: Output = group(Output, "output")

@@ -35,7 +35,7 @@ class GenerateOptions(CommandOptions):
     prompts: Prompts = group(Prompts, "prompts")
     strategy: search.Strategy = group(search.Strategy, "strategy (docs/strategies.md)")
     plain: bool = option(False, "decode without a drafter: one token per step")
-    record: str | None = option(None, "save texts and hidden states, as data for medusa train", metavar="DIR")
+    record: str | None = option(None, "add texts and hidden states to this folder, for medusa train", metavar="DIR")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -43,7 +43,7 @@ def run(options: InfoOptions) -> None:
         "backbone": config.base_model_name_or_path or "not recorded",
         "loadable by servers": "yes"
         if config.servable
-        else "no: servers load independent heads of square blocks, and kind eagle with block gated",
+        else "no: servers load only square blocks of kind medusa and gated blocks of kind eagle",
         "tree": f"{tree.num_nodes} nodes, {tree.max_depth} deep" if tree else "none saved; the default tree is used",
     }
     provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else {}

@@ -24,7 +24,8 @@ GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile")
 
 class VerifyOptions(CommandOptions):
     prompts: Prompts = group(Prompts, "prompts")
-    settings: Settings = group(Settings, "generation (greedy)", only=GREEDY, max_new_tokens=128)
+    settings: Settings = group(Settings, "generation (greedy; E and D: samples)", only=GREEDY, max_new_tokens=128)
+    batch_size: int = count(1, "greedy: decode N prompts at a time with the drafter")
     draws: int = count(1_000_000, "draw N samples by each acceptance rule")
     sampled_prompts: int = count(4, "draw samples after the first N prompts")
     full: bool = option(

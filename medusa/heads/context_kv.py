@@ -78,8 +78,8 @@ def _extended(states: Tensor, unit: Tensor) -> Tensor:
 def attention_heads(hidden_size: int) -> int:
     """Choose how many attention heads of equal, even size (about 64) to use; RequestError for an odd `hidden_size`."""
     if hidden_size % 2:
-        instead = "heads.kind=recurrent instead of eagle, and heads.prefix_layers=0"
-        raise RequestError(f"attention in heads needs an even hidden size, not {hidden_size}; take {instead}")
+        found = f"heads of kind eagle, and heads.prefix_layers, need an even hidden size, not {hidden_size}"
+        raise RequestError(f"{found}; take heads.kind=recurrent, or leave heads.prefix_layers out")
     count = max(hidden_size // 64, 1)
     while hidden_size % (2 * count):
         count -= 1

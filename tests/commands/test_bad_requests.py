@@ -572,6 +572,23 @@ def test_usage_errors_are_one_line_with_status_2(capsys: pytest.CaptureFixture[s
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--max-new-tokens", "many"], "'many' is no such number; it must be a whole number of at least 1"),
+        (["--batch-size", "1.5"], "'1.5' is no such number; it must be a whole number of at least 1"),
+        (["--seed", "x"], "it must be a whole number from 0 to 4294967295"),
+        (["--top-p", "most"], "'most' is no such number; it must be "),
+    ],
+)
+def test_what_is_no_number_is_told_what_it_must_be(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", *argv])
+    assert said in capsys.readouterr().err
+
+
 # --- datastores ------------------------------------------------------------------------------------------------------
 
 

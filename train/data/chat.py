@@ -26,7 +26,7 @@ def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[li
     messages, or if the assistant's turns cannot be found."""
     if tokenizer.chat_template is None:
         advice = "train on text, or put the model's chat_template.jinja next to the tokenizer"
-        raise RequestError(f"{record.where}: a conversation needs a chat template; {advice}")
+        raise RequestError(f"{record.where}: a conversation needs a chat template, and there is none; {advice}")
     written = ConversationText(record, tokenizer)
     spans = written.spans()
     ids, mask = _to_tokens(written.text, spans, tokenizer, record.where)

@@ -67,8 +67,9 @@ class ConversationText:
             return Span(start, answer[1], whole[1], ended=True)
         if found := whole or answer:
             return Span(found[0], answer_end=found[1], end=found[1], ended=found is whole)
-        message = f"{self.record.where}: the chat template writes message {turn + 1} differently if others follow"
-        raise RequestError(f"{message}; mark answers in it with {{% generation %}}, or end the conversation there")
+        changed = f"the chat template writes message {turn + 1} differently if others follow, which hides its answer"
+        way_out = "mark answers in the template with {% generation %}, or end the conversation there"
+        raise RequestError(f"{self.record.where}: {changed}; {way_out}")
 
     def _marked(self, turns: int) -> list[Span] | None:
         """Find the assistant's `turns` turns by the template's {% generation %} marks; `None` if marks are missing."""

@@ -105,7 +105,8 @@ class FeatureCache:
             return
         held, other = Manifest.read(self.folder), "other data"
         if not held.same_states(self.manifest):
-            other = "another backbone or dtype"
+            same_backbone = held.same_states(replace(self.manifest, dtype=held.dtype))
+            other = f"dtype {held.dtype}, not {self.manifest.dtype}" if same_backbone else "another backbone or dtype"
         elif held == replace(self.manifest, backbone=held.backbone) and all(
             torch.equal(stored, self._tokens(rows)[name])
             for path, rows in self.shard_rows()

@@ -217,7 +217,7 @@ class Experiment:
         return first, second, accepted_tokens
 
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
-        """Return the target's scores [F, V] after each of `firsts`: from `scores` [N, V] if drafted, else stored ones."""
+        """Return the scores [F, V] after `firsts`: from `scores` [N, V] if drafted, else those in `after_firsts`."""
         found = self.after_firsts.clone()
         for token, depth, after in zip(draft.ids[0].tolist(), draft.topology.depth[0].tolist(), scores, strict=True):
             if depth == 1 and token in self.firsts:

@@ -53,9 +53,9 @@ class DistillOptions(CommandOptions):
     overwrite: bool = option(False, "replace the file if it exists")
     self_talk: int | None = count(None, "generate N texts after the BOS token alone, without prompts")
     self_talk_seeds: str | None = option(
-        None, "with --self-talk: continue the texts in FILE instead of the BOS token", metavar="FILE"
+        None, "with --self-talk: continue the texts in FILE, in turn, instead of the BOS token", metavar="FILE"
     )
-    prefix_tokens: int | None = count(None, "continue only the first K tokens of each prompt", "K")
+    prefix_tokens: int | None = count(None, "continue only the first K tokens of each prompt or seed", "K")
     max_turns: int | None = count(None, "answer only the first N questions of a conversation")
     server: str | None = option(
         None,
