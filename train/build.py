@@ -40,7 +40,6 @@ class LoadedRun(NamedTuple):
     config: TrainConfig
     arguments: MedusaTrainingArguments
     loaded: Loaded
-    backbone: Backbone
     dataset: Rows
     evaluated: Rows | None
     quality_rows: Rows  # on which the perplexity of an adapted backbone is measured
@@ -69,7 +68,7 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     set_seed(arguments.seed)  # so that the initial heads depend on nothing but the seed
     heads = _heads(config, backbone, dataset, quiet)
     require_adaptable(config, heads)
-    return LoadedRun(config, arguments, loaded, backbone, dataset, evaluated, quality_rows, heads)
+    return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads)
 
 
 def _heads(config: TrainConfig, backbone: Backbone, dataset: Rows, quiet: bool) -> MedusaHeads:

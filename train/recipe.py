@@ -52,7 +52,9 @@ def _apply_override(content: Json, override: str) -> None:
     for parent in parents:
         if isinstance(place.get(parent), str) and parent in ("data", "eval_data"):
             place[parent] = {"path": place[parent]}
-        place = place.setdefault(parent, {})
+        if place.get(parent) is None:  # missing, or a section of which all keys are comments
+            place[parent] = {}
+        place = place[parent]
         if not isinstance(place, dict):
             raise RequestError(f"cannot set {name}: {parent} is not a mapping")
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill
 from medusa.memory import bytes_of
@@ -46,13 +47,13 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     if not quiet:
         if not isinstance(run.dataset, StreamedDataset):
             say(f"data: {run.dataset.counts}")
-        say(describe(run.heads.config, run.heads.num_parameters, run.backbone))
+        say(describe(run.heads.config, run.heads.num_parameters, trainer.backbone))
     with disk_may_fill(output, lambda: way_out_of_full_disk(output)):
         if config.cache_features and isinstance(run.dataset, PackedDataset):  # not a stream or features
-            _cache_features(_feature_cache(run, run.dataset), trainer, overwrite, quiet)
+            _cache_features(_feature_cache(run, run.dataset, trainer.backbone), trainer, overwrite, quiet)
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        figures = RunFigures.of(trainer, outcome.metrics)
-        figures = replace(figures, perplexities=_perplexities(run))  # measured after the peak memory of training
+        figures = RunFigures.of(trainer, outcome.metrics)  # first, because it holds the peak memory of training
+        figures = replace(figures, perplexities=_perplexities(run, trainer.backbone))
         trainer.provenance |= {"data": asdict(run.dataset.counts), "result": figures.to_dict()}
         trainer.save_model()
         if config.adapter is not None and config.adapter.merge and first:
@@ -74,14 +75,15 @@ def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
     run = load(config, None, quiet)
     if not isinstance(run.dataset, PackedDataset):
         raise RequestError(f"{config.data.path} holds features or is a stream; there is nothing to plan")
-    plan = _feature_cache(run, run.dataset).plan(build_trainer(run))
+    trainer = build_trainer(run)
+    plan = _feature_cache(run, run.dataset, trainer.backbone).plan(trainer)
     say(str(plan))
     return plan
 
 
-def _feature_cache(run: LoadedRun, dataset: PackedDataset) -> FeatureCache:
+def _feature_cache(run: LoadedRun, dataset: PackedDataset, backbone: Backbone) -> FeatureCache:
     folder = Path(run.config.features_dir or Path(run.config.output_dir) / "features")
-    return FeatureCache(folder, dataset, run.backbone, run.heads.config.backbone, run.config.features_dtype)
+    return FeatureCache(folder, dataset, backbone, run.heads.config.backbone, run.config.features_dtype)
 
 
 def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool, quiet: bool) -> None:
@@ -101,13 +103,13 @@ def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool
     trainer.train_dataset = cache.read()
 
 
-def _perplexities(run: LoadedRun) -> Perplexities | None:
+def _perplexities(run: LoadedRun, backbone: Backbone) -> Perplexities | None:
     """Measure and print the backbone's perplexity without and with its adapter. Return `None` without an adapter."""
     adapter, rows = run.config.adapter, run.quality_rows
     if adapter is None:
         return None
     assert not isinstance(rows, StreamedDataset)  # the recipe's validation forbids a stream here
-    found = measure_perplexities(run.backbone, rows)
+    found = measure_perplexities(backbone, rows)
     say(f"perplexity on {adapter.quality_data or 'training data'}: {found}")
     return found
 

@@ -68,7 +68,8 @@ def section_of(arguments: type[DataclassInstance]) -> type[Section]:
     """Make a `Section` class with a dataclass's fields. Only fields of plain types, such as `int`, are checked."""
     hints = get_type_hints(arguments, include_extras=True)
     kinds: dict[str, Any] = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(arguments)}
-    return create_model(arguments.__name__, __base__=Section, **kinds)
+    unlimited = {"allow_inf_nan": True}  # transformers takes infinity, such as max_grad_norm, which then clips nothing
+    return create_model(arguments.__name__, __base__=Section, __cls_kwargs__=unlimited, **kinds)
 
 
 def _yaml_type(hint: object) -> object:

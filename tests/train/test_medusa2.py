@@ -455,11 +455,16 @@ def test_a_folder_is_replaced_atomically(tmp_path: Path) -> None:
 
 
 def test_the_lm_head_can_be_adapted_too(recipe: Any, seen: Any, tmp_path: Path) -> None:
-    recipe(heads={"num": 2, "lm_head": "own"}, adapter={"lm_head": True})
+    faster = {"learning_rate": 2e-2, "lm_loss": "text"}
+    figures = recipe(heads={"num": 2, "lm_head": "own"}, adapter={"lm_head": True} | faster)
     assert any("lm_head.lora_B" in name and tensor.any() for name, tensor in adapter_of(tmp_path / "out").items())
     ids = torch.tensor([random_ids(9)])
     loaded = load_backbone(str(tmp_path / "out" / "adapter"), LoadOptions(device="cpu")).model
     assert torch.equal(loaded(ids).logits, seen[0].backbone.model.eval()(ids).logits)
+    rows = PackedDataset([Example(random_ids(LENGTH, seed=seed), [True] * LENGTH) for seed in range(16)], LENGTH)
+    expected = perplexity(Backbone(seen[0].backbone.model), rows)
+    assert figures["perplexity_after"] == pytest.approx(expected, rel=1e-6), "with the adapter of the LM head"
+    assert figures["perplexity_after"] != pytest.approx(figures["perplexity_before"], rel=1e-3)
     with pytest.raises(RequestError, match=r"adapter\.lm_head needs heads with LM heads of their own"):
         recipe("shared", heads={"num": 2, "lm_head": "shared"}, adapter={"lm_head": True})
 

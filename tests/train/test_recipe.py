@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ def test_a_section_given_as_a_string_can_be_overridden_within(read: Any) -> None
     assert (config.data.path, config.data.sequence_length) == ("d.jsonl", 32)
 
 
+def test_an_empty_section_can_be_overridden_within(read: Any) -> None:
+    empty = "backbone: b\ndata: d.jsonl\noutput_dir: o\nheads:\ntraining:\n"
+    config = read(empty, "training.max_steps=7", "heads.num=2")
+    assert (config.training, config.heads.num) == ({"max_steps": 7}, 2)
+
+
 def test_a_value_may_hold_an_equals_sign(read: Any) -> None:
     assert read(LEAST, "data.path=a=b.jsonl").data.path == "a=b.jsonl"
 
@@ -85,6 +92,12 @@ def test_a_learning_rate_is_a_number_in_every_notation(read: Any, written: str) 
 def test_no_is_read_as_a_strategy(read: Any) -> None:
     """YAML 1.1 reads `no` as false, and `save_strategy: no` is what people write."""
     assert read(LEAST, "training.save_strategy=no").training["save_strategy"] == "no"
+
+
+def test_arguments_of_transformers_may_be_infinite(read: Any) -> None:
+    assert read(LEAST, "training.max_grad_norm=.inf").training["max_grad_norm"] == math.inf
+    with pytest.raises(RequestError, match=r"training\.hidden_noise is nan; it must be at least 0"):
+        read(LEAST, "training.hidden_noise=.nan")
 
 
 def test_a_whole_number_may_be_written_with_an_exponent(read: Any) -> None:

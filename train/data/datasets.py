@@ -53,13 +53,8 @@ class StreamedDataset(IterableDataset[Batch]):
         """Make a stream of rows of `length` tokens, packed from the examples of `reader`.
 
         Each row is drawn at random from a buffer of `shuffle_buffer` rows. With `whole`, no example is split."""
-        self.reader, self.length, self.whole, self.shuffle_buffer, self.seed = (
-            reader,
-            length,
-            whole,
-            shuffle_buffer,
-            seed,
-        )
+        self.reader, self.length, self.whole = reader, length, whole
+        self.shuffle_buffer, self.seed = shuffle_buffer, seed
         self.counts = DataCounts()  # of the first pass over the data; each worker of a data loader has its own
 
     def __iter__(self) -> Iterator[Batch]:
