@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from transformers import TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa.checkpoints.stored import WEIGHTS
@@ -44,8 +44,8 @@ def is_whole(checkpoint: Path) -> bool:
 def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | None:
     """Return the last complete checkpoint in a run's output folder with --resume, or `None` without --resume.
 
-    Raise RequestError if there is no checkpoint to resume from, if a new run would replace heads without --overwrite,
-    or if both options are given."""
+    Raise RequestError if there is no checkpoint to resume from, or it lacks the optimiser's state; if a new run would
+    replace heads without --overwrite; or if both options are given."""
     found = whole_checkpoints(output)
     if resume and overwrite:
         raise RequestError("--resume continues from a checkpoint and --overwrite deletes it; give one of them")
@@ -55,6 +55,10 @@ def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | 
         newest = all_checkpoints(output)[-1]
         if newest != found[-1]:
             say(f"{newest.name} was cut off while it was written; continuing from {found[-1].name}")
+        for state in (OPTIMIZER_NAME, SCHEDULER_NAME):
+            if not (found[-1] / state).is_file():
+                lacking = f"{found[-1]} has no {state} (training.save_only_model)"
+                raise RequestError(f"--resume: {lacking}; take heads.start={found[-1]} with another output_dir")
         return found[-1]
     if found and not overwrite:
         raise RequestError(f"{output} holds a checkpoint; continue from it with --resume, or add --overwrite")

@@ -180,6 +180,10 @@ class TrainConfig(Section):
             raise RequestError("eval_data is for a frozen backbone; with an adapter, leave it out")
         if adapter and self.shard_backbone:
             raise RequestError("a sharded backbone cannot be adapted; leave shard_backbone or adapter out")
+        if self.shard_backbone and self.cache_features:  # processes would wait for each other's forwards without end
+            raise RequestError("a sharded backbone cannot write features; leave shard_backbone or cache_features out")
+        if self.eval_data and self.eval_data.streaming:
+            raise RequestError("an evaluation reads all of eval_data; leave eval_data.streaming out")
         if adapter and streaming and adapter.quality_data is None:
             raise RequestError("data.streaming has no end to measure a perplexity on; give adapter.quality_data")
         return self

@@ -182,6 +182,18 @@ def test_invalid_values_are_rejected_with_the_allowed_values(read: Any, override
     assert f"recipe.yaml: {override.partition('=')[0]}" in str(refusal.value) or override.startswith(("h", "adapter={"))
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("cache_features=true", "a sharded backbone cannot write features; leave shard_backbone or cache_features out"),
+        ("eval_data={path: e, streaming: true}", "an evaluation reads all of eval_data; leave eval_data.streaming out"),
+    ],
+)
+def test_keys_that_exclude_each_other_are_refused(read: Any, override: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        read(LEAST, "shard_backbone=true", override)
+
+
 @pytest.mark.parametrize("name", list(LEAST))
 def test_a_missing_key_is_named(read: Any, name: str) -> None:
     with pytest.raises(RequestError, match=name):

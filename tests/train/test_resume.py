@@ -139,6 +139,18 @@ def test_checkpoints_whose_recipe_has_keys_of_older_versions_resume_and_load(rec
     assert train(parse_recipe(once, "test"), quiet=True, resume=True).steps == SAVE_STEPS + 1
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_without_the_optimisers_state_is_not_resumed(recipe: Any, tmp_path: Path, name: str) -> None:
+    once = recipe("out")
+    once["training"] |= {"max_steps": SAVE_STEPS}
+    train(parse_recipe(once, "test"), quiet=True)
+    (tmp_path / "out" / f"checkpoint-{SAVE_STEPS}" / name).unlink()
+    once["training"] |= {"max_steps": SAVE_STEPS + 1}
+    message = rf"--resume: .*checkpoint-4 has no {name} \(training\.save_only_model\); .*heads\.start=.*checkpoint-4"
+    with pytest.raises(RequestError, match=message):
+        train(parse_recipe(once, "test"), quiet=True, resume=True)
+
+
 def cut_off(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill the process (SIGKILL) in the middle of `stage` of writing the second checkpoint."""
     calls = {"weights": 0, "optimizer": 0, "state": 0}
