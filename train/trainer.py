@@ -10,7 +10,8 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
@@ -82,21 +83,22 @@ class MedusaTrainer(Trainer):
             return self.budget.progress()
         return self.state.global_step / max(self.state.max_steps, 1)
 
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as `Trainer.train` does, and write at least one line of the log, even in a very short run."""
         if self.args.max_steps < 0:  # a recipe's max_steps also holds with a budget
-            self.fit_budget()
-        outcome = super().train(*args, **kwargs)
+            path = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+            self.fit_budget(TrainerState.load_from_json(f"{path}/{TRAINER_STATE_NAME}").global_step if path else 0)
+        outcome = super().train(resume_from_checkpoint, *args, **kwargs)
         if self._seen.get("train"):
             self.log({"loss": outcome.training_loss})
         self.heads.eval()  # dropout off, for decoding
         return outcome
 
-    def fit_budget(self) -> None:
-        """With a time budget, set `max_steps` above the number of steps that fit, so that the time ends the run."""
+    def fit_budget(self, done: int = 0) -> None:
+        """With a time budget, set `max_steps` above the steps `done` and those that fit, so that the time ends it."""
         if self.budget is not None:
             seconds = broadcast_object_list([self.seconds_per_step()])[0]
-            self.args.max_steps = max(1, int(MARGIN * self.budget.seconds / seconds))
+            self.args.max_steps = done + max(1, int(MARGIN * self.budget.seconds / seconds))
 
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
         """Time a few training steps, undo them, and return seconds per step; `prepare` changes each batch, untimed."""
@@ -225,7 +227,9 @@ class MedusaTrainer(Trainer):
         self.accelerator.wait_for_everyone()  # trainer_state.json is written next and completes the checkpoint
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.heads.load_state_dict(MedusaHeads.from_pretrained(resume_from_checkpoint).state_dict())
+        stored = MedusaHeads.from_pretrained(resume_from_checkpoint, device=self.heads.device)
+        self.heads.vocabulary = stored.vocabulary  # a new tensor, for which `rows_for` copies the LM head's rows again
+        self.heads.load_state_dict(stored.state_dict())
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))

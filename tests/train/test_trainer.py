@@ -22,6 +22,7 @@ from medusa.errors import RequestError
 from medusa.fingerprint import differs, fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
+from medusa.vocabulary import rows_for
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.callbacks import TimeBudget, summarize
@@ -547,6 +548,29 @@ def test_a_resumed_run_has_the_remaining_time_budget(model: Any, texts: list[Own
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.budget in resumed.callback_handler.callbacks, "the clock that stops the run also lowers the rate"
     assert resumed.budget.spent() > spent
+
+
+def test_the_steps_of_a_resumed_run_are_estimated_on_top_of_those_done(
+    model: Any, texts: list[OwnText], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slower machine fewer steps fit into the whole budget than the run has done, but the rest is to be used."""
+    settings = {"max_minutes": 10.0, "save_strategy": "steps", "save_steps": 20, "max_steps": 20}
+    trainer(model, texts, tmp_path, **settings).train()
+    monkeypatch.setattr(MedusaTrainer, "seconds_per_step", lambda self: 300.0)
+    resumed = trainer(model, texts, tmp_path, **settings | {"max_steps": -1})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    assert resumed.state.global_step == 20 + 10
+
+
+def test_a_checkpoints_vocabulary_replaces_that_of_new_heads(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    """Also after a step with the new heads, whose rows of the LM head are cached: the probe of a time budget is one."""
+    asked = HeadsConfig(num=1, lm_head="shared", vocabulary=32)
+    run = trainer(model, texts, tmp_path, asked)
+    held = new_heads(model, asked, "tiny", vocabulary=torch.arange(20, 52))
+    held.save_pretrained(tmp_path / "checkpoint")
+    assert torch.equal(rows_for(run.heads, model.lm_head).weight, model.lm_head.weight[:32])
+    run._load_from_checkpoint(str(tmp_path / "checkpoint"))
+    assert torch.equal(rows_for(run.heads, model.lm_head).weight, model.lm_head.weight[20:52])
 
 
 # --- provenance and refusals -----------------------------------------------------------------------------------------
