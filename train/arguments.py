@@ -78,11 +78,9 @@ class MedusaTrainingArguments(TrainingArguments):
             raise RequestError("training.head_decay is for head_weighting decay; leave one of them out")
         if self.early_stopping_patience is not None and self.eval_strategy == "no":
             raise RequestError("training.early_stopping_patience needs evaluations; add eval_data to the recipe")
-        if self.loss_backend != "liger":
-            return
-        if self.objective == "distill" or self.weighting.kind != "decay":
+        if self.loss_backend == "liger" and (self.objective == "distill" or self.weighting.kind != "decay"):
             raise RequestError("training.loss_backend liger has labels and head_weighting decay only; take chunked")
-        if importlib.util.find_spec("liger_kernel") is None:
+        if self.loss_backend == "liger" and importlib.util.find_spec("liger_kernel") is None:
             raise RequestError("training.loss_backend liger needs the package liger_kernel and a GPU; take auto")
 
     @property

@@ -9,10 +9,11 @@ from transformers import PretrainedConfig
 from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.loading import load_config
+from medusa.tree import load_tree
 from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
-from train.config import TrainConfig
+from train.config import NUM_HEADS, TrainConfig
 from train.data.datasets import require_data
 from train.features.files import is_features
 
@@ -32,6 +33,12 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
         require_data(data)
     if config.eval_data is not None:
         require_data(config.eval_data)
+    if config.adapter is not None and config.adapter.quality_data is not None:
+        require_data(data.model_copy(update={"path": config.adapter.quality_data}))
+    own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    if (config.device or "").startswith("cuda:") and config.device != own:
+        way = "take device: cuda, and choose the GPU with the environment variable CUDA_VISIBLE_DEVICES"
+        raise RequestError(f"device is {config.device}, but this process trains on {own}; {way}")
     sizes = load_config(config.backbone, config.load_options)
     several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if several and "RANK" not in os.environ:  # accelerate 1.15 started one process, although it was asked for several
@@ -40,6 +47,7 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
     arguments = _training_arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
+    load_tree(arguments.eval_tree, config.heads.num or NUM_HEADS)
     return arguments, sizes
 
 

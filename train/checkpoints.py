@@ -55,10 +55,9 @@ def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | 
         newest = all_checkpoints(output)[-1]
         if newest != found[-1]:
             say(f"{newest.name} was cut off while it was written; continuing from {found[-1].name}")
-        for state in (OPTIMIZER_NAME, SCHEDULER_NAME):
-            if not (found[-1] / state).is_file():
-                lacking = f"{found[-1]} has no {state} (training.save_only_model)"
-                raise RequestError(f"--resume: {lacking}; take heads.start={found[-1]} with another output_dir")
+        if not all((found[-1] / name).is_file() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)):
+            lacking = f"{found[-1]} lacks the optimiser's state (training.save_only_model)"
+            raise RequestError(f"--resume: {lacking}; take heads.start={found[-1]} with another output_dir")
         return found[-1]
     if found and not overwrite:
         raise RequestError(f"{output} holds a checkpoint; continue from it with --resume, or add --overwrite")

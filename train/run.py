@@ -21,6 +21,7 @@ from train.checkpoints import all_checkpoints, checkpoint_to_resume, require_roo
 from train.config import TrainConfig
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.features.cache import FeatureCache, FeaturePlan
+from train.features.files import is_features
 from train.heads import describe
 from train.medusa2.adapter import write_merged
 from train.medusa2.lm_loss import Perplexities, measure_perplexities
@@ -72,9 +73,10 @@ def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
     """Estimate and print the disk space that `cache_features` takes for a recipe, and the training time it saves.
 
     Raise RequestError if the data are features on disk already, or a stream."""
-    run = load(config, None, quiet)
-    if not isinstance(run.dataset, PackedDataset):
+    if config.data.streaming or is_features(config.data.path):
         raise RequestError(f"{config.data.path} holds features or is a stream; there is nothing to plan")
+    run = load(config, None, quiet)
+    assert isinstance(run.dataset, PackedDataset)
     trainer = build_trainer(run)
     plan = _feature_cache(run, run.dataset, trainer.backbone).plan(trainer)
     say(str(plan))

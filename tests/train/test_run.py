@@ -23,7 +23,7 @@ from tests.helpers import random_ids, tiny_model
 from tests.train.templates import CHATML, byte_tokenizer
 from train.checkpoints import whole_checkpoints
 from train.recipe import parse_recipe
-from train.run import train
+from train.run import plan_features, train
 
 WEIGHTS = "medusa_lm_head.safetensors"
 
@@ -111,6 +111,31 @@ def test_a_stream_needs_an_end(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
     assert run(recipe(data_with={"streaming": True}, max_steps=-1, max_minutes=0.01))["steps"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"device": "cuda:1"}, "device is cuda:1, but this process trains on cuda:0; .*CUDA_VISIBLE_DEVICES"),
+        ({"adapter": {"quality_data": "absent.jsonl"}}, r"absent\.jsonl"),
+        ({"training": {"eval_tree": "typo"}}, "no tree 'typo'"),
+    ],
+)
+def test_requests_are_refused_before_weights_are_loaded(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    content = json.loads(recipe().read_text(encoding="utf-8"))
+    with pytest.raises(RequestError, match=said):
+        train(parse_recipe(content | changes, "test"), quiet=True)
+
+
+def test_a_stream_is_not_planned(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
+    content = json.loads(recipe(data_with={"streaming": True}).read_text(encoding="utf-8"))
+    with pytest.raises(RequestError, match="holds features or is a stream; there is nothing to plan"):
+        plan_features(parse_recipe(content, "test"))
 
 
 # --- a look at the data ----------------------------------------------------------------------------------------------

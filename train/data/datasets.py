@@ -26,9 +26,7 @@ class PackedDataset(Dataset[Batch]):
     def __init__(
         self, examples: Iterable[Example], sequence_length: int, whole: bool = False, counts: DataCounts | None = None
     ) -> None:
-        """Pack the tokens of `examples` into rows of one length. With `whole`, no example is split over two rows.
-
-        The numbers of examples and tokens are added to `counts`."""
+        """Pack `examples` into rows of one length and add them to `counts`; with `whole`, no example is split."""
         self.counts = counts or DataCounts()
         rows = [padded(row, sequence_length) for row in pack(examples, sequence_length, whole, self.counts)]
         columns = [torch.stack(column) for column in zip(*rows, strict=True)]
@@ -91,7 +89,6 @@ def load_dataset(
 
     `vocab_size` is the backbone's number of token ids, `context` its largest text length in tokens (`None`: no limit).
     Raise RequestError if data do not exist, a record is invalid, or no token counts in the loss."""
-    require_data(config)
     reader = ExampleReader(config, tokenizer, vocab_size, context)
     if config.streaming:
         stream = StreamedDataset(reader, reader.row_length, reader.whole, config.shuffle_buffer, seed)

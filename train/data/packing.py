@@ -121,7 +121,5 @@ def as_item(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Batch
 
 def positions_of(document_ids: Tensor) -> Tensor:
     """Position of each token in a row of T tokens, from 0 at the start of the token's document in this row."""
-    index = torch.arange(len(document_ids))
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
-    starts[1:] = document_ids[1:] != document_ids[:-1]
-    return index - torch.where(starts, index, 0).cummax(0).values
+    _, lengths = document_ids.unique_consecutive(return_counts=True)
+    return torch.cat([torch.arange(length) for length in lengths.tolist()])

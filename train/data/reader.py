@@ -94,9 +94,8 @@ def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | No
     for record in records_of(config, config.exclude) if config.exclude else ():
         ids = prompt_ids(record, tokenizer) if record.is_prompt else to_example(record, tokenizer).input_ids
         if len(ids) < config.exclude_window:
-            warnings.warn(
-                f"a text in {config.exclude} is shorter than exclude_window; it excludes nothing", stacklevel=2
-            )
+            short = f"a text in {config.exclude} is shorter than exclude_window; it excludes nothing"
+            warnings.warn(short, stacklevel=2)
         windows.update(_windows(ids, config.exclude_window))
     return windows
 

@@ -28,10 +28,7 @@ def head_labels(
     `document_ids` [B, T]; padding has its own id. `first` is the offset from a position to the label of head 0."""
     length = input_ids.shape[1]
     labels = torch.full((num_heads, *input_ids.shape), IGNORE, dtype=torch.long, device=input_ids.device)
-    for head in range(num_heads):
-        offset = head + first
-        if offset >= length:
-            break
+    for offset in range(first, min(first + num_heads, length)):
         labelled = loss_mask[:, offset:].bool() & (document_ids[:, offset:] == document_ids[:, :-offset])
-        labels[head, :, :-offset] = torch.where(labelled, input_ids[:, offset:], IGNORE)
+        labels[offset - first, :, :-offset] = torch.where(labelled, input_ids[:, offset:], IGNORE)
     return labels

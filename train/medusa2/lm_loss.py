@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, Subset
 
 from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
@@ -124,9 +124,8 @@ def measure_perplexities(backbone: Backbone, rows: PackedDataset | Features) -> 
 def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: int = 4) -> float:
     """Perplexity (exp of mean cross-entropy) of the tokens that count in the loss, in the first `QUALITY_ROWS` rows."""
     total, count = 0.0, 0
-    for start in range(0, min(len(rows), QUALITY_ROWS), batch_size):
-        picked = [rows[index] for index in range(start, min(start + batch_size, len(rows), QUALITY_ROWS))]
-        batch = {name: tensor.to(backbone.device) for name, tensor in default_collate(picked).items()}
+    for rows_together in DataLoader(Subset(rows, range(min(len(rows), QUALITY_ROWS))), batch_size):
+        batch = {name: tensor.to(backbone.device) for name, tensor in rows_together.items()}
         hidden = backbone.hidden_states(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
         labels = head_labels(batch["input_ids"], batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
         labelled = labels != IGNORE
