@@ -21,7 +21,7 @@ from medusa.loading import Loaded, load_backbone
 from medusa.options import LoadOptions
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
-from train.check import check
+from train.check import check, require_adaptable
 from train.config import TrainConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.features.files import Features, is_features, open_features
@@ -67,7 +67,7 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
         quality_rows = load_dataset(config.data.model_copy(update=changed), *reading)
     set_seed(arguments.seed)  # so that the initial heads depend on nothing but the seed
     heads = _heads(config, backbone, dataset, quiet)
-    require_adaptable(config, heads)
+    require_adaptable(config, heads.config)
     return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads)
 
 
@@ -81,16 +81,6 @@ def _heads(config: TrainConfig, backbone: Backbone, dataset: Rows, quiet: bool) 
     if not quiet:
         say(gain)
     return heads
-
-
-def require_adaptable(config: TrainConfig, heads: MedusaHeads) -> None:
-    """Raise RequestError if the recipe's LoRA adapter cannot be trained together with these heads."""
-    adapter = config.adapter
-    if adapter is not None and adapter.teacher_tilt and heads.vocabulary is not None:
-        wanted = "adapter.teacher_tilt needs heads that guess among all tokens"
-        raise RequestError(f"{wanted}; add adapter.teacher_tilt=0, or leave heads.vocabulary out")
-    if adapter is not None and adapter.lm_head and heads.config.lm_head == "shared":
-        raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
 
 
 def build_trainer(run: LoadedRun) -> MedusaTrainer:

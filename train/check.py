@@ -6,6 +6,7 @@ import os
 
 from transformers import PretrainedConfig
 
+from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.loading import load_config
@@ -13,7 +14,7 @@ from medusa.tree import load_tree
 from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
-from train.config import NUM_HEADS, TrainConfig
+from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 from train.data.datasets import require_data
 from train.features.files import is_features
 
@@ -35,6 +36,7 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
         require_data(config.eval_data)
     if config.adapter is not None and config.adapter.quality_data is not None:
         require_data(data.model_copy(update={"path": config.adapter.quality_data}))
+    require_adaptable(config, config.heads)
     own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if (config.device or "").startswith("cuda:") and config.device != own:
         way = "take device: cuda, and choose the GPU with the environment variable CUDA_VISIBLE_DEVICES"
@@ -49,6 +51,16 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
         raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
     load_tree(arguments.eval_tree, config.heads.num or NUM_HEADS)
     return arguments, sizes
+
+
+def require_adaptable(config: TrainConfig, heads: HeadsConfig | MedusaConfig) -> None:
+    """Raise RequestError if the recipe's LoRA adapter cannot be trained together with these heads."""
+    adapter = config.adapter
+    if adapter is not None and adapter.teacher_tilt and heads.vocabulary:
+        wanted = "adapter.teacher_tilt needs heads that guess among all tokens"
+        raise RequestError(f"{wanted}; add adapter.teacher_tilt=0, or leave heads.vocabulary out")
+    if adapter is not None and adapter.lm_head and heads.lm_head == "shared":
+        raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
 
 
 def _training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:

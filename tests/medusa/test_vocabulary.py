@@ -34,7 +34,7 @@ from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import lm_head_for, over_all, places_of, rows_for, token_ids
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
 from train.architecture import BackboneSizes
-from train.build import require_adaptable
+from train.check import require_adaptable
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.data.packing import Example
 from train.evaluate import label_ranks
@@ -426,12 +426,12 @@ def test_teacher_tilt_with_a_draft_vocabulary_is_rejected(llama: Any) -> None:
     with pytest.raises(
         RequestError, match=r"adapter.teacher_tilt needs heads that guess among all tokens; add adapter.teacher_tilt=0"
     ):
-        require_adaptable(parse_recipe(content, "test"), some)
-    require_adaptable(parse_recipe(content | {"adapter": {"teacher_tilt": 0.0}}, "test"), some)
+        require_adaptable(parse_recipe(content, "test"), some.config)
+    require_adaptable(parse_recipe(content | {"adapter": {"teacher_tilt": 0.0}}, "test"), some.config)
 
 
 def test_streams_and_tiny_draft_vocabularies_are_rejected(recipe: Any) -> None:
     with pytest.raises(RequestError, match=r"counted on the whole text, and data.streaming has no end"):
-        most_frequent(StreamedDataset(None, 8, False, 1, 0), 3, 10)
+        most_frequent(StreamedDataset(None, 1, 0), 3, 10)
     with pytest.raises(RequestError, match=r"heads.vocabulary is 8; it must be at least 32, or 0 for all tokens"):
         recipe(vocabulary=8)

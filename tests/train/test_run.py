@@ -119,6 +119,8 @@ def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
         ({"device": "cuda:1"}, "device is cuda:1, but this process trains on cuda:0; .*CUDA_VISIBLE_DEVICES"),
         ({"adapter": {"quality_data": "absent.jsonl"}}, r"absent\.jsonl"),
         ({"training": {"eval_tree": "typo"}}, "no tree 'typo'"),
+        ({"adapter": {}, "heads": {"vocabulary": 32}}, "teacher_tilt needs heads that guess among all tokens"),
+        ({"adapter": {"lm_head": True}, "heads": {"lm_head": "shared"}}, "needs heads with LM heads of their own"),
     ],
 )
 def test_requests_are_refused_before_weights_are_loaded(

@@ -47,24 +47,21 @@ class StreamedDataset(IterableDataset[Batch]):
     The order of the rows depends only on the seed and the data. On resuming, the Trainer skips the rows that the run
     has read before, so the run continues at the same row if the data are unchanged."""
 
-    def __init__(self, reader: ExampleReader, length: int, whole: bool, shuffle_buffer: int, seed: int) -> None:
-        """Make a stream of rows of `length` tokens, packed from the examples of `reader`.
-
-        Each row is drawn at random from a buffer of `shuffle_buffer` rows. With `whole`, no example is split."""
-        self.reader, self.length, self.whole = reader, length, whole
-        self.shuffle_buffer, self.seed = shuffle_buffer, seed
+    def __init__(self, reader: ExampleReader, shuffle_buffer: int, seed: int) -> None:
+        """Pack the examples of `reader`; each row is drawn at random from a buffer of `shuffle_buffer` rows."""
+        self.reader, self.shuffle_buffer, self.seed = reader, shuffle_buffer, seed
         self.counts = DataCounts()  # of the first pass over the data; each worker of a data loader has its own
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         rows = self._passes()
         for row in islice(rows, worker.id, None, worker.num_workers) if worker else rows:
-            yield as_item(*padded(row, self.length))
+            yield as_item(*padded(row, self.reader.row_length))
 
     def _passes(self) -> Iterator[Tensor]:
         self.counts = counts = DataCounts()
         for number in count():
-            rows = pack(self.reader.read(counts), self.length, self.whole, counts)
+            rows = pack(self.reader.read(counts), self.reader.row_length, self.reader.whole, counts)
             yield from _shuffled(rows, self.shuffle_buffer, random.Random(self.seed + number))
             if not counts.taught:
                 raise RequestError(f"nothing to train on: {counts}")
@@ -91,7 +88,7 @@ def load_dataset(
     Raise RequestError if data do not exist, a record is invalid, or no token counts in the loss."""
     reader = ExampleReader(config, tokenizer, vocab_size, context)
     if config.streaming:
-        stream = StreamedDataset(reader, reader.row_length, reader.whole, config.shuffle_buffer, seed)
+        stream = StreamedDataset(reader, config.shuffle_buffer, seed)
         next(iter(stream))  # raises errors in the first records before training starts
         return stream
     counts = DataCounts()
