@@ -69,9 +69,8 @@ def _trained_heads(start: str, asked: HeadsConfig, backbone: Backbone) -> Medusa
     if held.block == ORIGINAL_HYDRA:
         original = f"{start} holds the original Hydra's heads"
         raise RequestError(f"heads.start: {original}, which can decode but not be trained")
-    wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()} | {"hidden_size": backbone.hidden_size}
-    if held.vocab_size is not None:
-        wanted["vocab_size"] = backbone.vocab_size
+    wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()}
+    wanted |= {"hidden_size": backbone.hidden_size, "vocab_size": held.vocab_size and backbone.vocab_size}
     for key, value in wanted.items():
         if value is not None and value != (getattr(held, key) or 0):  # `None` and 0 mean all tokens
             raise RequestError(f"heads.start: {start} has {key} {getattr(held, key)!r}, not {value!r}")

@@ -65,11 +65,10 @@ class Section(BaseModel):
 
 @cache
 def section_of(arguments: type[DataclassInstance]) -> type[Section]:
-    """Make a `Section` class with a dataclass's fields. Only fields of plain types, such as `int`, are checked."""
+    """Make a `Section` with a dataclass's fields. It checks plain types only, such as `int`, and allows infinity."""
     hints = get_type_hints(arguments, include_extras=True)
     kinds: dict[str, Any] = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(arguments)}
-    unlimited = {"allow_inf_nan": True}  # transformers takes infinity, such as max_grad_norm, which then clips nothing
-    return create_model(arguments.__name__, __base__=Section, __cls_kwargs__=unlimited, **kinds)
+    return create_model(arguments.__name__, __base__=Section, __cls_kwargs__={"allow_inf_nan": True}, **kinds)
 
 
 def _yaml_type(hint: object) -> object:
