@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 
+from medusa.config import KINDS
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
 from medusa.loading import load_tokenizer
@@ -40,6 +41,7 @@ RECIPES: dict[str, Row] = {  # "data" trains on stories that people wrote, the o
     "distill": {"objective": "distill", "teacher_temperature": 0.5, "head_weighting": "decay"},
     "distill-dpace": {"objective": "distill", "teacher_temperature": 0.5, "head_weighting": "dpace"},
 }
+CHOICES = [kind + prefix for kind in ("paper", *KINDS) for prefix in ("", "+prefix")]
 PAPER = {"kind": "medusa", "block": "square", "lm_head": "own"}  # one square block, as in published heads
 TEMPERATURES = {0.0: 2, 0.3: 2, 0.5: 1}  # shares of the backbone's own text; the exclusion drops half of that at 0
 OPENING = (6, 40)  # least and most tokens of a story's opening
@@ -80,8 +82,6 @@ def train(args: argparse.Namespace, recipe: str, kind: str, seed: int, folder: P
     if seconds <= 0:
         raise RequestError(f"generating text took {written:.0f} s of {limit:.0f}; give more --minutes, less --texts")
     name, _, prefix = kind.partition("+")
-    if prefix not in ("", "prefix"):
-        raise RequestError(f"--kinds {kind}: only +prefix can be added to a kind")
     heads = {"num": args.num_heads, "prefix_layers": int(bool(prefix))}
     training = {"max_cpu_minutes": seconds / 60, "per_device_train_batch_size": 4, "bf16": True, "seed": seed}
     config = {
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--openings", required=True, help="stories whose openings the backbone continues (.txt)")
     parser.add_argument("--output", required=True, type=Path, help="write here; heads that exist are kept")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--kinds", nargs="+", default=["medusa"], help="or paper; +prefix adds a prefix layer")
+    parser.add_argument("--kinds", nargs="+", choices=CHOICES, default=["medusa"], help="+prefix adds a prefix layer")
     parser.add_argument("--num-heads", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--trees", nargs="+", default=[TREE], help="for measuring tau (default: %(default)s)")
     parser.add_argument("--prompts", type=Path, help="JSON Lines to measure tau on, instead of the reference's 24")
@@ -142,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for medusa train")
     args = parser.parse_args(argv)
+    if args.prompts:
+        read_documents(str(args.prompts))  # refused before the training if it cannot be read
     content = read_json(args.reference)
     continuations = next(iter(content["runs"].values()))["new_ids"]
     texts = [prompt + new for prompt, new in zip(content["prompts"], continuations, strict=True)]
