@@ -148,7 +148,6 @@ class Bench:
 
 def verify(run: Run) -> None:
     """Run `medusa verify` in float32 and bfloat16: equal greedy texts, and chi-square tests of sampled tokens."""
-    passed = []
     for dtype in ("float32", "bfloat16"):
         tree, report = next(iter(run.scale.trees.values())), run.output / f"verify_{dtype}.html"
         argv = ["--backbone", run.backbone, "--heads", run.heads / FIRST_KIND, "--prompts", run.prompts]
@@ -160,6 +159,7 @@ def verify(run: Run) -> None:
             greedy, about = found["greedy"], {"dtype": dtype, "passed": found["passed"]}
             equal = f"{greedy['equal']} of {greedy['prompts']}"
             run.keep(**about, equal_texts=equal, rounding_ties=greedy["rounding_ties"])
-            passed.append(found["passed"])
-    if not all(passed):
-        raise RuntimeError("there is evidence against equality; see the pages verify_*.html")
+            if not found["passed"]:
+                raise RuntimeError(f"there is evidence against equality; see {report}")
+    if run.errors:
+        raise RuntimeError(run.errors[-1])

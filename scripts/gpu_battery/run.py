@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,8 @@ class Run:
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.backbone, self.prompts = self.output / "backbone", self.output / "prompts.jsonl"
         self.heads = self.output / "heads"  # in a folder for each kind
+        self.errors: list[str] = []  # of attempts
+        self.succeeded = False  # whether an attempt ended without an error
 
     def _follow_gpu(self) -> None:
         command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits", "-lms", "200"]
@@ -87,10 +89,13 @@ class Run:
     @contextmanager
     def attempt(self, **about: object) -> Iterator[None]:
         """Record an exception inside the block as a figure, so that the stage goes on with its other figures."""
+        earlier = len(self.errors)
         try:
             yield
         except Exception as error:
-            self.keep(**about, error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
+            self.errors.append(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+            self.keep(**about, error=self.errors[-1])
+        self.succeeded |= len(self.errors) == earlier  # an attempt inside this one may have failed
 
     def medusa(self, command: str, *more: object, result: str | None = None) -> dict[str, object]:
         """Run a `medusa` command; return the JSON file named `result`. RuntimeError: it failed and wrote no JSON."""
@@ -122,7 +127,8 @@ def run_stage(name: str, stage: Stage, output: Path, toy: bool, device: str, sec
     """Run a stage, and record and return how it ended: done, failed, cut off or skipped."""
     append(output, {"stage": name, "event": "start"})
     figures, start = read_figures(output), time.monotonic()
-    missing = [needed for needed in stage.needs if not kept_figures(figures.get(needed, ()))]
+    usable = [other for other, kept in figures.items() if any(not {"event", "error"} & set(figure) for figure in kept)]
+    missing = [needed for needed in stage.needs if needed not in usable]  # figures made before a cut are enough
     if missing:
         outcome: Figure = {"status": "skipped", "error": f"needs {missing[0]}"}
     else:
@@ -130,11 +136,6 @@ def run_stage(name: str, stage: Stage, output: Path, toy: bool, device: str, sec
     outcome = {"seconds": round(time.monotonic() - start)} | outcome
     append(output, {"stage": name, "event": "end"} | outcome)
     return outcome
-
-
-def kept_figures(figures: Sequence[Figure]) -> bool:
-    """Tell whether a stage produced a figure. If so, stages that need it can run, even if it was cut off later."""
-    return any("event" not in figure and "error" not in figure for figure in figures)
 
 
 def watch(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> Figure:
@@ -174,9 +175,9 @@ def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, se
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # not allowed after a fork
         torch.compile = lambda function, **options: function  # the battery is rehearsed, not the compiler
     try:
-        stage.run(Run(name, output, TOY if toy else FULL, device, seconds))
-        if not kept_figures(kept := read_figures(output)[name]):
-            raise RuntimeError(kept[-1].get("error", "the stage kept no figure"))
+        stage.run(run := Run(name, output, TOY if toy else FULL, device, seconds))
+        if run.errors and not run.succeeded:
+            raise RuntimeError(run.errors[-1])
     except BaseException:
         traceback.print_exc()
         os._exit(1)

@@ -15,7 +15,7 @@ import torch
 from medusa.config import KINDS
 from medusa.errors import RequestError
 from scripts.gpu_battery import __main__ as battery
-from scripts.gpu_battery import curves, run
+from scripts.gpu_battery import curves, models, run
 from scripts.gpu_battery.__main__ import CALL_SECONDS, STAGES
 from scripts.gpu_battery.run import FULL, TOY, Run, Stage, run_stage
 
@@ -110,9 +110,29 @@ def losing_all(stage: Run) -> None:
             raise ValueError(f"no {nodes}")
 
 
-def losing_one(stage: Run) -> None:
+def losing_some(stage: Run) -> None:
     losing_all(stage)
-    stage.keep(nodes=8, ms=2.5)
+    with stage.attempt(nodes=8):
+        stage.keep(nodes=8, ms=2.5)
+
+
+def losing_all_but_a_note(stage: Run) -> None:
+    stage.keep(ms=2.5)  # as the time that the stage `heads` took to write its text
+    with stage.attempt(outer=True):  # as `Bench.measure_heads` around `Bench.measure`
+        losing_all(stage)
+
+
+def verifying(stage: Run) -> None:
+    """Verify with float32 only: bfloat16 crashes."""
+    found = {"greedy": {"equal": 2, "prompts": 2, "rounding_ties": 0}, "passed": True}
+
+    def crash_in_bfloat16(command: str, *words: object, result: str) -> dict[str, object]:
+        if "bfloat16" in words:
+            raise ValueError("no bfloat16")
+        return found
+
+    stage.medusa = crash_in_bfloat16  # type: ignore[method-assign]
+    models.verify(stage)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +140,9 @@ def losing_one(stage: Run) -> None:
     [
         (failing, "failed", "ValueError: out of luck"),
         (losing_all, "failed", "RuntimeError: ValueError: no 16"),
-        (losing_one, "done", None),
+        (losing_all_but_a_note, "failed", "RuntimeError: ValueError: no 16"),
+        (verifying, "failed", "RuntimeError: ValueError: no bfloat16"),
+        (losing_some, "done", None),
     ],
 )
 def test_errors_are_reported_and_lose_no_figure(
@@ -130,14 +152,14 @@ def test_errors_are_reported_and_lose_no_figure(
     outcome = run_toy(tmp_path)
     assert (outcome["status"], outcome.get("error")) == (status, error)
     figures = run.read_figures(tmp_path)["curves"]
-    assert any("ms" in figure for figure in figures) == (function is not losing_all)
+    assert any({"ms", "passed"} & set(figure) for figure in figures) == (function is not losing_all)
 
 
 def test_repeating_a_stage_replaces_only_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run.append(tmp_path, {"stage": "losses", "ms": 3.0})
     put_in(monkeypatch, failing)
     run_toy(tmp_path)
-    put_in(monkeypatch, losing_one)
+    put_in(monkeypatch, losing_some)
     run_toy(tmp_path)
     figures = run.read_figures(tmp_path)
     assert [figure["ms"] for figure in figures["curves"] if "ms" in figure] == [2.5]
@@ -145,7 +167,7 @@ def test_repeating_a_stage_replaces_only_its_figures(tmp_path: Path, monkeypatch
 
 
 def test_a_stage_whose_needs_failed_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_in(monkeypatch, losing_one, needs=("heads",))
+    put_in(monkeypatch, losing_some, needs=("heads",))
     assert run_toy(tmp_path) == {"seconds": 0, "status": "skipped", "error": "needs heads"}
     run.append(tmp_path, {"stage": "heads", "error": "no backbone"})
     assert run_toy(tmp_path)["status"] == "skipped"
