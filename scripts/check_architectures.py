@@ -76,8 +76,7 @@ class Row:
         """Return the cells of this row in its table."""
         if self.name in REFUSED:
             return [self.name, self.model, self.refusal or "NOT REFUSED", re.split(": | [(]", self.caught)[0]]
-        by_dtype = [[checks[dtype] for checks in self.checks.values()] for dtype in CHECKED]
-        errors = [" / ".join(map(short, checks)) for checks in by_dtype]
+        errors = [" / ".join(short(checks[dtype]) for checks in self.checks.values()) for dtype in CHECKED]
         control = min(check.control for check in self.all_checks)
         text = "same" if self.same else "DIFFERS"
         return [self.name, self.model, " / ".join(self.checks), *errors, f"{control:.2f}", text, f"{self.tau:.2f}"]
@@ -93,8 +92,7 @@ def check_supported(name: str) -> Row:
     row = Row(name)
     for attention in ("sdpa", "eager"):
         for dtype_name, dtype in CHECKED.items():
-            model = offered(name, dtype=dtype, attn_implementation=attention)
-            if model is None:
+            if (model := offered(name, dtype=dtype, attn_implementation=attention)) is None:
                 break
             require_tree_support(model)
             row.checks.setdefault(attention, {})[dtype_name] = check_tree_forward(model)

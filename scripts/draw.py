@@ -54,10 +54,8 @@ def draw_kind(kind: str) -> Figure:
     places |= {f"guess {k}.": (k + shift, 2.0) for k in HEADS}
     if ("root", "1") in arrows:
         places |= {token: (float(k), 0.0) for k, token in enumerate(TOKENS, 1)}
-    if "text" in edges:
-        places["text"] = (0.0, 0.0)
-    if "layer" in edges:
-        places["layer"] = (1.0, 1.0)
+    others = {"text": (0.0, 0.0), "layer": (1.0, 1.0)}
+    places |= {name: at for name, at in others.items() if name in edges}
     step = "step" if kind == "eagle" else "head"
     boxes = {name: box(axes, name, f"{step} {name}" if name.isdecimal() else name, at) for name, at in places.items()}
     for start, end in [(str(k), f"guess {k}.") for k in HEADS] + arrows:
@@ -80,8 +78,7 @@ def box(axes: Axes, name: str, label: str, place: tuple[float, float]) -> FancyB
     is_guess = name.endswith(".")
     color = INK["paper" if is_guess else COLORS.get(name, "medusa")]
     corner = (x - width / 2, y - height / 2)
-    patch = FancyBboxPatch(corner, width, height, "round,pad=0.04", facecolor=color, edgecolor="none")
-    axes.add_patch(patch)
+    patch = axes.add_patch(FancyBboxPatch(corner, width, height, "round,pad=0.04", facecolor=color, edgecolor="none"))
     ink, label = INK["ink"] if is_guess else "white", LABELS.get(name, label.rstrip("."))
     axes.text(x, y, label, ha="center", va="center", fontsize=10, color=ink, linespacing=0.95, zorder=3)
     return patch

@@ -218,14 +218,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = [measure(model, heads, tree, prompt, length, tau) for prompt in prompts]
     rounds = [timed for part, _ in found for timed in part]
     outcome = summarize(rounds, statistics.fmean(length for _, lengths in found for length in lengths))
-    outcome["prefill"] = read
     figures = {f"{name}, ms": value for name, value in outcome["ms"].items()}
     figures |= {name: outcome[name] for name in ("ratio", "outside", "speedup", "bound")}
     figures |= {f"prefill {name}": value for name, value in read.items()}
     title = f"{len(rounds)} steps of {tree.num_nodes} nodes, {torch.get_num_threads()} thread(s)"
     lines = [["tau", f"{outcome['tau']:.2f}"], *([name, f"{value:.3f}"] for name, value in figures.items())]
     show(options, title, markdown_table(["figure", "value"], lines))
-    options.output.write({"machine": asdict(machine()), "settings": about} | outcome)
+    options.output.write({"machine": asdict(machine()), "settings": about, "prefill": read} | outcome)
 
 
 if __name__ == "__main__":
