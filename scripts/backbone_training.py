@@ -110,7 +110,7 @@ class BackboneTrainer(Trainer):
         self, model: PreTrainedModel, rows: StackDataset, recipe: Recipe, args: TrainingArguments, minutes: float | None
     ) -> None:
         """Make a trainer of `model` on `rows`. If `minutes` is given, training ends after that time."""
-        self.recipe = recipe
+        self.recipe, self.minutes = recipe, minutes
         budget = [TimeBudget(60 * minutes)] if minutes else []
         optimizers = (MuonWithAdamW(model, recipe), None)
         super().__init__(model, args, train_dataset=rows, optimizers=optimizers, callbacks=budget)
@@ -120,8 +120,11 @@ class BackboneTrainer(Trainer):
 
     @property
     def budget(self) -> TimeBudget | None:
-        """The time budget in force. A resumed Trainer replaces the budget that was passed to it."""
-        return next((c for c in self.callback_handler.callbacks if isinstance(c, TimeBudget)), None)
+        """The time budget in force. A resumed Trainer replaces the budget, also its length, by the checkpoint's."""
+        found = next((c for c in self.callback_handler.callbacks if isinstance(c, TimeBudget)), None)
+        if found is not None and self.minutes is not None:
+            found.seconds = 60 * self.minutes
+        return found
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         """Make a scheduler that follows the steps or, with a time budget, the clock.
@@ -171,11 +174,10 @@ def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
 
     The model reads the tokens begin to end - 1 and scores those from `first` on. Windows advance by half a context,
     so tokens after the first window have at least half a context before them."""
-    begin, first = 0, 1
-    while first < length:
-        end = min(begin + context, length)
+    begin, end = 0, 1
+    while end < length:
+        first, end = end, min(begin + context, length)
         yield begin, end, first
-        first = end
         begin += max(context // 2, 1)
 
 

@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-import shutil
 from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from backbone_training import BackboneTrainer, Recipe, Score, Teacher, cut_rows, encode, evaluate
 from decode.bench.machine import has_fast_bfloat16
@@ -29,7 +29,7 @@ from medusa.loading import load_backbone, load_tokenizer
 from medusa.options import LoadOptions, Options, count, group, option, parse
 from medusa.records.sources import DOCUMENT_SEPARATOR
 from script_tools import markdown_table, read_documents, run_script, script_parser
-from train.checkpoints import all_checkpoints
+from train.checkpoints import remove_checkpoints, whole_checkpoints
 
 SETTINGS = "training.json"  # in the output folder until the training run is finished
 SHAPES = {
@@ -37,6 +37,7 @@ SHAPES = {
     # Two layers, because each drafted token costs a pass through all layers.
     "draft": {"hidden_size": 80, "layers": 2, "heads": 5, "kv_heads": 5, "intermediate_size": 224},
 }
+CONFIG_NAMES = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 VOCAB_SIZE = 4096  # of both presets
 CARD = Path(__file__).with_name("backbone_card.md")
 
@@ -81,6 +82,12 @@ class BackboneOptions(Options):
         return self.load.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
+    def autocast(self) -> bool:
+        """Whether to train with bfloat16 autocast."""
+        is_fast = has_fast_bfloat16 if self.device == "cpu" else torch.cuda.is_bf16_supported
+        return is_fast() if self.bf16 is None else self.bf16
+
+    @property
     def shape(self) -> dict[str, int]:
         """The sizes of the preset, or those that the user gave instead."""
         return {name: getattr(self, name) or default for name, default in SHAPES[self.preset].items()}
@@ -90,7 +97,7 @@ class BackboneOptions(Options):
         """The settings that determine the result of a training run, by name."""
         settings = {"data": self.data_name or Path(self.data).name} | self.shape
         settings |= {"context": self.context, "vocab_size": self.vocab_size, "seed": self.runtime.seed}
-        return settings | asdict(self.recipe)
+        return settings | asdict(self.recipe) | ({} if self.teacher else {"teacher_weight": 0.0})
 
 
 def require(allowed: object, message: str) -> None:
@@ -102,8 +109,7 @@ def require(allowed: object, message: str) -> None:
 def check_training(options: BackboneOptions) -> None:
     """Raise RequestError for options that cannot work together in a training run."""
     require(options.data and options.output, "a training needs --data and --output")
-    one = (options.steps is None) != (options.minutes is None)
-    require(one, "give --steps or --minutes, not both: how long to train")
+    require(bool(options.steps) != bool(options.minutes), "give --steps or --minutes, not both: how long to train")
     own_tokens = options.preset == "backbone" and not options.teacher and options.save_tokenizer
     needing = "--preset draft, --teacher and --no-save-tokenizer"
     require(options.tokenizer or own_tokens, f"{needing} need --tokenizer FOLDER: the backbone's")
@@ -114,6 +120,9 @@ def check_training(options: BackboneOptions) -> None:
     length, context, folder = options.recipe.row_length, options.context, options.output
     require(2 <= length <= context, f"--row-length is {length}; it must lie between 2 and --context {context}")
     require((folder / SETTINGS).is_file() or not options.resume, f"nothing to resume: {folder} holds no {SETTINGS}")
+    number = options.device.partition(":")[2]
+    way = f"set CUDA_VISIBLE_DEVICES={number} and give --device cuda"
+    require(number in ("", "0"), f"--device is {options.device}, and training uses the first GPU; {way}")
     free = not folder.exists() or options.overwrite or options.resume or not any(folder.iterdir())
     require(free, f"{folder} is not empty; add --overwrite, or --resume to continue a training")
 
@@ -126,22 +135,31 @@ def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def open_model(folder: str, load: LoadOptions, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Load the model of a local folder; raise RequestError if the tokenizer has more tokens than the model."""
+def open_model(folder: str, dtype: str, device: str) -> PreTrainedModel:
+    """Load the model of a local folder; raise RequestError if there is no such folder."""
     require(Path(folder).is_dir(), f"no such folder: {folder}")
-    model = load_backbone(folder, load).model
-    tokens, known = len(tokenizer), model.config.vocab_size
-    require(tokens <= known, f"the tokenizer has {tokens} tokens, and {folder} a vocabulary of {known}")
-    return model
+    return load_backbone(folder, LoadOptions(dtype, device)).model
 
 
-def training_arguments(options: BackboneOptions, bf16: bool) -> TrainingArguments:
+def open_teacher(options: BackboneOptions, dtype: str, vocabulary: int) -> PreTrainedModel | None:
+    """Load the teacher, if any; raise RequestError unless it has as many tokens as the model, and reads whole rows."""
+    if not options.teacher:
+        return None
+    name, teacher = options.teacher, open_model(options.teacher, dtype, options.device)
+    known, most = teacher.config.vocab_size, teacher.config.max_position_embeddings
+    require(known == vocabulary, f"--teacher {name} has {known} tokens, the model {vocabulary}; give another teacher")
+    length = 0 if options.evaluate_only else options.recipe.row_length
+    require(length <= most, f"--teacher {name} reads {most} tokens; --row-length is {length}; give {most} or less")
+    return teacher
+
+
+def training_arguments(options: BackboneOptions) -> TrainingArguments:
     """Make the Trainer's arguments from the command line."""
     arguments = TrainingArguments(
         output_dir=str(options.output),
         max_steps=options.steps or 2**31,  # or the time budget ends the training
         per_device_train_batch_size=options.recipe.batch_size,
-        bf16=bf16,
+        bf16=options.autocast,
         use_cpu=options.device == "cpu",
         seed=options.runtime.seed,
         save_steps=options.checkpoint_every,
@@ -156,37 +174,31 @@ def training_arguments(options: BackboneOptions, bf16: bool) -> TrainingArgument
     return arguments
 
 
-def find_checkpoint(options: BackboneOptions) -> str | None:
+def find_checkpoint(options: BackboneOptions, settings: dict[str, object]) -> Path | None:
     """Return the checkpoint to resume, or prepare the folder of a new run; RequestError if the settings changed."""
-    settings, place = options.decisive, options.output / SETTINGS
+    place = options.output / SETTINGS
     if options.resume:
         begun = read_json(place)
         changed = ", ".join(name for name in settings if settings[name] != begun.get(name))
         require(not changed, f"{options.output} holds a training run with other settings: {changed}")
-        return get_last_checkpoint(str(options.output))
+        return next(reversed(whole_checkpoints(options.output, SAFE_WEIGHTS_NAME)), None)
     remove_checkpoints(options.output)
     write_json(place, settings)
     return None
 
 
-def remove_checkpoints(folder: Path) -> None:
-    """Delete the Trainer's checkpoints in `folder`."""
-    for checkpoint in all_checkpoints(folder):
-        shutil.rmtree(checkpoint)
-
-
 def train(options: BackboneOptions) -> None:
     """Read the data, train a model, and write it with its card."""
     check_training(options)
-    recipe, separator = options.recipe, options.document_separator
+    recipe, separator, asked = options.recipe, options.document_separator, options.vocab_size
+    tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
+    dtype = "bfloat16" if options.autocast else "float32"
+    teacher = open_teacher(options, dtype, len(tokenizer or ()))  # a teacher needs --tokenizer
     if options.eval:
         read_documents(options.eval, separator)  # refused before the training if it cannot be read
     documents = read_documents(options.data, separator, options.max_documents, options.split)
     random.Random(options.runtime.seed).shuffle(documents)
-    asked = options.vocab_size
-    if options.tokenizer:
-        tokenizer = open_tokenizer(options.tokenizer)
-    else:  # byte-level BPE like the shipped tokenizer, whose only special token, id 0, is BOS, EOS and PAD
+    if tokenizer is None:  # byte-level BPE like the shipped tokenizer, whose only special token is BOS, EOS and PAD
         tokenizer = load_tokenizer("demo").train_new_from_iterator(documents, asked or VOCAB_SIZE, show_progress=False)
         tokenizer.model_max_length = options.context
     tokens = len(tokenizer)
@@ -194,23 +206,18 @@ def train(options: BackboneOptions) -> None:
     rows = cut_rows(encode(tokenizer, documents), recipe.row_length)
     too_few = f"the text fills {len(rows)} rows of {recipe.row_length} tokens, and a step takes {recipe.batch_size}"
     require(len(rows) >= recipe.batch_size, f"{too_few}; give a smaller --batch-size or --row-length")
-    bf16 = options.bf16
-    if bf16 is None:
-        bf16 = has_fast_bfloat16() if options.device == "cpu" else torch.cuda.is_bf16_supported()
-    shape = options.shape
-    sizes = {name: shape[name] for name in ("hidden_size", "intermediate_size")}
-    sizes |= {"num_hidden_layers": shape["layers"], "num_attention_heads": shape["heads"]}
-    sizes |= {"num_key_value_heads": shape["kv_heads"], "max_position_embeddings": options.context}
+    sizes = {CONFIG_NAMES.get(name, name): size for name, size in options.shape.items()}
+    sizes |= {"vocab_size": tokens, "max_position_embeddings": options.context}
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=tokens, **sizes, **special, tie_word_embeddings=True))
-    trainer = BackboneTrainer(model, rows, recipe, training_arguments(options, bf16), options.minutes)
-    if options.teacher:
-        teacher = open_model(options.teacher, LoadOptions("bfloat16" if bf16 else "float32", options.device), tokenizer)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **special, tie_word_embeddings=True))
+    trainer = BackboneTrainer(model, rows, recipe, training_arguments(options), options.minutes)
+    if teacher is not None:
         trainer.teacher = Teacher(teacher, len(rows), recipe.row_length, recipe.teacher_top)
-    trainer.train(resume_from_checkpoint=find_checkpoint(options))
+    digest = hashlib.sha256(rows.datasets["input_ids"].numpy()).hexdigest()
+    trainer.train(resume_from_checkpoint=find_checkpoint(options, options.decisive | {"text and tokenizer": digest}))
     facts = options.decisive | {"vocab_size": tokens, "licence of the data": options.data_licence}
     facts |= {"data": f"{facts['data']}: {len(documents):,} documents", "steps": trainer.state.global_step}
-    write_model(options, model, tokenizer, facts | {"bf16 autocast": bf16})
+    write_model(options, model, tokenizer, facts | {"bf16 autocast": options.autocast})
 
 
 def write_model(
@@ -235,20 +242,21 @@ def write_model(
 
 def score_of(options: BackboneOptions, folder: str, tokenizer: PreTrainedTokenizerBase) -> Score:
     """Evaluate the model in `folder` on the text of `--eval`, in float32, since bfloat16 differs between devices."""
-    load = LoadOptions("float32", options.device)
-    teacher = open_model(options.teacher, load, tokenizer) if options.teacher else None
-    documents = read_documents(options.eval, options.document_separator)
-    return evaluate(open_model(folder, load, tokenizer), tokenizer, documents, teacher)
+    model = open_model(folder, "float32", options.device)
+    tokens, known = len(tokenizer), model.config.vocab_size
+    require(tokens <= known, f"the tokenizer has {tokens} tokens, and {folder} a vocabulary of {known}")
+    teacher = open_teacher(options, "float32", known)
+    return evaluate(model, tokenizer, read_documents(options.eval, options.document_separator), teacher)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(BackboneOptions, script_parser(__doc__), argv)
     options.runtime.prepare()
-    if not options.evaluate_only:
+    if options.evaluate_only:
+        require(options.eval, "--evaluate-only needs --eval FILE")
+        print(score_of(options, options.evaluate_only, open_tokenizer(options.tokenizer or options.evaluate_only)))
+    else:
         train(options)
-        return
-    require(options.eval, "--evaluate-only needs --eval FILE")
-    print(score_of(options, options.evaluate_only, open_tokenizer(options.tokenizer or options.evaluate_only)))
 
 
 if __name__ == "__main__":

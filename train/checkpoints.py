@@ -7,6 +7,7 @@ it wrote the checkpoint, or the disk was full.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from transformers import TrainingArguments
@@ -21,9 +22,9 @@ from train.callbacks import say
 ADAM_STATES = 2  # numbers for every weight: the running means of its gradient and of the gradient's square
 
 
-def whole_checkpoints(output: Path) -> list[Path]:
-    """The complete checkpoints in a run's output folder, from which the run can resume; oldest first."""
-    return [path for path in all_checkpoints(output) if is_whole(path)]
+def whole_checkpoints(output: Path, weights: str = WEIGHTS) -> list[Path]:
+    """The complete checkpoints (`is_whole`) in a run's output folder, from which the run can resume; oldest first."""
+    return [path for path in all_checkpoints(output) if is_whole(path, weights)]
 
 
 def all_checkpoints(output: Path) -> list[Path]:
@@ -32,13 +33,19 @@ def all_checkpoints(output: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.split("-")[-1]))
 
 
-def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint is complete: its `trainer_state.json`, written last, is readable, and the weights exist."""
+def remove_checkpoints(output: Path) -> None:
+    """Delete all checkpoints in a run's output folder."""
+    for checkpoint in all_checkpoints(output):
+        shutil.rmtree(checkpoint)
+
+
+def is_whole(checkpoint: Path, weights: str = WEIGHTS) -> bool:
+    """Whether a checkpoint is complete: a readable `trainer_state.json` (written last) and the file `weights`."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return (checkpoint / WEIGHTS).is_file()
+    return (checkpoint / weights).is_file()
 
 
 def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | None:

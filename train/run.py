@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -17,7 +16,7 @@ from medusa.files import disk_may_fill
 from medusa.memory import bytes_of
 from train.build import LoadedRun, build_trainer, load
 from train.callbacks import say
-from train.checkpoints import all_checkpoints, checkpoint_to_resume, require_room, way_out_of_full_disk
+from train.checkpoints import checkpoint_to_resume, remove_checkpoints, require_room, way_out_of_full_disk
 from train.config import TrainConfig
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.features.cache import FeatureCache, FeaturePlan
@@ -43,8 +42,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     trainer.provenance = _provenance(run, trainer.args.max_steps)
     first = trainer.args.process_index == 0
     if overwrite and first:
-        for old in all_checkpoints(output):  # otherwise --resume could continue from an old one
-            shutil.rmtree(old)
+        remove_checkpoints(output)  # otherwise --resume could continue from an old one
     if not quiet:
         if not isinstance(run.dataset, StreamedDataset):
             say(f"data: {run.dataset.counts}")

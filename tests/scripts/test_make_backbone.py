@@ -261,23 +261,28 @@ def test_training_by_the_clock_ends(text: Path, tmp_path: Path) -> None:
 # -- interruption
 
 
-def test_resumed_training_gives_the_same_weights(
-    trained: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output, loss = tmp_path / "interrupted", training.BackboneTrainer.compute_loss
-    command = arguments(text, output, "--steps", "60", "--checkpoint-every", "20")
-    calls = iter(range(60))
+def interrupt(command: list[str], step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a training run, and interrupt it in the step with this index."""
+    calls, loss = iter(range(step + 1)), training.BackboneTrainer.compute_loss
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == 50:  # after the checkpoint of step 40
+        if next(calls) == step:
             raise KeyboardInterrupt
         return loss(*args, **kwargs)
 
-    monkeypatch.setattr(training.BackboneTrainer, "compute_loss", interrupted)
-    assert run(*command) == 130
+    with monkeypatch.context() as patch:
+        patch.setattr(training.BackboneTrainer, "compute_loss", interrupted)
+        assert run(*command) == 130
+
+
+def test_resumed_training_gives_the_same_weights(
+    trained: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "interrupted"
+    command = arguments(text, output, "--steps", "60", "--checkpoint-every", "20")
+    interrupt(command, 50, monkeypatch)  # after the checkpoint of step 40
     assert (output / "checkpoint-40").exists()
     assert not (output / "model.safetensors").exists()
-    monkeypatch.setattr(training.BackboneTrainer, "compute_loss", loss)
 
     assert run(*command, "--resume", "--seed", "1") == 2
     assert "other settings: seed" in capsys.readouterr().err
@@ -286,6 +291,46 @@ def test_resumed_training_gives_the_same_weights(
     uninterrupted = weights(trained)
     for name, value in weights(output).items():
         assert torch.equal(value, uninterrupted[name]), name
+
+
+def test_a_checkpoint_that_was_cut_off_is_not_resumed(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = arguments(text, tmp_path, "--steps", "6", "--checkpoint-every", "2")
+    interrupt(command, 5, monkeypatch)
+    (tmp_path / "checkpoint-6").mkdir()  # killed while it was written
+    (tmp_path / "checkpoint-6" / "model.safetensors").write_bytes(b"")
+    assert run(*command, "--resume") == 0
+    assert "| steps | 6 |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("begun", "changed"),
+    [
+        (["--max-documents", "20"], "text and tokenizer"),
+        (["--tokenizer", "{trained}", "--teacher", "{trained}"], "teacher_weight"),
+    ],
+)
+def test_other_data_or_no_teacher_is_not_resumed(
+    begun: list[str],
+    changed: str,
+    trained: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = arguments(text, tmp_path, "--steps", "2", "--checkpoint-every", "1")
+    interrupt([*command, *(word.format(trained=trained) for word in begun)], 1, monkeypatch)
+    assert run(*command, "--resume") == 2
+    assert f"holds a training run with other settings: {changed}\n" in capsys.readouterr().err
+
+
+def test_a_resumed_run_takes_its_new_time_budget(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = arguments(text, tmp_path, "--checkpoint-every", "1")
+    interrupt([*command, "--minutes", "60"], 2, monkeypatch)
+    assert run(*command, "--minutes", "0.0001", "--resume") == 0  # the next step spends more than 6 ms
+    assert "| steps | 3 |" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
 # -- bad input
@@ -321,6 +366,41 @@ def test_bad_input_is_one_line_and_status_2(
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        ({"vocab_size": 320}, "has 320 tokens, the model 300"),
+        (
+            {"max_position_embeddings": 8},
+            "reads 8 tokens; --row-length is 16; give 8 or less",
+        ),
+        (None, "no such folder: "),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused_before_the_data_is_read(
+    teacher: dict[str, int] | None,
+    message: str,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if teacher:
+        sizes = {"vocab_size": 300, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2} | teacher
+        LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(tmp_path / "teacher")
+    more = ["--tokenizer", str(trained), "--teacher", str(tmp_path / "teacher"), "--steps", "1"]
+    assert run(*arguments(tmp_path / "missing.txt", tmp_path / "new", *more)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_one_of_several_gpus_is_chosen_by_the_environment(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("medusa.options._require_device", lambda device: None)
+    assert run(*arguments(text, tmp_path, "--steps", "1", "--device", "cuda:1")) == 2
+    assert "set CUDA_VISIBLE_DEVICES=1 and give --device cuda" in capsys.readouterr().err
 
 
 def test_empty_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
