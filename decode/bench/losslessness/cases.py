@@ -79,7 +79,7 @@ class Case:
 
 def passes(cases: Sequence[Case]) -> bool:
     """Whether every test of a judged rule (`Rule.is_judged`) has a p-value of at least `threshold(cases)`."""
-    return min(p_values(cases), default=1.0) >= threshold(cases)
+    return all(p_value >= threshold(cases) for p_value in p_values(cases))  # `min` would overlook NaN
 
 
 def threshold(cases: Sequence[Case]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -72,7 +73,7 @@ def combined(parts: Sequence[GoodnessOfFit]) -> GoodnessOfFit:
 
 
 def _p_value(chi2: float, degrees_of_freedom: int, impossible: int) -> float:
-    if impossible:
+    if impossible or not math.isfinite(chi2):  # the target holds NaN
         return 0.0
     half = torch.tensor([degrees_of_freedom / 2, chi2 / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1])) if degrees_of_freedom else 1.0

@@ -66,3 +66,8 @@ def test_tiny_p_values_are_accurate() -> None:
     fair = torch.tensor([0.5, 0.5])
     assert goodness_of_fit(torch.tensor([5_200, 4_800]), fair).p_value == pytest.approx(6.33e-5, rel=1e-2)
     assert goodness_of_fit(torch.tensor([6_000, 4_000]), fair).p_value < 1e-80
+
+
+def test_a_target_of_nan_fails() -> None:
+    """All outcomes join the pool, so no degree of freedom is left."""
+    assert goodness_of_fit(torch.tensor([500, 500]), torch.tensor([torch.nan, torch.nan])).p_value == 0.0

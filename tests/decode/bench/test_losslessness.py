@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,6 +148,11 @@ def test_the_false_alarm_rate_is_divided_among_the_tests(model: Any) -> None:
     assert threshold(cases) == pytest.approx(FALSE_ALARM / 4 / 6)  # three rules, two tests each
     one = cases[0]
     one.first = one.first._replace(p_value=threshold(cases) / 2)
+    assert not passes(cases)
+    one.first = one.first._replace(p_value=0.5)
+    assert passes(cases)
+    cases[1].second = cases[1].second._replace(p_value=math.nan)  # not the first of all p-values
+    cases[1].first = cases[1].first._replace(p_value=math.nan)
     assert not passes(cases)
 
 
