@@ -20,6 +20,7 @@ from decode.bench.figures import AcceptedNode, MethodFigures, PositionFigures, P
 from decode.bench.methods import Method
 from decode.loop import Timer
 from decode.results import Result, prompt_seeds, tau
+from medusa.heads.guesses import MISSED
 
 POSITIONS = 16  # tokens in each stretch of text of `tau_by_position`
 STAGES = ("propose", "verify", "accept", "compact", "other")
@@ -176,7 +177,8 @@ def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
 def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[AcceptedNode]:
     """Compute the fraction (0 to 1) of the decoding steps of `results` that accepted each node of their draft tree.
 
-    `ranks`: for each result, the ranks [P, K] (0: best) of the correct tokens among K heads' guesses at P positions."""
+    `ranks`: for each result, the ranks [P, K] (0: best) of the correct tokens among K heads' guesses at P positions.
+    Nodes with a rank `MISSED` on their path are left out: heads' guesses are recorded to a limited rank only."""
     counts: Counter[tuple[int, ...]] = Counter()
     steps = 0
     for table, result in zip(ranks, results, strict=True):
@@ -184,6 +186,6 @@ def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list
         for length in result.uncut_lengths:
             if at + length <= len(lines):  # guesses past the end of the text have no ranks
                 steps += 1
-                counts.update(tuple(lines[at][:depth]) for depth in range(1, length))
+                counts.update(tuple(lines[at][:depth]) for depth in range(1, length) if MISSED not in lines[at][:depth])
             at += length
     return [AcceptedNode(list(path), count / steps) for path, count in sorted(counts.items())]

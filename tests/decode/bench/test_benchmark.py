@@ -20,6 +20,7 @@ from decode.bench.benchmark import (
 from decode.bench.compare import Sample
 from decode.bench.figures import AcceptedNode, PositionFigures, Rate
 from decode.results import Result
+from medusa.heads.guesses import MISSED
 from tests.decode.bench.made_up import TOKENS, Fake, contenders
 
 
@@ -229,3 +230,8 @@ def test_accepted_nodes_are_counted_at_starts_of_steps() -> None:
         AcceptedNode([0, 2], 1 / 4),
         AcceptedNode([1], 1 / 4),
     ]
+
+
+def test_a_node_beyond_the_recorded_guesses_is_left_out() -> None:
+    ranks = torch.tensor([[0, MISSED, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
+    assert accepted_by_node([ranks], [Result([1], uncut_lengths=[4])]) == [AcceptedNode([0], 1.0)]
