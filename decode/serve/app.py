@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from socket import socket
 
 import uvicorn
 from starlette.applications import Starlette
@@ -219,8 +220,10 @@ async def _refuse(request: HttpRequest, error: Exception) -> Response:
 def serve(api: CompletionApi, host: str, port: int, allowed_hosts: list[str], on_start: Callable[[], object]) -> None:
     """Run the HTTP server until the process is stopped. `on_start` is called when the server begins to listen."""
     app = api.app(allowed_hosts)
-    config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=3)
-    listening = config.bind_socket()
-    listening.listen()  # clients that connect now wait until the server accepts
-    on_start()
-    uvicorn.Server(config).run(sockets=[listening])
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket] | None = None) -> None:
+            await super().startup(sockets)  # ends the process if the server cannot listen
+            on_start()
+
+    Server(uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=3)).run()

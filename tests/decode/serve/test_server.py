@@ -18,12 +18,13 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 import uvicorn
+from starlette.applications import Starlette
 
 from decode.bench.methods import plain_method
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.results import text_of
-from decode.serve.app import CompletionApi
+from decode.serve.app import CompletionApi, serve
 from decode.serve.schema import ApiError, ChatRequest
 from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
@@ -393,3 +394,18 @@ def test_wrong_commands_are_refused_in_one_line(capsys: pytest.CaptureFixture, w
     said = capsys.readouterr()
     assert told in said.err
     assert (said.out, said.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv4 and IPv6")
+def test_the_server_listens_at_every_address_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may have an IPv4 and an IPv6 address, as localhost often has and the empty name always."""
+    found: list[str] = []
+
+    async def end(self: uvicorn.Server) -> None:
+        found.extend(listening.getsockname()[0] for server in self.servers for listening in server.sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "main_loop", end)
+    empty: Any = SimpleNamespace(app=lambda allowed_hosts: Starlette())
+    serve(empty, "", 0, [], lambda: found.append("started"))
+    assert sorted(found[1:]) == ["0.0.0.0", "::"]
+    assert found[0] == "started"
