@@ -38,11 +38,13 @@ def sdpa_grouped(
     """Compute attention for g query heads per key head without copies of the keys, in place of transformers' sdpa.
 
     `query` is [B, H, N, D] for B rows, H heads, N tokens and head size D; `key` and `value` are [B, H / g, S, D] for S
-    cache slots. Returns the result [B, N, H, D], and `None` for attention weights."""
+    cache slots. Returns the result [B, N, H, D], and `None` for attention weights. Transformers' own function computes
+    what decoding never asks for: gradients, a paged cache, or one mask row for several tokens."""
     batch, heads, tokens, size = query.shape
     groups = heads // key.shape[1]
-    grouped = groups > 1 and tokens > 1 and attention_mask is not None and attention_mask.shape[1] == 1
-    if not grouped or kwargs.get("position_bias") is not None:
+    masked = attention_mask is not None and attention_mask.shape[1:3] == (1, tokens)
+    grouped = masked and groups > 1 and tokens > 1 and len(key) == batch and not torch.is_grad_enabled()
+    if not grouped or any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap")):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     assert attention_mask is not None
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -64,8 +66,8 @@ _active = 0  # contexts of `grouped` that are open, in all threads
 def grouped(config: PretrainedConfig) -> Iterator[None]:
     """While the context is open, run sdpa attention by `sdpa_grouped`, if the model with this `config` uses sdpa.
 
-    The context replaces transformers' own function in the global registry, also for other threads; their results do
-    not change. A function that the user has registered stays."""
+    The context replaces transformers' own function in the global registry, also for other threads; their results stay
+    equal up to rounding, and their gradients the same. A function that the user has registered stays."""
     if config._attn_implementation != SDPA:
         yield
         return

@@ -102,3 +102,19 @@ def test_without_a_mask_transformers_sdpa_runs() -> None:
     found, _ = sdpa_grouped(module, query, key, key, None, is_causal=True)
     expected, _ = sdpa_attention.sdpa_attention_forward(module, query, key, key, None, is_causal=True)
     assert torch.equal(found, expected)
+
+
+def test_what_decoding_never_asks_for_is_left_to_transformers() -> None:
+    """Other threads may run models meanwhile: with gradients, one mask row for all queries, or options of their own."""
+    query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    module, mask = torch.nn.Module(), torch.randn(2, 1, 5, 5)
+    module.num_key_value_groups = 2
+    stock = sdpa_attention.sdpa_attention_forward
+    with torch.no_grad():
+        for few in (mask[:, :, :1], mask[:1, :, :1]):
+            assert torch.equal(sdpa_grouped(module, query, key, key, few)[0], stock(module, query, key, key, few)[0])
+        one = key[:1]
+        assert torch.equal(sdpa_grouped(module, query, one, one, mask)[0], stock(module, query, one, one, mask)[0])
+        with pytest.raises(ValueError, match="softcap"):
+            sdpa_grouped(module, query, key, key, mask, softcap=30.0)
+    assert torch.equal(sdpa_grouped(module, query, key, key, mask)[0], stock(module, query, key, key, mask)[0])
