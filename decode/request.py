@@ -75,8 +75,6 @@ def with_generators(
 
 
 def _prepare_row(model: PreTrainedModel, prompt: Sequence[int], kwargs: dict[str, Any]) -> list[Request]:
-    if not prompt:
-        raise RequestError("the prompt is empty; give at least one token")
     require_fitting([prompt], Backbone(model))
     ids = torch.tensor([list(prompt)], device=Backbone(model).device)
     # The mask is never derived from an id, and the caller makes the copies of a row.
@@ -174,9 +172,11 @@ def with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
 
 
 def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone, model: str = "backbone") -> None:
-    """Raise a `RequestError` if a prompt is too long for the context or has an unknown id; the error names `model`."""
+    """Raise a `RequestError` if a prompt is empty, exceeds the context or has an unknown id; errors name `model`."""
     context = backbone.context
     for prompt in prompts:
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
         if context is not None and len(prompt) > context:
             raise RequestError(f"the prompt has {len(prompt)} tokens, but the {model}'s context ends at {context}")
         if min(prompt) < 0:

@@ -172,8 +172,6 @@ def best_first_beam(
         raise RequestError(f"num_return_sequences is {num_return_sequences}; {num_beams} beams give no more than that")
     if max_queued is not None and max_queued < num_beams:
         raise RequestError(f"max_queued is {max_queued}; it must be at least num_beams, {num_beams}")
-    if not prompt:
-        raise RequestError("the prompt is empty; give at least one token")
     require_fitting([prompt], backbone)
     longest = max_new_tokens if backbone.context is None else min(max_new_tokens, backbone.context - len(prompt))
     if longest < 1:
