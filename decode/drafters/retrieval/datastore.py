@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from shutil import rmtree
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -193,8 +192,8 @@ class _Builder:
         require_output(folder, overwrite)
         self.folder, self.end = folder, int(about["vocab_size"])
         self.dtype = _dtype(self.end)
-        if overwrite and folder.is_dir():
-            rmtree(folder)
+        for name in (TOKENS, ORDER, DONE, BUILDING) if overwrite else ():
+            (folder / name).unlink(missing_ok=True)  # other files stay: one may be the text to store
         folder.mkdir(parents=True, exist_ok=True)
         for path in _temporary_files(folder):
             path.unlink()

@@ -274,6 +274,17 @@ def test_an_unrelated_folder_is_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "letter.txt").exists()
 
 
+def test_other_files_beside_a_replaced_datastore_stay(tmp_path: Path) -> None:
+    """One of them may be the text to store."""
+    stored(tmp_path / "store", [[1, 2, 3]])
+    corpus = tmp_path / "store" / "corpus.jsonl"
+    corpus.write_text("dear", encoding="utf-8")
+    build(tmp_path / "store", [Piece("here", [1])], ids_of, about(), overwrite=True)
+    assert corpus.read_text(encoding="utf-8") == "dear"
+    corpus.unlink()
+    assert files(tmp_path / "store") == files(stored(tmp_path / "anew", [[1]]))
+
+
 @pytest.mark.parametrize(
     ("documents", "said"),
     [([], "holds no tokens"), ([[], []], "holds no tokens"), ([[1, VOCAB]], f"document 0: the id {VOCAB} is beyond")],
