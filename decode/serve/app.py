@@ -128,10 +128,9 @@ class CompletionApi:
         """Make the endpoints of the model `name`. `settings` and `seed` are for requests that do not set their own."""
         self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
         self.generator = worker.generator
-        self.backbone = Backbone(self.generator.model)
         self.answered = 0
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
-        self.about = about | {"max_model_len": self.backbone.context}
+        self.about = about | {"max_model_len": Backbone(self.generator.model).context}
 
     def app(self, allowed_hosts: list[str]) -> Starlette:
         """Make the Starlette application, which stops the worker when the server shuts down."""
@@ -189,7 +188,8 @@ class CompletionApi:
         try:
             settings = asked.settings(self.settings)
             prompts = asked.prompts(self.generator.tokenizer)
-            require_fitting(prompts, self.backbone)
+            for model, name in zip(self.generator.models(settings), ("backbone", "amateur"), strict=False):
+                require_fitting(prompts, Backbone(model), name)
         except RequestError as error:
             raise ApiError(str(error)) from None
         count = len(prompts) * asked.n

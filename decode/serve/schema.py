@@ -182,7 +182,7 @@ def parse(content: bytes, kind: type[AnyRequest]) -> AnyRequest:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ApiError(f"the request contains half a character ({error.object[error.start : error.end]!a})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(f"the request is not JSON ({error})") from None
     if not isinstance(body, dict):
         raise ApiError("the request must be a JSON object")

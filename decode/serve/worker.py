@@ -77,8 +77,7 @@ class BatchWorker:
     """A thread that decodes requested texts, one batch of texts after the other."""
 
     def __init__(self, generator: TextGenerator, batch_size: int) -> None:
-        alone = Backbone(generator.model).rope_boundary is not None  # longrope: a long row would change short ones
-        self.generator, self.batch_size = generator, 1 if alone else batch_size
+        self.generator, self.batch_size = generator, batch_size
         self.arrivals: queue.SimpleQueue[BatchRow | None] = queue.SimpleQueue()
         self.waiting: list[BatchRow] = []
         self.running: list[BatchRow] = []
@@ -129,7 +128,9 @@ class BatchWorker:
         first = self.waiting[0]
         alike = [row for row in self.waiting if row.batch_key == first.batch_key]
         alike.sort(key=lambda row: abs(len(row.prompt) - len(first.prompt)))  # a stable sort: `first` stays first
-        batch = alike[: self.batch_size]
+        boundaries = [Backbone(model).rope_boundary for model in self.generator.models(first.settings)]
+        alone = any(boundary is not None for boundary in boundaries)  # longrope: a long row would change short ones
+        batch = alike[: 1 if alone else self.batch_size]
         self.waiting = [row for row in self.waiting if row not in batch]
         return batch
 

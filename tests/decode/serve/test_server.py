@@ -25,15 +25,17 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.results import text_of
 from decode.serve.app import CompletionApi, serve
-from decode.serve.schema import ApiError, ChatRequest
+from decode.serve.schema import ApiError, ChatRequest, CompletionRequest
 from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
+from decode.strategies.contrastive import Amateur
 from medusa.__main__ import main
 from medusa.commands.distill.client import Server, ServerError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from medusa.records.record import Record, prompt_ids
+from tests.helpers import tiny_model
 from tests.train.templates import CHATML
 
 SHORT = Settings(max_new_tokens=12)
@@ -168,6 +170,7 @@ def test_models_and_health(url: str) -> None:
     ("path", "body", "status", "told"),
     [
         ("/v1/completions", b"{", 400, "the request is not JSON"),
+        ("/v1/completions", b"[" * 100_000, 400, "the request is not JSON"),
         ("/v1/completions", [1], 400, "must be a JSON object"),
         ("/v1/completions", {}, 400, "prompt is missing; it must be a text or a list of ids"),
         ("/v1/completions", {"prompt": []}, 400, "prompt is []; it must be a text or a list of ids"),
@@ -270,7 +273,7 @@ def row_of(
 
 
 def test_batches_hold_rows_with_equal_options_and_similar_lengths() -> None:
-    worker = BatchWorker(SimpleNamespace(model=load_backbone("demo").model), 3)  # type: ignore[arg-type]
+    worker = BatchWorker(TextGenerator(load_backbone("demo").model, None, None), 3)  # type: ignore[arg-type]
     lengths = [10, 100, 12, 11, 13, 10]
     rows = [BatchRow([5] * length, Settings(max_new_tokens=length), 0, lambda event: None) for length in lengths]
     rows[5] = BatchRow([5] * 10, Settings(temperature=1.0), 0, lambda event: None)
@@ -278,6 +281,25 @@ def test_batches_hold_rows_with_equal_options_and_similar_lengths() -> None:
         worker.add(row)
     found = [[rows.index(row) for row in worker.next_batch() or ()] for _ in range(3)]
     assert found == [[0, 3, 2], [1, 4], [5]]
+
+
+def test_batches_of_an_amateur_with_longrope_hold_one_row(generator: TextGenerator) -> None:
+    """Longrope rotates all rows by the longest of them."""
+    settings = Settings(amateur=Amateur(tiny_model("phi3, longrope")))
+    worker = BatchWorker(generator, 3)
+    rows = [BatchRow([5] * 4, settings, 0, lambda event: None) for _ in range(2)]
+    for row in rows:
+        worker.add(row)
+    assert worker.next_batch() == rows[:1]
+
+
+def test_a_prompt_that_does_not_fit_the_amateur_is_refused_alone(generator: TextGenerator) -> None:
+    """In a batch, the check of its rows together would fail all of them."""
+    amateur = Amateur(tiny_model("llama", vocab_size=4096, max_position_embeddings=32))
+    api = CompletionApi(BatchWorker(generator, 4), "demo", Settings(amateur=amateur))
+    with pytest.raises(ApiError, match="the amateur's context ends at 32"):
+        api.begin(CompletionRequest(prompt=[[5] * 40]))
+    assert api.worker.arrivals.empty()
 
 
 def test_a_closed_connection_ends_only_its_row(generator: TextGenerator) -> None:
