@@ -104,7 +104,8 @@ def _trees(
         grown.setdefault(tree.num_nodes, tree)
     trees: list[Layout] = [tree for _, tree in sorted(grown.items())]
     if temperatures and len(grown) > 1:
-        trees += [DynamicTree.over_heads(nodes, len(temperatures), temperatures) for nodes in sizes]
+        most = 1 + TOP if len(temperatures) == 1 else max(sizes)  # the tree of one head holds TOP guesses
+        trees += [DynamicTree.over_heads(nodes, len(temperatures), temperatures) for nodes in sizes if nodes <= most]
     return trees
 
 
@@ -121,7 +122,7 @@ def time_steps(
     """Measure the seconds of a decoding step with each tree. The trees take turns, with `steps` steps in each round.
 
     The result is the lower quartile of the measured times, because other work on the machine only makes steps slower.
-    The batch holds the first `batch_size` prompts, repeated if there are fewer."""
+    The batch holds the first `batch_size` prompts, repeated if there are fewer. RequestError: they leave no room."""
     kwargs = settings.generate_kwargs() | {"max_new_tokens": 8 * steps, "eos_token_id": None}
     batch, clock = [prompts[row % len(prompts)] for row in range(batch_size)], stopwatch(model.device)
 
@@ -135,13 +136,15 @@ def time_steps(
             last = now
             if len(times) >= steps:
                 break
-        return times or [float("inf")]
+        return times[WARM_UP:]
 
     times: list[list[float]] = [[] for _ in trees]
     for number in range(rounds):
         for turn in range(len(trees)):
             index = (number + turn) % len(trees)
-            times[index] += times_of(trees[index])[WARM_UP:]
+            times[index] += times_of(trees[index])
+    if not all(times):
+        raise RequestError(f"the prompts leave room for at most {WARM_UP} steps, too few to time; give shorter prompts")
     return [sorted(found)[len(found) // 4] for found in times]
 
 

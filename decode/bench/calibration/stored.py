@@ -21,6 +21,8 @@ from medusa.loading import DTYPES
 from medusa.tree import Tree
 
 FILE = "calibration.json"
+NEWER = ("draft", "top_k", "top_p", "min_p", "repetition_penalty", "epsilon", "delta")
+"""Options that old files lack, so a situation names only those that are not at their defaults."""
 
 
 @dataclass
@@ -84,6 +86,7 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
         "version": 2,
         "heads": heads_fingerprint(heads),
         **({"amateur": settings.amateur.to_dict()} if settings.amateur else {}),
+        **{name: value for name in NEWER if (value := getattr(settings, name)) != getattr(Settings, name)},
     }
 
 

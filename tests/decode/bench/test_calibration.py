@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,20 @@ def test_steps_are_timed_for_every_tree(decoded: Any) -> None:
     assert all(0 < value < 1 for value in seconds)
 
 
+def test_one_head_has_no_large_dynamic_trees(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = random_heads(llama, 1)
+    texts = [(random_ids(5, seed=seed), random_ids(12, seed=seed)) for seed in range(4)]
+    monkeypatch.setattr(calibrate, "time_steps", lambda *args: [1.0 for _ in args[3]])
+    found = calibrate.calibrate(llama, heads, texts, Settings(), sizes=(1, 4, 17, 24))
+    assert [point.nodes for point in found.points if point.dynamic] == [4, 17]
+
+
+def test_prompts_without_room_for_a_timed_step_are_refused(llama: Any) -> None:
+    heads, end = random_heads(llama, 3), llama.config.max_position_embeddings
+    with pytest.raises(RequestError, match="leave room for at most 2 steps"):
+        time_steps(llama, heads, [random_ids(end - 2)], [Tree.chain(0)], SETTINGS, rounds=1)
+
+
 def test_texts_too_short_for_a_step_are_refused(llama: Any) -> None:
     heads = random_heads(llama, 3)
     texts = [(random_ids(5, seed=seed), random_ids(3, seed=seed)) for seed in range(4)]
@@ -277,3 +292,7 @@ def test_calibrations_depend_on_heads_batch_size_and_settings(llama: Any) -> Non
     assert told != situation(llama, other, SETTINGS, 1)
     assert told != situation(llama, one, SETTINGS, 2)
     assert told != situation(llama, one, Settings(temperature=1.0), 1)
+    sampling = Settings(temperature=1.0)
+    assert "draft" not in situation(llama, one, sampling, 1), "entries of earlier versions would no longer be found"
+    for option in ({"draft": "sample"}, {"top_p": 0.9}, {"top_k": 9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}):
+        assert situation(llama, one, replace(sampling, **option), 1) == situation(llama, one, sampling, 1) | option
