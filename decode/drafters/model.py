@@ -39,6 +39,8 @@ from medusa.memory import bytes_of
 from medusa.tree import Tree
 from medusa.tree_support import LayerKinds, Mask
 
+MAX_NEW = 128  # new tokens that are read as a draft; for more, which need large masks, the whole text is read again
+
 
 @dataclass(frozen=True)
 class DraftModelConfig(DrafterConfig):
@@ -88,15 +90,13 @@ class DraftModelConfig(DrafterConfig):
 class DraftModel(DrafterFactory):
     """A factory of drafters that share a loaded draft model and the tree of its drafts."""
 
-    can_draw = True
-
     def __init__(self, model: PreTrainedModel, tree: Layout, topk: int = 0, confidence: float = 0.0) -> None:
         """Make a factory from a loaded model, which must support tree attention. Options: see `DraftModelConfig`."""
         require_tree_support(model)
         require_tree_forward(model)
         tree.candidates.require_fit(tree.max_depth, Backbone(model).vocab_size)
         self.model, self.tree, self.topk, self.confidence = model, tree, topk, confidence
-        self.num_nodes, self.num_bytes = tree.num_nodes, bytes_of(model)
+        self.num_nodes, self.num_bytes, self.can_draw = tree.num_nodes, bytes_of(model), not confidence
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
         if drawn and (isinstance(self.tree, DynamicTree) or self.confidence):
@@ -141,11 +141,15 @@ class ModelDrafter(LevelwiseDrafter):
         self.rows = list(rows)
 
     def _read_new_text(self, rows: list[int]) -> Tensor:
-        # A row without new text reads its last token again, because the logits after it are needed.
+        """Read the tokens that the cache does not hold yet, of each text at least the last, for the logits after it."""
         ends = [self.sequences.lengths[row] - 1 for row in rows]
         self.cache.cut([min(held, end) for held, end in zip(self.cache.lengths, ends, strict=True)])
         news = [self.sequences.tail(row, held) for row, held in zip(rows, self.cache.lengths, strict=True)]
         counts = [len(new) for new in news]
+        if not self.text_lengths or max(counts) > MAX_NEW:
+            self.cache.cut([0] * len(rows))
+            texts = [self.sequences.tail(row, 0) for row in rows]
+            return prefill(self.backbone, self.cache, self._padded(texts), list(map(len, texts))).logits
         draft = Draft(self._padded(news), chain(max(counts), self.device))
         logits = Verifier(self.backbone, self.cache)(draft).logits
         self.cache.commit_prompt(counts)
@@ -198,12 +202,8 @@ class ModelDrafter(LevelwiseDrafter):
         rows = frontier.rows
         if self.rows != rows:
             self._select(rows)
-        if self.text_lengths:
-            self._keep_accepted()
-            self._first = self._read_new_text(rows)
-        else:
-            texts = [self.sequences.tail(row, 0) for row in rows]
-            self._first = prefill(self.backbone, self.cache, self._padded(texts), list(map(len, texts))).logits
+        self._keep_accepted()
+        self._first = self._read_new_text(rows)
         self.text_lengths, self.levels_read = list(self.cache.lengths), []
         return (frontier.root.new_empty(len(rows), 1, 0),)
 

@@ -246,7 +246,8 @@ class Experiment:
         """Make a function that samples steps, each on a newly sampled draft. `truncate` cuts off unlikely tokens."""
         context = self.context
         # Draws must not choose nodes, so the candidates of a dynamic tree replace the tree.
-        drafter = self.source.reshaped(lambda tree: narrowed(tree.candidates, MAX_CHILDREN)).start(context.session)
+        source = self.source.reshaped(lambda tree: narrowed(tree.candidates, MAX_CHILDREN))
+        drafter = source.start(context.session, drawn=True)
         assert isinstance(drafter, HeadsDrafter | LevelwiseDrafter), "drafters that can draw have these shapes"
         root_scores = _truncated(context.verified(), truncate)
 

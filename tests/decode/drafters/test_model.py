@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import generate
-from decode.bench.losslessness.cases import RULES, passes
+from decode.bench.losslessness.cases import RULES, passes, rules_for
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.methods import medusa_method, transformers_method
 from decode.draft import Draft, Frontier
@@ -17,6 +17,7 @@ from decode.drafters.base import DrafterContext
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.model import DraftModel, DraftModelConfig
 from decode.drafters.small_model import require_same_tokenizer
+from decode.drafters.tries import chain
 from decode.loop import Acceptor
 from decode.request import prepare
 from decode.session import Session
@@ -94,6 +95,39 @@ def test_drawn_drafts_have_the_targets_distribution(llama: Any, widths: str, top
     cases = [made.run(rule, 0, 100_000) for rule in RULES[:2]]
     assert passes(cases)
     assert all(case.mean_accepted > 0.1 for case in cases), "hardly anything was accepted: no power"
+
+
+@torch.inference_mode()
+def test_sampled_experiments_draw_among_the_best_candidates(llama: Any) -> None:
+    source = DraftModel(draft_model(llama), Tree.top_k([2]), topk=5)
+    made = Experiment(llama, source, PROMPTS[0], Settings(temperature=2.0), torch.Generator().manual_seed(0))
+    draft, _ = made._sampled(None)(2_000)
+    assert len(draft.ids[:, 1:].unique()) == 5
+
+
+def test_a_draft_model_that_stops_early_draws_nothing(llama: Any) -> None:
+    source = DraftModel(llama, Tree.chain(3), confidence=0.5)
+    assert {rule.draft for rule in rules_for(source)} == {"topk"}
+
+
+@torch.no_grad()
+def test_a_long_text_is_caught_up_without_large_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After steps without drafts, as in a batch with a text beyond the draft model's context."""
+    llama, sizes = tiny_model("llama", max_position_embeddings=256), []  # type: ignore[var-annotated]
+    source = DraftModel(draft_model(llama), Tree.chain(3))
+    monkeypatch.setattr(
+        "decode.drafters.model.chain", lambda count, device: sizes.append(count) or chain(count, device)
+    )
+    for count in (3, 40, 150):
+        session = Session(llama, prepare(llama, PROMPTS[:1], max_new_tokens=200, do_sample=False), source.num_nodes)
+        drafter, frontier = source.start(session), session.prefill()
+        session.sequences.extend(0, frontier.root.tolist())
+        drafter.propose(frontier)
+        session.sequences.extend(0, random_ids(count))
+        draft = drafter.propose(frontier._replace(root=torch.tensor([random_ids(count)[-1]])))
+        expected = said(source.model, session.sequences.tail(0, 0)).argmax()
+        assert draft.ids[0, 1] == expected
+    assert max(sizes) < 50
 
 
 def test_a_wrong_q_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
