@@ -93,10 +93,25 @@ def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict
     return job.measure(contenders, job.rounds, "measuring")
 
 
+def require_settings(settings: Settings, temperatures: Sequence[float], lossy: bool) -> None:
+    """Raise a `RequestError` if `settings` do not suit one of the `temperatures` or, with `lossy`, a lossy rule."""
+    for temperature in temperatures:
+        lossless_at(settings, temperature)
+    for rule in LOSSY if lossy else ():
+        sampled_by(settings, rule)
+
+
+def lossless_at(settings: Settings, temperature: float) -> Settings:
+    return replace(settings, temperature=temperature, acceptance=None, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def sampled_by(settings: Settings, rule: str) -> Settings:
+    return replace(settings, temperature=settings.temperature or 1.0, acceptance=rule)
+
+
 def at_temperature(job: BenchmarkJob, temperature: float) -> figures.TemperatureFigures:
     """Measure tau and speedup of lossless decoding at `temperature`, in one round, without top-k, top-p and min-p."""
-    settings = replace(job.settings, temperature=temperature, acceptance=None, top_k=0, top_p=1.0, min_p=0.0)
-    found = measure_methods(replace(job, settings=settings, rounds=1))["medusa"]
+    found = measure_methods(replace(job, settings=lossless_at(job.settings, temperature), rounds=1))["medusa"]
     speedup = found.speedup_vs_generate, found.speedup_vs_generate_interval
     return figures.TemperatureFigures(temperature, found.tau, found.tau_interval, *speedup)
 
@@ -105,7 +120,7 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[figures.LossyFigures]:
     """Measure the speed and `log_likelihood` of plain sampling, the lossless rule and each lossy rule, in one round.
 
     The temperature is the job's, or 1 if that is 0. A higher log-likelihood means more predictable texts."""
-    warm = replace(job.settings, temperature=job.settings.temperature or 1.0, acceptance="rejection")
+    warm = sampled_by(job.settings, "rejection")
     contenders = [
         Contender("plain", job.plain(warm)),
         job.by_transformers("transformers", warm),

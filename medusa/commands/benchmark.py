@@ -165,11 +165,12 @@ def measure(
 
     `calibrates`: whether to calibrate a tree for heads that have no tree."""
     from decode.bench.compare import compare
-    from decode.bench.measure import BenchmarkJob
+    from decode.bench.measure import BenchmarkJob, require_settings
     from decode.bench.report.terminal import print_benchmark
     from medusa.commands import models
 
     options.require_measurable()
+    require_settings(options.settings, options.temperatures, options.lossy)
     output, specs = options.output, options.drafters
     records = options.prompts.read()
     if earlier:

@@ -220,6 +220,22 @@ def test_drafters_that_need_heads(refused: Any, place: Place) -> None:
 
 
 @pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--temperature", "1", "--draft", "sample", "--lossy"),
+        ("--temperature", "1", "--draft", "sample", "--temperatures", "0,1"),
+        ("--tree", "dynamic:16", "--stop-drafting", "0.1", "--lossy"),
+    ],
+)
+def test_further_measurements_are_checked_before_the_first(
+    refused: Any, place: Place, options: tuple[str, ...]
+) -> None:
+    measure = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    assert "use " in refused(*measure, *options)
+
+
+@pytest.mark.usefixtures("no_loading")
 def test_no_prompt_at_all(refused: Any, place: Place) -> None:
     assert "--prompts FILE" in refused(*generate(place, **{"--prompt": None}))
 
