@@ -98,8 +98,7 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.pending = 0  # nodes of the last forward, until they are committed
         self._set([0] * batch_size)
-        text = config.get_text_config(decoder=True)
-        self.tree_layers = [TreeLayer(self) for _ in range(text.num_hidden_layers)]
+        self.tree_layers = [TreeLayer(self) for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
         super().__init__(layers=list(self.tree_layers))
 
     def _set(self, lengths: list[int]) -> None:

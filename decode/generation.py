@@ -55,10 +55,8 @@ def decoding(
     """Start tree decoding with the drafter that `factory` makes; `None` means plain decoding, one token per step.
 
     The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding ignores
-    `rule`. With `keep_hidden`, the session records the hidden states of all tokens.
-
-    Raises:
-        RequestError: the acceptance rule, the drafter or the amateur does not fit, or steps cannot be compiled."""
+    `rule`. With `keep_hidden`, the session records the hidden states of all tokens. Raise a `RequestError` if the
+    acceptance rule, the drafter or the amateur does not fit, or steps cannot be compiled."""
     acceptor, config = Acceptor(*rule), requests[0].config
     if factory is not None:
         if acceptor.passes is not None and (config.output_scores or config.output_logits):

@@ -68,8 +68,7 @@ class HeadsCache:
         if self.pairs is not None:
             pairs = torch.cat([before[:, None].to(hidden), hidden[:, :-1]], dim=1)
             self._append(self.pairs, pairs, ids, counts)
-        end = torch.tensor(counts, device=self.device) - 1
-        return hidden[torch.arange(len(hidden), device=self.device), end]
+        return hidden[torch.arange(len(hidden), device=self.device), torch.tensor(counts, device=self.device) - 1]
 
     def _read(self, cache: TreeCache, hidden: Tensor, positions: Tensor, mask: Tensor, counts: list[int]) -> Tensor:
         """Run the prefix layers (decoder layers between backbone and heads) over `hidden` [B, T, H] of T tokens."""

@@ -27,10 +27,8 @@ def prepare(
     """Turn the arguments of `model.generate` into requests: `num_return_sequences` of them for each prompt.
 
     Each request is prepared alone, without padding, so that penalties and minimal lengths count from its own prompt.
-    `kwargs` are those of `model.generate`; for `seeds` see `with_generators`.
-
-    Raises:
-        RequestError: an option that tree decoding does not support, an empty prompt, or a prompt that is too long."""
+    `kwargs` are those of `model.generate`; for `seeds` see `with_generators`. Raise a `RequestError` if tree decoding
+    does not support an option, or a prompt is empty or too long."""
     require_tree_support(model)
     if kwargs.get("streamer") is not None:
         raise RequestError("decode.steps yields the tokens and takes no streamer; pass the streamer to decode.generate")
@@ -56,10 +54,8 @@ def with_generators(
     """Give every row (request) its own random number generator, so that its sample does not depend on other rows.
 
     `seeds` holds one seed per row. Without seeds, a single row draws from PyTorch's global generator, as in
-    `model.generate`, and the rows of a batch are seeded from that generator.
-
-    Raises:
-        RequestError: the number of seeds is not the number of rows, or a seed is out of range."""
+    `model.generate`, and the rows of a batch are seeded from that generator. Raise a `RequestError` if the number of
+    seeds is not the number of rows, or a seed is out of range."""
     if not requests[0].do_sample or (seeds is None and len(requests) == 1):
         return requests
     if seeds is None:
@@ -92,13 +88,10 @@ def requests_of(
 ) -> list[Request]:
     """Make one `Request` per row from the arguments that `model.generate` passes to a decoding method.
 
-    Raises:
-        RequestError: as in `prepare`; or a batch with padding or several rows has processors that may read padding."""
+    Raise a `RequestError` as `prepare` does, or if processors may read the padding of a batch."""
     require_tree_support(model)
     _require_supported(generation_config, input_ids, model_kwargs)
     rows = unpadded(input_ids, model_kwargs.get("attention_mask"))
-    if not all(rows):
-        raise RequestError("a prompt is empty; give at least one token")
     require_fitting(rows, Backbone(model))
     foreign = [p for p in logits_processor if not isinstance(p, WARPERS)]
     if foreign and (len(rows) > 1 or len(rows[0]) < input_ids.shape[1]):
@@ -151,8 +144,7 @@ def require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) 
 def with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Replace `stop_strings` and `tokenizer` by a stopping criterion, as custom decoding methods get no tokenizer.
 
-    Raises:
-        RequestError: stop strings without a tokenizer."""
+    Raise a `RequestError` if there are stop strings but no tokenizer."""
     tokenizer, stops = kwargs.pop("tokenizer", None), kwargs.pop("stop_strings", None)
     config = kwargs.get("generation_config")
     if stops is None and config is not None and config.stop_strings:
@@ -176,7 +168,7 @@ def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone, model:
     context = backbone.context
     for prompt in prompts:
         if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
+            raise RequestError("a prompt is empty; give at least one token")
         if context is not None and len(prompt) > context:
             raise RequestError(f"the prompt has {len(prompt)} tokens, but the {model}'s context ends at {context}")
         if min(prompt) < 0:

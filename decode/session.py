@@ -45,8 +45,7 @@ class Session:
         verifiers = verifiers or VerifierFactory()
         self.sequences = Sequences(requests, verifiers.context(self.backbone), self.backbone.device, slack)
         longest = max(len(request.prompt) for request in requests)
-        ahead = min(max(request.max_new_tokens for request in requests), AHEAD)
-        capacity = longest + ahead + slack + 1
+        capacity = longest + min(max(request.max_new_tokens for request in requests), AHEAD) + slack + 1
         self.verifier = verifiers.create(self.backbone, self.sequences, capacity)
         self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
         """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""

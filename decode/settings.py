@@ -84,8 +84,7 @@ class DecodingOptions(Options):
     def rule_for(self, do_sample: bool) -> AcceptanceRule:
         """The acceptance rule that the options choose; by default rejection if `do_sample`, else greedy.
 
-        Raises:
-            RequestError: an unknown `acceptance` or `draft`, or one that does not fit the other options."""
+        Raise a `RequestError` if `acceptance` or `draft` is unknown or does not fit the other options."""
         rule, limit = rule_and_limit(self.acceptance)
         if self.draft not in ("topk", "sample"):
             raise RequestError(f"draft is {self.draft!r}; choose one of topk, sample")
@@ -187,8 +186,7 @@ class Settings(DecodingOptions):
 def rule_and_limit(acceptance: str | None) -> tuple[str | None, int | None]:
     """Split an acceptance rule `NAME` or `NAME:NUMBER` into its name and its number; each is `None` if not given.
 
-    Raises:
-        RequestError: there is no such rule, or it lacks its number."""
+    Raise a `RequestError` if there is no such rule, or it lacks its number."""
     if acceptance in (None, *LOSSLESS, *LOSSY):
         return acceptance, None
     name, _, number = acceptance.partition(":")

@@ -69,8 +69,7 @@ class TreeCheck:
 def require_tree_forward(model: PreTrainedModel) -> None:
     """Check a model's structure, and run the self-test of tree attention unless its result for the model is stored.
 
-    Raises:
-        RequestError: the model does not support trees, or computes wrong logits over them."""
+    Raise a `RequestError` if the model does not support trees, or computes wrong logits over them."""
     require_tree_support(model)
     backbone = Backbone(model)
     attention = backbone.config._attn_implementation

@@ -60,9 +60,7 @@ class Verifier:
     def depth_limit(self, draft: Draft) -> Tensor | None:
         """The greatest depth [B] at which a node of each row may be accepted; `None`: all depths fit the context."""
         end = self._end(draft.topology)
-        if end is None:
-            return None
-        return end - 1 - torch.tensor(self.cache.lengths, device=self.masks.device)
+        return None if end is None else end - 1 - torch.tensor(self.cache.lengths, device=self.masks.device)
 
     def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
         self.cache.commit(path, counts, in_place)

@@ -159,8 +159,7 @@ def _figures(contender: Contender, plain: Contender, stock: Contender, chosen: S
 def accepted_by_depth(results: Sequence[Result]) -> list[float]:
     """Compute the fraction (0 to 1) of steps that accepted a node at depth 1, at depth 2, ... down to the deepest."""
     lengths = [length for result in results for length in result.uncut_lengths]
-    deepest = max(lengths, default=1)
-    return [sum(length > depth for length in lengths) / len(lengths) for depth in range(1, deepest)]
+    return [sum(length > depth for length in lengths) / len(lengths) for depth in range(1, max(lengths, default=1))]
 
 
 def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:

@@ -46,8 +46,7 @@ class Sample:
     @classmethod
     def of(cls, prompts: Sequence[PromptFigures]) -> Sample:
         """Make a sample from counts and times of single prompts, by summing them over each batch."""
-        batches = sorted({prompt.batch for prompt in prompts})
-        groups = [[prompt for prompt in prompts if prompt.batch == batch] for batch in batches]
+        groups = [[p for p in prompts if p.batch == batch] for batch in sorted({p.batch for p in prompts})]
         rows = [[[p.new_tokens, p.steps, p.uncut_tokens, *p.seconds] for p in group] for group in groups]
         new_tokens, steps, uncut_tokens, *seconds = torch.stack([torch.tensor(row).double().sum(0) for row in rows], 1)
         return cls(new_tokens.float(), steps.float(), uncut_tokens.float(), torch.stack(seconds).float())

@@ -29,9 +29,8 @@ class FixedSampler:
     def key(target: Target, acceptor: Acceptor) -> tuple[object, ...]:
         """The options of acceptance and sampling, as part of the key under which a compiled step is kept.
 
-        Raises:
-            RequestError: a logits processor reads the text, rows differ in options, or scores or sampled drafts are
-                requested."""
+        Raise a `RequestError` if a logits processor reads the text, rows differ in options, or scores or sampled drafts
+        are requested."""
         others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, WARPERS)]
         if others:
             raise RequestError(

@@ -28,8 +28,7 @@ class CompiledStepper(Stepper):
     def __init__(self, session: Session, acceptor: Acceptor, factory: DrafterFactory | None) -> None:
         """Make a stepper for the texts of `session`, with drafts by `factory`; `None`: drafts of the root alone.
 
-        Raises:
-            RequestError: this drafter, model, machine or set of options does not allow compiled steps."""
+        Raise a `RequestError` if this drafter, model, machine or set of options does not allow compiled steps."""
         if factory is not None and not isinstance(factory, TrainedHeads):
             raise RequestError(
                 "only steps of heads can be compiled, as other drafters work on the host; leave one of them out"
@@ -68,8 +67,7 @@ class CompiledStepper(Stepper):
     def step(self, timer: Timer) -> StepOutcome:
         """Run one compiled step; `timer` books all its time, drafting included, as the stage `verify`.
 
-        Raises:
-            RequestError: torch.compile fails on this model."""
+        Raise a `RequestError` if torch.compile fails on this model."""
         region, target = self.region, self.session.target
         if max(self.lengths[row] for row in self.rows) + self.tree.num_nodes > region.cache.capacity:
             region = self._region(2 * region.cache.capacity, region.cache, region.heads_cache, region.frontier())

@@ -89,5 +89,4 @@ def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, 
         ids.append(drawn.index_select(1, order))
     # Nodes are sorted by depth. The children of a node of depth d are drawn from head d + 1, which is row d of q.
     of_children = context[:, None] * q.shape[1] + depths.clamp_max(topology.max_depth - 1)
-    proposal = Proposal(q.flatten(0, 1), of_children)
-    return Draft(torch.cat(ids, dim=1), topology, proposal)
+    return Draft(torch.cat(ids, dim=1), topology, Proposal(q.flatten(0, 1), of_children))
