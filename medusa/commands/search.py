@@ -47,15 +47,13 @@ class Strategy(SearchOptions):
             raise RequestError("--strategy sample needs --temperature above 0, such as 1")
         if not self.is_search:
             return
-        others |= {"heads": models.heads, "drafter": models.drafter, "tree": models.tree}
-        others["amateur"] = command.contrasting.amateur
-        for known in fields(settings):
-            if known.name not in ("max_new_tokens", "ignore_eos"):
-                others[known.name] = getattr(settings, known.name) != known.default
-        for name, given in others.items():
-            if given:
-                flag = "--" + name.replace("_", "-")
-                raise RequestError(f"--strategy {self.strategy} searches for the most probable text; leave out {flag}")
+        others = others | {"heads": models.heads, "drafter": models.drafter, "tree": models.tree}
+        given = [name for name, value in (others | {"amateur": command.contrasting.amateur}).items() if value]
+        changed = [known.name for known in fields(settings) if getattr(settings, known.name) != known.default]
+        given += [name for name in changed if name not in ("max_new_tokens", "ignore_eos")]
+        if given:
+            flag = "--" + given[0].replace("_", "-")
+            raise RequestError(f"--strategy {self.strategy} searches for the most probable text; leave out {flag}")
         if self.strategy == "beam" and self.max_queued is not None:
             raise RequestError("--max-queued belongs to --strategy best-first-beam; leave it out")
         if self.strategy == "best-first-beam" and command.batch_size > 1:
