@@ -175,6 +175,8 @@ def measure(
     records = options.prompts.read()
     if earlier:
         require_same_prompts(options, records, earlier)  # before the weights are loaded and a tree is calibrated
+    if options.draft_model:
+        models.check_small_model(options.draft_model, options)
     opened = models.open_models(options, records, specs, calibrates)
     source, *others = opened.drafters
     models.hint_at_bfloat16(opened.loaded, output)

@@ -43,10 +43,7 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
     for drafter in drafters:
         drafter.check(config)
     if amateur is not None:
-        path, options = small_model.small_model_path(amateur), LoadOptions(trust_remote_code=load.trust_remote_code)
-        small_model.require_same_vocabulary(amateur, load_config(path, options), config, "amateur")
-        theirs, ours = load_tokenizer(path, options), load_tokenizer(models.backbone, load)
-        small_model.require_same_tokenizer(amateur, theirs, ours, models.backbone, "amateur")
+        check_small_model(amateur, command, "amateur")
     if models.heads is None or not any(drafter.needs_heads for drafter in drafters):
         return
     heads, text = MedusaHeads.from_pretrained(models.heads), config.get_text_config(decoder=True)
@@ -54,6 +51,15 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
     for drafter in drafters:
         for tree in drafter.layouts(heads, models.tree, settings.stop_drafting):
             require_draftable(heads.config, text.hidden_size, text.vocab_size, tree, settings.draft == "sample")
+
+
+def check_small_model(name: str, command: CommandOptions, role: str = "draft model") -> None:
+    """Raise RequestError if the model `name` has another vocabulary or tokenizer than the backbone; load no weights."""
+    path, options = small_model.small_model_path(name), LoadOptions(trust_remote_code=command.load.trust_remote_code)
+    backbone, load = command.models.backbone, command.load
+    small_model.require_same_vocabulary(name, load_config(path, options), load_config(backbone, load), role)
+    theirs, ours = load_tokenizer(path, options), load_tokenizer(backbone, load)
+    small_model.require_same_tokenizer(name, theirs, ours, backbone, role)
 
 
 @dataclass

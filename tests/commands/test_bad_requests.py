@@ -190,6 +190,8 @@ def test_an_amateur_of_another_tokenizer(refused: Any, place: Place, tmp_path: P
     assert f"the amateur {other} has another tokenizer: 'c' is 2 in {place.backbone} and nothing in {other}" in said
     measure = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
     assert "cannot be combined with --amateur" in refused(*measure, "--amateur", place.backbone, "--prompt-lookup")
+    assert f"the draft model {other} has another tokenizer" in refused(*measure, "--draft-model", other)
+    assert "the draft model demo has 4096 tokens" in refused(*measure, "--draft-model", "demo")
 
 
 @pytest.mark.usefixtures("no_loading")
@@ -198,7 +200,8 @@ def test_searches(refused: Any, place: Place, strategy: str) -> None:
     def said(*argv: str) -> str:
         return refused(*generate(place, "--strategy", strategy, *argv, **{"--heads": None}))
 
-    for option in (("--drafter", "ngram"), ("--temperature", "1"), ("--top-k", "3"), ("--stop", "a"), ("--plain",)):
+    drafting = (("--drafter", "ngram"), ("--plain",), ("--amateur", "demo"))
+    for option in (*drafting, ("--temperature", "1"), ("--top-k", "3"), ("--stop", "a")):
         assert said(*option).endswith(f"leave out {option[0]}")
     assert (
         "one prompt at a time" in said("--batch-size", "2")
