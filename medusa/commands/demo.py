@@ -82,6 +82,7 @@ def print_stage(options: DemoOptions, title: str, command: str) -> None:
 def generate_text(options: DemoOptions, loaded: Loaded) -> Path:
     """Stage 1: let the backbone generate training text, and return the path of the text."""
     from decode.bench.methods import transformers_method
+    from medusa.backbone import Backbone
 
     text = options.folder / "own_text.jsonl"
     print_stage(
@@ -93,7 +94,7 @@ def generate_text(options: DemoOptions, loaded: Loaded) -> Path:
     settings = Settings(max_new_tokens=TEXT_TOKENS, temperature=TEMPERATURE, ignore_eos=True)
     method = transformers_method(loaded.model, settings, loaded.tokenizer)
     about = settings, options.runtime.seed, loaded.name, loaded.tokenizer, loaded.bos_token_id
-    engine = LocalEngine(*about, loaded.model, method, 64, TEXT_SECONDS)
+    engine = LocalEngine(*about, Backbone(loaded.model), method, 64, TEXT_SECONDS)
     tasks = [Task(index, f"text {index + 1}", engine.begin()) for index in range(options.texts)]
     text.unlink(missing_ok=True)
     journal = Journal(text, tasks)

@@ -12,6 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -432,6 +433,28 @@ def test_an_unreachable_server_ends_the_run_with_one_line(by_server: Any, server
     assert len(server.asked) < 30, "and the rest was not tried"
     server.trouble = lambda number, body: False
     assert by_key(by_server(prompts=rows).lines).keys() == {(n, 0) for n in range(50)}
+
+
+def test_ctrl_c_while_requests_are_queued_ends_the_run(
+    by_server: Any, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long list of conversations takes seconds to queue."""
+    submit = ThreadPoolExecutor.submit
+
+    def interrupted(pool: Any, ask: Any, task: Any, journal: Any) -> Any:
+        if task.index == 40:
+            raise KeyboardInterrupt
+        return submit(pool, ask, task, journal)
+
+    def slow(number: int, body: dict[str, Any]) -> bool:
+        time.sleep(0.02)
+        return False
+
+    server.trouble = slow
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    done = by_server("--concurrency", "1", prompts=[{"prompt": letter} for letter in LETTERS[:50]])
+    assert done.status == 130
+    assert len(server.asked) < 20, "queued conversations are not asked"
 
 
 def test_failures_between_answers_do_not_end_the_run(by_server: Any, server: FakeServer) -> None:

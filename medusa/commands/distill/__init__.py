@@ -170,6 +170,7 @@ def _require_room(path: Path, tasks: list[Task], settings: Settings) -> None:
 
 def _local_engine(options: DistillOptions) -> LocalEngine:
     from decode.bench.methods import DrafterMethod, Method, transformers_method
+    from medusa.backbone import Backbone
     from medusa.commands.models import open_models
 
     opened = open_models(options, drafters=[None] if options.models.heads else [])
@@ -177,8 +178,8 @@ def _local_engine(options: DistillOptions) -> LocalEngine:
     method: Method = transformers_method(loaded.model, settings, loaded.tokenizer)
     if opened.source is not None:
         method = DrafterMethod(loaded.model, opened.source, settings, loaded.tokenizer)
-    backbone = loaded.name, loaded.tokenizer, loaded.bos_token_id
-    return LocalEngine(settings, options.runtime.seed, *backbone, loaded.model, method, options.batch_size)
+    backbone = loaded.name, loaded.tokenizer, loaded.bos_token_id, Backbone(loaded.model)
+    return LocalEngine(settings, options.runtime.seed, *backbone, method, options.batch_size)
 
 
 def _server_engine(options: DistillOptions) -> ServerEngine:

@@ -19,9 +19,10 @@ from medusa.files import Json
 from medusa.records.record import continuation_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from decode.bench.methods import Method
+    from medusa.backbone import Backbone
 
 HOPELESS = 16  # failed texts in a row that end the run; with a high --concurrency more
 
@@ -48,7 +49,8 @@ class Engine:
 class LocalEngine(Engine):
     """An engine that generates texts in batches on this machine."""
 
-    model: PreTrainedModel
+    target: Backbone
+    """The loaded backbone, in whose context every prompt must fit."""
     method: Method
     batch_size: int
     seconds_at_most: float = float("inf")
@@ -114,10 +116,9 @@ class LocalEngine(Engine):
 
     def _prompt(self, task: Task, answers: list[str]) -> list[int]:
         from decode.request import require_fitting
-        from medusa.backbone import Backbone
 
         prompt = task.prompt(answers, self.tokenizer)
-        require_fitting([prompt], Backbone(self.model))
+        require_fitting([prompt], self.target)
         return prompt
 
 
@@ -147,8 +148,8 @@ class ServerEngine(Engine):
         """Request the missing answers of all tasks, and return the seconds that this took."""
         start = perf_counter()
         with ThreadPoolExecutor(self.concurrency) as pool:
-            conversations = [pool.submit(self._converse, task, journal) for task in journal.tasks]
-            try:
+            try:  # unless `_stop` is set, the end of the pool waits for all queued conversations
+                conversations = [pool.submit(self._converse, task, journal) for task in journal.tasks]
                 for conversation in as_completed(conversations):
                     conversation.result()
             finally:
