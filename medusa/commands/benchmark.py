@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decode.settings import Settings
-from medusa.commands.options import CommandOptions, Models, Prompts, require_writable, warn_if_useless
+from medusa.commands.options import (
+    CommandOptions,
+    Models,
+    Prompts,
+    require_replaceable,
+    require_writable,
+    warn_if_useless,
+)
 from medusa.errors import RequestError
 from medusa.files import read_json, replacing_folder, require_absent, write_json
 from medusa.options import count, group, option
@@ -75,8 +82,14 @@ class BenchmarkOptions(CommandOptions):
         super().__post_init__()
         if self.reports_page:
             require_writable(self.report)
-        if self.report is not None:
-            require_absent(Path(self.report), self.overwrite)
+        if self.report is None:
+            return
+        place, json = Path(self.report), self.output.json
+        require_absent(place, self.overwrite)
+        if not self.reports_page:
+            require_replaceable("report", place, "a report", "report.html", "benchmark.json")
+            if json and Path(json).resolve().is_relative_to(place.resolve()):
+                raise RequestError(f"--json {json} is in the folder of --report, which has benchmark.json; omit it")
 
     @property
     def reports_page(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from medusa.commands.options import Output, warn
+from medusa.commands.options import Output, require_replaceable, warn
 from medusa.errors import RequestError, RunError
 from medusa.export import FORMATS
 from medusa.files import readable, replacing_folder, require_absent
@@ -106,5 +106,4 @@ def _require_replaceable(output: Path, keep: list[Path]) -> None:
     for path in keep:
         if path.exists() and path.resolve().is_relative_to(place):
             raise RequestError(f"--output {output} would replace {path}, which is an input; choose another folder")
-    if output.exists() and not (output.is_dir() and ((output / "config.json").is_file() or not any(output.iterdir()))):
-        raise RequestError(f"--output {output} is not an export, so it is not replaced; choose another folder")
+    require_replaceable("output", output, "an export", "config.json")

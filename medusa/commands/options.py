@@ -180,6 +180,16 @@ def require_writable(path: str | None) -> None:
         raise RequestError(f"cannot write {path}: it is a folder, or its folder does not exist; name a file elsewhere")
 
 
+def require_replaceable(option: str, folder: Path, kind: str, *names: str) -> None:
+    """Raise a `RequestError` if a folder to replace is not `kind`: it has content, but not the files called `names`.
+
+    The `option` named the folder."""
+    if folder.is_dir() and (all((folder / name).is_file() for name in names) or not any(folder.iterdir())):
+        return
+    if folder.exists():
+        raise RequestError(f"--{option} {folder} is not {kind}, so it is not replaced; choose another folder")
+
+
 def require_extra(extra: str, *modules: str) -> None:
     """Raise a `RequestError` if a module of the optional dependencies `medusa-heads[extra]` is not installed."""
     if missing := [module for module in modules if find_spec(module) is None]:

@@ -753,6 +753,19 @@ def test_a_benchmarks_report_may_be_a_folder(medusa: Any, place: Place, tmp_path
     assert {file.name for file in folder.iterdir()} == {"report.html", "benchmark.json", "changes.png"}
 
 
+def test_a_report_replaces_only_a_report(medusa: Any, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "thesis.txt").write_text("years of work")
+    for report in (project, project / "thesis.txt"):
+        done = medusa("benchmark", "--backbone", "demo", "--heads", "demo", "--report", report, "--overwrite")
+        assert done.status == 2
+        assert "is not a report" in done.err
+    (project / "thesis.txt").unlink()
+    inside = ("--report", project, "--overwrite", "--json", project / "b.json")
+    assert "is in the folder of --report" in medusa("benchmark", "--backbone", "demo", "--heads", "demo", *inside).err
+
+
 def test_benchmarks_are_compared(medusa: Any, place: Place, tmp_path: Path) -> None:
     first, second, both = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"
     assert medusa(*benchmark(place, "--json", first)).status == 0
