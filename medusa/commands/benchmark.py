@@ -17,14 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decode.settings import Settings
-from medusa.commands.options import (
-    CommandOptions,
-    Models,
-    Prompts,
-    require_replaceable,
-    require_writable,
-    warn_if_useless,
-)
+from medusa.commands.options import CommandOptions, Models, Prompts, require_of_kind, require_writable, warn_if_useless
 from medusa.errors import RequestError
 from medusa.files import read_json, replacing_folder, require_absent, write_json
 from medusa.options import count, group, option
@@ -82,14 +75,10 @@ class BenchmarkOptions(CommandOptions):
         super().__post_init__()
         if self.reports_page:
             require_writable(self.report)
-        if self.report is None:
-            return
-        place, json = Path(self.report), self.output.json
-        require_absent(place, self.overwrite)
-        if not self.reports_page:
-            require_replaceable("report", place, "a report", "report.html", "benchmark.json")
-            if json and Path(json).resolve().is_relative_to(place.resolve()):
-                raise RequestError(f"--json {json} is in the folder of --report, which has benchmark.json; omit it")
+        if self.report is not None:
+            require_absent(Path(self.report), self.overwrite)
+        if self.report is not None and not self.reports_page:
+            require_of_kind("report", Path(self.report), "a report", "report.html", "benchmark.json")
 
     @property
     def reports_page(self) -> bool:
@@ -141,19 +130,18 @@ def run(options: BenchmarkOptions) -> None:
     content = {} if result is None else result.to_json()
     if comparisons or result is None:
         content["comparisons"] = [comparison.to_json() for comparison in comparisons]
-    options.output.write(content)
-    if not options.report:
-        return
-    from decode.bench.report.page import benchmark_page
+    if options.report:
+        from decode.bench.report.page import benchmark_page
 
-    page, place = benchmark_page(result, comparisons), Path(options.report)
-    if options.reports_page:
-        page.save(place)
-        return
-    with replacing_folder(place) as folder:
-        page.save(folder / "report.html")
-        page.save_pictures(folder)
-        write_json(folder / "benchmark.json", content)
+        page, place = benchmark_page(result, comparisons), Path(options.report)
+        if options.reports_page:
+            page.save(place)
+        else:
+            with replacing_folder(place) as folder:
+                page.save(folder / "report.html")
+                page.save_pictures(folder)
+                write_json(folder / "benchmark.json", content)
+    options.output.write(content)  # at the end, because the file may be in the report's folder, which is replaced
 
 
 def require_same_prompts(options: BenchmarkOptions, records: Sequence[Record], earlier: Earlier) -> None:
@@ -188,8 +176,6 @@ def measure(
     records = options.prompts.read()
     if earlier:
         require_same_prompts(options, records, earlier)  # before the weights are loaded and a tree is calibrated
-    if options.draft_model:
-        models.check_small_model(options.draft_model, options)
     opened = models.open_models(options, records, specs, calibrates)
     source, *others = opened.drafters
     models.hint_at_bfloat16(opened.loaded, output)

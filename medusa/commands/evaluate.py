@@ -9,15 +9,16 @@ The heads' guesses are compared with the generated text, not with the text of th
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import islice
 
 from rich.progress import track
 from rich.table import Table
 
 from decode.settings import Settings
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, read_prompts
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models
 from medusa.options import REQUIRED, Options, count, group, option
 from medusa.records.record import prompt_ids
-from medusa.records.sources import DOCUMENT_SEPARATOR
+from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
 OPENING = 16  # number of tokens that the backbone continues, of a record that is not a prompt
 
@@ -46,7 +47,8 @@ def run(options: EvaluateOptions) -> None:
     from train.evaluate import OwnText, head_accuracy
 
     data, output = options.data, options.output
-    records = read_prompts(data.data, data.split, data.max_prompts, data.document_separator)
+    found = read_records(data.data, split=data.split, separator=data.document_separator)
+    records = list(islice(found, data.max_prompts))
     models.check_models(options)
     options.runtime.prepare()
     loaded = load_backbone(options.models.backbone, options.load)

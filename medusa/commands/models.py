@@ -38,12 +38,16 @@ from medusa.records.record import Record, prompt_ids
 
 def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (HeadsDrafterConfig(),)) -> None:
     """Check that models and tree fit the backbone, before its weights are loaded; raise RequestError if they do not."""
-    models, load, settings, amateur = command.models, command.load, command.settings, command.contrasting.amateur
+    models, load, settings = command.models, command.load, command.settings
     config = load_config(models.backbone, load)
     for drafter in drafters:
         drafter.check(config)
-    if amateur is not None:
-        check_small_model(amateur, command, "amateur")
+    for role, small in {"amateur": command.contrasting.amateur, "draft model": command.draft_model}.items():
+        if small is not None:
+            path, options = small_model.small_model_path(small), LoadOptions(trust_remote_code=load.trust_remote_code)
+            small_model.require_same_vocabulary(small, load_config(path, options), config, role)
+            theirs, ours = load_tokenizer(path, options), load_tokenizer(models.backbone, load)
+            small_model.require_same_tokenizer(small, theirs, ours, models.backbone, role)
     if models.heads is None or not any(drafter.needs_heads for drafter in drafters):
         return
     heads, text = MedusaHeads.from_pretrained(models.heads), config.get_text_config(decoder=True)
@@ -51,15 +55,6 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
     for drafter in drafters:
         for tree in drafter.layouts(heads, models.tree, settings.stop_drafting):
             require_draftable(heads.config, text.hidden_size, text.vocab_size, tree, settings.draft == "sample")
-
-
-def check_small_model(name: str, command: CommandOptions, role: str = "draft model") -> None:
-    """Raise RequestError if the model `name` has another vocabulary or tokenizer than the backbone; load no weights."""
-    path, options = small_model.small_model_path(name), LoadOptions(trust_remote_code=command.load.trust_remote_code)
-    backbone, load = command.models.backbone, command.load
-    small_model.require_same_vocabulary(name, load_config(path, options), load_config(backbone, load), role)
-    theirs, ours = load_tokenizer(path, options), load_tokenizer(backbone, load)
-    small_model.require_same_tokenizer(name, theirs, ours, backbone, role)
 
 
 @dataclass

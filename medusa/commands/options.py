@@ -57,15 +57,10 @@ class Prompts(Options):
             raise RequestError("--prompt is empty; give at least one character")
         records = [Record(f"--prompt {n}", text=text, is_prompt=True) for n, text in enumerate(self.prompt, 1)]
         if self.prompts is not None:
-            records += read_prompts(self.prompts, self.split, self.max_prompts)
+            records += islice(read_records(self.prompts, split=self.split), self.max_prompts)
         if not records:
             raise RequestError("there are no prompts; give --prompts FILE or --prompt TEXT")
         return records
-
-
-def read_prompts(place: str, split: str, most: int | None = None, separator: str | None = None) -> list[Record]:
-    """Read up to `most` records of a file, folder or Hub dataset's `split`. `separator`: line between .txt records."""
-    return list(islice(read_records(place, split=split, separator=separator), most))
 
 
 class RuntimeOptions(Options):
@@ -160,6 +155,7 @@ class CommandOptions(Options):
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     settings: Settings = group(Settings, "generation")
     batch_size: int = count(1, "decode N prompts at a time")
+    draft_model: str | None = None  # only `medusa benchmark` has this option
     contrasting: Contrasting = group(Contrasting, "contrastive decoding (docs/strategies.md)")
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
@@ -180,10 +176,8 @@ def require_writable(path: str | None) -> None:
         raise RequestError(f"cannot write {path}: it is a folder, or its folder does not exist; name a file elsewhere")
 
 
-def require_replaceable(option: str, folder: Path, kind: str, *names: str) -> None:
-    """Raise a `RequestError` if a folder to replace is not `kind`: it has content, but not the files called `names`.
-
-    The `option` named the folder."""
+def require_of_kind(option: str, folder: Path, kind: str, *names: str) -> None:
+    """Raise a `RequestError` if a folder to replace has content, but not the files `names` of a folder of its kind."""
     if folder.is_dir() and (all((folder / name).is_file() for name in names) or not any(folder.iterdir())):
         return
     if folder.exists():

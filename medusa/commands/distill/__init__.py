@@ -13,6 +13,7 @@ the texts that failed (own.failed.jsonl lists them).
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -21,16 +22,7 @@ from medusa.commands.distill.client import Server
 from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task, digest, tasks_of
-from medusa.commands.options import (
-    NO_CONTRAST,
-    CommandOptions,
-    Contrasting,
-    Models,
-    Prompts,
-    read_prompts,
-    require_writable,
-    warn,
-)
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable, warn
 from medusa.errors import RequestError, RunError
 from medusa.files import Json, disk_may_fill, free_bytes, read_json, readable, write_json
 from medusa.options import REQUIRED, count, group, option
@@ -117,7 +109,7 @@ def _records(options: DistillOptions) -> list[Record]:
     if prompts.prompts:
         return prompts.read()
     if options.self_talk_seeds:
-        seeds = read_prompts(options.self_talk_seeds, prompts.split, options.self_talk)
+        seeds = replace(prompts, prompts=options.self_talk_seeds, max_prompts=options.self_talk).read()
         return list(islice(cycle(seeds), options.self_talk))
     return []
 
