@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from medusa.commands.options import Output, require_replaceable, warn
+from medusa.commands.options import Output, require_of_kind, warn
 from medusa.errors import RequestError, RunError
 from medusa.export import FORMATS
 from medusa.files import readable, replacing_folder, require_absent
@@ -52,7 +51,7 @@ class ExportOptions(Options):
 def run(options: ExportOptions) -> None:
     from decode.bench.calibration.stored import calibrations_of
     from medusa.checkpoints.folder import find_folder, load
-    from medusa.export.base import Export, Written, read_lm_head
+    from medusa.export.base import Export, Written
     from medusa.loading import DEMO as DEMO_BACKBONE
     from medusa.loading import DTYPES
 
@@ -62,7 +61,8 @@ def run(options: ExportOptions) -> None:
     facts = _facts(options)
     source, place = find_folder(options.heads), Path(options.out)
     require_absent(place, options.overwrite)
-    heads = load(source) if options.dtype is None else load(source).to(DTYPES[options.dtype])
+    heads = load(options.heads)  # by name, because a model with heads inside is recorded as their backbone
+    heads = heads if options.dtype is None else heads.to(DTYPES[options.dtype])
     if options.to == "hub":
         facts.calibrations = calibrations_of(source)
     backbone = options.backbone or heads.config.base_model_name_or_path
@@ -73,7 +73,7 @@ def run(options: ExportOptions) -> None:
     _require_replaceable(place, keep=[source, local])
     heads.config = replace(heads.config, base_model_name_or_path=name)
     with replacing_folder(place) as folder:
-        written = write(Export(heads, name, folder, place, cache(partial(read_lm_head, backbone, options.load)), facts))
+        written = write(Export(heads, name, folder, place, options.load, facts))
         if not load(folder).is_same(written.heads):
             raise RunError("read again, the exported weights differ from the heads; no files were kept")
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -106,4 +106,4 @@ def _require_replaceable(output: Path, keep: list[Path]) -> None:
     for path in keep:
         if path.exists() and path.resolve().is_relative_to(place):
             raise RequestError(f"--output {output} would replace {path}, which is an input; choose another folder")
-    require_replaceable("output", output, "an export", "config.json")
+    require_of_kind("output", output, "an export", "config.json")

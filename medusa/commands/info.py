@@ -9,7 +9,6 @@ from __future__ import annotations
 from rich.table import Table
 
 from medusa.commands.options import Output
-from medusa.files import read_json
 from medusa.options import REQUIRED, Options, group, option
 
 
@@ -20,18 +19,16 @@ class InfoOptions(Options):
 
 def run(options: InfoOptions) -> None:
     from medusa.checkpoints.folder import find_folder
-    from medusa.checkpoints.stored import PROVENANCE
     from medusa.config import GATED
     from medusa.heads.independent import MedusaHeads
     from medusa.tree import Tree
 
-    folder = find_folder(options.heads)
-    heads = MedusaHeads.from_pretrained(folder)
+    heads = MedusaHeads.from_pretrained(options.heads)
     config = heads.config
     tree = Tree.from_paths(config.tree) if config.tree else None
     width = f", {config.inner_size} wide" if config.block in ("mlp", GATED) else ""
     about: dict[str, object] = {
-        "folder": str(folder),
+        "folder": str(find_folder(options.heads)),
         "kind": config.kind + (f", {config.prefix_layers} prefix layers" if config.prefix_layers else ""),
         "heads": config.num_heads,
         "blocks per head": f"{config.num_layers} {config.block}{width}",
@@ -46,7 +43,7 @@ def run(options: InfoOptions) -> None:
         else "no: servers load only square blocks of kind medusa and gated blocks of kind eagle",
         "tree": f"{tree.num_nodes} nodes, {tree.max_depth} deep" if tree else "none saved; the default tree is used",
     }
-    provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else {}
+    provenance = heads.provenance or {}
     about |= {key: provenance[key] for key in ("command", "data", "versions", "result") if key in provenance}
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,8 +33,8 @@ class Export:
     """An empty temporary folder for the files. It is renamed to `place` after a successful export."""
     place: Path
     """The final folder, for serving commands."""
-    lm_head: Callable[[], Tensor]
-    """A function that returns the backbone's LM head [V, H]; it reads the files at its first call."""
+    load: LoadOptions
+    """The options for loading the backbone's config and LM head."""
     facts: Facts
     """Facts for the model card that are not part of the checkpoint, such as the licence."""
 
@@ -81,7 +80,7 @@ def with_own_lm_heads(export: Export) -> Checkpoint:
     heads, config = export.heads, export.heads.config
     if config.lm_head == "own":
         return heads
-    weight = export.lm_head()
+    weight = read_lm_head(export.backbone, export.load)
     if weight.shape[1] != config.hidden_size or config.vocab_size not in (None, len(weight)):
         raise RequestError(
             f"these heads are for {config.vocab_size or 'any number of'} tokens and hidden size {config.hidden_size}, "

@@ -62,9 +62,9 @@ def write_modelopt(export: Export) -> Written:
     require_square(export.heads.config, "modelopt")
     base = Path(export.backbone)
     stored = Stored.of_model(base) if base.is_dir() else None
-    if stored is None or {path.suffix for path in stored.paths} != {".safetensors"}:
+    if not stored or not all(path.suffix == ".safetensors" and path.is_file() for path in stored.paths):
         raise RequestError(
-            f"modelopt includes the backbone: --backbone must be a local folder with safetensors, and {base} is not"
+            f"modelopt includes the backbone: --backbone must be a whole local folder with safetensors; {base} is not"
         )
     heads = with_own_lm_heads(export)
     left_out = {CONFIG, PROVENANCE, INDICES[0], f"{WHOLE}.index.json", *HEADS_FILES}

@@ -20,7 +20,7 @@ from medusa.checkpoints.published import PUBLISHED, SHARED, VLLM, to_published
 from medusa.checkpoints.stored import CONFIG, save_tensors
 from medusa.config import GATED, GATED_EPS
 from medusa.errors import RequestError
-from medusa.export.base import Export, Written, quoted, require_square, with_own_lm_heads
+from medusa.export.base import Export, Written, quoted, read_lm_head, require_square, with_own_lm_heads
 from medusa.files import write_json
 from medusa.heads.context_kv import BASE, attention_heads
 from medusa.loading import load_config
@@ -81,13 +81,13 @@ def write_eagle3(export: Export, name: str) -> None:
             f"{name} runs heads of kind eagle only as the layer of EAGLE-3, which these are not; train them with "
             + " ".join(settings)
         )
-    backbone = load_config(export.backbone).get_text_config(decoder=True)
+    backbone = load_config(export.backbone, export.load).get_text_config(decoder=True)
     if backbone.hidden_size != config.hidden_size or config.vocab_size not in (None, backbone.vocab_size):
         raise RequestError(f"these heads do not fit {export.backbone}, which has other sizes; name the right backbone")
     tensors = to_eagle3(heads)
     if config.vocabulary is not None:
         tokens = heads.tensors["vocabulary"]
-        tensors["lm_head.weight"] = export.lm_head()[tokens].to(heads.dtype)
+        tensors["lm_head.weight"] = read_lm_head(export.backbone, export.load)[tokens].to(heads.dtype)
         tensors["d2t"] = tokens - torch.arange(len(tokens))
         tensors["t2d"] = torch.zeros(backbone.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
     save_tensors(tensors, export.folder / MODEL_WEIGHTS)
