@@ -64,7 +64,7 @@ def empty(config: MedusaConfig) -> Checkpoint:
 
 
 def require_exactly(tensors: Tensors, wanted: Tensors, source: str, called: Callable[[str], str] = str) -> None:
-    """Raise RequestError unless `tensors` have exactly the names and shapes of the tensors `wanted`.
+    """Raise RequestError unless `tensors` have exactly the names and shapes of `wanted`, and floats where these do.
 
     Error messages begin with `source`, and `called` converts a name in `tensors` to the name in the file."""
     for name, like in wanted.items():
@@ -72,12 +72,21 @@ def require_exactly(tensors: Tensors, wanted: Tensors, source: str, called: Call
             raise RequestError(f"{source} misses the tensor {called(name)}; its heads are not complete")
         if (found := tensors[name].shape) != like.shape:
             raise RequestError(f"{source}: {called(name)} has the shape {list(found)}, not {list(like.shape)}")
+        if like.is_floating_point() and not tensors[name].is_floating_point():
+            raise RequestError(f"{source}: {called(name)} is {tensors[name].dtype}; only floats can be loaded")
     unknown = sorted(set(tensors) - set(wanted))
     if unknown:
         raise RequestError(f"{source} holds the tensor {called(unknown[0])}, which belongs to no head; remove it")
 
 
-def require_plausible(num_heads: int, tensors: Tensors, source: str) -> None:
-    """Raise RequestError if file `source` names `num_heads` heads but holds fewer tensors. Call before making heads."""
-    if num_heads > (held := len(tensors)):
-        raise RequestError(f"{source} names head {num_heads - 1} but holds {held} tensors; its heads are not complete")
+def require_plausible(tensors: Tensors, source: str, **counts: int) -> None:
+    """Raise RequestError if a tensor is a single number or empty, or file `source` names more heads than tensors.
+
+    The same holds for the other `counts`, such as blocks. Call this before reading sizes and making modules."""
+    for name, tensor in tensors.items():
+        if tensor.ndim == 0 or tensor.numel() == 0:
+            raise RequestError(f"{source}: {name} has the shape {list(tensor.shape)}; heads are matrices and vectors")
+    for part, count in counts.items():
+        if count > (held := len(tensors)):
+            missing = f"{source} names {part} {count - 1} but holds {held} tensors"
+            raise RequestError(f"{missing}; its heads are not complete")

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly
+from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_plausible
 from medusa.config import GATED, GATED_EPS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
@@ -61,6 +61,7 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
 
     Raise RequestError if the layer differs from that of `medusa.heads.eagle`, or a tensor is wrong or missing."""
     tensors = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored if name not in COPIES}
+    require_plausible(tensors, source)
     _require_same_layer(tensors, published, source)
     if "lm_head.weight" in stored and "medusa_num_heads" not in published:
         raise RequestError(f"{source} has an LM head of its own; only layers with the backbone's LM head can be loaded")

@@ -72,7 +72,7 @@ def _shapes(tensors: Tensors, source: str) -> tuple[MedusaConfig, list[int], str
     if not blocks:
         raise RequestError(f"{source} misses the first head's first block (hydra_mlp.0); its heads are not complete")
     heads = 1 + max(head for head, _ in found)
-    require_plausible(heads, tensors, source)
+    require_plausible(tensors, source, head=heads)
     first = tensors[f"hydra_mlp.0.{blocks[0]}.linear.weight"]
     if first.ndim == 2 and first.shape[0] == first.shape[1]:
         raise RequestError(f"{source}: its heads do not read tokens (grounded_heads: false) and cannot be loaded")

@@ -116,8 +116,9 @@ def _complete_vllm(found: HeadTensors, num_layers: int, published: Json, source:
     found.vocabulary = tokens.to(torch.int64)
     for name, tensor in tensors.items():
         if LM_HEAD_NAME.fullmatch(name) and len(tensor) > len(tokens):
-            if tokens.max() >= len(tensor):
-                raise RequestError(f"{source}: {TOKEN_MAP} names token {tokens.max()} of {len(tensor)}; remove it")
+            if tokens.min() < 0 or tokens.max() >= len(tensor):
+                wrong = f"{TOKEN_MAP} names tokens from {tokens.min()} to {tokens.max()}"
+                raise RequestError(f"{source}: {wrong}; they must be at least 0 and below {len(tensor)}")
             tensors[name] = tensor[found.vocabulary]
 
 
@@ -176,6 +177,7 @@ def from_others(stored: Mapping[str, Tensor], published: Json, source: str, aske
     # Unknown names stay as they are, so that `from_published` rejects them.
     tensors = {names.renamed(name, PUBLISHED, layers): stored[in_file] for name, in_file in inside.items()}
     found = HeadTensors(tensors, names, prefix, tensors.pop(TOKEN_MAP, None) if of_vllm else None)
+    require_plausible({in_file: stored[in_file] for in_file in inside.values()}, source, block=layers)
     if of_vllm:
         _complete_vllm(found, layers, published, source)
     if names is not PUBLISHED or prefix:  # other keys of another program's config can have other meanings
@@ -199,8 +201,8 @@ def _config_of(found: HeadTensors, published: Json, source: str) -> MedusaConfig
         raise RequestError(f"{source} {held}; Medusa heads are named as in {found.called('0.0.linear.weight')}")
     parts = {(int(m["head"]), int(m["layer"]), m["part"]) for m in matches.values() if m is not None}
     count = 1 + max(head for head, _, _ in parts)
-    require_plausible(count, tensors, source)
     layers = 1 + max((layer for _, layer, part in parts if part != "weight"), default=-1)
+    require_plausible(tensors, source, head=count, block=layers)
     block = "mlp" if any(part.startswith("up") for _, _, part in parts) else "square"
     first = tensors.get(f"0.0.{'up' if block == 'mlp' else 'linear'}.weight")
     if first is None or first.ndim != 2:

@@ -20,6 +20,7 @@ WEIGHTS = "medusa_lm_head.safetensors"  # the format of this project, TGI and Lo
 LEGACY_WEIGHTS = "medusa_lm_head.pt"  # the first format of FasterDecoding
 HYDRA_WEIGHTS = "hydra_lm_head.pt"  # the format of the original Hydra
 HEADS_FILES = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)  # in the order in which they are looked for
+NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")  # how the names of a Trainer's other files begin
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of models in several files
 
 
@@ -47,8 +48,9 @@ class Stored(Mapping[str, Tensor]):
         """Find the tensors that a model's index lists, else all in its .safetensors files, else .bin or .pt files."""
         if (indexed := cls.of_index(folder)) is not None:
             return indexed
+        files = [path for path in sorted(folder.glob("*")) if path.is_file() and not path.name.startswith(NO_WEIGHTS)]
         for suffix in (".safetensors", ".bin", ".pt"):
-            if paths := [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]:
+            if paths := [path for path in files if path.suffix == suffix]:
                 return cls.of_files(paths)
         return cls({})
 

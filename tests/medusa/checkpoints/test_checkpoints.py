@@ -194,6 +194,22 @@ def test_tensors_of_integers_are_rejected(tmp_path: Path) -> None:
     assert "int8" in refusal(write(tmp_path, tensors))
 
 
+@pytest.mark.parametrize("kind", ["medusa", "cascade", "eagle"])
+def test_integers_of_the_right_shape_are_rejected(tmp_path: Path, kind: str) -> None:
+    MedusaHeads.from_config(MedusaConfig(H, V, num_heads=3, kind=kind)).save_pretrained(tmp_path)
+    name, tensor = next(iter(sorted(load_file(tmp_path / WEIGHTS).items())))
+    save_file(load_file(tmp_path / WEIGHTS) | {name: tensor.to(torch.int8)}, tmp_path / WEIGHTS)
+    message = refusal(tmp_path)
+    assert name in message
+    assert "int8" in message
+
+
+def test_an_index_of_a_block_that_cannot_be_is_rejected(tmp_path: Path) -> None:
+    """Making that many modules would take minutes."""
+    tensors = original_tensors(heads=1) | {"0.900000000.linear.bias": torch.zeros(H)}
+    assert "block 900000000" in refusal(write(tmp_path, tensors))
+
+
 def test_a_file_without_tensors_is_rejected(tmp_path: Path) -> None:
     assert "no tensor" in refusal(write(tmp_path, {}))
 

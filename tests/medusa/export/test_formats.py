@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -221,7 +222,9 @@ def test_tensorrt_llm_trees_are_limited_to_63_nodes_and_the_number_of_heads(expo
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_modelopt_names_shapes_and_config(exported: Callable, backbone: Path, tmp_path: Path, sharded: bool) -> None:
+def test_modelopt_names_shapes_and_config(
+    exported: Callable, backbone: Path, tmp_path: Path, sharded: bool, capsys: pytest.CaptureFixture
+) -> None:
     base = backbone
     if sharded:
         base = tmp_path / "sharded"
@@ -243,6 +246,11 @@ def test_modelopt_names_shapes_and_config(exported: Callable, backbone: Path, tm
     again = MedusaHeads.from_pretrained(folder)
     assert same(again, heads)
     assert again.config.base_model_name_or_path == str(folder)
+    if sharded:
+        next(base.glob("*.safetensors")).unlink()
+        capsys.readouterr()
+        words = ("--heads", str(tmp_path / "heads"), "--to", "modelopt", "--output", str(tmp_path / "out"))
+        assert "a whole local folder" in refused(capsys, *words, "--backbone", str(base))
 
 
 GATED = {
@@ -538,6 +546,15 @@ def test_heads_are_read_out_of_whole_models(
     assert same(again, heads)
 
 
+def test_other_files_of_a_trainer_are_no_weights(tmp_path: Path, backbone: Path) -> None:
+    heads = some_heads()
+    tensors = {name: tensor.clone() for name, tensor in inside_a_model("medusa_head.", heads, backbone).items()}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    for name in ("training_args.bin", "optimizer.bin", "scheduler.bin"):
+        torch.save(Path("no tensors"), tmp_path / name)
+    assert same(MedusaHeads.from_pretrained(tmp_path), heads)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     index = {"weight_map": {"medusa_head.0.0.linear.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / f"{MODEL}.index.json").write_text(json.dumps(index))
@@ -623,7 +640,8 @@ def test_vllm_heads_with_a_draft_vocabulary(tmp_path: Path, rows: str) -> None:
     assert (again.config.vocabulary, again.config.vocab_size) == (33, V)
     assert torch.equal(again.vocabulary, words)
     assert torch.equal(again.lm_heads[2].T, to_published(heads.checkpoint())["2.1.weight"][words])
-    for wrong in (words.float(), torch.cat([words[:-1], words[:1]]), words + V):
+    below = torch.cat([words[:-1], torch.tensor([-V - 1])])
+    for wrong in (words.float(), torch.cat([words[:-1], words[:1]]), words + V, below, words[:0], words[0]):
         assert "token" in refusal(write(tmp_path, tensors | {"token_map": wrong}, config))
 
 
@@ -709,7 +727,7 @@ def test_eagle3_tensors_that_are_missing_wrong_or_too_many(exported: Callable, n
         assert "fc" in refusal(write(folder, tensors | {name: torch.zeros(H, 3 * H)}, config))
         return
     assert refusal(write(folder, {key: t for key, t in tensors.items() if key != name}, config))
-    for shape in ((5,), (5, 5)):
+    for shape in ((5,), (5, 5), (), (0,)):
         assert refusal(write(folder, tensors | {name: torch.zeros(shape)}, config))
     assert "conv" in refusal(write(folder, tensors | {"layers.0.conv.weight": torch.zeros(1)}, config))
 
@@ -751,12 +769,19 @@ def test_only_files_with_heads_are_fetched_from_the_hub(
         return str(cache)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.chdir(tmp_path)
     assert find_folder("org/heads") == cache
     assert {path.name for path in cache.iterdir()} == fetched
     again = MedusaHeads.from_pretrained("org/heads")
     assert same(again, heads)
     # Of the model itself only a part is there: who wants it as the backbone must ask the Hub.
-    assert again.config.base_model_name_or_path == ("org/heads" if form == "model" else None)
+    of_hub = "org/heads" if form == "model" else None
+    assert again.config.base_model_name_or_path == of_hub
+    assert main(["info", "org/heads", "--quiet", "--json", "info.json"]) == 0
+    assert read_json(Path("info.json"))["backbone"] == (of_hub or "not recorded")
+    named = [] if of_hub else ["--backbone", "org/model"]
+    assert main(["export", "--heads", "org/heads", "--to", "original-v1", "--output", "out", *named]) == 0
+    assert read_json(Path("out") / CONFIG)["base_model_name_or_path"] == (of_hub or "org/model")
 
 
 # Refusals, and the command
@@ -889,6 +914,16 @@ def test_export_output_and_json(tmp_path: Path, backbone: Path, capsys: pytest.C
 
 
 # The backbone's LM head
+
+
+def test_the_backbone_is_loaded_with_the_users_options(
+    exported: Callable, backbone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary makes the export read both the backbone's config and its LM head."""
+    real, asked = AutoConfig.from_pretrained, list[dict[str, Any]]()
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda path, **kwargs: (asked.append(kwargs), real(path))[1])
+    exported(gated_heads(vocabulary=40), "vllm", "--revision", "v2", "--trust-remote-code")
+    assert asked == [{"revision": "v2", "trust_remote_code": True}] * 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2"])
