@@ -59,7 +59,7 @@ def parse_record(row: object, where: str) -> Record:
     elif row.get("conversations") is not None:
         record.messages = _sharegpt_messages(row["conversations"], where)
     elif row.get("input_ids") is not None:
-        ids, prompt = row["input_ids"], row.get("prompt_tokens", 0)
+        ids, prompt = row["input_ids"], row.get("prompt_tokens") or 0
         if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
             raise RequestError(f"{where}: input_ids must be a list of whole numbers of at least 0")
         if not isinstance(prompt, int) or not 0 <= prompt <= len(ids):
@@ -91,7 +91,7 @@ def _sharegpt_messages(turns: object, where: str) -> list[Json]:
     if not isinstance(turns, list):
         raise RequestError(f'{where}: conversations must be a list of {{"from", "value"}}')
     for turn in turns:
-        if not isinstance(turn, dict) or turn.get("from") not in SHAREGPT_ROLES or "value" not in turn:
+        if not isinstance(turn, dict) or str(turn.get("from")) not in SHAREGPT_ROLES or "value" not in turn:
             raise RequestError(f"{where}: a conversation's turn needs a value and from: {', '.join(SHAREGPT_ROLES)}")
     return [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from medusa.errors import RequestError
-from medusa.records.record import Record, prompt_ids
+from medusa.records.record import Record, parse_record, prompt_ids
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
 USER = {"role": "user", "content": "hi"}
@@ -247,6 +247,7 @@ def test_a_hub_dataset_with_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"content": "hi"}]}, "messages"),
         ({"conversations": [{"from": "alien", "value": "hi"}]}, "human"),
+        ({"conversations": [{"from": ["human"], "value": "hi"}]}, "human"),
         ({"conversations": [{"from": "human"}]}, "value"),
         ({"conversations": 5}, "conversations"),
         ({"turns": 5}, "turns"),
@@ -352,6 +353,11 @@ def test_a_dataset_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.Mon
 def test_prompt_ids_of_a_text(tokenizer: Any) -> None:
     assert prompt_ids(Record("here", text="abc"), tokenizer) == [0, 1, 2]
     assert prompt_ids(Record("here", input_ids=[9, 8]), None) == [9, 8]
+
+
+def test_a_count_of_prompt_tokens_may_be_null() -> None:
+    """A Parquet file with a column of counts has null in the rows without one."""
+    assert parse_record({"input_ids": [1, 2], "prompt_tokens": None}, "a").prompt_tokens == 0
 
 
 def test_only_the_prompt_of_distilled_text_is_used() -> None:
