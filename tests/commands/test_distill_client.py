@@ -116,6 +116,7 @@ def test_malformed_replies_are_failures(server: FakeServer, client: Server, body
         ({"finish_reason": "stop", "stop_reason": None}, {}, "eos"),
         ({"finish_reason": "stop", "stop_reason": "zz"}, {}, "stop"),
         ({"finish_reason": "stop"}, {"stop": ["zz"]}, "stop"),
+        ({"finish_reason": "stop", "stop_reason": None}, {"stop": ["zz"]}, "eos"),
         ({"finish_reason": "tool_calls"}, {"stop": ["zz"]}, "eos"),
         ({"finish_reason": "length"}, {}, "length"),
     ],

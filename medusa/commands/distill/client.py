@@ -32,7 +32,7 @@ class Answer:
 
     text: str
     finish_reason: str
-    """Why the text ended: `eos`, `length` or `stop`. If stop strings are set, `stop` can mean a stop string or EOS."""
+    """Why the text ended: `eos`, `length` or `stop`. Without a `stop_reason`, `stop` can also mean EOS."""
     extras: Json = field(default_factory=dict)
     """The tool calls and the reasoning of the message, by key."""
 
@@ -124,6 +124,6 @@ def _answer(choice: Json, text: object, extras: Json, options: Json) -> Answer:
         raise ServerError(f"the reply has no text: {json.dumps(choice)[:200]}")
     reason = str(choice.get("finish_reason"))
     # The `stop_reason` of vLLM is the stop string, or null if the model ended the text. Other servers have none.
-    may_be_string = isinstance(choice.get("stop_reason"), str) or bool(options.get("stop"))
+    may_be_string = isinstance(choice["stop_reason"], str) if "stop_reason" in choice else bool(options.get("stop"))
     is_eos = reason == "tool_calls" or (reason == "stop" and not may_be_string)
     return Answer(text, "eos" if is_eos else reason, extras)
