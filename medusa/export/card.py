@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from huggingface_hub import ModelCardData
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
 
 from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.folder import HUB_ID
@@ -114,20 +114,23 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
         pipeline_tag="text-generation",
         tags=["medusa", "speculative-decoding", *(["custom_generate"] if with_code else [])],
     )
-    return environment.get_template("card.md.j2").render(
-        metadata=metadata.to_yaml(),
-        bookkeeping=BOOKKEEPING,
-        base=name if base_is_on_hub else Path(name).name,
-        base_is_on_hub=base_is_on_hub,
-        heads=heads,
-        config=heads.config,
-        facts=facts,
-        tree=Tree.from_paths(heads.config.tree) if heads.config.tree else None,
-        repo=facts.repo_id or "ORG/NAME-OF-THESE-HEADS",
-        with_code=with_code,
-        made=without_folders(facts.provenance),
-        settings=without_folders((facts.benchmark or {}).get("settings")),
-    )
+    try:
+        return environment.get_template("card.md.j2").render(
+            metadata=metadata.to_yaml(),
+            bookkeeping=BOOKKEEPING,
+            base=name if base_is_on_hub else Path(name).name,
+            base_is_on_hub=base_is_on_hub,
+            heads=heads,
+            config=heads.config,
+            facts=facts,
+            tree=Tree.from_paths(heads.config.tree) if heads.config.tree else None,
+            repo=facts.repo_id or "ORG/NAME-OF-THESE-HEADS",
+            with_code=with_code,
+            made=without_folders(facts.provenance),
+            settings=without_folders((facts.benchmark or {}).get("settings")),
+        )
+    except UndefinedError as error:
+        raise RequestError(f"the benchmark lacks a figure of the model card ({error}); run it again") from None
 
 
 def _machine(machine: Json) -> str:

@@ -566,6 +566,12 @@ def test_card_shows_the_measurements(llama: Any) -> None:
     assert "/home" not in card
 
 
+def test_a_benchmark_without_a_figure_of_the_card_is_rejected(llama: Any) -> None:
+    part = BENCHMARK | {"settings": {"heads": "heads"}}
+    with pytest.raises(RequestError, match=r"lacks a figure of the model card .*run it again"):
+        model_card(random_heads(llama, 3).checkpoint(), Facts(benchmark=part), with_code=True)
+
+
 def test_card_lists_unknown_values(llama: Any) -> None:
     card = model_card(random_heads(llama, 3).checkpoint(), Facts(), with_code=True)
     assert metadata(card).keys() == {"library_name", "pipeline_tag", "tags"}
