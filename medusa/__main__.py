@@ -63,8 +63,7 @@ def foreign_package() -> str | None:
     """Return an error message if another package shadows `medusa`, `train` or `decode`, else `None`.
 
     `python -m medusa` and `torchrun -m medusa` find a `train.py` in the current folder before our package `train`.
-    Another distribution may also have installed a package of the same name.
-    """
+    Another distribution may also have installed a package of the same name."""
     if "MedusaHeads" not in getattr(medusa, "__all__", ()):
         return f"{medusa.__file__} belongs to another distribution; install medusa-heads in an environment of its own"
     home = Path(__file__).resolve().parents[1]

@@ -21,8 +21,7 @@ class OneLineParser(argparse.ArgumentParser):
 def exit_status(program: str, run: Callable[[], int | None]) -> int:
     """Call `run` and return its exit status (0 for `None`). Errors are printed in one line that begins with `program`.
 
-    The status is 1 after a `RunError`, 2 after a `RequestError` and 130 after Ctrl-C.
-    """
+    The status is 1 after a `RunError`, 2 after a `RequestError` and 130 after Ctrl-C."""
     try:
         return run() or 0
     except RequestError as error:

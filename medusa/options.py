@@ -45,8 +45,7 @@ def option(
         allowed: a description of the valid values, for error messages.
         check: a function that returns whether a value is valid. `None` (the option is not given) is always valid.
         name: the name of the argument, if it differs from the field's name.
-        keywords: more keywords for `add_argument`, `positional=True` (no `--`) or `hidden=True` (only for Python).
-    """
+        keywords: more keywords for `add_argument`, `positional=True` (no `--`) or `hidden=True` (only for Python)."""
     about = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name, "argparse": keywords}
     return field(default=default, metadata=about)
 
@@ -110,8 +109,7 @@ def group(
     Args:
         only: names of the options that become arguments; by default all.
         without: names of options that do not become arguments: the user cannot change their defaults.
-        defaults: by option name, defaults that replace those in `kind`; REQUIRED if the user must give the option.
-    """
+        defaults: by option name, defaults that replace those in `kind`; REQUIRED if the user must give the option."""
     own_first = sorted(fields(kind), key=lambda known: known.name not in kind.__annotations__)  # then inherited fields
     chosen = [known for known in own_first if known.name not in without and (not only or known.name in only)]
     arguments = [(known, defaults.get(known.name, known.default)) for known in chosen if "help" in known.metadata]
@@ -173,8 +171,7 @@ def parse(kind: type[Made], parser: argparse.ArgumentParser, argv: Sequence[str]
 def read(kind: type[Made], args: argparse.Namespace) -> Made:
     """Make the options, an instance of the dataclass `kind`, from parsed arguments.
 
-    Raises:
-        RequestError: a value is invalid, or two options cannot be combined."""
+    Raise a RequestError if a value is invalid, or two options cannot be combined."""
     groups, own = {}, []
     for known in fields(kind):
         if "group" in known.metadata:

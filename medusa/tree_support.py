@@ -29,8 +29,7 @@ def text_config(model: PreTrainedModel) -> Any:
 def longrope_boundary(model: PreTrainedModel) -> int | None:
     """Return the text length above which `longrope` (a RoPE scaling) rotates all tokens differently; `None` without it.
 
-    Scaling of type `dynamic` does so, too, but only beyond the model's context length, where decoding has stopped.
-    """
+    Scaling of type `dynamic` does so, too, but only beyond the model's context length, where decoding has stopped."""
     config = text_config(model)
     rope = getattr(config, "rope_parameters", None) or {}
     # Models with several types of layers have separate parameters for each type.

@@ -93,10 +93,8 @@ def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str
     """Publish heads in the repository `repo_id`, which is created if it does not exist; return the commit's address.
 
     Existing files with the same names, such as the model card, are replaced. Their old versions stay in the history.
-
-    Raises:
-        RequestError: the token gives no access to the repository, or its name, the licence or the benchmark is wrong.
-        RunError: the Hub cannot be reached."""
+    Raise RequestError if the token gives no access to the repository, or its name, the licence or the benchmark is
+    wrong; RunError if the Hub cannot be reached."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalTokenNotFoundError
 
