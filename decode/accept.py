@@ -5,8 +5,7 @@ with its ancestors. The target is the distribution that the text must follow. A 
 it reaches, for all rows of the batch at one depth together. docs/exactness.md has the proofs.
 
 Shapes: B rows of the batch, R of them whose walk has not ended, N draft nodes, M distributions of the target, each for
-one or more of the R rows, V vocabulary, D the depth of the tree, C the most children of a node.
-"""
+one or more of the R rows, V vocabulary, D the depth of the tree, C the most children of a node."""
 
 from __future__ import annotations
 

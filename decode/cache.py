@@ -7,8 +7,7 @@ first slots after the text and drops the others. Memory is allocated ahead of th
     lengths 3   slots  t0 t1 t2 | n0 n1 n2 n3      after a forward over the nodes n0..n3
     commit [n0, n2]    t0 t1 t2 n0 n2 |            lengths 5
 
-Shapes: B rows of the batch, H KV heads, S cache slots, D head size, N draft nodes, C columns of a path.
-"""
+Shapes: B rows of the batch, H KV heads, S cache slots, D head size, N draft nodes, C columns of a path."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 out = generate(model, heads, **inputs, max_new_tokens=256, streamer=streamer)
 out = generate(model, drafter="ngram", **inputs, max_new_tokens=256)
 for step in steps(model, heads, input_ids, max_new_tokens=256): ...
-out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=heads)
-"""
+out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=heads)"""
 
 from __future__ import annotations
 

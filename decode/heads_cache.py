@@ -3,8 +3,7 @@
 Prefix layers between backbone and heads read every hidden state (`medusa.heads.prefix`). Heads that attend to the text
 (`medusa.heads.context_kv`) keep keys and values of pairs: a hidden state and the token after it.
 
-Shapes: B rows of the batch, T tokens of a piece of the prompts, C columns of a path, H hidden size.
-"""
+Shapes: B rows of the batch, T tokens of a piece of the prompts, C columns of a path, H hidden size."""
 
 from __future__ import annotations
 

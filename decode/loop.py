@@ -3,8 +3,7 @@
 Eager, plain and compiled decoding share `run`, the loop over the decoding steps of a batch. The root of a draft is the
 token that is already decided, but not yet read by the backbone.
 
-Shapes: B rows, R of them whose walk has not ended, N nodes of a draft, D its depth, H hidden size, V vocabulary.
-"""
+Shapes: B rows, R of them whose walk has not ended, N nodes of a draft, D its depth, H hidden size, V vocabulary."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A piece of C tokens attends to all S cache slots up to its own end. So the largest mask is [C, S], never [S, S], and the
 LM head runs at one position per row.
 
-Shapes: B rows of the batch, T tokens of the longest prompt, C tokens of a piece, H hidden size, V vocabulary.
-"""
+Shapes: B rows of the batch, T tokens of the longest prompt, C tokens of a piece, H hidden size, V vocabulary."""
 
 from __future__ import annotations
 

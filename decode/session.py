@@ -1,7 +1,6 @@
 """A session: the texts being decoded in one call, and everything that grows with them. No part is stored on a model.
 
-Shapes: B rows of the batch, C prompt tokens read in one forward, H hidden size.
-"""
+Shapes: B rows of the batch, C prompt tokens read in one forward, H hidden size."""
 
 from __future__ import annotations
 

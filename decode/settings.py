@@ -1,8 +1,7 @@
 """Decoding options: each option's name, default, check and help in one place.
 
 `Settings` is what the command line, the server and the benchmarks pass on. `decode.generate` takes the fields of
-`DecodingOptions` as keyword arguments; it takes all other options in the same way as `model.generate`.
-"""
+`DecodingOptions` as keyword arguments; it takes all other options in the same way as `model.generate`."""
 
 from __future__ import annotations
 

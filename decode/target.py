@@ -3,8 +3,7 @@
 Temperature, top-k, top-p and penalties are `LogitsProcessor`s that transformers prepared. A processor sees one row at
 a time, as in plain decoding: the prompt, everything written so far, and the path down to a node.
 
-Shapes: B rows of the batch, R of them that choose a token, M distributions (rows may share one), V vocabulary.
-"""
+Shapes: B rows of the batch, R of them that choose a token, M distributions (rows may share one), V vocabulary."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A check of the configuration (`medusa.backbone.require_tree_support`) cannot fin
 reads two trees with the cache, masks and positions of decoding; the second tree follows an accepted path of the first.
 Every node must get the logits that a plain forward, without cache or mask, gives at the end of the node's path.
 
-Shapes: R trees, N nodes of each tree, V vocabulary.
-"""
+Shapes: R trees, N nodes of each tree, V vocabulary."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The model is neither copied nor modified.
 
-Shapes: B rows, T tokens, H hidden size, V vocabulary size, `...` any leading dimensions.
-"""
+Shapes: B rows, T tokens, H hidden size, V vocabulary size, `...` any leading dimensions."""
 
 from __future__ import annotations
 

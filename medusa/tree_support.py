@@ -1,7 +1,6 @@
 """What a model's config says about trees: whether the model can verify one, and which masks its layers need.
 
-This code needs only torch and transformers, because `medusa.export.hub_code` copies it into Hub repositories.
-"""
+This code needs only torch and transformers, because `medusa.export.hub_code` copies it into Hub repositories."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A modern LM head has about 128,000 rows, and most of the tokens are rare. Heads 
 only N logits. Index i of these logits belongs to token `vocabulary[i]`, the most frequent token first. Heads cannot
 guess tokens outside the vocabulary, but the backbone can still generate them.
 
-Shapes: V the backbone's vocabulary size, N the heads' vocabulary size, H hidden size, ... any positions.
-"""
+Shapes: V the backbone's vocabulary size, N the heads' vocabulary size, H hidden size, ... any positions."""
 
 from __future__ import annotations
 

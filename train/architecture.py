@@ -8,8 +8,7 @@ reading weights, so times are given as numbers of weights that are read:
     tau              =  proportional to 1 - LOSS / sqrt(inner width of a head)
 
 TREE is T(n) / T(1), OVERHEAD a forward's fixed cost, and LOSS how strongly tau falls as heads get narrower. Measured on
-two backbones (H = 64 and 256), they are extrapolated to others. `medusa benchmark` measures a backbone's speedup.
-"""
+two backbones (H = 64 and 256), they are extrapolated to others. `medusa benchmark` measures a backbone's speedup."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The checkpoints of a training run: which are complete, from which to resume, and whether the disk can hold them.
 
 The Trainer writes `trainer_state.json` last. A checkpoint without this file is incomplete: the process was killed while
-it wrote the checkpoint, or the disk was full.
-"""
+it wrote the checkpoint, or the disk was full."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The accuracy of heads on texts: how often the right token is among a head's best guesses.
 
 `medusa evaluate` compares guesses with the backbone's greedy continuation, not with the dataset's text: greedy decoding
-accepts only guesses that equal it. Shapes: K heads, P positions, T tokens, C positions in a chunk.
-"""
+accepts only guesses that equal it. Shapes: K heads, P positions, T tokens, C positions in a chunk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The module that the Trainer trains: its parameters are the heads, and the frozen backbone is not a submodule.
 
-Shapes: B rows, T tokens, R positions at which heads have labels, K heads, H hidden size.
-"""
+Shapes: B rows, T tokens, R positions at which heads have labels, K heads, H hidden size."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The reduced vocabulary of heads: the most frequent tokens of the training text, and the expected speedup.
 
 Heads with a reduced vocabulary read fewer LM head weights, but never guess other tokens. The time of a step is
-estimated by the number of weights that it reads, as in `train.architecture`.
-"""
+estimated by the number of weights that it reads, as in `train.architecture`."""
 
 from __future__ import annotations
 

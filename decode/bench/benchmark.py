@@ -2,8 +2,7 @@
 
 In each round, every method decodes all prompts. The methods alternate after every batch of prompts, so a machine that
 slows down during the run slows all methods. Each method first decodes one batch as a warm-up, which does not count.
-Metrics are medians over the rounds. Tokens per second count all new tokens and the whole time, prefill included.
-"""
+Metrics are medians over the rounds. Tokens per second count all new tokens and the whole time, prefill included."""
 
 from __future__ import annotations
 

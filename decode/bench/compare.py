@@ -5,8 +5,7 @@ metrics. It shows how far a metric may move with other prompts of the same kind,
 Both sides of a ratio use the same draws of prompts, so differences between prompts do not count as noise. Speedups are
 ratios of rates within one run, so they can be compared between machines; tokens per second cannot.
 
-Shapes: R rounds, B batches of prompts, D bootstrap draws.
-"""
+Shapes: R rounds, B batches of prompts, D bootstrap draws."""
 
 from __future__ import annotations
 

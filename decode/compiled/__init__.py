@@ -7,5 +7,4 @@ GPU replays as a CUDA graph, and one transfer of ids to the host.
 
 A region is a compiled step with its caches. Each batch size, tree, capacity (cache slots, a power of two), acceptance
 rule, set of sampling options and state of the modules needs its own region. A session takes a region from the model and
-puts it back at the end. Plain decoding uses the same step, with a draft of the root alone.
-"""
+puts it back at the end. Plain decoding uses the same step, with a draft of the root alone."""

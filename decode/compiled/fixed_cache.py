@@ -1,7 +1,6 @@
 """KV caches of the backbone and of the heads for compiled steps, with fixed shapes and memory addresses.
 
-Shapes: B rows of the batch, S cache slots (the capacity), N draft nodes, C columns of a path, H hidden size.
-"""
+Shapes: B rows of the batch, S cache slots (the capacity), N draft nodes, C columns of a path, H hidden size."""
 
 from __future__ import annotations
 

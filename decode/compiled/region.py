@@ -1,7 +1,6 @@
 """Compiled regions: each is a compiled decoding step with its caches. A model keeps some of its regions for reuse.
 
-Shapes: B rows of the batch, N nodes of a draft, D its depth, H hidden size.
-"""
+Shapes: B rows of the batch, N nodes of a draft, D its depth, H hidden size."""
 
 from __future__ import annotations
 

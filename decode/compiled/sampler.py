@@ -1,7 +1,6 @@
 """Acceptance inside compiled steps: fixed shapes, transformers' logits processors, one uniform number per token.
 
-Shapes: B rows of the batch, N draft nodes of at most C children, D the depth of the tree, V vocabulary, X positions.
-"""
+Shapes: B rows of the batch, N draft nodes of at most C children, D the depth of the tree, V vocabulary, X positions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The three forms of a drafter: a config holds options, a factory holds loaded models, and a drafter proposes drafts.
 
 DrafterConfig  --factory(context)-->  DrafterFactory  --start(session)-->  Drafter (decode.draft)
-NAME:options                          models, tables                       one batch of texts
-"""
+NAME:options                          models, tables                       one batch of texts"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A drafter with independent Medusa heads, whose guesses fill a tree (Medusa paper, section 2.1.2).
 
-Shapes: B rows of a batch (texts), k heads (a tree of depth k uses the first k), V vocabulary, C distinct texts.
-"""
+Shapes: B rows of a batch (texts), k heads (a tree of depth k uses the first k), V vocabulary, C distinct texts."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ class HeadsDrafter:
     """Drafts a tree with independent heads, which all read the hidden state of the token before the root.
 
     A node at depth d holds one of head d's best guesses, whatever tokens its ancestors hold. With a `target` the draft
-    is sampled: the children of a node are draws, in order and without replacement, from their head's distribution.
-    """
+    is sampled: the children of a node are draws, in order and without replacement, from their head's distribution."""
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
         """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""

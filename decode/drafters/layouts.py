@@ -6,8 +6,7 @@ so the most probable nodes form a tree. Every step drafts the same number of nod
 confidence is a softmax probability; `decode.bench.calibration` fits its temperature to how often guesses are correct.
 
 Shapes: B texts, K heads, of which a tree of depth k uses k, R guesses of a head, V vocabulary, S candidates with the
-root, N drafted nodes with the root, M nodes for which probabilities are given, D depth of the candidate tree.
-"""
+root, N drafted nodes with the root, M nodes for which probabilities are given, D depth of the candidate tree."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ probable nodes of each level, equally many in every step unless `min_probability
 (`--draft sample`), the children of a node are drawn from the drafter's distribution there.
 
 Shapes: B rows, M nodes of a level, W expanded nodes of a level, R guesses considered per node, S size of a drafter's
-state at a node, V vocabulary, N nodes of the tree.
-"""
+state at a node, V vocabulary, N nodes of the tree."""
 
 from __future__ import annotations
 

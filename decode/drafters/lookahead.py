@@ -13,8 +13,7 @@ starts a column; each lower level holds the backbone's predictions of one earlie
 So every column takes one step of Jacobi iteration. The new n-grams go into a pool. The pool's n-grams that start with
 the root are drafted as a trie. Tokens of the window itself are never accepted.
 
-Shapes: B texts, W columns, M nodes of the window without its root, V vocabulary.
-"""
+Shapes: B texts, W columns, M nodes of the window without its root, V vocabulary."""
 
 from __future__ import annotations
 

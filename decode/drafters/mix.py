@@ -1,7 +1,6 @@
 """A mix of several drafters: the union of their trees is verified in one forward.
 
-Shapes: B rows (texts of the batch), M nodes of all drafts together (the root once), D the greatest depth.
-"""
+Shapes: B rows (texts of the batch), M nodes of all drafts together (the root once), D the greatest depth."""
 
 from __future__ import annotations
 

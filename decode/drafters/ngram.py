@@ -2,8 +2,7 @@
 
 An index finds earlier occurrences of the n-grams at the end of the text, the longest n-gram first. The tokens after an
 occurrence are drafted: a chain for one occurrence, a trie for several. If the drafted tokens reach the end of the text,
-they repeat, as in Lempel-Ziv compression, so that a text that repeats itself is predicted to any length.
-"""
+they repeat, as in Lempel-Ziv compression, so that a text that repeats itself is predicted to any length."""
 
 from __future__ import annotations
 

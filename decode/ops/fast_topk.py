@@ -4,8 +4,7 @@ PyTorch searches a row value by value: 64 rows of 32,000 values take 1.7 ms in f
 vectorised `amax` finds the maximum of each block of values, and only the blocks with the largest maxima are searched:
 0.2 and 0.4 ms.
 
-Shapes: V values in each row, in blocks of BLOCK.
-"""
+Shapes: V values in each row, in blocks of BLOCK."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ time. Here the g heads become g x N queries of one key head. Results are equal u
 
 `sdpa_grouped` is registered as "sdpa", because some models (Falcon, Gemma 4, DeepSeek 3.2) choose masks by that name.
 
-Shapes: B rows of the batch, H query heads on H / g key heads, N tokens, S cache slots, D head size.
-"""
+Shapes: B rows of the batch, H query heads on H / g key heads, N tokens, S cache slots, D head size."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The web page of `medusa chat --web`, which shows plain decoding and a drafter side by side.
 
 NiceGUI serves the page with its scripts and fonts, so the page loads nothing from other servers. Every open page has
-its own conversation. All pages share one model and one thread, which decodes their texts one after the other.
-"""
+its own conversation. All pages share one model and one thread, which decodes their texts one after the other."""
 
 from __future__ import annotations
 

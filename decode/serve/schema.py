@@ -1,7 +1,6 @@
 """Reads and checks the JSON requests of the OpenAI API (https://platform.openai.com/docs/api-reference).
 
-A parameter that this server does not support is an error, unless its value switches the feature off.
-"""
+A parameter that this server does not support is an error, unless its value switches the feature off."""
 
 from __future__ import annotations
 

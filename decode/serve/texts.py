@@ -36,8 +36,7 @@ class TextStream:
     """Converts the token ids of one text to pieces of text, step by step. A piece never changes after its return.
 
     A token that ends inside a character waits for the rest of the character. Text that may be the beginning of a stop
-    string waits until more text shows whether it is. All pieces joined equal `decode.results.text_of` of all ids.
-    """
+    string waits until more text shows whether it is. All pieces joined equal `decode.results.text_of` of all ids."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), before: Sequence[int] = ()

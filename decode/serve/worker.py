@@ -1,7 +1,6 @@
 """The worker thread of the server. It groups the requested texts into batches, and decodes one batch after the other.
 
-A text leaves its batch when it ends, or when its client has disconnected.
-"""
+A text leaves its batch when it ends, or when its client has disconnected."""
 
 from __future__ import annotations
 

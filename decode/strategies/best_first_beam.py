@@ -7,8 +7,7 @@ leaves the queue is the best one, because no other hypothesis can exceed its sco
 
 A scorer predicts the next tokens of several hypotheses in one forward, with one KV cache for all if the model allows.
 
-Shapes: W hypotheses that one forward reads, V vocabulary.
-"""
+Shapes: W hypotheses that one forward reads, V vocabulary."""
 
 from __future__ import annotations
 

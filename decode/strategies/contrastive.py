@@ -4,8 +4,7 @@ A token scores high if the backbone (the expert) predicts it more strongly than 
 scores replace the backbone's logits before temperature and penalties, so every drafter and acceptance rule works with
 them. The amateur has its own KV cache. It reads what the backbone reads: the prompts, and in each step the same tree.
 
-Shapes: B rows of the batch, T tokens, N nodes, V vocabulary.
-"""
+Shapes: B rows of the batch, T tokens, N nodes, V vocabulary."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class Contrast(ContrastOptions, kw_only=False):
     """The scoring function of contrastive decoding, with its constants.
 
     If `beta` is `None`, a score is log p(expert) - log p(amateur). Otherwise, a score is
-    (1 + beta) log p(expert) - beta log p(amateur), as in O'Brien and Lewis (2023, arXiv 2309.09117).
-    """
+    (1 + beta) log p(expert) - beta log p(amateur), as in O'Brien and Lewis (2023, arXiv 2309.09117)."""
 
     def __call__(self, expert: Tensor, amateur: Tensor) -> Tensor:
         """Score tokens by both models' logits [..., V]; tokens that the expert finds implausible get -inf."""
@@ -138,8 +136,7 @@ class ContrastProcessor(LogitsProcessor):
     """Contrastive decoding as a logits processor for one call of `model.generate`, the baseline without drafts.
 
     `model.generate` applies penalties from its own options before this processor. To apply them after the contrast, as
-    `decode.generate` does, pass their processors after this one in `logits_processor`.
-    """
+    `decode.generate` does, pass their processors after this one in `logits_processor`."""
 
     def __init__(self, amateur: Amateur, attention_mask: Tensor) -> None:
         """Make a processor for a batch of prompts with this `attention_mask` [B, T], padded on the left."""

@@ -11,8 +11,7 @@ H and MLP width E:
 
 By default EAGLE-3 reads the hidden states of three layers of the backbone. With `use_aux_hidden_state: false` it reads
 only the last one, as heads of this package do. The embeddings come from the backbone, and so does the LM head of a
-complete vocabulary. The server chooses how often the layer runs in a step.
-"""
+complete vocabulary. The server chooses how often the layer runs in a step."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ The file contains these tensors for head k and its blocks i, with hidden size H:
 If the heads have dropout, the indices i are not consecutive. In the original, all blocks of a head after the first
 share their weights. Here they become separate blocks with equal weights. The file also contains a copy of the
 backbone's input embeddings, which is not loaded. A sample of it goes into the heads' config, so that
-`medusa.fingerprint.differs` can recognise the backbone.
-"""
+`medusa.fingerprint.differs` can recognise the backbone."""
 
 from __future__ import annotations
 

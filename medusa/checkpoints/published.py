@@ -10,8 +10,7 @@ Other programs store matrices [out, in] and biases [out] for each head h and eac
 The "published" names are those of FasterDecoding, TGI and LoRAX. This project adds names for MLP blocks, such as
 {h}.{l}.up.weight. In a model with heads inside, the names begin with `medusa_head.` (FasterDecoding 1.0, MLC) or
 `medusa_heads.` (modelopt, TensorRT-LLM). A file without LM heads belongs to heads that share the backbone's LM head.
-Sizes are read from the tensors, because the configs of published heads are often wrong.
-"""
+Sizes are read from the tensors, because the configs of published heads are often wrong."""
 
 from __future__ import annotations
 

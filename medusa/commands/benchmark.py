@@ -6,8 +6,7 @@
   medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --compare b.json
   medusa benchmark --compare a.json b.json --report compared.html
 
-Plain decoding is our own loop that generates one token per step. tau is the mean number of tokens per step.
-"""
+Plain decoding is our own loop that generates one token per step. tau is the mean number of tokens per step."""
 
 from __future__ import annotations
 

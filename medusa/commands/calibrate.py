@@ -6,8 +6,7 @@
 The backbone continues the prompts. Without prompts, it generates whole texts. The command counts the right guesses of
 the heads in these texts, builds trees of several sizes from the counts, and times one step of each tree. It saves the
 tree with the highest estimated speed in tokens per second. A tree of one node means that plain decoding is fastest. A
-quarter of the texts is held out, to measure tau (the mean number of tokens per step) with the saved tree.
-"""
+quarter of the texts is held out, to measure tau (the mean number of tokens per step) with the saved tree."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
   medusa chat --backbone demo --heads demo          # in the terminal: type /help for the commands
   medusa chat --backbone demo --heads demo --web    # in the browser, side by side with plain decoding
 
-The backbone's chat template formats the conversation. A backbone without a template continues your text.
-"""
+The backbone's chat template formats the conversation. A backbone without a template continues your text."""
 
 from __future__ import annotations
 

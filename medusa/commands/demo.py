@@ -4,8 +4,7 @@ a story is generated with and without heads, and the speedup is measured.
   medusa demo
   medusa demo --output runs/demo --minutes 1
 
-Each of the four stages prints the command that runs it alone. The demo takes under six minutes on two CPU cores.
-"""
+Each of the four stages prints the command that runs it alone. The demo takes under six minutes on two CPU cores."""
 
 from __future__ import annotations
 

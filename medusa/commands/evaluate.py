@@ -3,8 +3,7 @@
   medusa evaluate --backbone demo --heads demo --data medusa/assets/prompts.jsonl
 
 The backbone first continues every prompt greedily. Of a document or a conversation, it continues the first 16 tokens.
-The heads' guesses are compared with the generated text, not with the text of the file.
-"""
+The heads' guesses are compared with the generated text, not with the text of the file."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
   medusa export --heads runs/heads --to hub --output exported --backbone org/model --benchmark bench.json
 
 TGI, TensorRT-LLM and vLLM load heads of kind `medusa` with `heads.block=square`. vLLM and SGLang load kind `eagle` with
-`heads.block=gated`. The command prints how to serve the exported heads, and what decoding in that server lacks.
-"""
+`heads.block=gated`. The command prints how to serve the exported heads, and what decoding in that server lacks."""
 
 from __future__ import annotations
 

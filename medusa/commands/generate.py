@@ -8,8 +8,7 @@
   medusa generate --backbone org/model --strategy best-first-beam --prompts questions.jsonl
 
 --amateur decodes contrastively. --record saves the texts with their hidden states, to train heads on them later.
-docs/drafters.md describes the drafters, docs/strategies.md the strategies.
-"""
+docs/drafters.md describes the drafters, docs/strategies.md the strategies."""
 
 from __future__ import annotations
 

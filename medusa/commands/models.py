@@ -1,7 +1,6 @@
 """Check and load the models of a command: the backbone, the heads with their tree, and other drafters.
 
-This module imports torch and transformers, so commands import it only when they run: `--help` stays fast.
-"""
+This module imports torch and transformers, so commands import it only when they run: `--help` stays fast."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
   medusa serve --backbone org/model --heads org/heads --batch-size 4 --port 8080
 
 Waiting requests are decoded in batches of prompts of similar length. A request may set its own length, temperature and
-so on; the options below set the defaults.
-"""
+so on; the options below set the defaults."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The model card of a set of heads: the template `card.md.j2`, filled with facts and measurements.
 
 Measurements come from `provenance.json`, `calibration.json` and a file of `medusa benchmark --json`. Decoding speeds
-are shown with the machine on which they were measured. If one of the files is missing, the card says so.
-"""
+are shown with the machine on which they were measured. If one of the files is missing, the card says so."""
 
 from __future__ import annotations
 

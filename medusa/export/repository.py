@@ -4,8 +4,7 @@
     README.md                                                       the model card (`medusa.export.card`)
     custom_generate/generate.py, requirements.txt                   for `model.generate(custom_generate="org/heads")`
 
-The code is made from the modules in `medusa/export/hub_code/`.
-"""
+The code is made from the modules in `medusa/export/hub_code/`."""
 
 from __future__ import annotations
 

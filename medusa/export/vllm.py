@@ -6,8 +6,7 @@ vLLM's Medusa head h has these tensors, with hidden size H, vocabulary size V an
 
 vLLM does not use the backbone's LM head for heads that share it. So a copy is written as `lm_head.weight`. vLLM drops
 biases unless `medusa_fc_bias` is set, and ignores unknown tensors without an error: with a wrong name, almost no guess
-would be accepted. vLLM takes the number of heads from the last config key that contains both "num" and "heads".
-"""
+would be accepted. vLLM takes the number of heads from the last config key that contains both "num" and "heads"."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A block of independent heads contains the weights of all K heads, so that they run as batched matrix products. Heads
 that run one after the other have a separate stack of layers for each head.
 
-Shapes: K heads, M positions, `...` any positions, H hidden size, E width of an MLP, I input size of a stack.
-"""
+Shapes: K heads, M positions, `...` any positions, H hidden size, E width of an MLP, I input size of a stack."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Measures of guesses: the rank of the right token among a head's guesses, and the number of accepted tokens.
 
-Shapes: P positions, K heads, R guesses of a head, N drafted nodes, ... any positions or heads.
-"""
+Shapes: P positions, K heads, R guesses of a head, N drafted nodes, ... any positions or heads."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The backbone's LM head predicts the token at distance 1 from the position of a h
 guesses the token at distance i + 2.
 
 Shapes: K heads (k of them run), H hidden size, V vocabulary size, N tokens that heads guess among if their vocabulary
-is reduced, B rows, T tokens, `...` any positions.
-"""
+is reduced, B rows, T tokens, `...` any positions."""
 
 from __future__ import annotations
 

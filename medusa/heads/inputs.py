@@ -1,7 +1,6 @@
 """The inputs of heads: hidden states, embeddings of following tokens, and the keys, values and masks of earlier text.
 
-Shapes: `...` any positions, K heads, H hidden size, B rows, T tokens.
-"""
+Shapes: `...` any positions, K heads, H hidden size, B rows, T tokens."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A backbone's hidden states are trained to predict only the next token. Prefix la
 earlier tokens, which helps heads to guess tokens further ahead. The layers are transformers' Llama layers. They start
 as the identity. Decoding keeps a KV cache for them, to which it adds only the accepted tokens.
 
-Shapes: B rows, T tokens, S tokens in the cache after a forward, H hidden size.
-"""
+Shapes: B rows, T tokens, S tokens in the cache after a forward, H hidden size."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ chosen. Heads count from 0: token t_k is the guess of head k - 1. Head k compute
 In training the tokens t are those of the text. In decoding they are nodes of the tree. Recurrent and hydra heads
 then run level by level: head k runs once, on all nodes of depth k that get children.
 
-Shapes: ... any positions or nodes, K heads, H hidden size, S size of one tensor in a state, V vocabulary size.
-"""
+Shapes: ... any positions or nodes, K heads, H hidden size, S size of one tensor in a state, V vocabulary size."""
 
 from __future__ import annotations
 

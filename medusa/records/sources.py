@@ -1,7 +1,6 @@
 """Reading of records from files (JSONL, JSON, text and Parquet), folders and Hub datasets.
 
-Records are read when they are needed, so that a file can be larger than the memory. A JSON array is read as a whole.
-"""
+Records are read when they are needed, so that a file can be larger than the memory. A JSON array is read as a whole."""
 
 from __future__ import annotations
 

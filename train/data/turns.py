@@ -7,8 +7,7 @@ A turn is what the assistant says, up to and including the token that ends the t
 3. Some templates write a turn differently if others follow, for example without its reasoning. For these, the
    conversation is written again with another answer in this turn. The part of the text that changes is the answer.
 
-If no method is certain, the conversation is refused, because the user's tokens could otherwise count in the loss.
-"""
+If no method is certain, the conversation is refused, because the user's tokens could otherwise count in the loss."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The gradients are computed in the forward, while a chunk's logits are in memory.
 
 Shapes: K heads, R positions at which heads have labels, C of them in a chunk, H hidden size, V vocabulary. Capital
-letters at the end of a name are its shape.
-"""
+letters at the end of a name are its shape."""
 
 from __future__ import annotations
 

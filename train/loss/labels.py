@@ -6,8 +6,7 @@ Head k (from 0) at position t learns token t + k + 2, because the backbone's own
     head 0    c d e . . | . .
     head 1    d e . . . | . .         a dot: no label, because the token would lie beyond the document's end
 
-Shapes: K heads, B rows, T tokens.
-"""
+Shapes: K heads, B rows, T tokens."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ token is its LM head applied to its hidden state at t + k + 1. Heads need these 
 the backbone costs no further forward.
 
 Shapes: B rows, T tokens; N = B T positions of a batch, R of them with a label, C of these in a chunk; K heads, H hidden
-size, V vocabulary.
-"""
+size, V vocabulary."""
 
 from __future__ import annotations
 

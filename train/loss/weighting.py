@@ -1,7 +1,6 @@
 """The loss weights of heads: how much the error of each head counts at each position.
 
-Shapes: K heads, C positions.
-"""
+Shapes: K heads, C positions."""
 
 from __future__ import annotations
 

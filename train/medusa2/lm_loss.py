@@ -14,8 +14,7 @@ first head makes, one position earlier, of the same token:
 This target minimises KL(target || p) - teacher_tilt E_target[log q]. Among tokens that are nearly equally probable, the
 backbone learns to take the one that the head predicts. This raises the backbone's perplexity little.
 
-Shapes: M positions with a next token, C of them in a chunk, H hidden size, V vocabulary, B rows, T tokens.
-"""
+Shapes: M positions with a next token, C of them in a chunk, H hidden size, V vocabulary, B rows, T tokens."""
 
 from __future__ import annotations
 

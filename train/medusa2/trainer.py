@@ -2,8 +2,7 @@
 
 lambda_0, the weight of the heads' loss, scales the heads' gradient where it enters the backbone, not the loss itself.
 Scaling the loss would have the same effect on the backbone. Under AdamW a constant factor on the heads' loss does not
-affect the heads, but a changing factor would slow their learning down while AdamW adjusts.
-"""
+affect the heads, but a changing factor would slow their learning down while AdamW adjusts."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Tokens per second are tau / T. tau is the mean number of tokens per step, which is predicted from recorded texts of the
 backbone. T is the time of a step, which is measured in the decoding loop. Both static and dynamic trees are tried
-(`decode.drafters.layouts`). Dynamic trees accept more guesses with as many nodes, but choosing the nodes takes time.
-"""
+(`decode.drafters.layouts`). Dynamic trees accept more guesses with as many nodes, but choosing the nodes takes time."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The ranks of the correct tokens among the guesses show how many tokens a step ac
 Most steps start just after a wrong guess, where guesses are worse than elsewhere. So averages over all positions are
 too high (by 5 to 22 % with the model stories260K), and tau is counted only at positions where steps start.
 
-Shapes: P positions of a text, K heads, V vocabulary, G temperatures.
-"""
+Shapes: P positions of a text, K heads, V vocabulary, G temperatures."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ root is fixed, and the tokens after it are sampled. They must follow the target,
 after temperature, top-k, top-p and penalties. Drafting, forwards and acceptance are the production code. Only the
 decoding loop differs: all R draws (sampled steps) share the backbone's forwards.
 
-Shapes: V vocabulary, N nodes of a draft, R draws, F first tokens: the most probable tokens after the root.
-"""
+Shapes: V vocabulary, N nodes of a draft, R draws, F first tokens: the most probable tokens after the root."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@
 The id `end` is the vocabulary size. Both .bin files are memory-mapped, so an open datastore uses memory only for the
 pages that are read. Each bisection of order.bin reads log2(n) of its positions: 26 for n = 65 million tokens. A build
 writes 6 n bytes (8 n with uint32), and needs memory for one group of positions (`suffix_array`). After every block of
-text and every group, it records the files' lengths. If run again, it cuts the files to these lengths and continues.
-"""
+text and every group, it records the files' lengths. If run again, it cuts the files to these lengths and continues."""
 
 from __future__ import annotations
 

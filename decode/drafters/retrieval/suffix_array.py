@@ -2,8 +2,7 @@
 
 A group holds all positions at which the token's id is in one range, and groups are sorted one by one. A group of at
 most GROUP positions is sorted at once, by 64-bit keys of several tokens, in 60 to 80 bytes of memory per position. A
-larger group, such as all spaces of source code, is first split by the token after each position, in 11 bytes each.
-"""
+larger group, such as all spaces of source code, is first split by the token after each position, in 11 bytes each."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
 The backbone answers all questions of a conversation in turn, and reads its own earlier answers instead of the file's.
 Each line of the output holds one answer: the index of its prompt, its turn, the ids of prompt and answer, the number of
 prompt tokens, the text, and the reason why the text ended. The same command continues an interrupted run, and retries
-the texts that failed (own.failed.jsonl lists them).
-"""
+the texts that failed (own.failed.jsonl lists them)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A small Medusa decoder for plain transformers, which becomes `custom_generate/generate.py` in a Hub repository.
 
 `bundle` joins the modules of this folder into one file, because transformers before 5.21 cannot load a second file from
-the Hub on Windows. The modules import only torch, transformers, safetensors and each other.
-"""
+the Hub on Windows. The modules import only torch, transformers, safetensors and each other."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ The rows of a batch are decoded one after the other. Options in addition to thos
     medusa_tree            paths of ranks such as [[0], [1], [0, 0]]; by default the tree in `config.json`
     medusa_step_lengths    a list to which the number of new tokens of each step is appended
 
-Shapes: B prompts, N nodes of the tree with its root, K heads, H hidden size, V vocabulary size, T tokens of text.
-"""
+Shapes: B prompts, N nodes of the tree with its root, K heads, H hidden size, V vocabulary size, T tokens of text."""
 
 from __future__ import annotations
 
