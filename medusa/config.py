@@ -100,6 +100,9 @@ class MedusaConfig:
         keys = PrefixSizes.__annotations__
         if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == set(keys)):
             raise RequestError(f"the config's prefix is {self.prefix!r}; its keys must be {', '.join(sorted(keys))}")
+        for key, size in (self.prefix or {}).items():
+            if key != "norm" and (not isinstance(size, (int, float)) or not size > 0):
+                raise RequestError(f"the config's prefix has {key} {size!r}; it must be a number above 0")
         if not isinstance(self.backbone, dict):
             raise RequestError(f"the config's backbone is {self.backbone!r}; it must be a fingerprint, or left out")
         if self.tree is not None:

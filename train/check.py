@@ -17,6 +17,7 @@ from train.callbacks import say
 from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 from train.data.datasets import require_data
 from train.features.files import is_features
+from train.heads import require_startable
 
 
 def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
@@ -42,11 +43,15 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
         way = "take device: cuda, and choose the GPU with the environment variable CUDA_VISIBLE_DEVICES"
         raise RequestError(f"device is {config.device}, but this process trains on {own}; {way}")
     sizes = load_config(config.backbone, config.load_options)
+    text = sizes.get_text_config(decoder=True)
+    if config.heads.start is not None:
+        held = require_startable(config.heads.start, config.heads, text.hidden_size, text.vocab_size)
+        require_adaptable(config, held)
     several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if several and "RANK" not in os.environ:  # accelerate 1.15 started one process, although it was asked for several
         fault = "accelerate launch --cpu starts one process for any --num_processes"
         say(f"warning: {fault}; use --config_file configs/accelerate/two_processes_cpu.yaml, or torchrun")
-    arguments = _training_arguments(config, sizes.get_text_config(decoder=True).hidden_size, quiet)
+    arguments = _training_arguments(config, text.hidden_size, quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
     load_tree(arguments.eval_tree, config.heads.num or NUM_HEADS)

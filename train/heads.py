@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from medusa.backbone import Backbone
+from medusa.checkpoints.folder import load
 from medusa.config import GATED, ORIGINAL_HYDRA, MedusaConfig
 from medusa.errors import RequestError
 from medusa.fingerprint import fingerprint
@@ -63,18 +64,26 @@ def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: 
     )
 
 
-def _trained_heads(start: str, asked: HeadsConfig, backbone: Backbone) -> MedusaHeads:
-    heads = MedusaHeads.from_pretrained(start, dtype=torch.float32, device=backbone.head_weight.device)
-    held = heads.config
+def require_startable(start: str, asked: HeadsConfig, hidden_size: int, vocab_size: int) -> MedusaConfig:
+    """Return the config of the trained heads `start`, from which the heads `asked` for are to continue.
+
+    Raise RequestError if there are no such heads, or if they differ from `asked` or from the backbone's sizes."""
+    held = load(start).config
     if held.block == ORIGINAL_HYDRA:
         original = f"{start} holds the original Hydra's heads"
         raise RequestError(f"heads.start: {original}, which can decode but not be trained")
     wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()}
-    wanted |= {"hidden_size": backbone.hidden_size, "vocab_size": held.vocab_size and backbone.vocab_size}
+    wanted |= {"hidden_size": hidden_size, "vocab_size": held.vocab_size and vocab_size}
     for key, value in wanted.items():
         if value is not None and value != (getattr(held, key) or 0):  # `None` and 0 mean all tokens
             raise RequestError(f"heads.start: {start} has {key} {getattr(held, key)!r}, not {value!r}")
-    held.tree = None  # it was chosen for the old weights
+    return held
+
+
+def _trained_heads(start: str, asked: HeadsConfig, backbone: Backbone) -> MedusaHeads:
+    require_startable(start, asked, backbone.hidden_size, backbone.vocab_size)
+    heads = MedusaHeads.from_pretrained(start, dtype=torch.float32, device=backbone.head_weight.device)
+    heads.config.tree = None  # it was chosen for the old weights
     return heads.train()
 
 

@@ -121,6 +121,8 @@ def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
         ({"training": {"eval_tree": "typo"}}, "no tree 'typo'"),
         ({"adapter": {}, "heads": {"vocabulary": 32}}, "teacher_tilt needs heads that guess among all tokens"),
         ({"adapter": {"lm_head": True}, "heads": {"lm_head": "shared"}}, "needs heads with LM heads of their own"),
+        ({"heads": {"start": "absent/heads"}}, "absent/heads"),
+        ({"heads": {"start": "demo"}}, r"heads\.start: demo has hidden_size \d+, not \d+"),
     ],
 )
 def test_requests_are_refused_before_weights_are_loaded(
