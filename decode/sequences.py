@@ -34,7 +34,7 @@ class Sequences:
     text grow by one token at a time, as in plain decoding."""
 
     def __init__(self, requests: Sequence[Request], context: int | None, device: torch.device, slack: int = 0) -> None:
-        """Start with the prompts of `requests`; `prefix` can append up to `slack` draft tokens to a text."""
+        """Start with the prompts of `requests`; the method `prefix` can add up to `slack` draft tokens after a text."""
         self.prompts = [list(request.prompt) for request in requests]
         self.new_ids: list[list[int]] = [[] for _ in requests]
         ends = [len(r.prompt) + r.max_new_tokens for r in requests]

@@ -103,7 +103,7 @@ class CompiledStepper(Stepper):
         return [row in self.rows for row in range(len(self.lengths))]
 
     def _region(self, capacity: int, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier) -> Region:
-        """Take or make a compiled region of at least `capacity` cache slots, and load the other arguments into it."""
+        """Take a kept region of at least `capacity` cache slots or make one; copy the caches and `frontier` into it."""
         slots = max(MIN_CAPACITY, 1 << (capacity - 1).bit_length())
         key = (slots, *self.key)
         region = self.regions.take(key)

@@ -27,7 +27,7 @@ class RowDraws:
         return RowDraws([self.generators[row] for row in rows])
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
-        """Draw a token for each of `rows` [R], where `rows[i]` uses `p[index[i]]` of the M distributions `p` [M, V]."""
+        """Draw one token for each of the batch rows `rows` [R]: `rows[i]` from `p[index[i]]`, where `p` is [M, V]."""
         drawn = [
             torch.multinomial(p[at], 1, generator=self.generators[row])
             for row, at in zip(rows.tolist(), index.tolist(), strict=True)

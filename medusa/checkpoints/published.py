@@ -44,7 +44,7 @@ class Names:
     lm_head: str
 
     def block_of(self, name: str) -> re.Match[str] | None:
-        """Match a name in this format with groups h (head), l (block) and part; `None` for tensors outside blocks."""
+        """Match the name of a block's tensor; groups: h (head), l (block), part. `None` for other tensors."""
         return re.fullmatch(_regex(self.block), name)
 
     def renamed(self, name: str, to: Names, num_layers: int = 0) -> str:

@@ -84,9 +84,9 @@ class ConversationText:
         return found if texts[0] == self.text and len(found) >= turns else None
 
     def _by_difference(self, turn: int) -> tuple[int, int] | None:
-        """Find start and end of message `turn` by writing two texts: the messages before it, and those up to this one.
+        """Find start and end of message `turn`: the text of the messages before it ends where it starts.
 
-        Return their lengths; `None` if the first is no prefix of the second, or the second none of the whole text."""
+        Return the lengths of the texts without and with it; `None` unless each is the start of the next longer text."""
         try:
             before = self._write(self.messages[:turn], prompt=True)
             after = self._write(self.messages[: turn + 1])

@@ -88,7 +88,7 @@ def threshold(cases: Sequence[Case]) -> float:
 
 
 def p_values(cases: Sequence[Case]) -> list[float]:
-    """List the p-values of the tests in all `cases` whose failure is an error (`Rule.is_judged`)."""
+    """List the p-values of all tests of judged rules (`Rule.is_judged`), whose failure means an error in the code."""
     return [found.p_value for case in cases if case.rule.is_judged for _, found in case.tests()]
 
 
