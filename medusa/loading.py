@@ -80,6 +80,12 @@ def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Pret
         raise RequestError(f"no backbone at {name_or_path}: {first_line(error)}") from error
 
 
+def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
+    """Return the size of the hidden states that a backbone's LM head reads, and the number of tokens."""
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "word_embed_proj_dim", None) or text.hidden_size, text.vocab_size  # OPT projects its states
+
+
 def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PreTrainedTokenizerBase | None:
     """Load only the tokenizer of a backbone; return `None` if the backbone has no tokenizer."""
     config = load_config(name_or_path, options)

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
-from medusa.loading import load_config
+from medusa.loading import head_sizes, load_config
 from medusa.tree import load_tree
 from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
@@ -42,20 +42,20 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
     if (config.device or "").startswith("cuda:") and config.device != own:
         way = "take device: cuda, and choose the GPU with the environment variable CUDA_VISIBLE_DEVICES"
         raise RequestError(f"device is {config.device}, but this process trains on {own}; {way}")
-    sizes = load_config(config.backbone, config.load_options)
-    text = sizes.get_text_config(decoder=True)
+    backbone = load_config(config.backbone, config.load_options)
+    sizes = head_sizes(backbone)
     if config.heads.start is not None:
-        held = require_startable(config.heads.start, config.heads, text.hidden_size, text.vocab_size)
+        held = require_startable(config.heads.start, config.heads, *sizes)
         require_adaptable(config, held)
     several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if several and "RANK" not in os.environ:  # accelerate 1.15 started one process, although it was asked for several
         fault = "accelerate launch --cpu starts one process for any --num_processes"
         say(f"warning: {fault}; use --config_file configs/accelerate/two_processes_cpu.yaml, or torchrun")
-    arguments = _training_arguments(config, text.hidden_size, quiet)
+    arguments = _training_arguments(config, sizes[0], quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
     load_tree(arguments.eval_tree, config.heads.num or NUM_HEADS)
-    return arguments, sizes
+    return arguments, backbone
 
 
 def require_adaptable(config: TrainConfig, heads: HeadsConfig | MedusaConfig) -> None:
@@ -82,7 +82,7 @@ def _training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> M
         arguments = MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
     except RequestError:
         raise
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"training: {' '.join(str(error).split())}") from None
     # Several GPUs need a launcher: DataParallel would copy the heads but not the backbone, which is no submodule.
     arguments._n_gpu = min(arguments.n_gpu, 1)

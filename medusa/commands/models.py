@@ -30,7 +30,7 @@ from medusa.commands.options import CommandOptions, Output, warn
 from medusa.errors import RequestError
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads
-from medusa.loading import Loaded, load_backbone, load_config, load_tokenizer
+from medusa.loading import Loaded, head_sizes, load_backbone, load_config, load_tokenizer
 from medusa.options import LoadOptions
 from medusa.records.record import Record, prompt_ids
 
@@ -49,11 +49,11 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
             small_model.require_same_tokenizer(small, theirs, ours, models.backbone, role)
     if models.heads is None or not any(drafter.needs_heads for drafter in drafters):
         return
-    heads, text = MedusaHeads.from_pretrained(models.heads), config.get_text_config(decoder=True)
-    require_sizes(heads.config, text.hidden_size, text.vocab_size)
+    heads, sizes = MedusaHeads.from_pretrained(models.heads), head_sizes(config)
+    require_sizes(heads.config, *sizes)
     for drafter in drafters:
         for tree in drafter.layouts(heads, models.tree, settings.stop_drafting):
-            require_draftable(heads.config, text.hidden_size, text.vocab_size, tree, settings.draft == "sample")
+            require_draftable(heads.config, *sizes, tree, settings.draft == "sample")
 
 
 @dataclass

@@ -103,6 +103,19 @@ def test_counts_are_reported(recipe: Any, capsys: pytest.CaptureFixture[str]) ->
         assert "dropped: 1 with nothing to teach (first: " in told
 
 
+def test_heads_of_a_projecting_backbone_continue_and_decode(recipe: Any, tmp_path: Path) -> None:
+    """OPT projects its hidden states, so its LM head reads fewer numbers than the config's hidden_size."""
+    opt, prompts = tmp_path / "opt", tmp_path / "p.jsonl"
+    tiny_model("opt").save_pretrained(opt)
+    prompts.write_text(json.dumps({"input_ids": random_ids(5)}) + "\n")
+    for output, start in (("first", None), ("second", "first")):
+        content = json.loads(recipe(output, max_steps=1).read_text())
+        content |= {"backbone": str(opt), "heads": {"num": 2, "start": start and str(tmp_path / start)}}
+        train(parse_recipe(content, "test"), quiet=True)
+    words = ["--backbone", str(opt), "--heads", str(tmp_path / "second"), "--prompts", str(prompts), "--tree", "chain"]
+    assert main(["generate", *words, "--max-new-tokens", "3", "--quiet"]) == 0
+
+
 def test_a_stream_needs_an_end(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
     with pytest.raises(RequestError, match=r"training\.max_steps or training\.max_minutes"):
@@ -292,7 +305,7 @@ def test_a_full_disk_ends_in_one_line_and_loses_no_checkpoint(
         assert main(["train", str(recipe()), "--quiet"]) == 1
     told = capsys.readouterr().err
     assert told.startswith("medusa train: failed: the disk of ")
-    assert "checkpoint-2 is whole: make room and continue with --resume" in told
+    assert "checkpoint-2 is whole: make room and continue from it with --resume" in told
     assert told.count("\n") == 1
     assert [found.name for found in whole_checkpoints(tmp_path / "out")] == ["checkpoint-2"]
     assert main(["train", str(recipe()), "--quiet", "--resume"]) == 0
