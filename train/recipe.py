@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import yaml
@@ -39,6 +40,9 @@ def parse_recipe(content: Json, source: str) -> TrainConfig:
     given = {name if name in known else OLD_NAMES.get(name, name): value for name, value in config.training.items()}
     validated(section, given, f"{source}: ", "training.")
     config.training = {name: section.as_meant(name, value) for name, value in given.items()}
+    for name, value in config.training.items():
+        if isinstance(value, float) and not math.isfinite(value) and (name, value) != ("max_grad_norm", math.inf):
+            raise RequestError(f"{source}: training.{name} is {value}; it must be a finite number")
     return config
 
 

@@ -65,7 +65,7 @@ class Section(BaseModel):
 
 @cache
 def section_of(arguments: type[DataclassInstance]) -> type[Section]:
-    """Make a `Section` with a dataclass's fields. It checks plain types only, such as `int`, and allows infinity."""
+    """Make a `Section` with a dataclass's fields. It checks plain types only, such as `int`; floats may be infinite."""
     hints = get_type_hints(arguments, include_extras=True)
     kinds: dict[str, Any] = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(arguments)}
     return create_model(arguments.__name__, __base__=Section, __cls_kwargs__={"allow_inf_nan": True}, **kinds)

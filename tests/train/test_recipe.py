@@ -98,6 +98,12 @@ def test_arguments_of_transformers_may_be_infinite(read: Any) -> None:
     assert read(LEAST, "training.max_grad_norm=.inf").training["max_grad_norm"] == math.inf
     with pytest.raises(RequestError, match=r"training\.hidden_noise is nan; it must be at least 0"):
         read(LEAST, "training.hidden_noise=.nan")
+    for key in ("hidden_noise", "max_minutes", "learning_rate", "warmup_steps", "num_train_epochs"):
+        with pytest.raises(RequestError, match=rf"training\.{key} is inf; it must be a finite number"):
+            read(LEAST, f"training.{key}=.inf")
+    for key in ("learning_rate", "max_grad_norm"):
+        with pytest.raises(RequestError, match=rf"training\.{key} is nan; it must be a finite number"):
+            read(LEAST, f"training.{key}=nan")
 
 
 def test_a_whole_number_may_be_written_with_an_exponent(read: Any) -> None:
