@@ -22,7 +22,7 @@ ADAM_STATES = 2  # numbers for every weight: the running means of its gradient a
 
 
 def whole_checkpoints(output: Path, weights: str = WEIGHTS) -> list[Path]:
-    """The complete checkpoints (`is_whole`) in a run's output folder, from which the run can resume; oldest first."""
+    """The complete checkpoints (`is_whole`) in a run's output folder, oldest first."""
     return [path for path in all_checkpoints(output) if is_whole(path, weights)]
 
 
@@ -47,6 +47,19 @@ def is_whole(checkpoint: Path, weights: str = WEIGHTS) -> bool:
     return (checkpoint / weights).is_file()
 
 
+def is_resumable(checkpoint: Path) -> bool:
+    """Whether a complete checkpoint has the optimiser's state, too (not with `training.save_only_model`)."""
+    return all((checkpoint / name).is_file() for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
+
+
+def way_on(checkpoint: Path) -> str:
+    """The advice in error messages how to go on from a checkpoint. An adapter continues only with `--resume`."""
+    if is_resumable(checkpoint):
+        return "continue from it with --resume"
+    start = "start again" if (checkpoint / "adapter").is_dir() else f"take heads.start={checkpoint}"
+    return f"{start} with another output_dir"
+
+
 def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | None:
     """Return the last complete checkpoint in a run's output folder with --resume, or `None` without --resume.
 
@@ -61,12 +74,12 @@ def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | 
         newest = all_checkpoints(output)[-1]
         if newest != found[-1]:
             say(f"{newest.name} was cut off while it was written; continuing from {found[-1].name}")
-        if not all((found[-1] / name).is_file() for name in (OPTIMIZER_NAME, SCHEDULER_NAME)):
+        if not is_resumable(found[-1]):
             lacking = f"{found[-1]} lacks the optimiser's state (training.save_only_model)"
-            raise RequestError(f"--resume: {lacking}; take heads.start={found[-1]} with another output_dir")
+            raise RequestError(f"--resume: {lacking}; {way_on(found[-1])}")
         return found[-1]
     if found and not overwrite:
-        raise RequestError(f"{output} holds a checkpoint; continue from it with --resume, or add --overwrite")
+        raise RequestError(f"{output} holds a checkpoint; {way_on(found[-1])}, or add --overwrite")
     require_absent(output / WEIGHTS, overwrite)
     return None
 
@@ -87,7 +100,7 @@ def require_room(output: Path, weights: int, arguments: TrainingArguments) -> No
 def way_out_of_full_disk(output: Path) -> str:
     """The advice in the error message after the disk has filled up during training."""
     if found := whole_checkpoints(output):
-        return f"{found[-1].name} is whole: make room and continue with --resume"
+        return f"{found[-1].name} is whole: make room and {way_on(found[-1])}"
     return "nothing was saved yet: make room and start again"
 
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import load_tree
@@ -86,7 +86,9 @@ class MedusaTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as `Trainer.train` does, and write at least one line of the log, even in a very short run."""
         if self.args.max_steps < 0:  # a recipe's max_steps also holds with a budget
-            path = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+            path = resume_from_checkpoint
+            if path is True:
+                path = get_last_checkpoint(str(self.args.output_dir))
             self.fit_budget(TrainerState.load_from_json(f"{path}/{TRAINER_STATE_NAME}").global_step if path else 0)
         outcome = super().train(resume_from_checkpoint, *args, **kwargs)
         if self._seen.get("train"):

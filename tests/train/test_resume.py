@@ -139,18 +139,30 @@ def test_checkpoints_whose_recipe_has_keys_of_older_versions_resume_and_load(rec
     assert train(parse_recipe(once, "test"), quiet=True, resume=True).steps == SAVE_STEPS + 1
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
-def test_a_checkpoint_without_the_optimisers_state_is_not_resumed(recipe: Any, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "adapter", "way"),
+    [
+        ("optimizer.pt", False, r"take heads\.start=.*checkpoint-4 with another output_dir"),
+        ("scheduler.pt", True, "start again with another output_dir"),
+    ],
+)
+def test_a_checkpoint_without_the_optimisers_state_is_not_resumed(
+    recipe: Any, tmp_path: Path, name: str, adapter: bool, way: str
+) -> None:
+    """`heads.start` would leave an adapter behind, to which the heads belong."""
     once = recipe("out")
     once["training"] |= {"max_steps": SAVE_STEPS}
     train(parse_recipe(once, "test"), quiet=True)
-    (tmp_path / "out" / f"checkpoint-{SAVE_STEPS}" / name).unlink()
+    checkpoint = tmp_path / "out" / f"checkpoint-{SAVE_STEPS}"
+    (checkpoint / name).unlink()
+    if adapter:
+        (checkpoint / "adapter").mkdir()
     once["training"] |= {"max_steps": SAVE_STEPS + 1}
-    message = (
-        r"--resume: .*checkpoint-4 lacks the optimiser's state \(.*save_only_model\); take heads\.start=.*checkpoint-4"
-    )
+    message = rf"--resume: .*checkpoint-4 lacks the optimiser's state \(.*save_only_model\); {way}$"
     with pytest.raises(RequestError, match=message):
         train(parse_recipe(once, "test"), quiet=True, resume=True)
+    with pytest.raises(RequestError, match=f"holds a checkpoint; {way}, or add --overwrite"):
+        train(parse_recipe(once, "test"), quiet=True)
 
 
 def cut_off(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:

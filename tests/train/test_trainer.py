@@ -550,15 +550,16 @@ def test_a_resumed_run_has_the_remaining_time_budget(model: Any, texts: list[Own
     assert resumed.budget.spent() > spent
 
 
+@pytest.mark.parametrize("checkpoint", ["checkpoint-20", None])
 def test_the_steps_of_a_resumed_run_are_estimated_on_top_of_those_done(
-    model: Any, texts: list[OwnText], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, texts: list[OwnText], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str | None
 ) -> None:
     """On a slower machine fewer steps fit into the whole budget than the run has done, but the rest is to be used."""
     settings = {"max_minutes": 10.0, "save_strategy": "steps", "save_steps": 20, "max_steps": 20}
     trainer(model, texts, tmp_path, **settings).train()
     monkeypatch.setattr(MedusaTrainer, "seconds_per_step", lambda self: 300.0)
     resumed = trainer(model, texts, tmp_path, **settings | {"max_steps": -1})
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / checkpoint) if checkpoint else True)  # True: the last one
     assert resumed.state.global_step == 20 + 10
 
 
