@@ -129,18 +129,20 @@ def run(options: BenchmarkOptions) -> None:
     content = {} if result is None else result.to_json()
     if comparisons or result is None:
         content["comparisons"] = [comparison.to_json() for comparison in comparisons]
-    if options.report:
-        from decode.bench.report.page import benchmark_page
+    try:
+        if options.report:
+            from decode.bench.report.page import benchmark_page
 
-        page, place = benchmark_page(result, comparisons), Path(options.report)
-        if options.reports_page:
-            page.save(place)
-        else:
-            with replacing_folder(place) as folder:
-                page.save(folder / "report.html")
-                page.save_pictures(folder)
-                write_json(folder / "benchmark.json", content)
-    options.output.write(content)  # at the end, because the file may be in the report's folder, which is replaced
+            page, place = benchmark_page(result, comparisons), Path(options.report)
+            if options.reports_page:
+                page.save(place)
+            else:
+                with replacing_folder(place) as folder:
+                    page.save(folder / "report.html")
+                    page.save_pictures(folder)
+                    write_json(folder / "benchmark.json", content)
+    finally:  # afterwards, because the report may replace the folder of this file; also if the report fails
+        options.output.write(content)
 
 
 def require_same_prompts(options: BenchmarkOptions, records: Sequence[Record], earlier: Earlier) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -752,6 +752,18 @@ def test_a_benchmarks_report_may_be_a_folder(medusa: Any, place: Place, tmp_path
     compare = ("benchmark", "--compare", file, file, "--report", folder, "--overwrite")
     assert medusa(*compare, "--json", folder / "inside.json").status == 0
     assert {file.name for file in folder.iterdir()} == {"report.html", "benchmark.json", "changes.png", "inside.json"}
+
+
+def test_figures_are_kept_if_the_report_fails(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("decode.bench.report.page.benchmark_page", full)
+    with pytest.raises(OSError, match="No space"):
+        medusa(*benchmark(place, "--report", tmp_path / "report", "--json", tmp_path / "b.json"))
+    assert json.loads((tmp_path / "b.json").read_text())["methods"]["medusa"]["steps"] > 0
 
 
 def test_a_report_replaces_only_a_report(medusa: Any, tmp_path: Path) -> None:
