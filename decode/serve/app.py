@@ -25,7 +25,7 @@ from decode.serve.schema import MAX_CHOICES, ApiError, ChatRequest, CompletionRe
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
 from medusa.backbone import Backbone
-from medusa.errors import RequestError
+from medusa.errors import RequestError, RunError
 
 MAX_BODY = 2**24  # largest request, in bytes
 
@@ -223,7 +223,10 @@ def serve(api: CompletionApi, host: str, port: int, allowed_hosts: list[str], on
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket] | None = None) -> None:
-            await super().startup(sockets)  # ends the process if the server cannot listen
+            try:
+                await super().startup(sockets)
+            except SystemExit:  # uvicorn has printed the reason
+                raise RunError(f"cannot listen at {host}, port {port}; choose another --port or --host") from None
             on_start()
 
     Server(uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=3)).run()

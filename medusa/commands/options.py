@@ -218,10 +218,12 @@ class Network(Options):
     def require_free(self) -> None:
         """Raise RequestError if a server cannot listen on the host and port; called before models are loaded."""
         try:
-            family = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][0]
-            with socket.socket(family, socket.SOCK_STREAM) as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                trial.bind((self.host, self.port))
+            for family, *_, address in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
+                with socket.socket(family, socket.SOCK_STREAM) as trial:
+                    if family == socket.AF_INET6:  # otherwise it would take the port of IPv4, too
+                        trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                    trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    trial.bind(address)
         except OSError as error:
             reason = f"{error.strerror or error}; choose another --port or --host"
             raise RequestError(f"cannot listen at {self.host}, port {self.port}: {reason}") from None

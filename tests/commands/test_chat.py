@@ -132,7 +132,7 @@ def test_without_the_extra_an_error_names_the_package_to_install(say: Any, monke
         require_extra("web", "nicegui")
 
 
-def test_a_used_port_is_rejected_before_loading() -> None:
+def test_a_used_port_is_rejected_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
     with socket.socket() as taken:
@@ -140,6 +140,11 @@ def test_a_used_port_is_rejected_before_loading() -> None:
         taken.listen()
         with pytest.raises(RequestError, match=r"cannot listen at 127\.0\.0\.1, port"):
             Network(port=taken.getsockname()[1]).require_free()
+        both = [(socket.AF_INET, 0, 0, "", (host, taken.getsockname()[1])) for host in ("127.0.0.2", "127.0.0.1")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: both)
+        with pytest.raises(RequestError, match="cannot listen at a-name-with-two-addresses, port"):
+            Network(host="a-name-with-two-addresses").require_free()
+    monkeypatch.undo()
     with pytest.raises(RequestError, match=r"cannot listen at 192\.0\.2\.1"):
         Network(host="192.0.2.1").require_free()
     with pytest.raises(RequestError, match="port is 70000; it must be a whole number from 1 to 65535"):

@@ -32,6 +32,7 @@ from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
 from medusa.__main__ import main
 from medusa.commands.distill.client import Server, ServerError
+from medusa.errors import RunError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from medusa.records.record import Record, prompt_ids
@@ -431,3 +432,12 @@ def test_the_server_listens_at_every_address_of_its_host(monkeypatch: pytest.Mon
     serve(empty, "", 0, [], lambda: found.append("started"))
     assert sorted(found[1:]) == ["0.0.0.0", "::"]
     assert found[0] == "started"
+
+
+def test_a_port_that_is_taken_meanwhile_ends_the_run() -> None:
+    empty: Any = SimpleNamespace(app=lambda allowed_hosts: Starlette())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(RunError, match=r"cannot listen at 127\.0\.0\.1, port"):
+            serve(empty, "127.0.0.1", taken.getsockname()[1], [], lambda: pytest.fail("it does not listen"))
