@@ -147,7 +147,8 @@ def open_teacher(options: BackboneOptions, dtype: str, vocabulary: int) -> PreTr
         return None
     name, teacher = options.teacher, open_model(options.teacher, dtype, options.device)
     known, most = teacher.config.vocab_size, teacher.config.max_position_embeddings
-    require(known == vocabulary, f"--teacher {name} has {known} tokens, the model {vocabulary}; give another teacher")
+    fits = known >= vocabulary if options.evaluate_only else known == vocabulary  # a loss needs its tokens to be ours
+    require(fits, f"--teacher {name} has {known} tokens, the model {vocabulary}; give another teacher")
     length = 0 if options.evaluate_only else options.recipe.row_length
     require(length <= most, f"--teacher {name} reads {most} tokens; --row-length is {length}; give {most} or less")
     return teacher
@@ -179,7 +180,7 @@ def find_checkpoint(options: BackboneOptions, settings: dict[str, object]) -> Pa
     place = options.output / SETTINGS
     if options.resume:
         begun = read_json(place)
-        changed = ", ".join(name for name in settings if settings[name] != begun.get(name))
+        changed = ", ".join(name for name in settings if name in begun and settings[name] != begun[name])
         require(not changed, f"{options.output} holds a training run with other settings: {changed}")
         return next(reversed(whole_checkpoints(options.output, SAFE_WEIGHTS_NAME)), None)
     remove_checkpoints(options.output)
@@ -245,7 +246,7 @@ def score_of(options: BackboneOptions, folder: str, tokenizer: PreTrainedTokeniz
     model = open_model(folder, "float32", options.device)
     tokens, known = len(tokenizer), model.config.vocab_size
     require(tokens <= known, f"the tokenizer has {tokens} tokens, and {folder} a vocabulary of {known}")
-    teacher = open_teacher(options, "float32", known)
+    teacher = open_teacher(options, "float32", tokens)
     return evaluate(model, tokenizer, read_documents(options.eval, options.document_separator), teacher)
 
 

@@ -120,10 +120,16 @@ def test_card_states_facts_and_no_path(trained: Path, text: Path) -> None:
 
 
 def test_evaluate_only_prints_the_figures_of_the_card(
-    trained: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--evaluate-only", str(trained), "--eval", str(text), "--device", "cpu") == 0
+    words = ("--evaluate-only", str(trained), "--eval", str(text), "--device", "cpu")
+    assert run(*words) == 0
     assert capsys.readouterr().out.strip() in (trained / "README.md").read_text(encoding="utf-8")
+    padded = AutoModelForCausalLM.from_pretrained(trained)
+    padded.resize_token_embeddings(320)
+    padded.save_pretrained(tmp_path)
+    assert run(*words, "--teacher", str(tmp_path), "--tokenizer", str(trained)) == 0, "it is only compared"
+    assert "1.0000 top-1 agreement" in capsys.readouterr().out
 
 
 def test_draft_shares_the_tokenizer_and_learns_from_the_teacher(trained: Path, text: Path, tmp_path: Path) -> None:
