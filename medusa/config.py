@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -101,8 +102,9 @@ class MedusaConfig:
         if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == set(keys)):
             raise RequestError(f"the config's prefix is {self.prefix!r}; its keys must be {', '.join(sorted(keys))}")
         for key, size in (self.prefix or {}).items():
-            if key != "norm" and (not isinstance(size, (int, float)) or not size > 0):
-                raise RequestError(f"the config's prefix has {key} {size!r}; it must be a number above 0")
+            kinds, number = ((int, float), "number") if key in ("eps", "base") else ((int,), "whole number")
+            if key != "norm" and (isinstance(size, bool) or not isinstance(size, kinds) or not 0 < size < math.inf):
+                raise RequestError(f"the config's prefix has {key} {size!r}; it must be a {number} above 0")
         if not isinstance(self.backbone, dict):
             raise RequestError(f"the config's backbone is {self.backbone!r}; it must be a fingerprint, or left out")
         if self.tree is not None:

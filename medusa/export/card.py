@@ -128,8 +128,9 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
             made=without_folders(facts.provenance),
             settings=without_folders((facts.benchmark or {}).get("settings")),
         )
-    except UndefinedError as error:
-        raise RequestError(f"the benchmark lacks a figure of the model card ({error}); run it again") from None
+    except (UndefinedError, TypeError) as error:
+        files = "the benchmark, provenance.json or calibration.json"
+        raise RequestError(f"{files} lacks a figure of the model card ({error}); make that file again") from None
 
 
 def _machine(machine: Json) -> str:

@@ -59,7 +59,8 @@ def parse_record(row: object, where: str) -> Record:
     elif row.get("conversations") is not None:
         record.messages = _sharegpt_messages(row["conversations"], where)
     elif row.get("input_ids") is not None:
-        ids, prompt = row["input_ids"], row.get("prompt_tokens") or 0
+        ids, prompt = row["input_ids"], row.get("prompt_tokens")
+        prompt = 0 if prompt is None else prompt
         if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
             raise RequestError(f"{where}: input_ids must be a list of whole numbers of at least 0")
         if not isinstance(prompt, int) or not 0 <= prompt <= len(ids):

@@ -244,6 +244,7 @@ def test_a_hub_dataset_with_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"input_ids": [-1]}, "input_ids"),
         ({"input_ids": [1, 2], "prompt_tokens": "two"}, "prompt_tokens"),
         ({"input_ids": [1, 2], "prompt_tokens": -1}, "prompt_tokens"),
+        ({"input_ids": [1, 2], "prompt_tokens": ""}, "prompt_tokens"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"content": "hi"}]}, "messages"),
         ({"conversations": [{"from": "alien", "value": "hi"}]}, "human"),

@@ -191,7 +191,7 @@ class _Builder:
         require_output(folder, overwrite)
         self.folder, self.end = folder, int(about["vocab_size"])
         self.dtype = _dtype(self.end)
-        for name in (TOKENS, ORDER, DONE, BUILDING) if overwrite else ():
+        for name in (DONE, TOKENS, ORDER, BUILDING) if overwrite else ():
             (folder / name).unlink(missing_ok=True)  # other files stay: one may be the text to store
         folder.mkdir(parents=True, exist_ok=True)
         for path in _temporary_files(folder):

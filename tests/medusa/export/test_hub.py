@@ -568,7 +568,10 @@ def test_card_shows_the_measurements(llama: Any) -> None:
 
 def test_a_benchmark_without_a_figure_of_the_card_is_rejected(llama: Any) -> None:
     part = BENCHMARK | {"settings": {"heads": "heads"}}
-    with pytest.raises(RequestError, match=r"lacks a figure of the model card .*run it again"):
+    with pytest.raises(RequestError, match=r"the benchmark, .* lacks a figure of the model card .*"):
+        model_card(random_heads(llama, 3).checkpoint(), Facts(benchmark=part), with_code=True)
+    part = BENCHMARK | {"methods": BENCHMARK["methods"] | {"medusa": BENCHMARK["methods"]["medusa"] | {"tau": None}}}
+    with pytest.raises(RequestError, match="lacks a figure of the model card"):
         model_card(random_heads(llama, 3).checkpoint(), Facts(benchmark=part), with_code=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -198,11 +199,15 @@ def test_bad_settings_are_rejected_by_name(settings: dict) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("changed", [{"heads": 0}, {"width": "64"}, {"eps": float("nan")}])
+@pytest.mark.parametrize(
+    "changed", [{"heads": 0}, {"heads": True}, {"width": "64"}, {"width": 64.5}, {"eps": math.nan}, {"base": math.inf}]
+)
 def test_sizes_of_prefix_layers_are_checked(changed: dict[str, Any]) -> None:
     sizes = {"heads": 2, "key_value_heads": 2, "width": 64, "eps": 1e-6, "base": 1e4, "norm": True}
     MedusaConfig(hidden_size=H, vocab_size=V, prefix_layers=1, prefix=sizes)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match=f"prefix has {next(iter(changed))} .*; it must be a number above 0"):
+    with pytest.raises(
+        RequestError, match=f"prefix has {next(iter(changed))} .*; it must be a (whole )?number above 0"
+    ):
         MedusaConfig(hidden_size=H, vocab_size=V, prefix_layers=1, prefix=sizes | changed)  # type: ignore[arg-type]
 
 
