@@ -206,10 +206,10 @@ def test_seeded_generate_equals_transformers(llama: Any) -> None:
 def test_sampled_texts_have_the_models_distribution(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare all texts of three tokens (vocabulary of seven) with the model, for both forms of rejection.
 
-    A chi-square test compares the counts in 5000 rows of one batch with the products of the model's probabilities.
+    A chi-square test compares the counts in 3000 rows of one batch with the products of the model's probabilities.
     Cells with fewer than five expected counts are pooled. A correct sampler fails with probability 1e-5.
     """
-    words, rows, prompt = 7, 5000, [1, 2, 3]
+    words, rows, prompt = 7, 3000, [1, 2, 3]
     model = tiny_model("llama", vocab_size=words, initializer_range=0.15)
     heads = random_heads(model, 2)
 
