@@ -113,7 +113,7 @@ def test_a_draft_model_that_stops_early_draws_nothing(llama: Any) -> None:
 @torch.no_grad()
 def test_a_long_text_is_caught_up_without_large_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """After steps without drafts, as in a batch with a text beyond the draft model's context."""
-    llama, sizes = tiny_model("llama", max_position_embeddings=256), []  # type: ignore[var-annotated]
+    llama, sizes = tiny_model("llama", max_position_embeddings=256), list[int]()
     source = DraftModel(draft_model(llama), Tree.chain(3))
     monkeypatch.setattr(
         "decode.drafters.model.chain", lambda count, device: sizes.append(count) or chain(count, device)

@@ -264,7 +264,7 @@ def test_a_build_does_not_resume_with_another_text_or_setting(tmp_path: Path) ->
     with pytest.raises(RequestError, match="store exists already; choose another place or add --overwrite"):
         build(tmp_path / "store", pieces, ids_of, about())
     build(tmp_path / "store", pieces[1:], ids_of, about(), overwrite=True)
-    assert files(tmp_path / "store") == files(stored(tmp_path / "anew", [ids_of(piece) for piece in pieces[1:]]))
+    assert files(tmp_path / "store") == files(stored(tmp_path / "new", [ids_of(piece) for piece in pieces[1:]]))
 
 
 def test_an_unrelated_folder_is_never_replaced(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_other_files_beside_a_replaced_datastore_stay(tmp_path: Path) -> None:
     build(tmp_path / "store", [Piece("here", [1])], ids_of, about(), overwrite=True)
     assert corpus.read_text(encoding="utf-8") == "dear"
     corpus.unlink()
-    assert files(tmp_path / "store") == files(stored(tmp_path / "anew", [[1]]))
+    assert files(tmp_path / "store") == files(stored(tmp_path / "new", [[1]]))
 
 
 @pytest.mark.parametrize(

@@ -273,8 +273,8 @@ def row_of(
     return BatchRow(generator.tokenizer(text)["input_ids"], settings, 0, kept.append)
 
 
-def test_batches_hold_rows_with_equal_options_and_similar_lengths() -> None:
-    worker = BatchWorker(TextGenerator(load_backbone("demo").model, None, None), 3)  # type: ignore[arg-type]
+def test_batches_hold_rows_with_equal_options_and_similar_lengths(generator: TextGenerator) -> None:
+    worker = BatchWorker(generator, 3)
     lengths = [10, 100, 12, 11, 13, 10]
     rows = [BatchRow([5] * length, Settings(max_new_tokens=length), 0, lambda event: None) for length in lengths]
     rows[5] = BatchRow([5] * 10, Settings(temperature=1.0), 0, lambda event: None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from medusa import MedusaConfig, MedusaHeads, RequestError
 from medusa.checkpoints.published import to_published
+from medusa.config import PrefixSizes
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import random_heads, tiny_model
 
@@ -203,12 +204,13 @@ def test_bad_settings_are_rejected_by_name(settings: dict) -> None:
     "changed", [{"heads": 0}, {"heads": True}, {"width": "64"}, {"width": 64.5}, {"eps": math.nan}, {"base": math.inf}]
 )
 def test_sizes_of_prefix_layers_are_checked(changed: dict[str, Any]) -> None:
-    sizes = {"heads": 2, "key_value_heads": 2, "width": 64, "eps": 1e-6, "base": 1e4, "norm": True}
-    MedusaConfig(hidden_size=H, vocab_size=V, prefix_layers=1, prefix=sizes)  # type: ignore[arg-type]
+    sizes = PrefixSizes(heads=2, key_value_heads=2, width=64, eps=1e-6, base=1e4, norm=True)
+    MedusaConfig(hidden_size=H, vocab_size=V, prefix_layers=1, prefix=sizes)
+    wrong = cast(PrefixSizes, {**sizes, **changed})  # as it may stand in a file
     with pytest.raises(
         RequestError, match=f"prefix has {next(iter(changed))} .*; it must be a (whole )?number above 0"
     ):
-        MedusaConfig(hidden_size=H, vocab_size=V, prefix_layers=1, prefix=sizes | changed)  # type: ignore[arg-type]
+        MedusaConfig(hidden_size=H, vocab_size=V, prefix_layers=1, prefix=wrong)
 
 
 def test_own_lm_heads_need_a_vocabulary() -> None:
