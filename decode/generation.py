@@ -62,7 +62,9 @@ def decoding(
             exact = "rejection" if config.do_sample else "greedy"
             raise RequestError(f"acceptance {acceptor.name!r} gives no output_scores or output_logits; use {exact!r}")
         if acceptor.draft == "sample" and not factory.can_draw:
-            raise RequestError("this drafter cannot draw its guesses (model: leave confidence out); use draft topk")
+            raise RequestError(
+                "this drafter cannot draw its guesses; use draft topk (a draft model: leave confidence out)"
+            )
         require_tree_forward(model)
         if factory.num_nodes == 1 and acceptor.rule in LOSSLESS:  # the same text, without the cost of a tree
             factory = None

@@ -93,7 +93,7 @@ class MedusaConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise RequestError(f"heads.{name} is {value!r}; it must be a whole number of at least {least}")
-        if isinstance(self.expansion, bool) or not isinstance(self.expansion, (int, float)) or not self.expansion > 0:
+        if type(self.expansion) not in (int, float) or not 0 < self.expansion < math.inf:
             raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0 (4 is usual)")
         if self.vocabulary is not None and (self.vocab_size is None or self.vocabulary >= self.vocab_size):
             tokens = self.vocab_size or "an unknown number of"

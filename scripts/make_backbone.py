@@ -142,13 +142,13 @@ def open_model(folder: str, dtype: str, device: str) -> PreTrainedModel:
 
 
 def open_teacher(options: BackboneOptions, dtype: str, vocabulary: int) -> PreTrainedModel | None:
-    """Load the teacher, if any; raise RequestError unless it has as many tokens as the model, and reads whole rows."""
+    """Load the teacher, if any; raise RequestError unless it fits a tokenizer of `vocabulary` tokens and reads rows."""
     if not options.teacher:
         return None
     name, teacher = options.teacher, open_model(options.teacher, dtype, options.device)
     known, most = teacher.config.vocab_size, teacher.config.max_position_embeddings
-    fits = known >= vocabulary if options.evaluate_only else known == vocabulary  # a loss needs its tokens to be ours
-    require(fits, f"--teacher {name} has {known} tokens, the model {vocabulary}; give another teacher")
+    fits = known >= vocabulary if options.evaluate_only else known == vocabulary  # a loss compares all tokens
+    require(fits, f"--teacher {name} has {known} tokens, the tokenizer {vocabulary}; give another teacher")
     length = 0 if options.evaluate_only else options.recipe.row_length
     require(length <= most, f"--teacher {name} reads {most} tokens; --row-length is {length}; give {most} or less")
     return teacher
@@ -180,7 +180,7 @@ def find_checkpoint(options: BackboneOptions, settings: dict[str, object]) -> Pa
     place = options.output / SETTINGS
     if options.resume:
         begun = read_json(place)
-        changed = ", ".join(name for name in settings if name in begun and settings[name] != begun[name])
+        changed = ", ".join(name for name in settings if settings[name] != begun.get(name))
         require(not changed, f"{options.output} holds a training run with other settings: {changed}")
         return next(reversed(whole_checkpoints(options.output, SAFE_WEIGHTS_NAME)), None)
     remove_checkpoints(options.output)

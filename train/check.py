@@ -82,7 +82,7 @@ def _training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> M
         arguments = MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
     except RequestError:
         raise
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError) as error:
         raise RequestError(f"training: {' '.join(str(error).split())}") from None
     # Several GPUs need a launcher: DataParallel would copy the heads but not the backbone, which is no submodule.
     arguments._n_gpu = min(arguments.n_gpu, 1)

@@ -53,7 +53,7 @@ def is_resumable(checkpoint: Path) -> bool:
 
 
 def way_on(checkpoint: Path) -> str:
-    """The advice in error messages how to go on from a checkpoint. An adapter continues only with `--resume`."""
+    """The advice in error messages how to go on from a checkpoint. An adapter's heads need `--resume`."""
     if is_resumable(checkpoint):
         return "continue from it with --resume"
     start = "start again" if (checkpoint / "adapter").is_dir() else f"take heads.start={checkpoint}"

@@ -218,8 +218,15 @@ class Network(Options):
     def require_free(self) -> None:
         """Raise RequestError if a server cannot listen on the host and port; called before models are loaded."""
         try:
-            for family, *_, address in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
-                with socket.socket(family, socket.SOCK_STREAM) as trial:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            for family, *_, address in found:
+                try:
+                    trial = socket.socket(family, socket.SOCK_STREAM)
+                except OSError:
+                    if len(found) == 1:
+                        raise
+                    continue  # a machine without IPv6, for example: the server leaves this address out, too
+                with trial:
                     if family == socket.AF_INET6:  # otherwise it would take the port of IPv4, too
                         trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                     trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

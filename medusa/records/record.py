@@ -63,7 +63,7 @@ def parse_record(row: object, where: str) -> Record:
         prompt = 0 if prompt is None else prompt
         if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
             raise RequestError(f"{where}: input_ids must be a list of whole numbers of at least 0")
-        if not isinstance(prompt, int) or not 0 <= prompt <= len(ids):
+        if isinstance(prompt, bool) or not isinstance(prompt, int) or not 0 <= prompt <= len(ids):
             raise RequestError(f"{where}: prompt_tokens is {prompt!r}; it must be a count of at most all input_ids")
         record.input_ids, record.prompt_tokens = ids, prompt
     elif row.get("turns"):

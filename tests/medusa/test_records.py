@@ -245,6 +245,7 @@ def test_a_hub_dataset_with_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"input_ids": [1, 2], "prompt_tokens": "two"}, "prompt_tokens"),
         ({"input_ids": [1, 2], "prompt_tokens": -1}, "prompt_tokens"),
         ({"input_ids": [1, 2], "prompt_tokens": ""}, "prompt_tokens"),
+        ({"input_ids": [1, 2], "prompt_tokens": False}, "prompt_tokens"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"content": "hi"}]}, "messages"),
         ({"conversations": [{"from": "alien", "value": "hi"}]}, "human"),

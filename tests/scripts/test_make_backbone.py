@@ -377,7 +377,7 @@ def test_bad_input_is_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("teacher", "message"),
     [
-        ({"vocab_size": 320}, "has 320 tokens, the model 300"),
+        ({"vocab_size": 320}, "has 320 tokens, the tokenizer 300"),
         (
             {"max_position_embeddings": 8},
             "reads 8 tokens; --row-length is 16; give 8 or less",

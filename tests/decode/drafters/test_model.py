@@ -190,7 +190,7 @@ def test_unsupported_requests_are_rejected(llama: Any, tokenizer: Any, tmp_path:
     with pytest.raises(RequestError, match="leave nodes and confidence out"):
         generate(llama, inputs=ids, drafter=source, draft="sample", do_sample=True, max_new_tokens=2)
     source = DraftModel(llama, Tree.chain(3), confidence=0.5)
-    with pytest.raises(RequestError, match="model: leave confidence out"):
+    with pytest.raises(RequestError, match=r"use draft topk \(a draft model: leave confidence out"):
         generate(llama, inputs=ids, drafter=source, draft="sample", do_sample=True, max_new_tokens=2)
     with pytest.raises(RequestError, match="the tree takes guess"):
         DraftModel(llama, Tree.top_k([VOCAB + 1]))

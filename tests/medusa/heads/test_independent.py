@@ -190,6 +190,7 @@ def test_independent_heads_have_no_keys_and_values_of_the_text() -> None:
         {"vocab_size": 0},
         {"expansion": 0},
         {"expansion": float("nan")},
+        {"expansion": math.inf},
         {"expansion": "4"},
     ],
 )
