@@ -14,6 +14,7 @@ import medusa
 from medusa.commandline import OneLineParser, exit_status
 
 COMMANDS = {
+    "fit": "make heads for a model: generate text, train, choose a tree, measure",
     "demo": "run the whole workflow offline on the embedded backbone",
     "info": "describe heads: kind, shapes, tree, backbone and training",
     "train": "train heads on a frozen backbone",

@@ -195,6 +195,34 @@ def _make(make: Callable[..., Made], options: Sequence[Field[object]], args: arg
     return made
 
 
+def as_arguments(options: Options) -> list[str]:
+    """Return the arguments of the command line with which `read` makes these options; defaults are left out."""
+    positional, named = list[str](), list[str]()
+    for known in fields(options):
+        value = getattr(options, known.name)
+        if "group" in known.metadata:
+            arguments = known.metadata["group"].arguments
+            chosen = [(option, getattr(value, option.name), default) for option, default in arguments]
+        elif "help" in known.metadata:
+            chosen = [(known, value, known.default)]
+        else:
+            continue
+        for option, given, default in chosen:
+            keywords = option.metadata["argparse"]
+            if given == default or keywords.get("hidden"):
+                continue
+            name = f"--{argument_name(option)}"
+            if keywords.get("positional"):
+                positional += [str(part) for part in (given if isinstance(given, tuple) else (given,))]
+            elif isinstance(given, bool):
+                named.append(name if given else f"--no-{argument_name(option)}")
+            elif isinstance(given, tuple):
+                named += [name, *map(str, given)] if "nargs" in keywords else [w for v in given for w in (name, str(v))]
+            else:
+                named += [name, str(given)]
+    return positional + named
+
+
 class LoadOptions(Options, kw_only=False):
     """Options for loading a backbone; RequestError if a value is invalid or this machine does not have the device."""
 
