@@ -12,6 +12,7 @@ from pathlib import Path
 
 import medusa
 from medusa.commandline import OneLineParser, exit_status
+from medusa.errors import choose_one_of
 
 COMMANDS = {
     "demo": "run the whole workflow offline on the embedded backbone",
@@ -37,25 +38,26 @@ Exit status: 0 done, 1 the run failed, 2 the request was wrong.
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """Make the parser of all sub-commands. Only `command` (default: none) is imported and gets its options."""
-    plain = argparse.RawDescriptionHelpFormatter
+    formatter = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(
         prog="medusa",
         description="Train Medusa heads on a frozen language model, decode with them, and measure the speedup.",
         epilog=EPILOG,
-        formatter_class=plain,
+        formatter_class=formatter,
+        usage="medusa COMMAND ...",
     )
     parser.add_argument("--version", action="version", version=f"medusa {medusa.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(prog="medusa", dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, formatter_class=plain)
+        sub = commands.add_parser(name, help=summary, formatter_class=formatter, add_help=False)
         if name == command:
-            from medusa.options import add_arguments, read
+            from medusa.arguments import add_arguments, add_help, read
 
             module = import_module(f"medusa.commands.{name}")
-            sub.description = module.__doc__
             kind = getattr(module, module.run.__annotations__["options"])
+            add_help(sub, kind, str(module.__doc__))
             add_arguments(sub, kind)
-            sub.set_defaults(run=lambda args, kind=kind, run=module.run: run(read(kind, args)))
+            sub.set_defaults(run=lambda args, kind=kind, run=module.run: run(read(kind, args).completed()))
     return parser
 
 
@@ -86,12 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = build_parser(command)
-    args, rest = parser.parse_known_args(arguments)
-    if rest and args.command == "train" and not any(argument.startswith("-") for argument in rest):
-        # argparse leaves a key=value that follows an option in `rest`.
-        args.overrides = [*getattr(args, "overrides", []), *rest]
-    elif rest:
-        parser.error(f"unknown arguments: {' '.join(rest)}")
+    if command is not None and command not in COMMANDS:
+        parser.error(f"there is no command {command!r}; {choose_one_of(command, COMMANDS)}")
+    args = parser.parse_args(arguments)
     args.command_line = shlex.join(["medusa", *arguments])  # is written into results
     return exit_status(f"medusa {args.command}", lambda: args.run(args))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from decode.settings import Settings
 from medusa.commands.options import CommandOptions, Models, Prompts, require_of_kind, require_writable, warn_if_useless
@@ -78,6 +78,10 @@ class BenchmarkOptions(CommandOptions):
             require_absent(Path(self.report), self.overwrite)
         if self.report is not None and not self.reports_page:
             require_of_kind("report", Path(self.report), "a report", "report.html", "benchmark.json")
+
+    def completed(self) -> Self:
+        """Return the options with the backbone that the heads record, unless only files are compared."""
+        return self if self.compare and self.models.heads is None else super().completed()
 
     @property
     def reports_page(self) -> bool:

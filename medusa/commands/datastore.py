@@ -31,7 +31,7 @@ PIECE = 2**16  # characters tokenised at once; a longer text is cut after a line
 
 class DatastoreOptions(Options):
     action: str = option(REQUIRED, "build a datastore, or continue to build it", positional=True, choices=["build"])
-    models: Models = group(Models, "models", only=("backbone",))
+    models: Models = group(Models, "models", only=("backbone",), backbone=REQUIRED)
     load: LoadOptions = group(LoadOptions, "loading", only=("revision", "trust_remote_code"))
     data: DataOptions = group(DataOptions, "data", without=("max_prompts",))
     suffix: tuple[str, ...] = option(

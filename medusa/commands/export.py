@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 class ExportOptions(Options):
+    by_position = ("heads",)
     heads: str = option(REQUIRED, "export these heads: a folder, a Hub id, or demo (shipped)", metavar="H")
     to: str = option(REQUIRED, f"write this format: {', '.join(FORMATS)}", metavar="FORMAT")
     out: str = option(REQUIRED, "write the export to this folder", metavar="DIR", name="output")

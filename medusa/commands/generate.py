@@ -12,7 +12,7 @@ docs/drafters.md describes the drafters, docs/strategies.md the strategies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,17 @@ if TYPE_CHECKING:
 
 
 class GenerateOptions(CommandOptions):
+    by_position = ("heads", "prompt...")
     prompts: Prompts = group(Prompts, "prompts")
     strategy: search.Strategy = group(search.Strategy, "strategy (docs/strategies.md)")
     plain: bool = option(False, "decode without a drafter: one token per step")
     record: str | None = option(None, "add texts and hidden states to this folder, for medusa train", metavar="DIR")
+
+    @classmethod
+    def filled_by_position(cls, given: Collection[str]) -> Sequence[str]:
+        """Return what words without `--` fill: heads, then prompts; only prompts if the backbone decodes alone."""
+        without_heads = "backbone" in given and not {"plain", "drafter", "strategy"}.isdisjoint(given)
+        return ["prompt..."] if without_heads or "heads" in given else ["heads", "prompt..."]
 
     def __post_init__(self) -> None:
         super().__post_init__()

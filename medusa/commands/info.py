@@ -13,7 +13,8 @@ from medusa.options import REQUIRED, Options, group, option
 
 
 class InfoOptions(Options):
-    heads: str = option(REQUIRED, "describe heads: a folder, a Hub id, or demo", metavar="HEADS", positional=True)
+    by_position = ("heads",)
+    heads: str = option(REQUIRED, "describe these heads: a folder, a Hub id, or demo (shipped)", metavar="H")
     output: Output = group(Output, "output")
 
 

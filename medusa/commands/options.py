@@ -7,16 +7,17 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from decode.settings import Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
 from medusa.errors import RequestError
 from medusa.files import write_json
-from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
+from medusa.options import LoadOptions, Options, count, group, option
 from medusa.records.record import Record
 from medusa.records.sources import read_records
 
@@ -28,8 +29,15 @@ Item = TypeVar("Item")
 
 
 class Models(Options):
-    backbone: str = option(REQUIRED, "use this backbone: a folder, a Hub id, or demo (shipped)", metavar="B")
-    heads: str | None = option(None, "use these heads: a folder, a Hub id, or demo (shipped)", metavar="H")
+    backbone: str = option(
+        "",
+        "use this backbone: a folder, a Hub id, or demo (shipped) (default: the one that the heads record)",
+        metavar="B",
+        brief="use this backbone (default: the heads' own)",
+    )
+    heads: str | None = option(
+        None, "use these heads: a folder, a Hub id, or demo (shipped)", metavar="H", brief="folder, Hub id or demo"
+    )
     drafter: str | None = option(
         None,
         "draft with heads (default), blockwise, model:NAME, ngram, rest:DIR, lookahead or mix:A+B (docs/drafters.md)",
@@ -151,6 +159,7 @@ NO_CONTRAST = Contrasting()
 class CommandOptions(Options):
     """Base class of the options of commands that decode. Each command's subclass adds, replaces or omits options."""
 
+    by_position = ("heads",)
     models: Models = group(Models, "models")
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     settings: Settings = group(Settings, "generation")
@@ -163,6 +172,28 @@ class CommandOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_uncontrasted(self.settings.compile, self.contrasting.amateur)
+
+    def completed(self) -> Self:
+        """Return the options with the backbone that the heads record, if the user named none.
+
+        Raise RequestError if the heads record no backbone, or if the backbone cannot be found."""
+        models, load = self.models, self.load
+        if models.backbone:
+            return self
+        if models.heads is None:
+            raise RequestError("there is no backbone; add --backbone B, or give heads that record theirs")
+        from medusa.checkpoints.folder import recorded_backbone
+        from medusa.loading import load_config
+
+        name, revision = recorded_backbone(models.heads)
+        if name is None:
+            raise RequestError(f"the heads {models.heads} do not record their backbone; add --backbone B")
+        load = replace(load, revision=load.revision or revision)
+        try:
+            load_config(name, load)
+        except RequestError as error:
+            raise RequestError(f"the heads {models.heads} record a backbone, but {error}; add --backbone B") from None
+        return replace(self, models=replace(models, backbone=name), load=load)
 
     def warming_up(self) -> contextlib.AbstractContextManager[object]:
         """Show a message while the first tokens are generated and, with --compile, the steps are compiled."""

@@ -35,6 +35,8 @@ BYTES_PER_TOKEN = 12  # of one answer: an id, a comma, a space, and the text of 
 class DistillOptions(CommandOptions):
     """Options of `medusa distill`."""
 
+    by_position = ()
+
     models: Models = group(Models, "models", without=("drafter",))
     prompts: Prompts = group(Prompts, "prompts", without=("prompt",))
     settings: Settings = group(Settings, "generation", max_new_tokens=512)

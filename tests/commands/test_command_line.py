@@ -1,0 +1,168 @@
+"""The command line as people expect it: heads by position, help on one screen, nearest names, closed pipes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa.__main__ import main
+from medusa.commands import models
+from medusa.commands.options import CommandOptions
+from tests.commands.test_cli import Outcome, Place, build
+
+Medusa = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """The files of `test_cli`, with heads that record their backbone."""
+    place = build(tmp_path_factory.mktemp("place"))
+    record(place.heads, place.backbone)
+    return place
+
+
+@pytest.fixture
+def medusa(capsys: pytest.CaptureFixture[str]) -> Medusa:
+    """Run the command in this process."""
+
+    def run(*argv: object) -> Outcome:
+        capsys.readouterr()
+        try:
+            status = main([str(word) for word in argv])
+        except SystemExit as end:  # the parser ends the program
+            status = int(end.code or 0)
+        return Outcome(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(medusa: Medusa) -> Callable[..., str]:
+    """Run a wrong request; gives its one-line error."""
+
+    def run(*argv: object) -> str:
+        status, out, err = medusa(*argv)
+        assert (status, out, len(err.splitlines())) == (2, "", 1), err
+        return err.strip()
+
+    return run
+
+
+def record(heads: str, backbone: str | None) -> None:
+    """Write a backbone into the config of heads."""
+    path = Path(heads) / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["base_model_name_or_path"], content["backbone"] = backbone, {}
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def copied(place: Place, folder: Path, backbone: str | None) -> str:
+    """A copy of the heads that records another backbone."""
+    shutil.copytree(place.heads, folder)
+    record(str(folder), backbone)
+    return str(folder)
+
+
+# --- heads by position and the backbone that they record --------------------------------------------------------------
+
+SHORT = ("--max-new-tokens", "6")
+
+
+def test_generate_with_heads_and_prompts_by_position(medusa: Medusa, place: Place, tmp_path: Path) -> None:
+    def results(*argv: Any) -> Any:
+        done = medusa("generate", *argv, *SHORT, "--json", tmp_path / "out.json")
+        assert done.status == 0, done.err
+        content = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+        assert content["settings"]["backbone"] == place.backbone
+        return [result["new_ids"] for result in content["results"]]
+
+    named = ("--backbone", place.backbone, "--heads", place.heads)
+    expected = results(*named, "--prompt", "abc", "--prompt", "d")
+    assert results(place.heads, "abc", "d") == expected
+    assert results(place.heads, "abc", "--seed", "1", "d") == expected
+    assert results("--heads", place.heads, "abc", "d") == expected
+    assert results("abc", *named, "--prompt", "d") == expected
+    assert results("--backbone", place.backbone, "--drafter", "ngram", "abc", "d") == expected
+    assert results("--backbone", place.backbone, "--plain", "abc", "d") == expected
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("benchmark", "HEADS", "--prompts", "PROMPTS", "--rounds", "1", "--max-prompts", "1", *SHORT),
+        ("evaluate", "HEADS", "--data", "PROMPTS", "--max-prompts", "2", *SHORT),
+        ("export", "HEADS", "--to", "hub", "--output", "OUT"),
+        ("info", "HEADS"),
+        ("info", "--heads", "HEADS"),
+    ],
+    ids=lambda argv: " ".join(argv[:2]),
+)
+def test_commands_take_heads_by_position(medusa: Medusa, place: Place, tmp_path: Path, argv: tuple[str, ...]) -> None:
+    words = {"HEADS": place.heads, "PROMPTS": place.prompts, "OUT": str(tmp_path / "out")}
+    done = medusa(*(words.get(word, word) for word in argv))
+    assert done.status == 0, done.err
+
+
+@pytest.mark.parametrize("argv", [("chat",), ("serve",), ("calibrate",), ("verify", "--prompts", "PROMPTS")])
+def test_commands_find_the_backbone_of_the_heads(
+    medusa: Medusa, place: Place, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
+) -> None:
+    opened = []
+
+    def note(command: CommandOptions, *_: Any, **__: Any) -> None:
+        opened.append((command.models.backbone, command.models.heads))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "open_models", note)
+    assert medusa(argv[0], place.heads, *(place.prompts if w == "PROMPTS" else w for w in argv[1:])).status == 130
+    assert opened == [(place.backbone, place.heads)]
+
+
+def test_the_backbone_on_the_command_line_comes_first(medusa: Medusa, place: Place, tmp_path: Path) -> None:
+    heads = copied(place, tmp_path / "heads", "/no/such/backbone")
+    assert medusa("generate", heads, "abc", "--backbone", place.backbone, *SHORT).status == 0
+
+
+@pytest.mark.parametrize(
+    ("recorded", "told"),
+    [
+        (None, "do not record their backbone; add --backbone B"),
+        ("./gone", "record a backbone, but no backbone at ./gone: there is no such folder"),
+        ("/no/such/backbone", "record a backbone, but no backbone at /no/such/backbone: there is no such folder"),
+    ],
+)
+def test_a_backbone_that_cannot_be_found(
+    refused: Any, place: Place, tmp_path: Path, recorded: str | None, told: str
+) -> None:
+    said = refused("generate", copied(place, tmp_path / "heads", recorded), "abc")
+    assert told in said
+    assert said.endswith("add --backbone B")
+
+
+def test_a_relative_backbone_is_found_from_its_folder(
+    medusa: Medusa, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = copied(place, tmp_path / "heads", Path(place.backbone).name)
+    monkeypatch.chdir(Path(place.backbone).parent)
+    assert medusa("generate", heads, "abc", *SHORT).status == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("generate", "--plain", "--prompt", "a"), "there is no backbone; add --backbone B"),
+        (("generate", "--drafter", "ngram", "--prompt", "a"), "there is no backbone; add --backbone B"),
+        (("calibrate",), "HEADS is missing"),
+        (("info",), "HEADS is missing"),
+        (("info", "demo", "demo"), "unexpected argument 'demo'"),
+        (("benchmark", "demo", "a"), "unexpected argument 'a'"),
+        (("chat", "--heads", "demo", "demo"), "unexpected argument 'demo'"),
+    ],
+)
+def test_too_few_and_too_many_words(refused: Any, argv: tuple[str, ...], told: str) -> None:
+    assert told in refused(*argv)
