@@ -15,23 +15,30 @@ from medusa.commandline import OneLineParser, exit_status
 from medusa.errors import choose_one_of
 
 COMMANDS = {
-    "demo": "run the whole workflow offline on the embedded backbone",
-    "info": "describe heads: kind, shapes, tree, backbone and training",
+    "demo": "try the whole workflow offline on a shipped model",
+    "info": "describe heads: kind, shapes, tree, backbone",
     "train": "train heads on a frozen backbone",
     "generate": "generate text from prompts",
     "chat": "chat in the terminal, or in the browser (--web)",
     "serve": "serve an OpenAI-compatible API",
-    "evaluate": "measure how often heads predict the tokens that the backbone generates",
+    "evaluate": "measure how often the guesses of heads are right",
     "calibrate": "find the fastest tree for heads on this machine",
-    "benchmark": "measure the speedup, tokens per step and the time of each phase",
-    "verify": "test that decoding with heads does not change the output",
+    "benchmark": "measure the speedup, and where the time goes",
+    "verify": "test that heads do not change the output",
     "distill": "generate training data with the backbone",
-    "export": "convert heads to the format of a server or another toolkit",
-    "datastore": "build a datastore, in which --drafter rest:DIR looks up the next tokens",
+    "export": "convert heads to the format of a server",
+    "datastore": "build a datastore for --drafter rest:DIR",
 }
 
+PURPOSE = """\
+Train Medusa heads on a frozen language model, decode with them, and measure
+the speedup.
+
+commands:"""
+
 EPILOG = """\
-Start with `medusa demo`. Results go to standard output, progress and warnings to standard error.
+Start with `medusa demo`. Each command has --help (one screen) and --help-all.
+Results go to standard output, progress and warnings to standard error.
 Exit status: 0 done, 1 the run failed, 2 the request was wrong.
 """
 
@@ -41,15 +48,20 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(
         prog="medusa",
-        description="Train Medusa heads on a frozen language model, decode with them, and measure the speedup.",
+        description=PURPOSE + "".join(f"\n  {name:<11}{summary}" for name, summary in COMMANDS.items()),
         epilog=EPILOG,
         formatter_class=formatter,
         usage="medusa COMMAND ...",
+        add_help=False,
     )
-    parser.add_argument("--version", action="version", version=f"medusa {medusa.__version__}")
-    commands = parser.add_subparsers(prog="medusa", dest="command", metavar="COMMAND", required=True)
-    for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, formatter_class=formatter, add_help=False)
+    parser.add_argument("-h", "--help", action="help", help="show this list")
+    parser.add_argument("--help-all", action="help", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"medusa {medusa.__version__}", help="show the version")
+    commands = parser.add_subparsers(
+        prog="medusa", dest="command", metavar="COMMAND", help=argparse.SUPPRESS, required=True
+    )
+    for name in COMMANDS:
+        sub = commands.add_parser(name, formatter_class=formatter, add_help=False)
         if name == command:
             from medusa.arguments import add_arguments, add_help, read
 

@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform
 
-from medusa.errors import RequestError, choose_one_of
+from medusa.errors import RequestError, choose_one_of, did_you_mean
 
 REQUIRED = MISSING  # the default of an option that the user must give
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
@@ -137,10 +137,14 @@ class LoadOptions(Options, kw_only=False):
     """Options for loading a backbone; RequestError if a value is invalid or this machine does not have the device."""
 
     dtype: str | None = option(
-        None, f"load weights as {' or '.join(DTYPE_NAMES)} (default: float32 on a CPU, the checkpoint's dtype on a GPU)"
+        None,
+        f"load weights as {' or '.join(DTYPE_NAMES)} (default: float32 on a CPU, the checkpoint's dtype on a GPU)",
+        brief="load weights as float32, bfloat16 or float16",
     )
     device: str | None = option(
-        None, "compute on cpu, cuda, cuda:1 or mps; auto spreads the layers over all devices (default: a GPU if any)"
+        None,
+        "compute on cpu, cuda, cuda:1 or mps; auto spreads the layers over all devices (default: a GPU if any)",
+        brief="compute on cpu, cuda, cuda:1, mps or auto",
     )
     attention: str | None = option(None, "compute attention by sdpa or eager (default: sdpa if the model has it)")
     revision: str | None = option(None, "load this branch, tag or commit of the backbone from the Hub")
@@ -178,7 +182,8 @@ def _require_device(device: str) -> None:
     try:
         asked = torch.device(device)
     except RuntimeError:
-        raise RequestError(f"--device is {device!r}; choose cpu, cuda, cuda:0, ..., mps or auto") from None
+        near = did_you_mean(device, ("cpu", "cuda", "mps", "auto"))
+        raise RequestError(f"--device is {device!r}; choose cpu, cuda, cuda:0, ..., mps or auto{near}") from None
     count = torch.cuda.device_count()
     if asked.type == "cuda" and (asked.index or 0) >= count:
         raise RequestError(f"--device is {device!r}, and PyTorch sees {count} GPU(s); choose cpu or leave it out")

@@ -1,8 +1,9 @@
 """Describe a set of heads: kind, shapes, tree, backbone and training.
 
-medusa info demo
-medusa info runs/my-heads --json info.json
-"""
+  medusa info demo
+  medusa info runs/my-heads --json info.json
+
+HEADS may have any published format (docs/formats.md), which is recognised from the tensors."""
 
 from __future__ import annotations
 

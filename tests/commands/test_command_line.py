@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from medusa.__main__ import main
+from medusa.__main__ import COMMANDS, main
 from medusa.commands import models
 from medusa.commands.options import CommandOptions
 from tests.commands.test_cli import Outcome, Place, build
@@ -165,4 +166,87 @@ def test_a_relative_backbone_is_found_from_its_folder(
     ],
 )
 def test_too_few_and_too_many_words(refused: Any, argv: tuple[str, ...], told: str) -> None:
+    assert told in refused(*argv)
+
+
+# --- help ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_one_screen(medusa: Medusa, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, text, err = medusa(*command.split(), "--help")
+    assert (status, err) == (0, "")
+    lines = text.splitlines()
+    assert len(lines) <= 30, text
+    assert max(map(len, lines)) <= 80, [line for line in lines if len(line) > 80]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_purpose_examples_and_main_options(medusa: Medusa, command: str) -> None:
+    text = medusa(command, "--help").out
+    usage, purpose, *_ = text.split("\n\n")
+    assert usage.startswith(f"usage: medusa {command}")
+    assert purpose.strip()[0].isupper()
+    assert f"\n  medusa {command}" in text, "an example"
+    assert f"medusa {command} --help-all" in text
+    assert len(re.findall(r"^  [-\w{]", text.partition("options:")[2], re.MULTILINE)) <= 16
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_all_shows_every_option(medusa: Medusa, command: str) -> None:
+    brief, full = medusa(command, "--help").out, medusa(command, "--help-all").out
+    named = r"^  (--[\w-]+)"
+    assert {*re.findall(named, brief, re.MULTILINE)} <= {*re.findall(named, full, re.MULTILINE)}
+    assert "--json FILE" in full or command == "serve"
+
+
+def test_help_all_shows_options_that_help_leaves_out_in_groups(medusa: Medusa) -> None:
+    brief, full = medusa("generate", "--help").out, medusa("generate", "--help-all").out
+    for option in ("--contrast-beta", "--stop-drafting", "--num-beams", "--attention"):
+        assert option not in brief
+        assert option in full
+    assert "\ngeneration:\n" in full
+    assert "\nmodels:\n" in full
+
+
+def test_help_of_medusa_lists_all_commands(medusa: Medusa) -> None:
+    text = medusa("--help").out
+    for command, summary in COMMANDS.items():
+        assert re.search(rf"^ +{command} +{re.escape(summary)}$", text, re.MULTILINE), command
+    assert medusa("--help-all") == medusa("--help")
+
+
+# --- the nearest name ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("genrate", "demo"), "there is no command 'genrate'; choose one of demo"),
+        (("genrate", "demo"), "(did you mean generate?)"),
+        (
+            ("generate", "demo", "--max-newtokens", "3"),
+            "unknown option --max-newtokens; did you mean --max-new-tokens?",
+        ),
+        (("generate", "demo", "a", "--tempratur=1"), "unknown option --tempratur; did you mean --temperature?"),
+        (("train", "x.yaml", "--overwritte"), "did you mean --overwrite?"),
+        (("generate", "demo", "a", "--zzz"), "unknown option --zzz; see medusa generate --help"),
+        (("generate", "demo", "a", "-x"), "-x"),
+        (("generate", "demo", "a", "--strategy", "beems"), "(did you mean beam?)"),
+        (("generate", "demo", "a", "--drafter", "ngrm"), "(did you mean ngram?)"),
+        (("generate", "demo", "a", "--drafter", "ngram:token=3"), "did you mean tokens?"),
+        (("generate", "demo", "a", "--dtype", "bflot16"), "(did you mean bfloat16?)"),
+        (("generate", "demo", "a", "--attention", "spda"), "(did you mean sdpa?)"),
+        (("generate", "demo", "a", "--acceptance", "typicl"), "(did you mean typical?)"),
+        (("generate", "demo", "a", "--draft", "sampel"), "(did you mean sample?)"),
+        (("generate", "demo", "a", "--tree", "chian"), "; did you mean chain?"),
+        (("generate", "demo", "a", "--tree", "mc_sim_7b_36"), "; did you mean mc_sim_7b_63?"),
+        (("generate", "demo", "a", "--device", "cdua"), "; did you mean cuda?"),
+        (("export", "demo", "--to", "vlm", "--output", "x"), "(did you mean vllm?)"),
+        (("datastore", "biuld", "--data", "x", "--output", "y"), "(did you mean build?)"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_mistyped_name_is_answered_with_the_nearest(refused: Any, argv: tuple[str, ...], told: str) -> None:
     assert told in refused(*argv)
