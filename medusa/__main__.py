@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import medusa
-from medusa.commandline import OneLineParser, exit_status
+from medusa.commandline import OneLineParser, exit_status, until_pipe_closes
 from medusa.errors import choose_one_of
 
 COMMANDS = {
@@ -98,6 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"medusa: error: {reason}", file=sys.stderr)
         return 2
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return until_pipe_closes(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Parse the arguments of the `medusa` command, run its sub-command, and return the exit status."""
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = build_parser(command)
     if command is not None and command not in COMMANDS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -52,15 +53,9 @@ def width() -> int:
 def exit_status(program: str, run: Callable[[], int | None]) -> int:
     """Call `run` and return its exit status (0 for `None`). Errors are printed in one line that begins with `program`.
 
-    The status is 1 after a `RunError`, 2 after a `RequestError` and 130 after Ctrl-C. It is 0 if the reader of standard
-    output has closed the pipe, as `head` does."""
+    The status is 1 after a `RunError`, 2 after a `RequestError` and 130 after Ctrl-C."""
     try:
-        status = run() or 0
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        _discard_output()
-        return 0
+        return run() or 0
     except RequestError as error:
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -72,8 +67,32 @@ def exit_status(program: str, run: Callable[[], int | None]) -> int:
         return 130  # as in shells
 
 
-def _discard_output() -> None:
-    """Send the rest of standard output to the null device, so that Python's last flush does not fail, too."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
+def until_pipe_closes(run: Callable[[], int]) -> int:
+    """Call `run` and return its exit status, which is 0 if the reader of the output closes the pipe, as `head` does."""
+    try:
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()  # otherwise Python would flush at its end, and print a traceback
+    except BrokenPipeError:
+        if not _discard_closed():  # the pipe of something else, such as a worker process
+            raise
+        return 0
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends the program if its console's pipe is closed
+            _discard_closed()
+            return 0
+        raise
+
+
+def _discard_closed() -> bool:
+    """Send the rest of outputs without a reader to the null device; return whether there are such outputs."""
+    null, closed = os.open(os.devnull, os.O_WRONLY), False
+    for stream in (sys.stdout, sys.stderr):
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            os.dup2(null, stream.fileno())
+            closed = True
     os.close(null)
+    return closed

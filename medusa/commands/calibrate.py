@@ -63,7 +63,7 @@ def run(options: CalibrateOptions) -> None:
     models.hint_at_bfloat16(loaded, output)
     model, tokenizer = loaded.model, loaded.tokenizer
     assert heads is not None  # --heads is required
-    with output.progress.status("generating") as status:
+    with output.stage("generating") as status:
         if prompts:
             texts = continued_texts(model, tokenizer, prompts, settings, seed)
         else:

@@ -74,7 +74,7 @@ def run(options: DatastoreOptions) -> None:
     }
     pieces = _files(options) if options.suffix else _records(options.data, tokenizer)
     start, progress = time.monotonic(), options.output.progress
-    with progress.status("reading") as status:
+    with options.output.stage("reading") as status:
         built = build(folder, pieces, lambda piece: _ids(piece, tokenizer), about, options.overwrite, status.update)
     size = sum(path.stat().st_size for path in folder.iterdir())
     summary = f"{options.out}: {built['documents']} documents, {built['tokens']} tokens, {readable(size)}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import islice
 
-from rich.progress import track
 from rich.table import Table
 
 from decode.settings import Settings
@@ -64,7 +63,7 @@ def run(options: EvaluateOptions) -> None:
         prompts.append(ids if record.is_prompt or record.prompt_tokens else ids[:OPENING])
     require_fitting(prompts, backbone)
     method, texts = plain_method(loaded.model, options.settings, loaded.tokenizer), []
-    for prompt in track(prompts, "generating", console=output.progress, disable=output.quiet):
+    for prompt in output.track(prompts, "generating"):
         result = method([prompt])[0]
         texts.append(OwnText(result.input_ids + result.new_ids, len(result.input_ids)))
     accuracy = head_accuracy(backbone, heads, texts)

@@ -22,6 +22,8 @@ from medusa.records.sources import read_records
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from medusa.progress import Stage
+
 
 Item = TypeVar("Item")
 
@@ -128,15 +130,29 @@ class Output(Options):
     @contextlib.contextmanager
     def progress_bars(self) -> Iterator[Callable[[str, int], Callable[..., None]]]:
         """Show progress bars. Yield a function that starts a bar and returns a function that advances this bar."""
-        from rich.progress import Progress
+        from medusa.progress import ProgressLines
 
-        with Progress(console=self.progress, disable=self.quiet, transient=True) as progress:
+        with ProgressLines(*ProgressLines.get_default_columns(), quiet=self.quiet, transient=True) as progress:
 
             def start(title: str, total: int) -> Callable[..., None]:
                 task = progress.add_task(title, total=total)
                 return lambda n=1: progress.advance(task, n)
 
             yield start
+
+    def track(self, items: Sequence[Item], title: str) -> Iterator[Item]:
+        """Yield items, and show a progress bar that counts them."""
+        with self.progress_bars() as start:
+            advance = start(title, len(items))
+            for item in items:
+                yield item
+                advance()
+
+    def stage(self, message: str) -> contextlib.AbstractContextManager[Stage]:
+        """Show a message while work of unknown length runs. The context's `update` changes the message."""
+        from medusa.progress import stage
+
+        return stage(message, self.quiet)
 
     def note(self, message: str) -> None:
         """Print a line on standard error, unless --quiet is given."""
@@ -207,7 +223,7 @@ class CommandOptions(Options):
     def warming_up(self) -> contextlib.AbstractContextManager[object]:
         """Show a message while the first tokens are generated and, with --compile, the steps are compiled."""
         slow = "compiling the decoding steps, which takes half a minute or more"
-        return self.output.progress.status(slow if self.settings.compile else "warming up")
+        return self.output.stage(slow if self.settings.compile else "warming up")
 
 
 def require_writable(path: str | None) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from medusa import progress
 from medusa.__main__ import COMMANDS, main
+from medusa.commandline import until_pipe_closes
 from medusa.commands import models
-from medusa.commands.options import CommandOptions
+from medusa.commands.options import CommandOptions, Output
 from tests.commands.test_cli import Outcome, Place, build
 
 Medusa = Callable[..., Outcome]
@@ -250,3 +256,84 @@ def test_help_of_medusa_lists_all_commands(medusa: Medusa) -> None:
 )
 def test_a_mistyped_name_is_answered_with_the_nearest(refused: Any, argv: tuple[str, ...], told: str) -> None:
     assert told in refused(*argv)
+
+
+# --- closed pipes and progress without a terminal ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--help",),
+        ("export", "--help-all"),
+        ("info", "demo"),
+        ("generate", "demo", "Once", "--max-new-tokens", "8"),
+        ("evaluate", "demo", "--data", "PROMPTS", "--max-new-tokens", "4"),
+    ],
+    ids=" ".join,
+)
+def test_a_closed_pipe_ends_quietly(place: Place, argv: tuple[str, ...]) -> None:
+    prompts = str(Path(__file__).parents[2] / "medusa" / "assets" / "prompts.jsonl")
+    words = [prompts if word == "PROMPTS" else word for word in argv]
+    if argv[0] == "evaluate":
+        words += ["--max-prompts", "1"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = [sys.executable, "-m", "medusa", *words]
+    done = subprocess.run(program, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=200)
+    os.close(writing)
+    assert done.returncode == 0, done.stderr
+    for wrong in ("Traceback", "Broken pipe", "BrokenPipeError"):
+        assert wrong not in done.stderr
+
+
+def test_a_broken_pipe_to_another_program_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write() -> int:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        until_pipe_closes(write)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of progress come every 20 ms."""
+    monkeypatch.setattr(progress, "EVERY", 0.02)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_progress_without_a_terminal_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Output().progress_bars() as start:
+        advance = start("generating", 50)
+        advance(20)
+        time.sleep(0.15)
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert 1 <= len(lines) <= 8
+    assert all(re.match(r"generating: 20 of 50, 0:00 elapsed", line) for line in lines), lines
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_stage_without_a_terminal_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with Output().stage("reading") as stage:
+        stage.update("sorting")
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert set(lines) == {"sorting ..."}
+
+
+@pytest.mark.usefixtures("hurried")
+def test_quiet_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(quiet=True)
+    with output.stage("reading"), output.progress_bars() as start:
+        start("generating", 50)(20)
+        time.sleep(0.1)
+    assert [*output.track([1, 2], "counting")] == [1, 2]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_short_work_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [*Output().track([1, 2], "counting")] == [1, 2]
+    assert capsys.readouterr() == ("", "")
