@@ -26,7 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from medusa.errors import RequestError, first_line
+from medusa.errors import RequestError, did_you_mean, first_line
 
 RankPath = tuple[int, ...]  # a node's path: the rank of the guess at each depth, from depth 1; 0 is the best guess
 MAX_NODES = 4096  # in one tree
@@ -184,8 +184,9 @@ def load_tree(spec: str, num_heads: int) -> Tree:
         return Tree.from_paths(named[spec])
     if Path(spec).is_file():
         return Tree.from_paths(_read_paths(Path(spec)))
-    names = ", ".join(sorted(named))
-    raise RequestError(f"no tree {spec!r}: give a file, auto, chain, chain:3, topk:3,3,2 or one of {names}")
+    near = did_you_mean(name, ["auto", "chain", "topk", "dynamic", *named])
+    known = "" if near else f": give a file, auto, chain, chain:3, topk:3,3,2 or one of {', '.join(sorted(named))}"
+    raise RequestError(f"there is no tree {spec!r}{near}{known}")
 
 
 def _whole_numbers(spec: str, text: str) -> list[int]:

@@ -27,6 +27,7 @@ STORY_TOKENS = 160
 class DemoOptions(Options):
     """Options of `medusa demo`."""
 
+    shown = "output overwrite minutes max-new-tokens device dtype threads seed json quiet"
     out: str = option("medusa-demo", "write text, heads and report to DIR", metavar="DIR", name="output")
     overwrite: bool = option(False, "delete an earlier demo in DIR and start again")
     minutes: float = option(

@@ -18,8 +18,9 @@ STATE = "fit.json"  # in the output folder: the request, the plan and the result
 class FitOptions(Options):
     """Options of `medusa fit`."""
 
+    shown = "model prompts output for minutes kind compare plan overwrite max-new-tokens device dtype threads json"
     model: str = option(
-        REQUIRED, "the model to speed up: a folder, a Hub id, or demo (shipped)", metavar="MODEL", positional=True
+        REQUIRED, "speed up this model: a folder, a Hub id, or demo (shipped)", metavar="MODEL", positional=True
     )
     prompts: Prompts = group(Prompts, "prompts", without=("prompt",), prompts=REQUIRED)
     out: str | None = option(

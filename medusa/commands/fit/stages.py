@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import yaml
 
 from decode.settings import Settings
+from medusa.arguments import as_arguments
 from medusa.commands import benchmark, calibrate, distill, export
 from medusa.commands.benchmark import BenchmarkOptions
 from medusa.commands.calibrate import CalibrateOptions
@@ -27,7 +28,6 @@ from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, Prompts
 from medusa.errors import RequestError
 from medusa.files import Json, read_json, write_text
-from medusa.options import Options, as_arguments
 
 TEMPERATURE = 0.7  # of the text: enough variety that several answers to one prompt differ
 CALIBRATION_TOKENS = 128  # per text
