@@ -28,6 +28,7 @@ from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, Prompts
 from medusa.errors import RequestError
 from medusa.files import Json, read_json, write_text
+from medusa.options import Options
 
 TEMPERATURE = 0.7  # of the text: enough variety that several answers to one prompt differ
 CALIBRATION_TOKENS = 128  # per text
