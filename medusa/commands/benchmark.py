@@ -109,7 +109,7 @@ class BenchmarkOptions(CommandOptions):
 def run(options: BenchmarkOptions) -> None:
     from decode.bench.compare import compare
     from decode.bench.figures import BenchmarkResult
-    from decode.bench.report.terminal import print_comparison
+    from decode.bench.report.terminal import print_comparison, print_headline
 
     result: BenchmarkResult | None = None
     earlier = [(name, BenchmarkResult.from_json(read_json(Path(name)), name)) for name in options.compare]
@@ -126,6 +126,8 @@ def run(options: BenchmarkOptions) -> None:
         result, comparisons = measure(options, earlier)
     for comparison in comparisons:
         print_comparison(options.output.console, comparison)
+    if result is not None:
+        print_headline(options.output.console, result)
     content = {} if result is None else result.to_json()
     if comparisons or result is None:
         content["comparisons"] = [comparison.to_json() for comparison in comparisons]
