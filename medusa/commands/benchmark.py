@@ -201,7 +201,7 @@ def measure(
         result = measure_all(options, job, dict(zip(options.drafter[1:], others, strict=True)))
     print_benchmark(output.console, result)
     if source.heads is not None:
-        warn_if_useless(result.medusa.new_tokens, result.medusa.tau)
+        warn_if_useless(result.medusa.new_tokens, result.medusa.tau, source.num_nodes, result.settings.prompts)
     return result, [compare(content, result, (name, "this run")) for name, content in earlier]
 
 

@@ -39,6 +39,18 @@ class CalibrateOptions(CommandOptions):
             )
 
 
+def require_enough(prompts: int, max_new_tokens: int) -> None:
+    """Raise a RequestError if `prompts` prompts cannot give a calibration enough steps, however the texts end."""
+    from decode.bench.calibration.stored import MIN_STEPS
+
+    most = (prompts - prompts // 4) * max_new_tokens  # a quarter of the texts is held out
+    if most < MIN_STEPS:
+        raise RequestError(
+            f"a calibration needs at least {MIN_STEPS} steps, and {prompts} prompts with --max-new-tokens "
+            f"{max_new_tokens} give at most {most}; give more prompts or a larger --max-new-tokens"
+        )
+
+
 def run(options: CalibrateOptions) -> None:
     from decode.bench.calibration.calibrate import calibrate
     from decode.bench.calibration.recording import continued_texts, own_texts
@@ -50,6 +62,8 @@ def run(options: CalibrateOptions) -> None:
 
     output, seed = options.output, options.runtime.seed
     records = options.prompts.read() if options.prompts.prompts else []
+    if records:
+        require_enough(len(records), options.settings.max_new_tokens)
     opened = models.open_models(options, records, [None], calibrates=False)
     loaded, settings, prompts, heads = opened.loaded, opened.settings, opened.prompts, opened.drafters[0].heads
     models.hint_at_bfloat16(loaded, output)
@@ -61,7 +75,7 @@ def run(options: CalibrateOptions) -> None:
         else:
             texts = own_texts(model, settings, loaded.bos_token_id)
         held_out = [prompt for prompt, _ in texts[3::4]]
-        kept = [text for index, text in enumerate(texts) if index % 4 != 3] or texts
+        kept = [text for index, text in enumerate(texts) if index % 4 != 3]
         found = calibrate(model, heads, kept, settings, options.batch_size, None, options.rounds, status.update)
         status.update("measuring tau")
         seeds, measured = [seed] * len(held_out), None

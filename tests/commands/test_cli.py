@@ -26,6 +26,7 @@ from medusa.__main__ import COMMANDS, main
 from medusa.backbone import Backbone
 from medusa.commands import generate as generate_command
 from medusa.commands.datastore import PIECE
+from medusa.commands.options import warn_if_useless
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from medusa.tree import named_trees
@@ -523,8 +524,9 @@ def test_auto_uses_the_calibrated_tree(
     medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
-    out, plot = tmp_path / "c.json", tmp_path / "c.png"
-    small = ("--prompts", own_place.prompts, "--max-new-tokens", "24", "--rounds", "1", "--ignore-eos")
+    out, plot, prompts = tmp_path / "c.json", tmp_path / "c.png", tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(LETTERS[at : at + 4] for at in range(8)), encoding="utf-8")
+    small = ("--prompts", prompts, "--max-new-tokens", "96", "--rounds", "1", "--ignore-eos")
     done = medusa("calibrate", *models, *small, "--json", str(out), "--plot", str(plot))
     assert done.status == 0, done.err
     assert "kept for --tree auto" in done.out
@@ -559,6 +561,53 @@ def test_auto_calibrates_once_on_text_from_the_backbone(
     assert len(seen) == 1, "the second run reads what the first one kept"
     prompts = [[LETTERS.index(letter) for letter in prompt] for prompt in PROMPTS]
     assert not any(text[0] == prompt for text in seen[0] for prompt in prompts)
+
+
+def test_a_calibration_from_few_steps_is_refused_and_not_kept(
+    medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = ("--backbone", own_place.backbone, "--heads", own_place.heads, "--prompts", own_place.prompts)
+    monkeypatch.setattr("decode.bench.calibration.recording.plain_method", lambda *args: pytest.fail("generated"))
+    done = medusa("calibrate", *models, "--max-new-tokens", "100")
+    assert done.status == 2
+    assert "3 prompts with --max-new-tokens 100 give at most 300; give more prompts" in done.err
+    monkeypatch.undo()
+    monkeypatch.setattr("decode.bench.calibration.stored.MIN_STEPS", 100)  # the texts end too early
+    done = medusa("calibrate", *models, "--max-new-tokens", "100", "--json", tmp_path / "c.json")
+    assert done.status == 1, done.out
+    assert done.err.splitlines()[-1].startswith("medusa calibrate: failed: a calibration needs at least 500 steps, and")
+    assert not (tmp_path / "c.json").exists()
+    assert not (Path(own_place.heads) / "calibration.json").exists()
+
+
+def test_auto_uses_the_default_tree_if_the_texts_are_too_short(
+    medusa: Any, own_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 2)
+    models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
+    for tree, nodes in (("auto", "7 nodes"), ("dynamic:5", "5 nodes")):
+        done = medusa("generate", *models, "--prompt", "abc", "--max-new-tokens", "8", "--tree", tree)
+        assert done.status == 0, done.err
+        assert f"tree: {nodes}, not calibrated, because the backbone's own texts are too short" in done.err
+    assert not (Path(own_place.heads) / "calibration.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tau", "nodes", "texts", "warns"),
+    [(80, 1.1, 8, 1, True), (64, 1.1, 8, 1, False), (900, 1.2, 8, 1, False), (80, 1.0, 1, 1, False)],
+)
+def test_heads_that_do_not_fit_are_reported(
+    capsys: pytest.CaptureFixture[str], tokens: int, tau: float, nodes: int, texts: int, warns: bool
+) -> None:
+    warn_if_useless(tokens, tau, nodes, texts)
+    assert ("do not fit" in capsys.readouterr().err) == warns
+
+
+def test_texts_that_ended_early_do_not_accuse_the_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    warn_if_useless(200, 1.0, 8, texts=100)
+    assert not capsys.readouterr().err
+    warn_if_useless(2000, 1.0, 8, texts=100)
+    assert "do not fit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
