@@ -11,10 +11,20 @@ quarter of the texts is held out, to measure tau (the mean number of tokens per 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from decode.settings import Settings
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable
+from medusa.commands.options import (
+    NO_CONTRAST,
+    CommandOptions,
+    Contrasting,
+    Models,
+    Prompts,
+    require_distinct,
+    require_writable,
+)
 from medusa.errors import RequestError
+from medusa.files import replacing
 from medusa.options import REQUIRED, count, group, option
 
 DRAFTING = ("acceptance", "draft", "stop_drafting", "epsilon", "delta")
@@ -31,12 +41,24 @@ class CalibrateOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_writable(self.plot)
+        if self.plot is not None:
+            require_writable(self.plot)
+            require_distinct(json=self.output.json, plot=self.plot)
+            require_picture(self.plot)
         if self.settings.compile:
             raise RequestError(
                 "--compile would compile every tree that is tried, for minutes; leave it out: --tree auto uses "
                 "the tree found here with --compile, too; medusa benchmark --compile measures a tree that you name"
             )
+
+
+def require_picture(path: str) -> None:
+    """Raise a RequestError if matplotlib cannot write a picture with the ending of `path`."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in kinds:
+        raise RequestError(f"--plot {path} does not end in the name of a picture format: {', '.join(sorted(kinds))}")
 
 
 def require_enough(prompts: int, max_new_tokens: int) -> None:
@@ -88,5 +110,7 @@ def run(options: CalibrateOptions) -> None:
     if options.plot:
         from decode.bench.report.plots import calibration_plot
 
-        calibration_plot(found).savefig(options.plot, dpi=140, bbox_inches="tight")
+        picture, kind = Path(options.plot), Path(options.plot).suffix[1:]
+        with replacing(picture) as temporary:
+            calibration_plot(found).savefig(temporary, format=kind, dpi=140, bbox_inches="tight")
     output.write(asdict(found) | {"measured_tau": measured, "kept_in": str(place)})

@@ -41,7 +41,8 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
     config = load_config(models.backbone, load)
     for drafter in drafters:
         drafter.check(config)
-    for role, small in {"amateur": command.contrasting.amateur, "draft model": command.draft_model}.items():
+    smaller = [("amateur", command.contrasting.amateur), *(("draft model", name) for name in command.draft_models)]
+    for role, small in smaller:
         if small is not None:
             path, options = small_model.small_model_path(small), LoadOptions(trust_remote_code=load.trust_remote_code)
             small_model.require_same_vocabulary(small, load_config(path, options), config, role)

@@ -8,11 +8,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from decode.settings import Settings
+from decode.settings import LOSSY, Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
 from medusa.errors import RequestError
 from medusa.files import write_json
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 Item = TypeVar("Item")
+PAGE_SUFFIXES = (".html", ".htm")
 
 
 class Models(Options):
@@ -155,7 +156,6 @@ class CommandOptions(Options):
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     settings: Settings = group(Settings, "generation")
     batch_size: int = count(1, "decode N prompts at a time")
-    draft_model: str | None = None  # only `medusa benchmark` has this option
     contrasting: Contrasting = group(Contrasting, "contrastive decoding (docs/strategies.md)")
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
@@ -163,6 +163,23 @@ class CommandOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_uncontrasted(self.settings.compile, self.contrasting.amateur)
+        if not self.uses_typical:
+            for name in ("epsilon", "delta"):
+                if (value := getattr(self.settings, name)) != getattr(Settings, name):
+                    raise RequestError(
+                        f"--{name} {value:g} has an effect only with typical acceptance; add --acceptance typical "
+                        f"--temperature T, or leave out --{name}"
+                    )
+
+    @property
+    def uses_typical(self) -> bool:
+        """Whether the command decodes by typical acceptance, so that --epsilon and --delta have an effect."""
+        return self.settings.rule.rule in LOSSY
+
+    @property
+    def draft_models(self) -> tuple[str, ...]:
+        """Draft models of transformers' assisted generation, which `medusa benchmark` can measure."""
+        return ()
 
     def warming_up(self) -> contextlib.AbstractContextManager[object]:
         """Show a message while the first tokens are generated and, with --compile, the steps are compiled."""
@@ -174,6 +191,14 @@ def require_writable(path: str | None) -> None:
     """Raise a `RequestError` if no file can be written at `path`: it is a folder, or its folder does not exist."""
     if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
         raise RequestError(f"cannot write {path}: it is a folder, or its folder does not exist; name a file elsewhere")
+
+
+def require_distinct(**paths: str | None) -> None:
+    """Raise a `RequestError` if two options name the same file. `paths`: paths by the names of their options."""
+    given = [(name, path) for name, path in paths.items() if path is not None]
+    for (one, path), (other, place) in combinations(given, 2):
+        if Path(path).resolve() == Path(place).resolve():
+            raise RequestError(f"--{one} and --{other} both write {path}; give them different names")
 
 
 def require_of_kind(option: str, folder: Path, kind: str, *names: str) -> None:

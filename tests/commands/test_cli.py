@@ -494,6 +494,18 @@ def test_evaluate_json_has_exactly_the_documented_fields(medusa: Any, place: Pla
     assert "right guesses" not in done.err
 
 
+def test_evaluate_on_no_positions_is_an_error(medusa: Any, place: Place, tmp_path: Path) -> None:
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--data", place.prompts)
+    done = medusa("evaluate", *models, "--max-new-tokens", "3", "--json", tmp_path / "out.json")
+    assert done.status == 2
+    assert "--max-new-tokens is 3, and 3 heads need at least 4" in done.err.splitlines()[-1]
+    (tmp_path / "full.jsonl").write_text(json.dumps({"prompt": "b" * 126}), encoding="utf-8")
+    done = medusa("evaluate", *models[:-1], tmp_path / "full.jsonl", "--json", tmp_path / "out.json")
+    assert done.status == 1
+    assert "no positions to evaluate in 1 texts" in done.err.splitlines()[-1]
+    assert not (tmp_path / "out.json").exists()
+
+
 def test_evaluate_separates_documents_of_a_text_file(medusa: Any, place: Place, tmp_path: Path) -> None:
     """`--data` is training text: the separator between documents is not part of the text."""
     one, two = "hgfedcba" * 3, "abcdefgh" * 3
@@ -652,6 +664,7 @@ def test_verify_writes_the_documented_json_and_a_report(medusa: Any, place: Plac
     done, report = verify(medusa, place, tmp_path, "--batch-size", "2")
     assert done.status == 0, done.err
     assert "passed" in done.out
+    assert str(report) in "".join(done.out.split())
     assert "\u2026" not in done.out, "a column was cut off"
     content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
     assert content.keys() == {"settings", "greedy", "sampling", "passed"}
@@ -674,6 +687,17 @@ def test_verify_writes_the_documented_json_and_a_report(medusa: Any, place: Plac
     assert "<script" not in page
     for case in cases:
         assert f"{case['total_variation']:.5f}" in page, "the page's figures are the JSON's"
+
+
+def test_verify_writes_a_page_only_if_asked(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    done = medusa("verify", *models, "--draws", "2000", "--sampled-prompts", "1", "--max-new-tokens", "8")
+    assert done.status == 0, done.out
+    assert done.out.rstrip().endswith("passed")
+    assert not list(tmp_path.iterdir())
 
 
 def test_verify_fails_where_the_text_or_the_samples_are_wrong(
@@ -766,7 +790,7 @@ def benchmark(place: Place, *argv: Any) -> tuple[Any, ...]:
 
 def test_a_benchmark_records_its_options(medusa: Any, place: Place, tmp_path: Path) -> None:
     file = tmp_path / "b.json"
-    done = medusa(*benchmark(place, "--temperatures", "1,0.5", "--lossy", "--prompt-lookup", "--json", file))
+    done = medusa(*benchmark(place, "--temperatures", "1,0.5", "--lossy", "--against", "prompt-lookup", "--json", file))
     assert done.status == 0, done.err
     content = json.loads(file.read_text())
     assert [row["temperature"] for row in content["temperatures"]] == [0.5, 1.0]
@@ -774,7 +798,7 @@ def test_a_benchmark_records_its_options(medusa: Any, place: Place, tmp_path: Pa
     assert rules.keys() == {"plain", "rejection", "typical", "typical-sampled"}
     assert [name for name, row in rules.items() if not row["lossless"]] == ["typical", "typical-sampled"]
     assert rules["typical"]["log_likelihood"] > rules["plain"]["log_likelihood"], "it takes the most probable roots"
-    lookup = content["methods"]["prompt lookup"]
+    lookup = content["methods"]["generate prompt-lookup"]
     assert (lookup["equal_to_plain"], lookup["steps"]) == (1.0, 0)
     assert "typical (lossy)" in done.out
     settings = content["settings"]
@@ -855,7 +879,7 @@ def test_incomparable_benchmarks_are_rejected(medusa: Any, place: Place, tmp_pat
         (("benchmark", "--compare", file, place.prompts), "not JSON"),
         (benchmark(place, "--max-prompts", "2", "--compare", file), "other prompts"),
         (("benchmark",), "--backbone is missing"),
-        (benchmark(place, "--batch-size", "2", "--prompt-lookup"), "--batch-size"),
+        (benchmark(place, "--batch-size", "2", "--against", "prompt-lookup"), "--batch-size"),
     ):
         done = medusa(*argv)
         assert done.status == 2, argv

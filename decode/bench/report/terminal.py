@@ -82,8 +82,8 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         console.print("machine, threads or dtype differ: ratios may be compared, tokens per second may not")
 
 
-def print_verification(console: Console, outcome: VerificationResult, full: bool, report: str) -> None:
-    """Print the outcome of `medusa verify`, and the path of its `report`. With `full`, show temperature and top-p."""
+def print_verification(console: Console, outcome: VerificationResult, full: bool, report: str | None) -> None:
+    """Print the outcome of `medusa verify`, and the path of its `report`, if it wrote one. With `full`, show temperature and top-p."""
     console.print(f"greedy: {outcome.greedy.in_words(outcome.asked.dtype)}")
     head, rows = figures_table(outcome.cases)
     narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
@@ -93,7 +93,7 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
         table.add_row(*(row[column] for column in narrow), style=style)
     console.print(table)
     verdict = "passed" if outcome.passed else "FAILED: evidence against equality"
-    console.print(f"[bold]{verdict}[/]; report: {report}")
+    console.print(f"[bold]{verdict}[/]" + (f"; report: {report}" if report else ""))
 
 
 def print_calibration(console: Console, found: Calibration, measured: float | None, place: Path) -> None:
