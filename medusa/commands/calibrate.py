@@ -11,10 +11,20 @@ quarter of the texts is held out, to measure tau (the mean number of tokens per 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from decode.settings import Settings
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable
+from medusa.commands.options import (
+    NO_CONTRAST,
+    CommandOptions,
+    Contrasting,
+    Models,
+    Prompts,
+    require_distinct,
+    require_writable,
+)
 from medusa.errors import RequestError
+from medusa.files import replacing
 from medusa.options import REQUIRED, count, group, option
 
 DRAFTING = ("acceptance", "draft", "stop_drafting", "epsilon", "delta")
@@ -39,12 +49,36 @@ class CalibrateOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_writable(self.plot)
+        if self.plot is not None:
+            require_writable(self.plot)
+            require_distinct(json=self.output.json, plot=self.plot)
+            require_picture(self.plot)
         if self.settings.compile:
             raise RequestError(
                 "--compile would compile every tree that is tried, for minutes; leave it out: --tree auto uses "
                 "the tree found here with --compile, too; medusa benchmark --compile measures a tree that you name"
             )
+
+
+def require_picture(path: str) -> None:
+    """Raise a RequestError if matplotlib cannot write a picture with the ending of `path`."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in kinds:
+        raise RequestError(f"--plot {path} does not end in the name of a picture format: {', '.join(sorted(kinds))}")
+
+
+def require_enough(prompts: int, max_new_tokens: int) -> None:
+    """Raise a RequestError if `prompts` prompts cannot give a calibration enough steps, however the texts end."""
+    from decode.bench.calibration.stored import MIN_STEPS
+
+    most = (prompts - prompts // 4) * max_new_tokens  # a quarter of the texts is held out
+    if most < MIN_STEPS:
+        raise RequestError(
+            f"a calibration needs at least {MIN_STEPS} steps, and {prompts} prompts with --max-new-tokens "
+            f"{max_new_tokens} give at most {most}; give more prompts or a larger --max-new-tokens"
+        )
 
 
 def run(options: CalibrateOptions) -> None:
@@ -58,6 +92,8 @@ def run(options: CalibrateOptions) -> None:
 
     output, seed = options.output, options.runtime.seed
     records = options.prompts.read() if options.prompts.prompts else []
+    if records:
+        require_enough(len(records), options.settings.max_new_tokens)
     opened = models.open_models(options, records, [None], calibrates=False)
     loaded, settings, prompts, heads = opened.loaded, opened.settings, opened.prompts, opened.drafters[0].heads
     models.hint_at_bfloat16(loaded, output)
@@ -69,7 +105,7 @@ def run(options: CalibrateOptions) -> None:
         else:
             texts = own_texts(model, settings, loaded.bos_token_id)
         held_out = [prompt for prompt, _ in texts[3::4]]
-        kept = [text for index, text in enumerate(texts) if index % 4 != 3] or texts
+        kept = [text for index, text in enumerate(texts) if index % 4 != 3]
         found = calibrate(model, heads, kept, settings, options.batch_size, None, options.rounds, status.update)
         status.update("measuring tau")
         seeds, measured = [seed] * len(held_out), None
@@ -82,5 +118,7 @@ def run(options: CalibrateOptions) -> None:
     if options.plot:
         from decode.bench.report.plots import calibration_plot
 
-        calibration_plot(found).savefig(options.plot, dpi=140, bbox_inches="tight")
+        picture, kind = Path(options.plot), Path(options.plot).suffix[1:]
+        with replacing(picture) as temporary:
+            calibration_plot(found).savefig(temporary, format=kind, dpi=140, bbox_inches="tight")
     output.write(asdict(found) | {"measured_tau": measured, "kept_in": str(place)})

@@ -172,7 +172,7 @@ class _Terminal:
         self.notes.print(line, style="dim", highlight=False)
         source = self.generator.source
         if source is not None and source.heads is not None and not self.plain:
-            warn_if_useless(tokens, per_step)
+            warn_if_useless(tokens, per_step, source.num_nodes)
 
     def _print(self, pieces: list[TextPiece]) -> str:
         """Write pieces of text to standard output, and return their text. In a terminal, drafted tokens are green."""

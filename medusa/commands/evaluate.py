@@ -14,6 +14,7 @@ from rich.table import Table
 
 from decode.settings import Settings
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models
+from medusa.errors import RequestError, RunError
 from medusa.options import REQUIRED, Options, count, group, option
 from medusa.records.record import prompt_ids
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
@@ -42,6 +43,13 @@ class EvaluateOptions(CommandOptions):
     data: DataOptions = group(DataOptions, "data")
 
 
+def require_positions(max_new_tokens: int, num_heads: int) -> None:
+    """Raise a RequestError if texts of `max_new_tokens` tokens are too short for one position where all heads guess."""
+    if max_new_tokens <= num_heads:
+        least = f"{num_heads} heads need at least {num_heads + 1}"
+        raise RequestError(f"--max-new-tokens is {max_new_tokens}, and {least}; give a larger number")
+
+
 def run(options: EvaluateOptions) -> None:
     from decode.bench.methods import plain_method
     from decode.request import require_fitting
@@ -57,6 +65,7 @@ def run(options: EvaluateOptions) -> None:
     options.runtime.prepare()
     loaded = load_backbone(options.models.backbone, options.load)
     backbone, heads = Backbone(loaded.model), models.open_heads(str(options.models.heads), loaded)
+    require_positions(options.settings.max_new_tokens, heads.config.num_heads)
     prompts = []
     for record in records:
         ids = prompt_ids(record, loaded.tokenizer)
@@ -67,6 +76,11 @@ def run(options: EvaluateOptions) -> None:
         result = method([prompt])[0]
         texts.append(OwnText(result.input_ids + result.new_ids, len(result.input_ids)))
     accuracy = head_accuracy(backbone, heads, texts)
+    if not accuracy.tokens:
+        raise RunError(
+            f"there are no positions to evaluate in {len(prompts)} texts, because the backbone ended every text at "
+            "once; give other --data, or a larger --max-new-tokens"
+        )
     table = Table(title=f"Share of right guesses at {accuracy.tokens} positions of the backbone's greedy texts")
     for name in ("head", "top 1", "top 5", "top 10", "top 1 if all earlier heads are right"):
         table.add_column(name, justify="right")

@@ -70,7 +70,7 @@ def run(options: GenerateOptions) -> None:
     seconds = sum(result.seconds for result in results[:: options.batch_size])  # every result has its batch's time
     options.output.note(speed_line(tokens, seconds, per_step))
     if opened.source is not None and opened.source.heads is not None and not options.output.quiet:
-        warn_if_useless(tokens, per_step)
+        warn_if_useless(tokens, per_step, opened.source.num_nodes, len(results))
     options.output.write(models.results_json(options, opened, results))
 
 

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from decode.settings import Settings
+from decode.settings import LOSSY, Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
 from medusa.errors import RequestError
 from medusa.files import write_json
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 Item = TypeVar("Item")
+PAGE_SUFFIXES = (".html", ".htm")
 
 
 class Models(Options):
@@ -189,7 +190,6 @@ class CommandOptions(Options):
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     settings: Settings = group(Settings, "generation")
     batch_size: int = count(1, "decode N prompts at a time")
-    draft_model: str | None = None  # only `medusa benchmark` has this option
     contrasting: Contrasting = group(Contrasting, "contrastive decoding (docs/strategies.md)")
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
@@ -197,6 +197,23 @@ class CommandOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_uncontrasted(self.settings.compile, self.contrasting.amateur)
+        if not self.uses_typical:
+            for name in ("epsilon", "delta"):
+                if (value := getattr(self.settings, name)) != getattr(Settings, name):
+                    raise RequestError(
+                        f"--{name} {value:g} has an effect only with typical acceptance; add --acceptance typical "
+                        f"--temperature T, or leave out --{name}"
+                    )
+
+    @property
+    def uses_typical(self) -> bool:
+        """Whether the command decodes by typical acceptance, so that --epsilon and --delta have an effect."""
+        return self.settings.rule.rule in LOSSY
+
+    @property
+    def draft_models(self) -> tuple[str, ...]:
+        """Draft models of transformers' assisted generation, which `medusa benchmark` can measure."""
+        return ()
 
     def completed(self) -> Self:
         """Return the options with the backbone that the heads record, if the user named none.
@@ -232,6 +249,14 @@ def require_writable(path: str | None) -> None:
         raise RequestError(f"cannot write {path}: it is a folder, or its folder does not exist; name a file elsewhere")
 
 
+def require_distinct(**paths: str | None) -> None:
+    """Raise a `RequestError` if two options name the same file. `paths`: paths by the names of their options."""
+    given = [(name, path) for name, path in paths.items() if path is not None]
+    for (one, path), (other, place) in combinations(given, 2):
+        if Path(path).resolve() == Path(place).resolve():
+            raise RequestError(f"--{one} and --{other} both write {path}; give them different names")
+
+
 def require_of_kind(option: str, folder: Path, kind: str, *names: str) -> None:
     """Raise a `RequestError` if a folder to replace has content, but not the files `names` of a folder of its kind."""
     if folder.is_dir() and (all((folder / name).is_file() for name in names) or not any(folder.iterdir())):
@@ -261,7 +286,10 @@ def speed_line(tokens: int, seconds: float, tokens_per_step: float) -> str:
     return f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second, {tokens_per_step:.2f} a step"
 
 
-def warn_if_useless(tokens: int, tokens_per_step: float) -> None:
-    """Warn if at least 65 tokens were generated, but fewer than 1.15 per step: hardly any guess was accepted."""
-    if tokens > 64 and tokens_per_step < 1.15:
+def warn_if_useless(tokens: int, tokens_per_step: float, nodes: int, texts: int = 1) -> None:
+    """Warn if hardly any guess of the heads was accepted: fewer than 1.15 tokens per step.
+
+    There is no warning if too little was generated to tell: at most 64 tokens, or at most 16 for each of the `texts`,
+    which ended early. With one node (`nodes`), nothing was guessed."""
+    if nodes != 1 and tokens > max(64, 16 * texts) and tokens_per_step < 1.15:
         warn("hardly any guess was accepted: these heads do not fit this backbone (another model, or another dtype?)")

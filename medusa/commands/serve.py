@@ -28,6 +28,10 @@ class ServeOptions(CommandOptions):
     )
     plain: bool = option(False, "decode without a drafter: one token per step")
 
+    @property
+    def uses_typical(self) -> bool:
+        return True  # a request may ask for it
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.models.heads is None and self.models.drafter is None and not self.plain:

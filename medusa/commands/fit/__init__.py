@@ -80,7 +80,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
         found, choices = Probe(**held["probe"]), [HeadsChoice(**choice) for choice in held["choices"]]
     else:
         options.runtime.prepare()
-        with options.output.progress.status("loading and timing the model"):
+        with options.output.stage("loading and timing the model"):
             loaded = load_backbone(options.model, options.load)
             found = probe(loaded)
             minutes = options.minutes or default_minutes(found, len(sides.train), options.tokens)

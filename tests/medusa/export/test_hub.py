@@ -662,7 +662,7 @@ def test_export_accepts_only_calibrations_of_the_same_heads(llama: Any, tmp_path
             "points": points,
             "chosen": 0,
             "temperatures": [1.0],
-            "texts": {},
+            "texts": {"texts": 32, "steps": 500},
             "holds_for": {"processor": cpu, "dtype": "float32", "batch_size": 1, "temperature": 0.0, "heads": of},
         }
         for cpu, of in (("CPU of these", heads_fingerprint(heads)), ("CPU of others", "0" * 16))
