@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from decode.settings import Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
+from medusa.commands.prompting import raw_option
 from medusa.errors import RequestError
 from medusa.files import write_json
 from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
@@ -110,14 +111,16 @@ class Output(Options):
 
     @contextlib.contextmanager
     def progress_bars(self) -> Iterator[Callable[[str, int], Callable[..., None]]]:
-        """Show progress bars. Yield a function that starts a bar and returns a function that advances this bar."""
+        """Show progress bars. Yield a function that starts a bar and returns a function that advances this bar.
+
+        The second function takes the number of finished items, and optionally a new title for the bar."""
         from rich.progress import Progress
 
         with Progress(console=self.progress, disable=self.quiet, transient=True) as progress:
 
             def start(title: str, total: int) -> Callable[..., None]:
                 task = progress.add_task(title, total=total)
-                return lambda n=1: progress.advance(task, n)
+                return lambda n=1, title=None: progress.update(task, advance=n, description=title)
 
             yield start
 
@@ -154,6 +157,7 @@ class CommandOptions(Options):
     models: Models = group(Models, "models")
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     settings: Settings = group(Settings, "generation")
+    raw: bool | None = raw_option()
     batch_size: int = count(1, "decode N prompts at a time")
     draft_model: str | None = None  # only `medusa benchmark` has this option
     contrasting: Contrasting = group(Contrasting, "contrastive decoding (docs/strategies.md)")

@@ -92,7 +92,7 @@ def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | No
     The reader drops every training example that contains such a run."""
     windows: set[tuple[int, ...]] = set()
     for record in records_of(config, config.exclude) if config.exclude else ():
-        ids = prompt_ids(record, tokenizer) if record.is_prompt else to_example(record, tokenizer).input_ids
+        ids = prompt_ids(record, tokenizer, raw=True) if record.is_prompt else to_example(record, tokenizer).input_ids
         if len(ids) < config.exclude_window:
             short = f"a text in {config.exclude} is shorter than exclude_window; it excludes nothing"
             warnings.warn(short, stacklevel=2)
