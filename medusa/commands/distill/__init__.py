@@ -11,6 +11,7 @@ the texts that failed (own.failed.jsonl lists them)."""
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,11 +19,11 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from decode.settings import Settings
-from medusa.commands.distill import checks
+from medusa.commands.distill.checks import require_room, require_same_settings
 from medusa.commands.distill.client import Server
 from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine
 from medusa.commands.distill.journal import Journal
-from medusa.commands.distill.tasks import Task, tasks_of
+from medusa.commands.distill.tasks import Task, digest, tasks_of
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable, warn
 from medusa.commands.prompting import PromptForm, prompt_form
 from medusa.errors import RequestError, RunError
@@ -122,14 +123,14 @@ def distill(options: DistillOptions) -> DistillFigures:
     after Ctrl-C or SIGTERM. The finished answers are kept, and another call with the same options continues."""
     records, path = _records(options), Path(options.out)
     form = _form(options)
-    about = checks.about(options, records, form)
-    checks.require_same_settings(path, about, options.overwrite)
+    about = _about(options, records, form)
+    require_same_settings(path, about, options.overwrite)
     if line := form.line(records):
         options.output.note(line)
     engine: LocalEngine | ServerEngine = _server_engine(options) if options.server else _local_engine(options)
     tasks = _tasks(options, engine, records, form)
     engine.check(tasks)
-    checks.require_room(path, tasks, options.settings)
+    require_room(path, tasks, options.settings)
     if options.overwrite:
         path.unlink(missing_ok=True)
     journal = Journal(path, tasks)
@@ -193,6 +194,20 @@ def _tasks(options: DistillOptions, engine: Engine, records: list[Record], form:
         reason = "--raw turns the chat template off" if form.has_template else "this tokenizer has no chat template"
         warn(f"only the first question of {cut} conversations is answered: {reason}")
     return tasks
+
+
+def _about(options: DistillOptions, records: list[Record], form: PromptForm) -> Json:
+    """Collect, as JSON, all settings that affect the generated texts. A continued run must have the same settings."""
+    settings, models, load = options.settings, options.models, options.load
+    found = settings.to_dict() | {"backbone": models.backbone, "revision": load.revision, "dtype": load.dtype}
+    found |= {"server": bool(options.server), "server_model": options.model, "seed": options.runtime.seed}
+    found |= {name: getattr(options.prompts, name) for name in ("prompts", "max_prompts", "split")}
+    found |= {name: getattr(options, name) for name in ("self_talk", "self_talk_seeds", "prefix_tokens", "max_turns")}
+    found["prompts_digest"] = digest(records)
+    found["raw"] = next((form.raw for record in records if record.is_prompt), None)  # no other records depend on it
+    if settings.do_sample:  # greedy texts do not depend on these options
+        found |= {"batch_size": options.batch_size, "heads": models.heads, "tree": models.tree}
+    return json.loads(json.dumps(found))
 
 
 def _local_engine(options: DistillOptions) -> LocalEngine:

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from decode.settings import Settings
-from medusa.commands.distill.tasks import Task, digest
+from medusa.commands.distill.tasks import Task
 from medusa.commands.options import warn
-from medusa.commands.prompting import PromptForm
 from medusa.errors import RequestError
 from medusa.files import Json, free_bytes, read_json, readable
-from medusa.records.record import Record
 from medusa.records.sources import SETTINGS
-
-if TYPE_CHECKING:
-    from medusa.commands.distill import DistillOptions
 
 BYTES_PER_LINE = 100  # of one answer, without its tokens
 BYTES_PER_TOKEN = 12  # of one answer: an id, a comma, a space, and the text of the token
-
-
-def about(options: DistillOptions, records: list[Record], form: PromptForm) -> Json:
-    """Collect, as JSON, all settings that affect the generated texts. A continued run must have the same settings."""
-    settings, models, load = options.settings, options.models, options.load
-    found = settings.to_dict() | {"backbone": models.backbone, "revision": load.revision, "dtype": load.dtype}
-    found |= {"server": bool(options.server), "server_model": options.model, "seed": options.runtime.seed}
-    found |= {name: getattr(options.prompts, name) for name in ("prompts", "max_prompts", "split")}
-    found |= {name: getattr(options, name) for name in ("self_talk", "self_talk_seeds", "prefix_tokens", "max_turns")}
-    found["prompts_digest"] = digest(records)
-    found["raw"] = next((form.raw for record in records if record.is_prompt), None)  # no other records depend on it
-    if settings.do_sample:  # greedy texts do not depend on these options
-        found |= {"batch_size": options.batch_size, "heads": models.heads, "tree": models.tree}
-    return json.loads(json.dumps(found))
 
 
 def require_same_settings(path: Path, about: Json, overwrite: bool) -> None:
