@@ -69,6 +69,8 @@ class Opened:
     prompts: list[list[int]]
     configs: list[DrafterConfig]
     calibrates: bool
+    raw_prompts: bool | None = None
+    """Whether the prompts are plain text, not in a chat template; `None` if no prompt has such a form."""
 
     @cached_property
     def drafters(self) -> list[DrafterFactory]:
@@ -100,7 +102,7 @@ def open_models(
     settings, contrasting = command.settings, command.contrasting
     if configs:
         require_tree_support(loaded.model)
-    prompts = encode_prompts(command, records, loaded.tokenizer)
+    form, prompts = form_of(command, loaded.tokenizer), encode_prompts(command, records, loaded.tokenizer)
     require_fitting(prompts, Backbone(loaded.model))
     if settings.stop:
         require_tokenizer(loaded, "--stop")
@@ -109,7 +111,7 @@ def open_models(
         require_fitting(prompts, Backbone(model), "amateur")
         contrast = Contrast(contrasting.alpha, contrasting.beta, contrasting.temperature)
         settings = replace(settings, amateur=Amateur(model, contrast, contrasting.amateur))
-    return Opened(command, loaded, settings, prompts, configs, calibrates)
+    return Opened(command, loaded, settings, prompts, configs, calibrates, form.of_most(records))
 
 
 def form_of(command: CommandOptions, tokenizer: PreTrainedTokenizerBase | None) -> PromptForm:

@@ -54,6 +54,11 @@ class PromptForm:
             return self.raw
         return None if record.messages is None else False
 
+    def of_most(self, records: Sequence[Record]) -> bool | None:
+        """Return whether most prompts of these records are plain text; `None` if no prompt has a form."""
+        forms = [form for form in map(self.of, records) if form is not None]
+        return sum(forms) > len(forms) / 2 if forms else None
+
     def line(self, records: Sequence[Record]) -> str | None:
         """Describe in one line how these prompts are given; `None` if there is nothing to choose or to describe."""
         if not records or not (self.has_template or self.asked):

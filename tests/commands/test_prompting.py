@@ -13,7 +13,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.__main__ import main
+from medusa.errors import RequestError
 from medusa.files import read_json, write_json
+from medusa.heads.independent import MedusaHeads
 from tests.commands.test_cli import Place, build
 from tests.helpers import LETTERS
 
@@ -210,6 +212,70 @@ def test_evaluate_continues_a_conversation_after_its_first_question(
     done = medusa(*argv, "--data", tmp_path / "d.jsonl")
     assert done.status == 0, done.err
     assert ["".join(LETTERS[token] for token in prompt) for prompt in asked] == ["szubcda", "b" * 16]
+
+
+# --- what was used when distilling is the default afterwards ----------------------------------------------------------
+
+
+def trained_on(data: Path, models: Models, *more: str) -> str:
+    """Train heads for one step on data, and return their folder."""
+    recipe, heads = data.parent / "recipe.yaml", data.parent / f"heads-{len(more)}"
+    write_json(recipe, {"backbone": models.chat, "data": {"path": str(data), "sequence_length": 16}, "device": "cpu"})
+    about = ("heads.num=2", "training.max_steps=1", "training.per_device_train_batch_size=2", f"output_dir={heads}")
+    assert main(["train", str(recipe), *about, "--quiet", *more]) == 0
+    return str(heads)
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_the_form_of_distilled_prompts_is_saved_with_the_heads(
+    generate: Any, medusa: Any, models: Models, tmp_path: Path, raw: bool
+) -> None:
+    (tmp_path / "p.txt").write_text("bcd\nefg\n", encoding="utf-8")
+    own, flag, features = tmp_path / "own.jsonl", "--raw" if raw else "--no-raw", tmp_path / "features"
+    argv = ("--backbone", models.chat, "--max-new-tokens", "16", "--ignore-eos")
+    assert medusa("distill", *argv, "--prompts", tmp_path / "p.txt", "--output", own, flag).status == 0
+    assert [json.loads(line)["raw_prompt"] for line in own.read_text().splitlines()] == [raw, raw]
+    assert read_json(tmp_path / "own.settings.json")["raw"] is raw
+    heads = trained_on(own, models)
+    assert MedusaHeads.from_pretrained(heads).config.raw_prompts is raw
+    done = generate("--heads", heads, "--tree", "chain", rows=[ROWS[0][0]])
+    assert done.prompts == ["bcd" if raw else "ubcda"]
+    for more in (
+        ("data.streaming=true",),
+        ("cache_features=true", f"features_dir={features}"),
+        (f"data.path={features}", "data.sequence_length=8", "heads.num=3"),
+    ):
+        assert read_json(Path(trained_on(own, models, *more)) / "config.json")["raw_prompts"] is raw, more
+
+
+def test_recorded_features_keep_the_form_of_prompts(generate: Any, models: Models, tmp_path: Path) -> None:
+    folder = tmp_path / "recorded"
+    argv = ("--max-new-tokens", "12", "--ignore-eos", "--record", folder)
+    assert generate(*argv, "--raw", rows=[ROWS[0][0]]).status == 0
+    assert read_json(Path(trained_on(folder, models)) / "config.json")["raw_prompts"] is True
+    other = generate(*argv, rows=[ROWS[0][0]])
+    assert other.status == 2
+    assert "the prompts are templated, and those in" in other.err
+    assert generate(*argv, rows=[ROWS[3][0]]).status == 0, "texts have no form"
+
+
+def test_texts_record_no_form(medusa: Any, models: Models, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"text": "bcd"}\n', encoding="utf-8")
+    own = tmp_path / "own.jsonl"
+    argv = ("distill", "--backbone", models.chat, "--max-new-tokens", "16", "--ignore-eos", "--output", own)
+    assert medusa(*argv, "--prompts", tmp_path / "p.jsonl").status == 0
+    assert "raw_prompt" not in own.read_text()
+    assert read_json(Path(trained_on(own, models)) / "config.json")["raw_prompts"] is None
+    seeds = ("--self-talk", "2", "--self-talk-seeds", tmp_path / "p.jsonl", "--overwrite")
+    assert medusa(*argv, *seeds).status == 0
+    assert "raw_prompt" not in own.read_text()
+
+
+def test_an_invalid_record_is_refused(models: Models, tmp_path: Path) -> None:
+    heads = heads_that_record(models, None, tmp_path / "heads")
+    write_json(Path(heads) / "config.json", read_json(Path(heads) / "config.json") | {"raw_prompts": "yes"})
+    with pytest.raises(RequestError, match="raw_prompts is 'yes'; it must be true"):
+        MedusaHeads.from_pretrained(heads)
 
 
 def test_a_chat_uses_the_template_unless_raw(

@@ -49,6 +49,7 @@ class ExampleReader:
                 counts.drop(reason, record.where)
                 continue
             counts.cut += too_long
+            counts.add_prompt(record.raw_prompt)
             yield example
 
     def _reason_to_drop(self, record: Record, example: Example, too_long: bool) -> str | None:
