@@ -53,7 +53,7 @@ def width() -> int:
 def exit_status(program: str, run: Callable[[], int | None]) -> int:
     """Call `run` and return its exit status (0 for `None`). Errors are printed in one line that begins with `program`.
 
-    The status is 1 after a `RunError`, 2 after a `RequestError` 130 after Ctrl-C and 143 after SIGTERM."""
+    The status is 1 after a `RunError`, 2 after a `RequestError`, 130 after Ctrl-C and 143 after SIGTERM."""
     try:
         return run() or 0
     except RequestError as error:

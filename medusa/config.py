@@ -22,7 +22,8 @@ MINIMA |= {"vocab_size": 1, "vocabulary": MIN_VOCABULARY}  # the smallest values
 PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}
 PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}  # keys of FasterDecoding, TGI and LoRAX
 OUR_KEYS: tuple[str, ...] = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size")
-OUR_KEYS += ("vocabulary", "prefix", "backbone", "tree")  # fields with the same name in JSON; others ignore them
+OUR_KEYS += ("vocabulary", "prefix", "backbone", "tree", "raw_prompts")
+"""The fields with the same name in JSON; other programs ignore them."""
 
 
 class Fingerprint(TypedDict, total=False):
@@ -78,6 +79,8 @@ class MedusaConfig:
     """The fingerprint of the backbone; empty if unknown."""
     tree: list[list[int]] | None = None
     """The paths of the best tree for these heads (`medusa.tree`); `None` if unknown."""
+    raw_prompts: bool | None = None
+    """Whether the prompts of the training data were plain text (True) or in a chat template; `None` if unknown."""
 
     def __post_init__(self) -> None:
         for name, allowed in {"kind": KINDS, "block": (*BLOCKS, ORIGINAL_HYDRA), "lm_head": LM_HEADS}.items():
@@ -109,6 +112,9 @@ class MedusaConfig:
                 raise RequestError(f"the config's prefix has {key} {size!r}; it must be a {number} above 0")
         if not isinstance(self.backbone, dict):
             raise RequestError(f"the config's backbone is {self.backbone!r}; it must be a fingerprint, or left out")
+        if not isinstance(self.raw_prompts, bool | None):
+            found = f"the config's raw_prompts is {self.raw_prompts!r}"
+            raise RequestError(f"{found}; it must be true (plain text), false (in a chat template), or left out")
         if self.tree is not None:
             if not isinstance(self.tree, list):
                 raise RequestError(f"the config's tree is {self.tree!r}; it must be a list of paths, or left out")

@@ -67,6 +67,8 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
         quality_rows = load_dataset(config.data.model_copy(update=changed), *reading)
     set_seed(arguments.seed)  # so that the initial heads depend on nothing but the seed
     heads = _heads(config, backbone, dataset, quiet)
+    if (raw := dataset.counts.has_raw_prompts) is not None:  # unknown: trained heads keep their own record
+        heads.config.raw_prompts = raw
     require_adaptable(config, heads.config)
     return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads)
 

@@ -34,19 +34,25 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """A conversation. Without a chat template, its messages and answers form one text, and `system` must be `None`."""
+    """A conversation. Without a chat template, or with `raw`, its messages and answers form one text.
+
+    A text has no system message: `system` must be `None`."""
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
+    raw: bool = False
 
     def __post_init__(self) -> None:
-        if self.system is not None and not self.has_template:
+        if self.system is not None and self.tokenizer.chat_template is None:
             raise RequestError("--system needs a chat template, and this backbone's tokenizer has none; leave it out")
+        if self.system is not None and self.raw:
+            raise RequestError("--system needs the chat template, and --raw turns it off; leave one of them out")
 
     @property
     def has_template(self) -> bool:
-        return self.tokenizer.chat_template is not None
+        """Whether a chat template formats the conversation."""
+        return self.tokenizer.chat_template is not None and not self.raw
 
     def ask(self, message: str, *models: PreTrainedModel) -> Turn:
         """Make the turn for a message. The turn joins the conversation when `keep` receives its answer.
@@ -77,7 +83,7 @@ class Conversation:
     def _continued(self, message: str) -> list[int]:
         last = self.turns[-1] if self.turns else None
         if last is None or last.result is None or last.result.finish_reason == "eos":  # the message begins a new text
-            return prompt_ids(Record("the text", text=message, is_prompt=True), self.tokenizer)
+            return prompt_ids(Record("the text", text=message), self.tokenizer)
         ids = last.result.input_ids + last.result.new_ids
         space = "" if last.text[-1:].isspace() else " "
         return [*ids, *continuation_ids(ids, space + message, self.tokenizer)] if message else ids

@@ -49,6 +49,8 @@ class PageConfig:
     drafter: str
     system: str | None
     seed: int
+    raw: bool = False
+    """Whether the chat template is turned off."""
 
 
 def serve(config: PageConfig, host: str, port: int, allowed_hosts: list[str], on_start: Callable[[], object]) -> None:
@@ -119,7 +121,7 @@ class ChatPage:
         self.config, self.generator = config, config.worker.generator
         assert self.generator.source is not None, "a page without a drafter has nothing to compare"
         self.num_nodes = self.generator.source.num_nodes
-        self.conversation = Conversation(self.generator.tokenizer, config.system)
+        self.conversation = Conversation(self.generator.tokenizer, config.system, raw=config.raw)
         self.templated = self.conversation.has_template
         self.settings = config.settings
         self.answers = 0
@@ -188,7 +190,7 @@ class ChatPage:
         """Stop the current answer, and replace the conversation by an empty one."""
         if self.stopped is not None:
             self.stopped.set()
-        self.conversation = Conversation(self.generator.tokenizer, self.config.system)
+        self.conversation = Conversation(self.generator.tokenizer, self.config.system, raw=self.config.raw)
 
     def _reset(self) -> None:
         self._forget()

@@ -143,7 +143,7 @@ class CompletionRequest(GenerationRequest):
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Return the token ids of each prompt; raises a `RequestError` if the text of a prompt is empty."""
         return [
-            prompt_ids(Record("prompt", text=part, is_prompt=True), tokenizer) if isinstance(part, str) else part
+            prompt_ids(Record("prompt", text=part), tokenizer) if isinstance(part, str) else part
             for part in self.prompt
         ]
 

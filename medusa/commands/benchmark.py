@@ -202,15 +202,15 @@ def run(options: BenchmarkOptions) -> None:
 def require_same_prompts(options: BenchmarkOptions, records: Sequence[Record], earlier: Earlier) -> None:
     """Raise a `RequestError` if an earlier benchmark decoded other prompts. This loads the tokenizer but no weights."""
     from decode.bench.measure import prompts_hash
+    from medusa.commands.models import form_of
     from medusa.loading import load_tokenizer
-    from medusa.records.record import prompt_ids
 
     tokenizer = load_tokenizer(options.models.backbone, options.load)
-    fingerprint = prompts_hash([prompt_ids(record, tokenizer) for record in records])
+    fingerprint = prompts_hash(form_of(options, tokenizer).ids(records, tokenizer))
     for name, result in earlier:
         if result.settings.prompts_sha256 != fingerprint:
             raise RequestError(
-                f"{name} was measured on other prompts; give the same --prompts, --prompt and --max-prompts"
+                f"{name} was measured on other prompts; give the same --prompts, --prompt, --max-prompts and --raw"
             )
 
 

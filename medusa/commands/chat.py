@@ -3,7 +3,8 @@
   medusa chat demo          # in the terminal: type /help for the commands
   medusa chat demo --web    # in the browser, side by side with plain decoding
 
-The backbone's chat template formats the conversation. A backbone without a template continues your text."""
+The backbone's chat template formats the conversation. Without a template, or with --raw, the backbone continues your
+text."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ from rich.text import Text
 
 from medusa.commands.network import Network
 from medusa.commands.options import CommandOptions, require_extra, speed_line, warn, warn_if_useless
+from medusa.commands.prompting import PromptForm, prompt_form, recorded_form
 from medusa.errors import RequestError
 from medusa.options import group, option
+from medusa.records.record import Record
 
 if TYPE_CHECKING:
     from decode.results import Result
@@ -79,7 +82,10 @@ def run(options: ChatOptions) -> None:
     drafts = options.models.heads is not None or options.models.drafter is not None
     opened = models.open_models(options, drafters=[options.models.drafter] if drafts else [])
     loaded, settings = opened.loaded, opened.settings
-    conversation = Conversation(models.require_tokenizer(loaded, "a chat"), options.system)
+    tokenizer = models.require_tokenizer(loaded, "a chat")
+    form = prompt_form(options.raw, tokenizer, options.models.backbone)  # the heads' record is no default here
+    conversation = Conversation(tokenizer, options.system, raw=form.raw)
+    _say_form(options, form)
     generator, begin = TextGenerator(loaded.model, conversation.tokenizer, opened.source), [loaded.bos_token_id or 0]
     if page.web:
         from decode.serve.chat_page import PageConfig, serve
@@ -88,7 +94,7 @@ def run(options: ChatOptions) -> None:
         with options.warming_up():
             worker.thread.submit(generator.warm_up, begin, settings).result()
         backbone, drafter = options.models.backbone, options.models.drafter or "heads"
-        config = PageConfig(worker, settings, backbone, drafter, options.system, options.runtime.seed)
+        config = PageConfig(worker, settings, backbone, drafter, options.system, options.runtime.seed, form.raw)
         serve(config, page.host, page.port, page.allowed_hosts, lambda: page.announce("chat"))
         return
     with options.warming_up():
@@ -96,6 +102,18 @@ def run(options: ChatOptions) -> None:
     terminal = _Terminal(options, generator, settings, conversation)
     terminal.run()
     options.output.write(models.results_json(options, opened, terminal.results))
+
+
+def _say_form(options: ChatOptions, form: PromptForm) -> None:
+    """Print whether the chat template is used, and whether the heads were trained on the other form of prompts."""
+    output, heads = options.output, options.models.heads
+    if line := form.line([Record("the chat", text="a message", is_prompt=True)]):
+        output.note(line)
+    if heads is not None and not form.raw and recorded_form(heads):
+        output.note(
+            "note: these heads were trained on answers to plain-text prompts, so fewer of their guesses may be "
+            "accepted in a chat"
+        )
 
 
 class _Terminal:
@@ -114,7 +132,8 @@ class _Terminal:
         """Answer every line that the user types, until /quit or the end of the input."""
         say = self.notes.print
         if not self.conversation.has_template:
-            say(f"{self.options.models.backbone} has no chat template, so it continues your text.", highlight=False)
+            reason = "is used without a chat template" if self.options.raw else "has no chat template"
+            say(f"{self.options.models.backbone} {reason}, so it continues your text.", highlight=False)
             say("Press Enter on an empty line to continue the last answer.", highlight=False)
         if self.generator.source is not None:
             say("[green]green[/]: drafted tokens that the backbone accepted; each other token took one forward")

@@ -2,8 +2,9 @@
 
   medusa evaluate demo --data medusa/assets/prompts.jsonl
 
-The backbone first continues every prompt greedily. Of a document or a conversation, it continues the first 16 tokens.
-The heads' guesses are compared with the generated text, not with the text of the file."""
+The backbone first continues every prompt greedily. It continues a document after the document's first 16 tokens, and a
+conversation after the first question. The heads' guesses are compared with the generated text, not with the text of the
+file."""
 
 from __future__ import annotations
 
@@ -16,10 +17,9 @@ from decode.settings import Settings
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models
 from medusa.errors import RequestError, RunError
 from medusa.options import REQUIRED, Options, count, group, option
-from medusa.records.record import prompt_ids
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
-OPENING = 16  # number of tokens that the backbone continues, of a record that is not a prompt
+OPENING = 16  # number of tokens of a document that the backbone continues
 
 
 class DataOptions(Options):
@@ -66,10 +66,8 @@ def run(options: EvaluateOptions) -> None:
     loaded = load_backbone(options.models.backbone, options.load)
     backbone, heads = Backbone(loaded.model), models.open_heads(str(options.models.heads), loaded)
     require_positions(options.settings.max_new_tokens, heads.config.num_heads)
-    prompts = []
-    for record in records:
-        ids = prompt_ids(record, loaded.tokenizer)
-        prompts.append(ids if record.is_prompt or record.prompt_tokens else ids[:OPENING])
+    encoded = models.encode_prompts(options, [record.opening() for record in records], loaded.tokenizer)
+    prompts = [ids[:OPENING] if record.is_document else ids for record, ids in zip(records, encoded, strict=True)]
     require_fitting(prompts, backbone)
     method, texts = plain_method(loaded.model, options.settings, loaded.tokenizer), []
     for prompt in output.track(prompts, "generating"):

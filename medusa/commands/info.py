@@ -12,6 +12,8 @@ from rich.table import Table
 from medusa.commands.options import Output
 from medusa.options import REQUIRED, Options, group, option
 
+PROMPTS = {True: "plain text when distilling", False: "through the chat template when distilling", None: "not recorded"}
+
 
 class InfoOptions(Options):
     by_position = ("heads",)
@@ -43,6 +45,7 @@ def run(options: InfoOptions) -> None:
         "loadable by servers": "yes"
         if config.servable
         else "no: servers load only square blocks of kind medusa and gated blocks of kind eagle",
+        "prompts": PROMPTS[config.raw_prompts],
         "tree": f"{tree.num_nodes} nodes, {tree.max_depth} deep" if tree else "none saved; the default tree is used",
     }
     provenance = heads.provenance or {}

@@ -27,12 +27,13 @@ from decode.strategies.contrastive import Amateur, Contrast
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone, require_tree_support
 from medusa.commands.options import CommandOptions, Output, warn
+from medusa.commands.prompting import PromptForm, prompt_form
 from medusa.errors import RequestError
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, head_sizes, load_backbone, load_config, load_tokenizer
 from medusa.options import LoadOptions
-from medusa.records.record import Record, prompt_ids
+from medusa.records.record import Record
 
 
 def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (HeadsDrafterConfig(),)) -> None:
@@ -69,6 +70,8 @@ class Opened:
     prompts: list[list[int]]
     configs: list[DrafterConfig]
     calibrates: bool
+    raw_prompts: bool | None = None
+    """Whether the prompts are plain text, not in a chat template; `None` if no prompt has such a form."""
 
     @cached_property
     def drafters(self) -> list[DrafterFactory]:
@@ -100,7 +103,7 @@ def open_models(
     settings, contrasting = command.settings, command.contrasting
     if configs:
         require_tree_support(loaded.model)
-    prompts = [prompt_ids(record, loaded.tokenizer) for record in records]
+    form, prompts = form_of(command, loaded.tokenizer), encode_prompts(command, records, loaded.tokenizer)
     require_fitting(prompts, Backbone(loaded.model))
     if settings.stop:
         require_tokenizer(loaded, "--stop")
@@ -109,7 +112,22 @@ def open_models(
         require_fitting(prompts, Backbone(model), "amateur")
         contrast = Contrast(contrasting.alpha, contrasting.beta, contrasting.temperature)
         settings = replace(settings, amateur=Amateur(model, contrast, contrasting.amateur))
-    return Opened(command, loaded, settings, prompts, configs, calibrates)
+    return Opened(command, loaded, settings, prompts, configs, calibrates, form.of_most(records))
+
+
+def form_of(command: CommandOptions, tokenizer: PreTrainedTokenizerBase | None) -> PromptForm:
+    """Choose whether a command's prompts go through the tokenizer's chat template."""
+    return prompt_form(command.raw, tokenizer, command.models.backbone, command.models.heads)
+
+
+def encode_prompts(
+    command: CommandOptions, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase | None
+) -> list[list[int]]:
+    """Return the token ids of each prompt, and print whether they go through the chat template."""
+    form = form_of(command, tokenizer)
+    if line := form.line(records):
+        command.output.note(line)
+    return form.ids(records, tokenizer)
 
 
 def _context(command: CommandOptions, loaded: Loaded) -> DrafterContext:

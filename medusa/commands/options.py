@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from decode.settings import LOSSY, Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
+from medusa.commands.prompting import raw_option
 from medusa.errors import RequestError
 from medusa.files import write_json
 from medusa.options import LoadOptions, Options, count, group, option
@@ -130,14 +131,16 @@ class Output(Options):
 
     @contextlib.contextmanager
     def progress_bars(self) -> Iterator[Callable[[str, int], Callable[..., None]]]:
-        """Show progress bars. Yield a function that starts a bar and returns a function that advances this bar."""
+        """Show progress bars. Yield a function that starts a bar and returns a function that advances this bar.
+
+        The second function takes the number of finished items, and optionally a new title for the bar."""
         from medusa.progress import ProgressLines
 
         with ProgressLines(*ProgressLines.get_default_columns(), quiet=self.quiet, transient=True) as progress:
 
             def start(title: str, total: int) -> Callable[..., None]:
                 task = progress.add_task(title, total=total)
-                return lambda n=1: progress.advance(task, n)
+                return lambda n=1, title=None: progress.update(task, advance=n, description=title)
 
             yield start
 
@@ -189,6 +192,7 @@ class CommandOptions(Options):
     models: Models = group(Models, "models")
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     settings: Settings = group(Settings, "generation")
+    raw: bool | None = raw_option()
     batch_size: int = count(1, "decode N prompts at a time")
     contrasting: Contrasting = group(Contrasting, "contrastive decoding (docs/strategies.md)")
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")

@@ -16,6 +16,7 @@ from medusa.options import count, group, option
 
 class ServeOptions(CommandOptions):
     shown = "heads host port name batch-size max-new-tokens temperature tree drafter plain backbone device dtype"
+    raw: bool | None = None  # /v1/completions takes plain text, /v1/chat/completions uses the template
     batch_size: int = count(8, "decode at most N texts at a time")
     contrasting: Contrasting = NO_CONTRAST
     output: Output = group(Output, "output", without=("json",))

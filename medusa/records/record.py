@@ -7,12 +7,14 @@ The JSON object of a record contains one of these keys, and optionally a `catego
     messages                  [{"role", "content"}, ...]
     conversations             [{"from", "value"}, ...], as in ShareGPT
     turns                     a list of questions, as in MT-bench; the first one is the prompt
-"""
+
+If the tokenizer has a chat template, it formats prompts, questions, turns, messages and conversations. A `text` and
+`input_ids` are never formatted."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from medusa.errors import RequestError
@@ -42,14 +44,39 @@ class Record:
     turns: list[str] = field(default_factory=list)  # all questions of an MT-bench record; `messages` has the first one
     teach_last: bool = False  # only the last answer counts in the loss: other records contain the earlier ones
     unfinished: bool = False  # the last answer was cut off, so that no end token follows it
+    raw_prompt: bool | None = None  # of a distilled answer: whether its prompt was plain text; `None`: not recorded
+
+    @property
+    def is_document(self) -> bool:
+        """Whether the record is a whole document: text or token ids of which no part is marked as the prompt."""
+        return self.messages is None and not self.is_prompt and not self.prompt_tokens
+
+    @property
+    def question(self) -> str:
+        """The text of a prompt; of several turns, the first one."""
+        return str(self.messages[0]["content"]) if self.messages else self.text or ""
+
+    def as_text(self) -> Record:
+        """Return a prompt as the beginning of a text, which no chat template formats; other records unchanged."""
+        if not self.is_prompt:
+            return self
+        return replace(self, text=self.question, messages=None, turns=[], is_prompt=False)
+
+    def opening(self) -> Record:
+        """Return a conversation up to its first user message, and any other record unchanged."""
+        roles = [message["role"] for message in self.messages or ()]
+        if self.is_prompt or "user" not in roles:
+            return self
+        return replace(self, messages=(self.messages or [])[: roles.index("user") + 1])
 
 
 def parse_record(row: object, where: str) -> Record:
     """Make a record from a JSON object; RequestError, beginning with `where`, if it has none of the known forms."""
     if not isinstance(row, dict):
         raise RequestError(f"{where}: a record is a JSON object, not {type(row).__name__}")
-    category = row.get("category")
+    category, raw = row.get("category"), row.get("raw_prompt")
     record = Record(where, category=None if category is None else str(category), tools=_tools(row.get("tools"), where))
+    record.raw_prompt = raw if isinstance(raw, bool) else None
     record.teach_last, record.unfinished = row.get("teach") == "last", row.get("finish_reason") == "length"
     if row.get("messages") is not None:
         messages = row["messages"]
@@ -123,19 +150,27 @@ def _tools(tools: object, where: str) -> list[Json] | None:
     return tools
 
 
-def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None, raw: bool = False) -> list[int]:
     """Return the token ids of a record's prompt.
 
-    The prompt is the whole text, a conversation without its last answer, or the first `record.prompt_tokens` ids (0:
-    all ids). Raise RequestError if the tokenizer or its chat template is missing, or the prompt is empty."""
+    A prompt is one user message in the tokenizer's chat template; with `raw`, or without a template, it is plain text.
+    A document is its whole text. A conversation goes through the template without its last answer. Of `input_ids`, the
+    first `record.prompt_tokens` are the prompt (0: all). Raise RequestError if the tokenizer or its chat template is
+    missing, the template rejects the messages, or the prompt is empty."""
     if record.input_ids is not None:
         ids = record.input_ids[: record.prompt_tokens or None]
     elif tokenizer is None:
         raise RequestError(f"{record.where}: the backbone has no tokenizer; give input_ids")
+    elif record.is_prompt and not record.question:
+        ids = []
+    elif record.is_prompt and (raw or tokenizer.chat_template is None):
+        ids = tokenizer(record.question)["input_ids"]
+    elif record.is_prompt:
+        ids = _conversation_ids(record, [{"role": "user", "content": record.question}], tokenizer)
     elif record.text is not None:
         ids = tokenizer(record.text)["input_ids"] if record.text else []
     else:
-        ids = _conversation_ids(record, tokenizer)
+        ids = _conversation_ids(record, record.messages or [], tokenizer)
     if not ids:
         raise RequestError(f"{record.where}: the prompt is empty; give at least one token")
     return ids
@@ -149,18 +184,18 @@ def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenize
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _conversation_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Remove the last answer of a conversation, apply the chat template, and return the token ids."""
-    messages = list(record.messages or ())
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
+def _conversation_ids(record: Record, messages: list[Json], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Remove the last answer from a record's messages, apply the chat template, and return the token ids."""
+    asked = list(messages)
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
     if tokenizer.chat_template is None:
-        if len(messages) == 1 and record.is_prompt:
-            return tokenizer(messages[0]["content"])["input_ids"]  # base models have no chat template
         raise RequestError(f"{record.where}: a conversation needs a chat template, and this tokenizer has none")
+    if not asked:
+        raise RequestError(f"{record.where}: the conversation has no question; its last answer needs one before it")
     try:
         tools = cast("list[dict[str, object] | Callable[..., object]] | None", record.tools)
-        rendered = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
+        rendered = tokenizer.apply_chat_template(asked, tools=tools, add_generation_prompt=True, return_dict=True)
         return cast("BatchEncoding", rendered)["input_ids"]
     except Exception as error:  # templates are programs and raise errors of many types
         raise template_error(record, error) from None

@@ -298,11 +298,11 @@ def test_a_full_disk_loses_no_text(distill: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_disk_that_is_too_small_is_rejected_at_the_start(distill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa.commands.distill.free_bytes", lambda path: 200)
+    monkeypatch.setattr("medusa.commands.distill.checks.free_bytes", lambda path: 200)
     done = distill(prompts=MANY)
     assert (done.status, done.lines) == (2, [])
     assert "kB at least, and its disk has 200 bytes left" in done.err
-    monkeypatch.setattr("medusa.commands.distill.free_bytes", lambda path: 3000)
+    monkeypatch.setattr("medusa.commands.distill.checks.free_bytes", lambda path: 3000)
     done = distill(prompts=MANY)
     assert done.status == 0
     assert "may take" in done.err
@@ -325,7 +325,7 @@ def by_server(distill: Any, server: FakeServer, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_server_continues_texts_as_ids(by_server: Any, server: FakeServer, talking: str) -> None:
-    done = by_server(prompts=[{"prompt": "abc", "category": "x"}, {"prompt": "abcdefgh"}])
+    done = by_server(prompts=[{"text": "abc", "category": "x"}, {"text": "abcdefgh"}])
     assert done.status == 0, done.err
     lines = by_key(done.lines)
     eos = AutoTokenizer.from_pretrained(talking).eos_token_id
@@ -388,7 +388,7 @@ def test_rejected_requests_are_kept_as_failed_and_retried_on_resume(
     by_server: Any, server: FakeServer, tmp_path: Path
 ) -> None:
     server.trouble = lambda number, body: (400, {}, "too long") if len(body["prompt"]) == 5 else False
-    rows = [{"prompt": "abc"}, {"prompt": "abcde"}, {"prompt": "ab"}]
+    rows = [{"text": "abc"}, {"text": "abcde"}, {"text": "ab"}]
     done = by_server(prompts=rows)
     assert done.status == 1
     assert by_key(done.lines).keys() == {(0, 0), (2, 0)}
@@ -452,14 +452,14 @@ def test_ctrl_c_while_requests_are_queued_ends_the_run(
 
     server.trouble = slow
     monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
-    done = by_server("--concurrency", "1", prompts=[{"prompt": letter} for letter in LETTERS[:50]])
+    done = by_server("--concurrency", "1", prompts=[{"text": letter * 2} for letter in LETTERS[:50]])
     assert done.status == 130
     assert len(server.asked) < 20, "queued conversations are not asked"
 
 
 def test_failures_between_answers_do_not_end_the_run(by_server: Any, server: FakeServer) -> None:
     server.trouble = lambda number, body: (400, {}, "no") if body["prompt"][0] % 2 else False
-    done = by_server("--concurrency", "1", prompts=[{"prompt": letter} for letter in LETTERS[:50]])
+    done = by_server("--concurrency", "1", prompts=[{"text": letter * 2} for letter in LETTERS[:50]])
     assert "25 of 50 texts could not be generated" in done.err
     assert by_key(done.lines).keys() == {(n, 0) for n in range(0, 50, 2)}
 

@@ -42,12 +42,24 @@ class DataCounts:
     rows: int = 0
     cut: int = 0  # documents that are longer than a row and were split over several rows, or truncated
     dropped: dict[str, int] = field(default_factory=dict)  # number of dropped records for each reason
+    raw_prompts: int = 0  # documents with a prompt as plain text, as `medusa distill` records it
+    chat_prompts: int = 0  # documents with a prompt in a chat template
     first: dict[str, str] = field(default_factory=dict)  # for each reason, file and line of the first dropped record
 
     def drop(self, reason: str, where: str) -> None:
         """Count a record that is dropped for this reason; `where` is the record's file and line."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         self.first.setdefault(reason, where)
+
+    def add_prompt(self, raw: bool | None) -> None:
+        """Count a document whose prompt is plain text (`raw`) or in a chat template; `None`: not recorded."""
+        self.raw_prompts += raw is True
+        self.chat_prompts += raw is False
+
+    @property
+    def has_raw_prompts(self) -> bool | None:
+        """Whether most recorded prompts are plain text, not in a chat template; `None` if none is recorded."""
+        return self.raw_prompts > self.chat_prompts if self.raw_prompts or self.chat_prompts else None
 
     def __str__(self) -> str:
         reasons = [f"{n} {why} (first: {self.first[why]})" for why, n in sorted(self.dropped.items())]

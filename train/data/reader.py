@@ -49,6 +49,7 @@ class ExampleReader:
                 counts.drop(reason, record.where)
                 continue
             counts.cut += too_long
+            counts.add_prompt(record.raw_prompt)
             yield example
 
     def _reason_to_drop(self, record: Record, example: Example, too_long: bool) -> str | None:
@@ -92,7 +93,7 @@ def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | No
     The reader drops every training example that contains such a run."""
     windows: set[tuple[int, ...]] = set()
     for record in records_of(config, config.exclude) if config.exclude else ():
-        ids = prompt_ids(record, tokenizer) if record.is_prompt else to_example(record, tokenizer).input_ids
+        ids = prompt_ids(record, tokenizer, raw=True) if record.is_prompt else to_example(record, tokenizer).input_ids
         if len(ids) < config.exclude_window:
             short = f"a text in {config.exclude} is shorter than exclude_window; it excludes nothing"
             warnings.warn(short, stacklevel=2)

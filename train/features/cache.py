@@ -79,7 +79,8 @@ class FeatureCache:
         self.row_bytes = self.row_length * files.token_bytes(size, self.dtype)
         self.rows_per_shard = max(1, min(len(rows), files.SHARD_BYTES // self.row_bytes))
         name = str(self.dtype).removeprefix("torch.")
-        self.manifest = Manifest(fingerprint, name, size, len(rows), self.row_length, self.rows_per_shard)
+        layout = len(rows), self.row_length, self.rows_per_shard
+        self.manifest = Manifest(fingerprint, name, size, *layout, raw_prompts=rows.counts.has_raw_prompts)
 
     def shard_rows(self) -> Iterator[tuple[Path, slice]]:
         """Yield the path of each shard of the dataset, whether it is written or not, with the rows that it holds."""

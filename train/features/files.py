@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class Manifest:
     rows: int | None = None  # of a cached dataset; `None` here and below for features that were recorded text by text
     row_length: int | None = None
     rows_per_shard: int | None = None
+    raw_prompts: bool | None = field(default=None, compare=False)  # as in `MedusaConfig`
     format: str = FORMAT
     version: int = 1
 
@@ -57,7 +58,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Read the manifest of a folder of features."""
         content = read_json(folder / MANIFEST)
-        return cls(**{field.name: content.get(field.name) for field in fields(cls)})
+        return cls(**{known.name: content.get(known.name) for known in fields(cls)})
 
     def write(self, folder: Path) -> None:
         """Write the manifest into `folder`, which makes it a folder of features."""
@@ -151,6 +152,8 @@ def open_features(folder: Path, row_length: int, backbone: Backbone) -> Features
     if manifest.hidden_size != backbone.hidden_size or differs(backbone.model, fingerprint):
         raise RequestError(f"the features in {folder} are of another backbone, {fingerprint.get('name')}")
     features = Features(folder, row_length)
+    for _ in range(features.counts.documents):
+        features.counts.add_prompt(manifest.raw_prompts)
     if not features.counts.taught:
         raise RequestError(f"nothing to train on in {folder}: {features.counts}")
     return features

@@ -18,13 +18,21 @@ from train.features.files import Manifest, is_features, shards, token_bytes, wri
 class Recorder:
     """Writer that adds texts with their hidden states to a folder of features, on which heads can then be trained."""
 
-    def __init__(self, folder: Path, fingerprint: Fingerprint, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: Fingerprint,
+        hidden_size: int,
+        dtype: torch.dtype,
+        raw_prompts: bool | None = None,
+    ) -> None:
         """Make a recorder that writes to `folder`: a new folder, or one to which earlier recorders wrote.
 
-        Hidden states, of the backbone with this fingerprint, are stored in `dtype`. Raise RequestError if the folder is
-        a dataset's `FeatureCache`, or holds features of another backbone or dtype, or files that are not features."""
+        Hidden states, of the backbone with this fingerprint, are stored in `dtype`. `raw_prompts`: whether prompts are
+        plain text (`MedusaConfig.raw_prompts`). Raise RequestError if the folder is a dataset's `FeatureCache`, or
+        holds features of another backbone, dtype or form of prompts, or files that are not features."""
         self.folder, self.dtype = folder, dtype
-        self.manifest = Manifest(fingerprint, str(dtype).removeprefix("torch."), hidden_size)
+        self.manifest = Manifest(fingerprint, str(dtype).removeprefix("torch."), hidden_size, raw_prompts=raw_prompts)
         self.texts = self.tokens = 0  # that this recorder has written to disk
         self._texts: list[dict[str, Tensor]] = []
         if is_features(folder):
@@ -32,6 +40,9 @@ class Recorder:
             if not held.same_states(self.manifest) or held.rows is not None:
                 other = "features of another backbone or dtype, or a cache"
                 raise RequestError(f"{folder} holds {other}; give another folder")
+            if {held.raw_prompts, raw_prompts} == {True, False}:
+                here, there = ("plain text", "templated") if raw_prompts else ("templated", "plain text")
+                raise RequestError(f"the prompts are {here}, and those in {folder} are {there}; give another folder")
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise RequestError(f"{folder} holds files that are not features; give another folder")
 

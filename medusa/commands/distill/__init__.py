@@ -13,24 +13,26 @@ the texts that failed (own.failed.jsonl lists them)."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import shlex
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
 from decode.settings import Settings
+from medusa.commands.distill.checks import require_room, require_same_settings
 from medusa.commands.distill.client import Server
 from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task, digest, tasks_of
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable, warn
+from medusa.commands.prompting import PromptForm, prompt_form
 from medusa.errors import RequestError, RunError
-from medusa.files import Json, disk_may_fill, free_bytes, read_json, readable, write_json
+from medusa.files import Json, disk_may_fill, write_json
+from medusa.interruptions import interruptible
 from medusa.options import REQUIRED, count, group, option
 from medusa.records.record import Record
 from medusa.records.sources import SETTINGS
-
-BYTES_PER_LINE = 100  # of one answer, without its tokens
-BYTES_PER_TOKEN = 12  # of one answer: an id, a comma, a space, and the text of the token
 
 
 class DistillOptions(CommandOptions):
@@ -82,88 +84,137 @@ class DistillOptions(CommandOptions):
             raise RequestError("--tree works only with --heads; add --heads H, or leave it out")
 
 
+@dataclass(frozen=True)
+class DistillFigures:
+    """What `medusa distill` wrote: the number of answers and their tokens, and the seconds that it took."""
+
+    path: Path
+    """The file with the answers."""
+    texts: int
+    """The answers in the file, with those of earlier runs."""
+    failed: int
+    """The answers that could not be generated; `failed_path` lists the reasons."""
+    failed_path: Path
+    new_tokens: int
+    """The tokens that this run generated. The answers of a server's chat are text, and count 0."""
+    seconds: float
+    """The seconds of decoding in this run."""
+    finish_reasons: dict[str, int]
+    """The number of answers for each reason why they ended."""
+    settings: Json
+    """The settings that affect the answers, as they are stored next to the file."""
+
+    def to_json(self) -> Json:
+        """Return the figures for --json."""
+        names = ("texts", "finish_reasons", "failed", "new_tokens", "seconds")
+        return {"settings": self.settings} | {name: getattr(self, name) for name in names}
+
+
 def run(options: DistillOptions) -> None:
+    figures = distill(options)
+    options.output.write(figures.to_json())
+    if figures.failed:
+        raise RunError(
+            f"{figures.failed} of {figures.texts + figures.failed} texts could not be generated; {figures.failed_path} "
+            "has the reasons, and the same command tries again"
+        )
+    ends = ", ".join(f"{number} ended by {reason}" for reason, number in figures.finish_reasons.items())
+    line = f"{figures.texts} texts in {options.out}: {ends}"
+    options.output.progress.print(line, highlight=False, soft_wrap=True)
+
+
+def distill(options: DistillOptions) -> DistillFigures:
+    """Generate the answers that the output file lacks, and return figures; progress and notes go to standard error.
+
+    Raise RequestError if the request is wrong, RunError if the disk is full or no server answers, and `Interrupted`
+    after Ctrl-C or SIGTERM. The finished answers are kept, and another call with the same options continues."""
     records, path = _records(options), Path(options.out)
-    about = _about(options, records)
-    _check_resume(path, about, options.overwrite)
+    form = _form(options)
+    about = _about(options, records, form)
+    require_same_settings(path, about, options.overwrite)
+    if line := form.line(records):
+        options.output.note(line)
     engine: LocalEngine | ServerEngine = _server_engine(options) if options.server else _local_engine(options)
-    tasks = _tasks(options, engine, records)
+    tasks = _tasks(options, engine, records, form)
     engine.check(tasks)
-    _require_room(path, tasks, options.settings)
+    require_room(path, tasks, options.settings)
     if options.overwrite:
         path.unlink(missing_ok=True)
     journal = Journal(path, tasks)
     write_json(path.with_suffix(SETTINGS), about)
     advice = "all finished texts are kept: make room and run the same command again"
-    with disk_may_fill(path, lambda: advice), journal.opened(options.output):
+    kept = partial(_kept, options, journal)
+    with interruptible(kept), disk_may_fill(path, lambda: advice), journal.opened(options.output):
         seconds = engine.write(journal)
-    texts, total, reasons = len(journal.done), journal.total, dict(sorted(journal.reasons.items()))
-    figures = {"texts": texts, "finish_reasons": reasons, "failed": total - texts, "new_tokens": journal.new_tokens}
-    options.output.write({"settings": about} | figures | {"seconds": seconds})
-    if texts < total:
-        raise RunError(
-            f"{total - texts} of {total} texts could not be generated; {journal.failed_path} has the reasons of "
-            f"{len(journal.failed)}, and the same command tries again"
-        )
-    ends = ", ".join(f"{number} ended by {reason}" for reason, number in reasons.items())
-    options.output.progress.print(f"{texts} texts in {options.out}: {ends}", highlight=False, soft_wrap=True)
+    return DistillFigures(
+        path=path,
+        texts=len(journal.done),
+        failed=journal.total - len(journal.done),
+        failed_path=journal.failed_path,
+        new_tokens=journal.new_tokens,
+        seconds=seconds,
+        finish_reasons=dict(sorted(journal.reasons.items())),
+        settings=about,
+    )
+
+
+def _kept(options: DistillOptions, journal: Journal) -> str:
+    """Say how many answers an interrupted run has kept, and which command continues it."""
+    words = shlex.split(options.output.command_line)
+    command = shlex.join(word for word in words if not (len(word) > 3 and "--overwrite".startswith(word)))
+    way = f"; continue with: {command}" if command else "; the same options continue"
+    return f"{len(journal.done)} of {journal.total} texts are kept in {journal.path}{way}"
+
+
+def _form(options: DistillOptions) -> PromptForm:
+    """Choose the form of prompts. A server applies the template itself, even if there is no tokenizer here."""
+    from medusa.loading import load_tokenizer
+
+    name = options.models.backbone
+    tokenizer = load_tokenizer(name, options.load)
+    if options.server and tokenizer is None:
+        return PromptForm(bool(options.raw), name, has_template=True, asked=options.raw)
+    return prompt_form(options.raw, tokenizer, name, options.models.heads)
 
 
 def _records(options: DistillOptions) -> list[Record]:
-    """Read --prompts, or repeat the --self-talk-seeds records until there are N (--self-talk N); else return []."""
+    """Read --prompts, or repeat the --self-talk-seeds records until there are N (--self-talk N); else return [].
+
+    Seeds and, with --prefix-tokens, prompts are beginnings of texts, and not questions to answer."""
     prompts = options.prompts
     if prompts.prompts:
-        return prompts.read()
+        records = prompts.read()
+        return [record.as_text() for record in records] if options.prefix_tokens else records
     if options.self_talk_seeds:
         seeds = replace(prompts, prompts=options.self_talk_seeds, max_prompts=options.self_talk).read()
-        return list(islice(cycle(seeds), options.self_talk))
+        return list(islice(cycle([seed.as_text() for seed in seeds]), options.self_talk))
     return []
 
 
-def _tasks(options: DistillOptions, engine: Engine, records: list[Record]) -> list[Task]:
+def _tasks(options: DistillOptions, engine: Engine, records: list[Record], form: PromptForm) -> list[Task]:
     """Make a task for each record. Without records, make N tasks (--self-talk N) to generate texts from BOS alone."""
     if not records:
         return [Task(index, "--self-talk", engine.begin()) for index in range(options.self_talk or 0)]
-    tasks = tasks_of(records, engine.tokenizer, options.prefix_tokens, options.max_turns)
+    tasks = tasks_of(records, engine.tokenizer, form, options.prefix_tokens, options.max_turns)
     cut = sum(len(record.turns) > task.turns for record, task in zip(records, tasks, strict=True))
     if cut and not options.max_turns and not options.prefix_tokens:
-        warn(f"only the first question of {cut} conversations is answered: this tokenizer has no chat template")
+        reason = "--raw turns the chat template off" if form.has_template else "this tokenizer has no chat template"
+        warn(f"only the first question of {cut} conversations is answered: {reason}")
     return tasks
 
 
-def _about(options: DistillOptions, records: list[Record]) -> Json:
+def _about(options: DistillOptions, records: list[Record], form: PromptForm) -> Json:
     """Collect, as JSON, all settings that affect the generated texts. A continued run must have the same settings."""
     settings, models, load = options.settings, options.models, options.load
-    about = settings.to_dict() | {"backbone": models.backbone, "revision": load.revision, "dtype": load.dtype}
-    about |= {"server": bool(options.server), "server_model": options.model, "seed": options.runtime.seed}
-    about |= {name: getattr(options.prompts, name) for name in ("prompts", "max_prompts", "split")}
-    about |= {name: getattr(options, name) for name in ("self_talk", "self_talk_seeds", "prefix_tokens", "max_turns")}
-    about["prompts_digest"] = digest(records)
+    found = settings.to_dict() | {"backbone": models.backbone, "revision": load.revision, "dtype": load.dtype}
+    found |= {"server": bool(options.server), "server_model": options.model, "seed": options.runtime.seed}
+    found |= {name: getattr(options.prompts, name) for name in ("prompts", "max_prompts", "split")}
+    found |= {name: getattr(options, name) for name in ("self_talk", "self_talk_seeds", "prefix_tokens", "max_turns")}
+    found["prompts_digest"] = digest(records)
+    found["raw"] = next((form.raw for record in records if record.is_prompt), None)  # no other records depend on it
     if settings.do_sample:  # greedy texts do not depend on these options
-        about |= {"batch_size": options.batch_size, "heads": models.heads, "tree": models.tree}
-    return json.loads(json.dumps(about))
-
-
-def _check_resume(path: Path, about: Json, overwrite: bool) -> None:
-    """Raise a `RequestError` if the output file exists and its settings are not `about`, unless `overwrite` is true."""
-    sidecar = path.with_suffix(SETTINGS)
-    if path.exists() and not overwrite and not (sidecar.exists() and read_json(sidecar) == about):
-        raise RequestError(f"{path} exists and was made with other settings; choose another file or add --overwrite")
-
-
-def _require_room(path: Path, tasks: list[Task], settings: Settings) -> None:
-    """Raise a `RequestError` if not even the shortest possible answers fit on the disk."""
-    prompts, turns = sum(len(task.ids or ()) for task in tasks), sum(task.turns for task in tasks)
-    least = 3 * prompts + BYTES_PER_LINE * turns
-    most = least + BYTES_PER_TOKEN * (prompts + settings.max_new_tokens * turns)
-    free = free_bytes(path)
-    if least > free:
-        raise RequestError(
-            f"{path} will take {readable(least)} at least, and its disk has {readable(free)} left; choose a file on "
-            "another disk, or fewer prompts with --max-prompts"
-        )
-    if most > free:
-        warn(f"{path} may take {readable(most)}, and its disk has {readable(free)} left")
+        found |= {"batch_size": options.batch_size, "heads": models.heads, "tree": models.tree}
+    return json.loads(json.dumps(found))
 
 
 def _local_engine(options: DistillOptions) -> LocalEngine:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import TextIO
 
 from medusa.commands.distill.tasks import Task
@@ -36,8 +37,9 @@ class Journal:
         self.failed: set[Key] = set()
         self.new_tokens = 0  # the number of tokens that this run has generated
         self._lock = threading.Lock()
+        self._start = perf_counter()
         self._file: TextIO
-        self._advance: Callable[[int], None]  # advances the progress bar by a number of texts
+        self._advance: Callable[..., None]  # advances the progress bar by a number of texts, under a title
         if path.exists():
             self._read()
 
@@ -68,6 +70,7 @@ class Journal:
         """Open the file for new texts inside this context, and show a progress bar of all texts on the console."""
         self.failed_path.unlink(missing_ok=True)  # this run tries the failed texts again
         with self.path.open("a", encoding="utf-8") as self._file, output.progress_bars() as start:
+            self._start = perf_counter()
             self._advance = start("generating", self.total)
             self._advance(len(self.done))
             yield
@@ -83,6 +86,8 @@ class Journal:
         line: Json = {"index": task.index, "turn": turn} | row
         if task.category is not None:
             line["category"] = task.category
+        if task.raw_prompt is not None:
+            line["raw_prompt"] = task.raw_prompt
         with self._lock:
             if key in self.done:
                 return
@@ -90,7 +95,11 @@ class Journal:
             self._file.flush()
             self._remember(key, line)
             self.new_tokens += len(line.get("input_ids", ())) - line.get("prompt_tokens", 0)
-            self._advance(1)
+            self._advance(1, self._title())
+
+    def _title(self) -> str:
+        speed = self.new_tokens / max(perf_counter() - self._start, 1e-9)
+        return f"generating, {speed:,.0f} tokens/s" if self.new_tokens else "generating"
 
     def fail(self, task: Task, turn: int, reason: str) -> None:
         """Add a text that could not be generated, with the reason, to the file of failed texts."""

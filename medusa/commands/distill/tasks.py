@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from medusa.commands.prompting import PromptForm
+from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.records.record import Record, prompt_ids
 
@@ -25,6 +27,8 @@ class Task:
     """The new messages before each answer: one question, and before the first question possibly a system message."""
     tools: list[Json] | None = None
     category: str | None = None
+    raw_prompt: bool | None = None
+    """Whether the prompt is plain text, not in a chat template; `None` for `text`, `input_ids` and self-talk."""
 
     @property
     def turns(self) -> int:
@@ -46,21 +50,25 @@ class Task:
 
 
 def tasks_of(
-    records: list[Record], tokenizer: PreTrainedTokenizerBase | None, prefix_tokens: int | None, max_turns: int | None
+    records: list[Record],
+    tokenizer: PreTrainedTokenizerBase | None,
+    form: PromptForm,
+    prefix_tokens: int | None,
+    max_turns: int | None,
 ) -> list[Task]:
-    """Make a task from each record: a text to continue, or a conversation to answer.
+    """Make a task from each record: a text to continue, or a conversation to answer. `form` is the form of prompts.
 
     Only the first `max_turns` questions of a conversation are answered (`None`: all). With `prefix_tokens`, only the
-    first `prefix_tokens` tokens of each prompt are kept, and conversations are continued as plain text.
+    first `prefix_tokens` tokens of each text or conversation are kept, and are continued.
     RequestError if a needed tokenizer is missing, the template rejects a conversation, or a prompt is empty."""
-    templated = tokenizer is None or tokenizer.chat_template is not None
     tasks = []
     for index, record in enumerate(records):
         task = Task(index, record.where, tools=record.tools, category=record.category)
-        if record.messages is not None and (templated or not record.is_prompt) and prefix_tokens is None:
+        task.raw_prompt = form.of(record)
+        if task.raw_prompt is False and prefix_tokens is None:
             task.questions = _questions(record)[:max_turns]
-        else:  # without a chat template, the first question is text to continue
-            task.ids = prompt_ids(record, tokenizer)[:prefix_tokens]
+        else:  # of several turns, the first question is text to continue
+            task.ids = prompt_ids(record, tokenizer, form.raw)[:prefix_tokens]
         tasks.append(task)
     return tasks
 
@@ -68,8 +76,10 @@ def tasks_of(
 def _questions(record: Record) -> list[list[Json]]:
     """Return the new messages before each answer; with tool calls, one list: all messages before the last answer."""
     messages = record.messages or []
-    if record.turns:
-        return [[{"role": "user", "content": turn}] for turn in record.turns]
+    if record.is_prompt:
+        if not record.question:
+            raise RequestError(f"{record.where}: the prompt is empty; give at least one token")
+        return [[{"role": "user", "content": turn}] for turn in record.turns or [record.question]]
     if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         # The recorded reply of a tool does not fit a call that the backbone generates, so the recorded calls stay.
         while messages and messages[-1]["role"] == "assistant":
@@ -81,7 +91,10 @@ def _questions(record: Record) -> list[list[Json]]:
             questions[-1].append(message)
         if message["role"] == "user":
             questions.append([])
-    return questions[:-1] or questions
+    found = questions[:-1] or questions
+    if not any(found):
+        raise RequestError(f"{record.where}: the conversation has no question; give a message with the role user")
+    return found
 
 
 def digest(records: list[Record]) -> str:

@@ -9,7 +9,6 @@ interrupted run. At the end, the output folder holds the heads, a report (report
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,10 +18,9 @@ from typing import TYPE_CHECKING
 from medusa.commands.fit.options import FitOptions
 from medusa.commands.options import Output
 from medusa.errors import Interrupted
+from medusa.interruptions import interruptible
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from medusa.commands.fit.choices import HeadsChoice
     from medusa.commands.fit.plan import Plan
     from medusa.commands.fit.probe import Probe
@@ -132,18 +130,10 @@ def finish(stage: Stage, run: Run, state: FitState) -> None:
 
 @contextmanager
 def continued_by(folder: Path, output: Output) -> Iterator[None]:
-    """Turn SIGTERM into `Interrupted`, and name the command that continues after it and after Ctrl-C."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(number)
-
+    """Name the command that continues a run after Ctrl-C and SIGTERM."""
     advice = f"the finished work is in {folder}, and the same command continues: {output.command_line}"
-    earlier = signal.signal(signal.SIGTERM, stop)
     try:
-        yield
-    except Interrupted as stopped:
+        with interruptible(lambda: advice):
+            yield
+    except Interrupted as stopped:  # possibly with the advice of a stage's command, which is not what the user typed
         raise Interrupted(stopped.number, advice) from None
-    except KeyboardInterrupt:
-        raise Interrupted(signal.SIGINT, advice) from None
-    finally:
-        signal.signal(signal.SIGTERM, earlier)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from medusa.commands.options import Output, Prompts, RuntimeOptions, require_of_kind
+from medusa.commands.prompting import raw_option
 from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.heads import KINDS
@@ -43,6 +44,7 @@ class FitOptions(Options):
     compare: bool = option(False, "train heads of several kinds, and keep the fastest")
     plan: bool = option(False, "print the cost in time, memory and disk, and stop")
     overwrite: bool = option(False, "delete an earlier fit in DIR and start again")
+    raw: bool | None = raw_option()
     tokens: int = count(256, "generate at most N tokens of text per answer", name="max_new_tokens")
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
@@ -72,7 +74,7 @@ class FitOptions(Options):
 
     def request(self, prompts: str) -> Json:
         """Return what a continued run must have in common with the run that it continues; `prompts`: their digest."""
-        names = ("purpose", "minutes", "kind", "compare", "tokens")
+        names = ("purpose", "minutes", "kind", "compare", "tokens", "raw")
         about = {name: getattr(self, name) for name in names}
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision")}
         return {"model": self.model, "prompts": prompts, "seed": self.runtime.seed} | about | load

@@ -98,6 +98,7 @@ class TextStage:
             load=run.options.load,
             prompts=run.prompts(TRAIN),
             settings=Settings(max_new_tokens=run.tokens, temperature=TEMPERATURE),
+            raw=run.options.raw,
             batch_size=run.probe.batch_size,
             runtime=run.options.runtime,
             output=run.options.output_to(None),

@@ -1,0 +1,106 @@
+"""The form in which a command gives prompts to the backbone: through the tokenizer's chat template, or as plain text.
+
+The form is that of --raw or --no-raw, else the form in which the heads' training data were distilled, else the chat
+template where the tokenizer has one. Only prompts depend on it: `prompt`, `question`, `turns`, --prompt and the lines
+of a text file. Conversations always use the template; `text` and `input_ids` never do."""
+
+from __future__ import annotations
+
+from argparse import BooleanOptionalAction
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from medusa.errors import RequestError
+from medusa.files import read_json
+from medusa.options import option
+from medusa.records.record import Record, prompt_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def raw_option() -> Any:
+    """Declare the option --raw: True for plain text, False for the chat template, `None` for the default."""
+    return option(
+        None,
+        "give prompts as plain text; --no-raw: through the chat template (default: as when the heads' training data "
+        "were distilled, else through the template if the tokenizer has one)",
+        action=BooleanOptionalAction,
+    )
+
+
+@dataclass(frozen=True)
+class PromptForm:
+    """The form of a command's prompts, with the words that tell the user about it."""
+
+    raw: bool
+    """Whether prompts are plain text."""
+    backbone: str
+    has_template: bool
+    """Whether the tokenizer has a chat template."""
+    asked: bool | None = None
+    """The value of --raw, if the user gave it."""
+    recorded: bool | None = None
+    """The form in which the heads' training data were distilled, if it is recorded."""
+
+    def ids(self, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
+        """Return the token ids of each record's prompt; raise RequestError if a prompt is empty or rejected."""
+        return [prompt_ids(record, tokenizer, self.raw) for record in records]
+
+    def of(self, record: Record) -> bool | None:
+        """Return whether the prompt of a record is plain text; `None` for `text` and `input_ids`."""
+        if record.is_prompt:
+            return self.raw
+        return None if record.messages is None else False
+
+    def of_most(self, records: Sequence[Record]) -> bool | None:
+        """Return whether most prompts of these records are plain text; `None` if no prompt has a form."""
+        forms = [form for form in map(self.of, records) if form is not None]
+        return sum(forms) > len(forms) / 2 if forms else None
+
+    def line(self, records: Sequence[Record]) -> str | None:
+        """Describe in one line how these prompts are given; `None` if there is nothing to choose or to describe."""
+        if not records or not (self.has_template or self.asked):
+            return None
+        forms = {self.of(record) for record in records}
+        if forms == {None}:
+            return "prompts: as they are, because `text` and `input_ids` do not go through the chat template"
+        if True in forms:
+            return f"prompts: {self._plain_text()}" + ("; conversations use the template" if False in forms else "")
+        because = ", like the heads' training data" if self.recorded is False and self.asked is None else ""
+        way_out = " (--raw turns it off)" if any(record.is_prompt for record in records) else ""
+        return f"prompts: through the chat template of {self.backbone}{because}{way_out}"
+
+    def _plain_text(self) -> str:
+        if not self.has_template:
+            return f"as plain text (--raw; {self.backbone} has no chat template)"
+        if self.asked:
+            return f"as plain text, without the chat template of {self.backbone} (--raw)"
+        return f"as plain text, like the heads' training data (--no-raw uses the chat template of {self.backbone})"
+
+
+def prompt_form(
+    asked: bool | None, tokenizer: PreTrainedTokenizerBase | None, backbone: str, heads: str | None = None
+) -> PromptForm:
+    """Choose the form of a command's prompts.
+
+    `asked` is the value of --raw, and `heads` the folder or Hub id of heads that may record a form. Raise RequestError
+    if the user asks for a chat template that the tokenizer does not have."""
+    has_template = tokenizer is not None and tokenizer.chat_template is not None
+    if asked is False and not has_template:
+        raise RequestError(f"--no-raw needs a chat template, and the tokenizer of {backbone} has none; leave it out")
+    recorded = recorded_form(heads) if heads is not None and has_template and asked is None else None
+    raw = next((form for form in (asked, recorded) if form is not None), not has_template)
+    return PromptForm(raw, backbone, has_template, asked, recorded)
+
+
+def recorded_form(heads: str) -> bool | None:
+    """Return whether heads were trained on answers to plain-text prompts; `None` if their config does not record it."""
+    from medusa.checkpoints.folder import find_folder
+    from medusa.checkpoints.stored import CONFIG
+
+    config = find_folder(heads) / CONFIG
+    content = read_json(config) if config.is_file() else {}
+    found = content.get("raw_prompts") if isinstance(content, dict) else None
+    return found if isinstance(found, bool) else None

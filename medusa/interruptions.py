@@ -1,0 +1,41 @@
+"""SIGINT (Ctrl-C) and SIGTERM during long work: an exception that names what was kept and how to continue."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from medusa.errors import Interrupted
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def interruptible(saved: Callable[[], str]) -> Iterator[None]:
+    """Raise `Interrupted` inside this context at Ctrl-C and SIGTERM; `saved` then says what is kept.
+
+    A second signal acts as it did before this context, so that it can end a hanging cleanup. Only the main thread
+    receives signals; in other threads this context changes nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def stop(number: int, frame: object) -> None:
+        restore()
+        raise Interrupted(number)
+
+    for number in SIGNALS:
+        signal.signal(number, stop)
+    try:
+        yield
+    except Interrupted as stopped:
+        raise Interrupted(stopped.number, stopped.saved or saved()) from None
+    finally:
+        restore()

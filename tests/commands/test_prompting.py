@@ -1,0 +1,299 @@
+"""Prompts go through the tokenizer's chat template or are plain text, and every command says which of the two."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from medusa.__main__ import main
+from medusa.errors import RequestError
+from medusa.files import read_json, write_json
+from medusa.heads.independent import MedusaHeads
+from tests.commands.test_cli import Place, build
+from tests.helpers import LETTERS
+
+# The roles are letters, so that the form of a prompt can be read off its token ids.
+TEMPLATE = "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+THROUGH, PLAIN = "prompts: through the chat template of ", "prompts: as plain text"
+
+
+class Models(NamedTuple):
+    """Folders of a backbone with a chat template, of the same backbone without, and of heads for both."""
+
+    chat: str
+    base: str
+    heads: str
+
+
+class Said(NamedTuple):
+    status: int
+    err: str
+    content: dict[str, Any]
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompts that were decoded, as letters."""
+        return ["".join(LETTERS[token] for token in result["input_ids"]) for result in self.content["results"]]
+
+    @property
+    def notes(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("prompts: ")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    place: Place = build(tmp_path_factory.mktemp("place"))
+    chat = Path(place.backbone).parent / "chat"
+    AutoModelForCausalLM.from_pretrained(place.backbone).save_pretrained(chat)
+    tokenizer = AutoTokenizer.from_pretrained(place.backbone)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(chat)
+    return Models(str(chat), place.backbone, place.heads)
+
+
+def heads_that_record(models: Models, raw: bool | None, folder: Path) -> str:
+    """A copy of the heads whose config records the form of the prompts in their training data."""
+    folder.mkdir()
+    for file in Path(models.heads).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    write_json(folder / "config.json", read_json(folder / "config.json") | {"raw_prompts": raw})
+    return str(folder)
+
+
+@pytest.fixture
+def medusa(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Said]:
+    def run(*words: Any) -> Said:
+        results = tmp_path / "results.json"
+        results.unlink(missing_ok=True)
+        capsys.readouterr()
+        status = main([str(word) for word in (*words, "--json", results, "--threads", "1")])
+        content = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+        return Said(status, capsys.readouterr().err, content)
+
+    return run
+
+
+@pytest.fixture
+def generate(medusa: Any, models: Models, tmp_path: Path) -> Callable[..., Said]:
+    """Run `medusa generate` on rows of a JSONL file."""
+
+    def run(*words: Any, rows: list[Any], backbone: str = models.chat) -> Said:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        if "--heads" not in words:
+            words += ("--plain",)
+        return medusa("generate", "--backbone", backbone, "--prompts", path, "--max-new-tokens", "2", *words)
+
+    return run
+
+
+ROWS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": "bcd"}, "ubcda", "bcd"),
+    ({"question": "bcd"}, "ubcda", "bcd"),
+    ({"turns": ["bcd", "e"]}, "ubcda", "bcd"),
+    ({"text": "bcd"}, "bcd", "bcd"),
+    ({"input_ids": [1, 2, 3]}, "bcd", "bcd"),
+    ({"messages": [{"role": "user", "content": "bcd"}]}, "ubcda", "ubcda"),
+    ({"conversations": [{"from": "human", "value": "bcd"}]}, "ubcda", "ubcda"),
+]
+
+
+def test_prompts_use_the_chat_template_and_raw_turns_it_off(generate: Any) -> None:
+    rows, templated, raw = zip(*ROWS, strict=True)
+    assert generate(rows=rows).prompts == list(templated)
+    assert generate("--no-raw", rows=rows).prompts == list(templated)
+    assert generate("--raw", rows=rows).prompts == list(raw)
+
+
+def test_lines_of_a_text_file_and_prompt_are_prompts(medusa: Any, models: Models, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("bcd\nefg\n", encoding="utf-8")
+    argv = ("generate", "--backbone", models.chat, "--plain", "--max-new-tokens", "2", "--prompt", "h")
+    assert medusa(*argv, "--prompts", tmp_path / "a.txt").prompts == ["uha", "ubcda", "uefga"]
+    assert medusa(*argv, "--prompts", tmp_path / "a.txt", "--raw").prompts == ["h", "bcd", "efg"]
+
+
+def test_a_command_says_once_which_form_prompts_have(generate: Any, models: Models) -> None:
+    prompt, text, talk = (ROWS[n][0] for n in (0, 3, 5))
+    assert generate(rows=[prompt, prompt]).notes == [f"{THROUGH}{models.chat} (--raw turns it off)"]
+    assert generate(rows=[talk]).notes == [f"{THROUGH}{models.chat}"]
+    assert generate(rows=[text]).notes == [
+        "prompts: as they are, because `text` and `input_ids` do not go through the chat template"
+    ]
+    assert generate("--raw", rows=[prompt]).notes == [f"{PLAIN}, without the chat template of {models.chat} (--raw)"]
+    assert generate("--raw", rows=[prompt, talk]).notes[0].endswith("; conversations use the template")
+    assert generate("--quiet", rows=[prompt]).notes == []
+
+
+def test_a_backbone_without_a_template_gets_plain_text(generate: Any, models: Models) -> None:
+    rows = [row for row, _, _ in ROWS[:5]]
+    done = generate(rows=rows, backbone=models.base)
+    assert (done.prompts, done.notes) == (["bcd"] * 5, [])
+    assert generate("--raw", rows=rows, backbone=models.base).notes == [
+        f"{PLAIN} (--raw; {models.base} has no chat template)"
+    ]
+    wrong = generate("--no-raw", rows=rows, backbone=models.base)
+    assert wrong.status == 2
+    assert "--no-raw needs a chat template" in wrong.err
+
+
+def test_the_form_that_heads_record_is_the_default(generate: Any, models: Models, tmp_path: Path) -> None:
+    raw, templated, silent = (
+        ("--heads", heads_that_record(models, form, tmp_path / str(form)), "--tree", "chain")
+        for form in (True, False, None)
+    )
+    rows = [ROWS[0][0]]
+    done = generate(*raw, rows=rows)
+    assert done.prompts == ["bcd"]
+    assert done.notes == [f"{PLAIN}, like the heads' training data (--no-raw uses the chat template of {models.chat})"]
+    assert generate(*raw, "--no-raw", rows=rows).prompts == ["ubcda"]
+    done = generate(*templated, rows=rows)
+    assert done.prompts == ["ubcda"]
+    assert done.notes == [f"{THROUGH}{models.chat}, like the heads' training data (--raw turns it off)"]
+    assert generate(*templated, "--raw", rows=rows).prompts == ["bcd"]
+    assert generate(*silent, rows=rows).prompts == ["ubcda"]
+    assert generate(*templated, rows=rows, backbone=models.base).prompts == ["bcd"]
+
+
+COMMANDS: dict[str, tuple[Any, ...]] = {
+    "benchmark": ("--rounds", "1", "--max-new-tokens", "4", "--tree", "chain"),
+    "calibrate": ("--rounds", "1", "--max-new-tokens", "16"),
+    "verify": ("--draws", "200", "--max-new-tokens", "4", "--tree", "chain"),
+    "evaluate": ("--max-new-tokens", "4"),
+    "distill": ("--max-new-tokens", "4", "--ignore-eos"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_which_form_prompts_have(
+    medusa: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # verify writes a report there
+    (tmp_path / "p.jsonl").write_text('{"prompt": "bcd"}\n{"prompt": "efg"}\n', encoding="utf-8")
+    argv = (command, "--backbone", models.chat, "--heads", models.heads, *COMMANDS[command])
+    argv += ("--data" if command == "evaluate" else "--prompts", "p.jsonl")
+    argv += ("--output", "own.jsonl") if command == "distill" else ()
+    assert medusa(*argv).notes == [f"{THROUGH}{models.chat} (--raw turns it off)"]
+    raw = ("--raw", "--overwrite") if command in ("verify", "distill") else ("--raw",)
+    assert medusa(*argv, *raw).notes == [f"{PLAIN}, without the chat template of {models.chat} (--raw)"]
+
+
+def test_benchmarks_of_different_forms_are_not_compared(medusa: Any, models: Models, tmp_path: Path) -> None:
+    argv = ("benchmark", "--backbone", models.chat, "--heads", models.heads, "--prompt", "bcd", *COMMANDS["benchmark"])
+    write_json(tmp_path / "old.json", medusa(*argv).content)
+    done = medusa(*argv, "--raw", "--compare", tmp_path / "old.json")
+    assert done.status == 2
+    assert "--max-prompts and --raw" in done.err
+
+
+def test_evaluate_continues_a_conversation_after_its_first_question(
+    medusa: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from decode.bench import methods
+
+    asked: list[list[int]] = []
+    once = methods.plain_method
+
+    def plain_method(*args: Any) -> Any:
+        method = once(*args)
+        return lambda prompts: [asked.extend(prompts), method(prompts)][1]
+
+    monkeypatch.setattr(methods, "plain_method", plain_method)
+    talk = [("system", "z"), ("user", "bcd"), ("assistant", "x" * 40), ("user", "efg"), ("assistant", "y")]
+    rows = [{"messages": [{"role": role, "content": said} for role, said in talk]}, {"text": "b" * 40}]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    argv = ("evaluate", "--backbone", models.chat, "--heads", models.heads, "--max-new-tokens", "8")
+    done = medusa(*argv, "--data", tmp_path / "d.jsonl")
+    assert done.status == 0, done.err
+    assert ["".join(LETTERS[token] for token in prompt) for prompt in asked] == ["szubcda", "b" * 16]
+
+
+# --- what was used when distilling is the default afterwards ----------------------------------------------------------
+
+
+def trained_on(data: Path, models: Models, *more: str) -> str:
+    """Train heads for one step on data, and return their folder."""
+    recipe, heads = data.parent / "recipe.yaml", data.parent / f"heads-{len(more)}"
+    write_json(recipe, {"backbone": models.chat, "data": {"path": str(data), "sequence_length": 16}, "device": "cpu"})
+    about = ("heads.num=2", "training.max_steps=1", "training.per_device_train_batch_size=2", f"output_dir={heads}")
+    assert main(["train", str(recipe), *about, "--quiet", *more]) == 0
+    return str(heads)
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_the_form_of_distilled_prompts_is_saved_with_the_heads(
+    generate: Any, medusa: Any, models: Models, tmp_path: Path, raw: bool
+) -> None:
+    (tmp_path / "p.txt").write_text("bcd\nefg\n", encoding="utf-8")
+    own, flag, features = tmp_path / "own.jsonl", "--raw" if raw else "--no-raw", tmp_path / "features"
+    argv = ("--backbone", models.chat, "--max-new-tokens", "16", "--ignore-eos")
+    assert medusa("distill", *argv, "--prompts", tmp_path / "p.txt", "--output", own, flag).status == 0
+    assert [json.loads(line)["raw_prompt"] for line in own.read_text().splitlines()] == [raw, raw]
+    assert read_json(tmp_path / "own.settings.json")["raw"] is raw
+    heads = trained_on(own, models)
+    assert MedusaHeads.from_pretrained(heads).config.raw_prompts is raw
+    done = generate("--heads", heads, "--tree", "chain", rows=[ROWS[0][0]])
+    assert done.prompts == ["bcd" if raw else "ubcda"]
+    for more in (
+        ("data.streaming=true",),
+        ("cache_features=true", f"features_dir={features}"),
+        (f"data.path={features}", "data.sequence_length=8", "heads.num=3"),
+    ):
+        assert read_json(Path(trained_on(own, models, *more)) / "config.json")["raw_prompts"] is raw, more
+
+
+def test_recorded_features_keep_the_form_of_prompts(generate: Any, models: Models, tmp_path: Path) -> None:
+    folder = tmp_path / "recorded"
+    argv = ("--max-new-tokens", "12", "--ignore-eos", "--record", folder)
+    assert generate(*argv, "--raw", rows=[ROWS[0][0]]).status == 0
+    assert read_json(Path(trained_on(folder, models)) / "config.json")["raw_prompts"] is True
+    other = generate(*argv, rows=[ROWS[0][0]])
+    assert other.status == 2
+    assert "the prompts are templated, and those in" in other.err
+    assert generate(*argv, rows=[ROWS[3][0]]).status == 0, "texts have no form"
+
+
+def test_texts_record_no_form(medusa: Any, models: Models, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"text": "bcd"}\n', encoding="utf-8")
+    own = tmp_path / "own.jsonl"
+    argv = ("distill", "--backbone", models.chat, "--max-new-tokens", "16", "--ignore-eos", "--output", own)
+    assert medusa(*argv, "--prompts", tmp_path / "p.jsonl").status == 0
+    assert "raw_prompt" not in own.read_text()
+    assert read_json(Path(trained_on(own, models)) / "config.json")["raw_prompts"] is None
+    seeds = ("--self-talk", "2", "--self-talk-seeds", tmp_path / "p.jsonl", "--overwrite")
+    assert medusa(*argv, *seeds).status == 0
+    assert "raw_prompt" not in own.read_text()
+
+
+def test_an_invalid_record_is_refused(models: Models, tmp_path: Path) -> None:
+    heads = heads_that_record(models, None, tmp_path / "heads")
+    write_json(Path(heads) / "config.json", read_json(Path(heads) / "config.json") | {"raw_prompts": "yes"})
+    with pytest.raises(RequestError, match="raw_prompts is 'yes'; it must be true"):
+        MedusaHeads.from_pretrained(heads)
+
+
+def test_a_chat_uses_the_template_unless_raw(
+    medusa: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The form that heads record is no default here, but a note tells of it."""
+    heads = heads_that_record(models, True, tmp_path / "raw")
+    argv = ("chat", "--backbone", models.chat, "--heads", heads, "--tree", "chain", "--max-new-tokens", "2")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("bcd\n"))
+    done = medusa(*argv)
+    assert done.prompts == ["ubcda"]
+    assert done.notes == [f"{THROUGH}{models.chat} (--raw turns it off)"]
+    assert done.err.count("these heads were trained on answers to plain-text prompts") == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO("bcd\n"))
+    done = medusa(*argv, "--raw")
+    assert done.prompts == ["bcd"]
+    assert done.notes == [f"{PLAIN}, without the chat template of {models.chat} (--raw)"]
+    assert "these heads were trained" not in done.err
+    wrong = medusa(*argv, "--raw", "--system", "z")
+    assert wrong.status == 2
+    assert "--system needs the chat template, and --raw turns it off" in wrong.err
