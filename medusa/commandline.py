@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from medusa.errors import RequestError, RunError
+from medusa.errors import Interrupted, RequestError, RunError
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -21,7 +21,7 @@ class OneLineParser(argparse.ArgumentParser):
 def exit_status(program: str, run: Callable[[], int | None]) -> int:
     """Call `run` and return its exit status (0 for `None`). Errors are printed in one line that begins with `program`.
 
-    The status is 1 after a `RunError`, 2 after a `RequestError` and 130 after Ctrl-C."""
+    The status is 1 after a `RunError`, 2 after a `RequestError` 130 after Ctrl-C and 143 after SIGTERM."""
     try:
         return run() or 0
     except RequestError as error:
@@ -30,6 +30,9 @@ def exit_status(program: str, run: Callable[[], int | None]) -> int:
     except RunError as error:
         print(f"{program}: failed: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except Interrupted as stopped:
+        print(f"{program}: interrupted{stopped.saved and '; '}{stopped.saved}", file=sys.stderr)
+        return 128 + stopped.number  # as in shells
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return 130  # as in shells
