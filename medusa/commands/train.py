@@ -4,8 +4,8 @@
   medusa train configs/medusa1.yaml backbone=org/model data=own.jsonl
   medusa train configs/medusa1.yaml training.learning_rate=1e-3 --resume
 
-Only the heads are trained and saved. --resume continues an interrupted run. --inspect shows the tokens that the heads
-would learn from the data. It does not train, and does not load the weights of the backbone:
+Only the heads are trained and saved. Ctrl-C saves a checkpoint, and --resume continues from it. --inspect shows the
+tokens that the heads would learn from the data. It does not train, and does not load the weights of the backbone:
 
   medusa train configs/medusa1.yaml data=own.jsonl --inspect
 """
@@ -13,8 +13,11 @@ would learn from the data. It does not train, and does not load the weights of t
 from __future__ import annotations
 
 import os
+import shlex
+from pathlib import Path
 
 from medusa.commands.options import Output, RuntimeOptions
+from medusa.errors import Interrupted
 from medusa.options import REQUIRED, Options, count, group, option
 
 
@@ -55,6 +58,7 @@ class TrainOptions(Options):
 
 
 def run(options: TrainOptions) -> None:
+    from train.checkpoints import whole_checkpoints
     from train.data.preview import preview, show
     from train.recipe import load_recipe
     from train.run import plan_features, train
@@ -68,6 +72,20 @@ def run(options: TrainOptions) -> None:
     elif options.plan:
         figures = plan_features(config, output.quiet).to_dict()
     else:
-        figures = train(config, resume=options.resume, overwrite=options.overwrite, quiet=output.quiet).to_dict()
+        try:
+            figures = train(config, resume=options.resume, overwrite=options.overwrite, quiet=output.quiet).to_dict()
+        except Interrupted as stopped:
+            resumable = bool(whole_checkpoints(Path(config.output_dir)))
+            way_on = f"continue with: {command_to_continue(output.command_line, resumable)}"
+            raise Interrupted(stopped.number, f"{stopped.saved}{stopped.saved and '; '}{way_on}") from None
     if os.environ.get("RANK", "0") == "0":  # only one of several processes writes
         output.write(figures)
+
+
+def command_to_continue(command_line: str, resumable: bool) -> str:
+    """Return the command line that continues an interrupted run: with --resume if the run has saved a checkpoint."""
+    words = shlex.split(command_line)
+    if resumable:
+        words = [word for word in words if not (word.startswith("--o") and "--overwrite".startswith(word))]
+        words += [] if "--resume" in words else ["--resume"]
+    return shlex.join(words)

@@ -83,7 +83,9 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def print_verification(console: Console, outcome: VerificationResult, full: bool, report: str | None) -> None:
-    """Print the outcome of `medusa verify`, and the path of its `report`, if it wrote one. With `full`, show temperature and top-p."""
+    """Print the outcome of `medusa verify`, and the path of its `report`, if there is one.
+
+    With `full`, show each case's temperature and top-p."""
     console.print(f"greedy: {outcome.greedy.in_words(outcome.asked.dtype)}")
     head, rows = figures_table(outcome.cases)
     narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
