@@ -43,7 +43,8 @@ def summary(record: DraftRecord, texts: Sequence[str]) -> str:
 def drawing(record: DraftRecord, texts: Sequence[str]) -> str:
     """Draw a draft of N nodes as an SVG element, with the `texts` [N] of its nodes; empty for a draft without nodes.
 
-    Nodes and lines have the classes `accepted` or `rejected`, and node 0 also has the class `root`."""
+    Nodes and lines have the classes `accepted` or `rejected`, and node 0 also has the class `root`. Screen readers skip
+    the picture; `summary` says in words what it shows."""
     if not record.ids:
         return ""
     rows, depths = _places(record.parents)
@@ -63,7 +64,7 @@ def drawing(record: DraftRecord, texts: Sequence[str]) -> str:
     wide, high = sum(columns[-1]) + MARGIN, 2 * MARGIN + max(rows) * ROW + HEIGHT
     drawn = "".join(line for _, line in sorted(lines, key=lambda line: line[0])) + "".join(nodes)
     size = f'width="{wide:g}" height="{high:g}" viewBox="0 0 {wide:g} {high:g}"'
-    return f'<svg class="tree" role="img" aria-label="{escape(summary(record, texts))}" {size}>{drawn}</svg>'
+    return f'<svg class="tree" aria-hidden="true" {size}>{drawn}</svg>'
 
 
 def _places(parents: Sequence[int]) -> tuple[list[int], list[int]]:
