@@ -27,8 +27,12 @@ def marked(pieces: Sequence[TextPiece], drafts: Sequence[DraftRecord | None] = (
     reaches the first button, and the arrow keys reach the others (`static/chat.js`)."""
     html, reached = "", False
     for step, group in groupby(pieces, key=lambda piece: piece.step):
-        text = "".join(_marked(drafted, list(run)) for drafted, run in groupby(group, key=lambda piece: piece.drafted))
-        if step < len(drafts) and drafts[step] is not None:
+        first, *others = group
+        text = first.text.lstrip()
+        html += first.text[: len(first.text) - len(text)]  # spaces look better outside of the button
+        runs = groupby([first._replace(text=text), *others], key=lambda piece: piece.drafted)
+        text = "".join(_marked(drafted, list(run)) for drafted, run in runs)
+        if text and step < len(drafts) and drafts[step] is not None:
             tab = f' tabindex="{-1 if reached else 0}"' if finished else ""
             text = f'<span class="step" role="button" data-step="{step}"{tab}>{text}</span>'
             reached = True
@@ -54,9 +58,9 @@ class Card:
                 ui.label(shown.title).classes("title")
                 ui.label(shown.subtitle).classes("subtitle")
                 copy = ui.button(icon="content_copy", on_click=self._copy).classes("copy")
-                copy.props(f'flat round dense size=sm aria-label="Copy the text: {escape(shown.title)}"')
+                copy.props(f'flat round dense size=sm title="Copy" aria-label="Copy the text: {escape(shown.title)}"')
             self.text = ui.html("", sanitize=False).classes("text")
-            for event in ("pointerover", "focusin", "click", "keydown"):
+            for event in ("pointermove", "focusin", "click", "keydown"):
                 self.text.on(event, self._ask_step, js_handler="(event) => steps.on(event, emit)")
             self.figures = []
             with ui.element("footer"):
@@ -107,7 +111,7 @@ class Article:
             with ui.element("div").classes("below"):
                 self.result = ui.element("div").classes("verdict")
                 self.again = ui.button(icon="refresh", on_click=again).props("flat round dense size=sm")
-                self.again.props("aria-label='Write this answer again'").set_visibility(False)
+                self.again.props("title='Write again' aria-label='Write this answer again'").set_visibility(False)
 
     def show(self, snapshots: list[Snapshot]) -> None:
         """Show the texts while they grow."""

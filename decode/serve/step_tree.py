@@ -36,8 +36,8 @@ def summary(record: DraftRecord, texts: Sequence[str]) -> str:
     if not guesses:
         return "The drafter guessed nothing in this step"
     words = f"{len(accepted)} of {guesses} {'guess' if guesses == 1 else 'guesses'} accepted"
-    text = "".join(texts[node] for node in accepted).split()
-    return words + (f": {_visible(' '.join(text)).replace('␣', ' ')}" if text else "")
+    text = " ".join("".join(texts[node] for node in accepted).split())
+    return words + (f": “{_visible(text).replace('␣', ' ')}”" if text else "")
 
 
 def drawing(record: DraftRecord, texts: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ async function copyText(text) {
 const steps = (() => {
   const WAIT = 90, STAY = 250, SPACE = 8; // milliseconds before the panel opens and closes; pixels to the text
   let wanted = null; // { text: the id of the text's element, step: the index of the step }
+  let pointed = ""; // the text and the step under the mouse
   let timer = 0;
   const panel = () => document.querySelector(".peek");
   const anchor = () => wanted && document.getElementById(wanted.text)?.querySelector(`[data-step="${wanted.step}"]`);
@@ -30,6 +31,7 @@ const steps = (() => {
   function close() {
     clearTimeout(timer);
     wanted = null;
+    pointed = "";
     panel()?.classList.remove("open");
     document.querySelectorAll(".step.shown").forEach((step) => step.classList.remove("shown"));
   }
@@ -51,8 +53,8 @@ const steps = (() => {
     box.style.top = `${Math.max(top, SPACE)}px`;
   }
 
-  function open(step, emit) {
-    wanted = { text: step.closest(".text").id, step: Number(step.dataset.step) };
+  function open(asked, emit) {
+    wanted = asked;
     emit(wanted.step);
     place(); // the panel may hold this tree already
   }
@@ -72,14 +74,20 @@ const steps = (() => {
   function on(event, emit) {
     const step = event.target.closest?.(".step");
     if (!step) return;
-    if (event.type === "keydown") {
-      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); open(step, emit); }
-      else move(event, step);
-    } else if (event.type === "pointerover") {
-      if (event.pointerType === "mouse") later(() => open(step, emit), WAIT);
-    } else {
+    const asked = { text: step.closest(".text").id, step: Number(step.dataset.step) };
+    if (event.type === "pointermove") { // unlike pointerover, it does not occur when the text moves under the mouse
+      const now = `${asked.text} ${asked.step}`;
+      if (event.pointerType !== "mouse" || now === pointed) return;
+      pointed = now;
+      later(() => open(asked, emit), WAIT);
+    } else if (event.type !== "keydown") {
       clearTimeout(timer);
-      open(step, emit);
+      open(asked, emit);
+    } else if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      open(asked, emit);
+    } else {
+      move(event, step);
     }
   }
 
@@ -87,8 +95,10 @@ const steps = (() => {
   addEventListener("pointerover", (event) => {
     if (event.pointerType !== "mouse") return;
     if (event.target.closest?.(".peek")) clearTimeout(timer);
-    else if (outside(event.target) && wanted && !anchor()?.matches(":focus-visible")) later(close, STAY);
-    else if (outside(event.target)) clearTimeout(timer);
+    if (!outside(event.target)) return;
+    pointed = "";
+    if (wanted && !anchor()?.matches(":focus-visible")) later(close, STAY);
+    else clearTimeout(timer);
   });
   addEventListener("pointerdown", (event) => { if (outside(event.target)) close(); });
   addEventListener("focusin", (event) => { if (outside(event.target)) close(); });

@@ -62,7 +62,7 @@ def test_special_characters_are_escaped_and_made_visible() -> None:
     svg = drawing(DraftRecord([1] * 5, [0, 0, 0, 0, 0], [0, 1]), texts)
     assert [node.findtext("text") for node in nodes_of(svg)] == ["<b>&", '"↵', "∅", "�", "⇥␣"]
     assert "<b>" not in svg
-    assert summary(DraftRecord([1] * 2, [0, 0], [0, 1]), ["a", "\x1b\n b"]) == "1 of 1 guess accepted: � b"
+    assert summary(DraftRecord([1] * 2, [0, 0], [0, 1]), ["a", "\x1b\n b"]) == "1 of 1 guess accepted: “� b”"
 
 
 def test_long_tokens_are_clipped_and_whole_in_the_title() -> None:
@@ -81,7 +81,7 @@ def test_empty_trees() -> None:
 
 @pytest.mark.parametrize(
     ("accepted", "words"),
-    [([0, 1, 4], "2 of 5 guesses accepted: cat ran"), ([0], "0 of 5 guesses accepted")],
+    [([0, 1, 4], "2 of 5 guesses accepted: “cat ran”"), ([0], "0 of 5 guesses accepted")],
 )
 def test_the_summary_names_the_accepted_tokens(accepted: list[int], words: str) -> None:
     assert summary(RECORD._replace(accepted=accepted), TEXTS) == words
