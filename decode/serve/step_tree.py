@@ -1,7 +1,7 @@
 """Pictures of the drafts of single steps: a tree of guesses as SVG, with the accepted guesses in colour.
 
-Depth grows to the right. The first child of a node stands in the node's own row, so the root is at the top left and a
-chain is one row. Each further child starts a new row."""
+Depth grows to the right. The accepted path is the first row, so that a reader finds it also in a large tree. The first
+child of any other node stands in the node's own row, and each further child starts a new row."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def drawing(record: DraftRecord, texts: Sequence[str]) -> str:
     the picture; `summary` says in words what it shows."""
     if not record.ids:
         return ""
-    rows, depths = _places(record.parents)
+    rows, depths = _places(record)
     labels = [_label(text) for text in texts]
     columns = _columns(depths, [_width(label) for label in labels])
     path, lines, nodes = set(record.accepted), [], []
@@ -67,13 +67,16 @@ def drawing(record: DraftRecord, texts: Sequence[str]) -> str:
     return f'<svg class="tree" aria-hidden="true" {size}>{drawn}</svg>'
 
 
-def _places(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+def _places(record: DraftRecord) -> tuple[list[int], list[int]]:
     """Return the row and the depth of each node."""
+    parents, accepted = record.parents, set(record.accepted)
     children: list[list[int]] = [[] for _ in parents]
     depths = [0] * len(parents)
     for node in range(1, len(parents)):
         children[parents[node]].append(node)
         depths[node] = depths[parents[node]] + 1
+    for siblings in children:
+        siblings.sort(key=lambda node: node not in accepted)
     rows, next_row, waiting = [0] * len(parents), 0, [0]
     while waiting:
         node = waiting.pop()

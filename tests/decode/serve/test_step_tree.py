@@ -18,12 +18,12 @@ from medusa.loading import load_backbone
 from medusa.tree import Tree, load_tree
 
 # The backbone chose "a". Its guesses: " cat" (then " sat" or " ran"), and " dog" (then " sat").
-#   a ── cat ── sat
-#     │      └─ ran
+#   a ── cat ── ran
+#     │      └─ sat
 #     └─ dog ── sat
 RECORD = DraftRecord([1, 2, 3, 4, 5, 4], [0, 0, 0, 1, 1, 2], [0, 1, 4])
 TEXTS = ["a", " cat", " dog", " sat", " ran", " sat"]
-ROWS = [0, 0, 2, 0, 1, 2]
+ROWS = [0, 0, 2, 1, 0, 2]
 DEPTHS = [0, 1, 1, 2, 2, 2]
 
 
