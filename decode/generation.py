@@ -50,12 +50,14 @@ def decoding(
     amateur: Amateur | None = None,
     timer: Timer | None = None,
     keep_hidden: bool = False,
+    keep_drafts: bool = False,
 ) -> Decoding:
     """Start tree decoding with the drafter that `factory` makes; `None` means plain decoding, one token per step.
 
     The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding ignores
-    `rule`. With `keep_hidden`, the session records the hidden states of all tokens. Raise a `RequestError` if the
-    acceptance rule, the drafter or the amateur does not fit, or steps cannot be compiled."""
+    `rule`. With `keep_hidden`, the session records the hidden states of all tokens. With `keep_drafts`, each step of a
+    drafter holds the drafts that it verified. Raise a `RequestError` if the acceptance rule, the drafter or the amateur
+    does not fit, or steps cannot be compiled."""
     acceptor, config = Acceptor(*rule), requests[0].config
     if factory is not None:
         if acceptor.passes is not None and (config.output_scores or config.output_logits):
@@ -68,6 +70,8 @@ def decoding(
         require_tree_forward(model)
         if factory.num_nodes == 1 and acceptor.rule in LOSSLESS:  # the same text, without the cost of a tree
             factory = None
+    if compile and keep_drafts:
+        raise RequestError("compiled steps keep no drafts; leave out compile or keep_drafts")
     if amateur is not None:
         amateur.require_fitting(model, requests, compile)
     stepper: Stepper
@@ -79,7 +83,8 @@ def decoding(
     if compile:
         stepper = CompiledStepper(session, acceptor, factory)
     elif factory is not None:
-        stepper = TreeStepper(session, factory.start(session, drawn=acceptor.draft == "sample"), acceptor)
+        drafter = factory.start(session, drawn=acceptor.draft == "sample")
+        stepper = TreeStepper(session, drafter, acceptor, keep_drafts)
     elif amateur is not None:
         stepper = TreeStepper(session, NoDraft(session.backbone.device), acceptor)
     else:
@@ -98,14 +103,16 @@ def steps(
     drafter: DrafterLike = None,
     amateur: AmateurLike = None,
     timer: Timer | None = None,
+    keep_drafts: bool = False,
     **kwargs: Any,
 ) -> Iterator[Step]:
     """Decode prompts [B, T] and yield a `Step` per decoding step; padded prompts need an `attention_mask` [B, T].
 
-    `kwargs` are those of `model.generate`; for the other arguments see `generate`."""
+    `keep_drafts`: each `Step` also holds its drafts with the accepted nodes (`Step.drafts`), which costs a copy to the
+    host per step. `kwargs` are those of `model.generate`; for the other arguments see `generate`."""
     options = DecodingOptions.taken_from(kwargs)
     requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
-    return _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer).steps
+    return _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer, keep_drafts).steps
 
 
 @listing_options()
@@ -187,10 +194,12 @@ def _start(
     drafter: DrafterLike,
     amateur: AmateurLike,
     timer: Timer | None = None,
+    keep_drafts: bool = False,
 ) -> Decoding:
     rule = options.rule_for(requests[0].do_sample)
     factory = drafter_factory(drafter, context._replace(stop_drafting=options.stop_drafting))
-    return decoding(context.model, factory, requests, rule, options.compile, Amateur.of(amateur), timer)
+    contrast = Amateur.of(amateur)
+    return decoding(context.model, factory, requests, rule, options.compile, contrast, timer, keep_drafts=keep_drafts)
 
 
 def _finished(

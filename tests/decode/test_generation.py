@@ -338,3 +338,27 @@ def test_a_tree_with_only_the_root_is_plain_decoding(
     assert out[0, PROMPT.shape[1] :].tolist() == plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)
     with pytest.raises(pytest.fail.Exception):
         generate(llama, heads, PROMPT, tree="chain:0", max_new_tokens=NEW, do_sample=True, acceptance="typical")
+
+
+@pytest.mark.parametrize("tree", ["chain", "wide", "dynamic:8"])
+def test_steps_keep_their_drafts_on_request(llama: Any, heads: MedusaHeads, tree: str) -> None:
+    """The accepted path of each record, walked by its own parents, holds the tokens that the step decided on."""
+    shape = {"chain": Tree.chain(3), "wide": TREE}.get(tree, tree)
+    given = {"tree": shape, "max_new_tokens": NEW, "do_sample": False, **left_padded([random_ids(6), random_ids(3)])}
+    taken, plain = list(steps(llama, heads, **given, keep_drafts=True)), list(steps(llama, heads, **given))
+    assert [step.ids for step in taken] == [step.ids for step in plain]
+    assert not any(step.drafts for step in plain)
+    for step in taken:
+        for row, record in step.drafts.items():
+            path = record.accepted
+            assert len(record.ids) == len(record.parents)
+            assert len(path) == step.lengths[row]
+            assert [record.parents[node] for node in path] == [0, *path[:-1]]
+            tokens = [record.ids[node] for node in path]
+            assert tokens[: len(step.ids[row])] == step.ids[row]
+    assert any(len(record.ids) > 1 for step in taken for record in step.drafts.values())
+
+
+def test_compiled_steps_keep_no_drafts(llama: Any, heads: MedusaHeads) -> None:
+    with pytest.raises(RequestError, match="compiled steps keep no drafts"):
+        steps(llama, heads, torch.tensor([[1, 2]]), max_new_tokens=2, compile=True, keep_drafts=True)
