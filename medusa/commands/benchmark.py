@@ -1,6 +1,6 @@
 """Measure the speedup: plain decoding, `model.generate` and the heads take turns on the same prompts.
 
-  medusa benchmark --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl --report report.html
+  medusa benchmark --backbone demo --heads demo --prompts demo --report report.html
   medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --tree topk:3,2 --json b.json
   medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --drafter heads --drafter ngram
   medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --compare b.json

@@ -1,6 +1,6 @@
 """Find the fastest tree for these heads on this machine, and save the tree for --tree auto.
 
-  medusa calibrate --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl
+  medusa calibrate --backbone demo --heads demo --prompts demo
   medusa calibrate --backbone org/model --heads runs/heads --batch-size 8 --plot calibration.png
 
 The backbone continues the prompts. Without prompts, it generates whole texts. The command counts the right guesses of

@@ -1,6 +1,6 @@
 """Measure how often the token that the backbone generates is among each head's best guesses.
 
-  medusa evaluate --backbone demo --heads demo --data medusa/assets/prompts.jsonl
+  medusa evaluate --backbone demo --heads demo --data demo
 
 The backbone first continues every prompt greedily. Of a document or a conversation, it continues the first 16 tokens.
 The heads' guesses are compared with the generated text, not with the text of the file."""
@@ -23,7 +23,9 @@ OPENING = 16  # number of tokens that the backbone continues, of a record that i
 
 
 class DataOptions(Options):
-    data: str = option(REQUIRED, "read a .jsonl, .json, .txt or .parquet file, a folder or a Hub dataset", metavar="D")
+    data: str = option(
+        REQUIRED, "read a .jsonl, .json, .txt or .parquet file, a folder, a Hub dataset, or demo (shipped)", metavar="D"
+    )
     max_prompts: int = count(100, "read only the first N records")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
     document_separator: str = option(DOCUMENT_SEPARATOR, "split .txt files into documents at this line", metavar="LINE")

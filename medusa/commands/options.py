@@ -46,7 +46,9 @@ class Models(Options):
 class Prompts(Options):
     prompt: tuple[str, ...] = option((), "use this prompt; repeatable", metavar="TEXT")
     prompts: str | None = option(
-        None, "read a .jsonl, .json, .parquet or .txt (one per line) file, a folder or a Hub dataset", metavar="FILE"
+        None,
+        "read a .jsonl, .json, .parquet or .txt (one per line) file, a folder, a Hub dataset, or demo (shipped)",
+        metavar="FILE",
     )
     max_prompts: int | None = count(None, "use only the first N prompts")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")

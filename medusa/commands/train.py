@@ -1,12 +1,12 @@
-"""Train heads on a frozen backbone. A YAML file describes the run; `key=value` overrides any key of the file.
+"""Train heads on a frozen backbone. A recipe, a YAML file, describes the run; `key=value` overrides any of its keys.
 
-  medusa train configs/medusa1.yaml
-  medusa train configs/medusa1.yaml backbone=org/model data=own.jsonl training.learning_rate=1e-3
+  medusa train medusa1
+  medusa train medusa1 backbone=org/model data=own.jsonl training.learning_rate=1e-3
 
 Only the heads are trained and saved. --resume continues an interrupted run. --inspect shows the tokens that the heads
 would learn from the data. It does not train, and does not load the weights of the backbone:
 
-  medusa train configs/medusa1.yaml data=own.jsonl --inspect
+  medusa train medusa1 data=own.jsonl --inspect
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from medusa.options import REQUIRED, Options, count, group, option
 class TrainOptions(Options):
     config: str = option(
         REQUIRED,
-        "read the backbone, data, output_dir, heads and training arguments from this file",
-        metavar="CONFIG.yaml",
+        "read the backbone, data, output_dir, heads and training arguments from this YAML file; or take a recipe that "
+        "is shipped: medusa1, medusa2, paper_medusa1_7b or paper_medusa2_7b",
+        metavar="RECIPE",
         positional=True,
     )
     overrides: tuple[str, ...] = option(

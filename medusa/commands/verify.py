@@ -1,7 +1,7 @@
 """Test that decoding with heads does not change the output: compare greedy texts, and the distribution of samples.
 
-  medusa verify --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl
-  medusa verify --backbone demo --drafter ngram --prompts medusa/assets/prompts.jsonl
+  medusa verify --backbone demo --heads demo --prompts demo
+  medusa verify --backbone demo --drafter ngram --prompts demo
   medusa verify --backbone org/model --heads org/heads --prompts own.jsonl --full --report evidence.html
 
 Greedy: every prompt is decoded with and without drafts. Sampling: after each of the first four prompts, a million steps
