@@ -141,7 +141,7 @@ class Tree:
         """Raise RequestError if the tree is deeper than the number of heads, or has ranks of at least `vocab_size`."""
         if self.max_depth > num_heads:
             sizes = f"{self.max_depth} deep but there are {num_heads} heads"
-            raise RequestError(f"the tree is {sizes}; take depth {num_heads} or less (--tree chain fits any heads)")
+            raise RequestError(f"the tree is {sizes}; take depth {num_heads} or less (the tree chain fits any heads)")
         if (rank := self.max_rank) >= vocab_size:
             raise RequestError(f"the tree takes guess {rank + 1} of a head, but the vocabulary is {vocab_size}")
 

@@ -72,10 +72,12 @@ def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
     name = str(name_or_path)
     if name == "demo":
         return ASSETS / "heads"
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return Path(name)
     if not HUB_ID.fullmatch(name) or Path(name).parent.is_dir():
-        raise RequestError(f"no heads at {name}: give a folder that exists, a Hub id such as org/name, or demo")
+        raise RequestError(
+            f"no heads at {name or repr(name)}: give a folder that exists, a Hub id such as org/name, or demo"
+        )
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
