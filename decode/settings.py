@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -232,3 +234,24 @@ def listing_options(prefix: str = "") -> Callable[[Function], Function]:
         return function
 
     return decorate
+
+
+ARGUMENTS = ("tree", "heads", "drafter", "amateur", *(field.name for field in fields(DecodingOptions)))
+"""The arguments that have the same names as options of the command line."""
+TYPED = re.compile(rf"--({'|'.join(name.replace('_', '-') for name in ARGUMENTS)})(?![\w-])")
+DASHED = re.compile(rf"(?<![\w-])({'|'.join(name.replace('_', '-') for name in ARGUMENTS if '_' in name)})(?![\w-])")
+
+
+@contextlib.contextmanager
+def python_words(prefix: str = "") -> Iterator[None]:
+    """Write options in errors as Python's arguments: `--stop-drafting` becomes `stop_drafting=`.
+
+    The names get the `prefix` of the function's arguments. Other options, such as those of commands, stay."""
+    try:
+        yield
+    except RequestError as error:
+        told = TYPED.sub(lambda found: f"{prefix}{found[1].replace('-', '_')}=", str(error))
+        told = DASHED.sub(lambda found: prefix + found[1].replace("-", "_"), told)
+        if told == str(error):
+            raise
+        raise RequestError(told) from error

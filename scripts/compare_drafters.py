@@ -1,6 +1,6 @@
 """Compare drafters: tau on every category of prompts, speed, requirements, memory, and whether the text is exact.
 
-    python scripts/compare_drafters.py --prompts medusa/assets/prompts.jsonl --text stories.txt --threads 1 \\
+    python scripts/compare_drafters.py --prompts demo --text stories.txt --threads 1 \\
         --on demo demo --on stories260K stories260K-heads --json drafters.json
 
 Give `--on BACKBONE HEADS` once for each backbone. In each round, all methods decode all prompts greedily and in turns:

@@ -1,6 +1,6 @@
 """Compare a decoding step with its lower bound: one bare forward over the tree, and one pass through the heads.
 
-    python scripts/measure_step.py --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl --threads 1
+    python scripts/measure_step.py --backbone demo --heads demo --prompts demo --threads 1
     python scripts/measure_step.py --random 6x288 --tree mc_sim_7b_63 --threads 1
     python scripts/measure_step.py --random 12x768 --tree topk:4,3 --tau 2.5 --dtype bfloat16 --threads 1
 

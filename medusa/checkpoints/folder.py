@@ -70,10 +70,12 @@ def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
     name = str(name_or_path)
     if name == SHIPPED:
         return ASSETS / "heads"
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return Path(name)
     if not may_be_on_hub(name, needs_owner=True):
-        raise RequestError(f"no heads at {name}: give a folder that exists, a Hub id such as org/name, or demo")
+        raise RequestError(
+            f"no heads at {name or repr(name)}: give a folder that exists, a Hub id such as org/name, or demo"
+        )
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:

@@ -1,6 +1,6 @@
 """Measure the speedup: plain decoding, `model.generate` and the heads take turns on the same prompts.
 
-  medusa benchmark demo --prompts medusa/assets/prompts.jsonl
+  medusa benchmark demo --prompts demo
   medusa benchmark org/heads --prompts questions.jsonl --report report.html
   medusa benchmark org/heads --prompts questions.jsonl --compare old.json
   medusa benchmark --compare a.json b.json --report compared.html

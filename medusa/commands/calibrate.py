@@ -1,6 +1,6 @@
 """Find the fastest tree for these heads on this machine, and save the tree for --tree auto.
 
-  medusa calibrate demo --prompts medusa/assets/prompts.jsonl
+  medusa calibrate demo --prompts demo
   medusa calibrate runs/heads --batch-size 8 --plot calibration.png
 
 The backbone continues the prompts. Without prompts, it generates whole texts. The command counts the right guesses of

@@ -1,6 +1,6 @@
 """Measure how often the token that the backbone generates is among each head's best guesses.
 
-  medusa evaluate demo --data medusa/assets/prompts.jsonl
+  medusa evaluate demo --data demo
 
 The backbone first continues every prompt greedily. It continues a document after the document's first 16 tokens, and a
 conversation after the first question. The heads' guesses are compared with the generated text, not with the text of the
@@ -25,7 +25,7 @@ OPENING = 16  # number of tokens of a document that the backbone continues
 class DataOptions(Options):
     data: str = option(
         REQUIRED,
-        "read a .jsonl, .json, .txt or .parquet file, a folder or a Hub dataset",
+        "read a .jsonl, .json, .txt or .parquet file, a folder, a Hub dataset, or demo (shipped)",
         metavar="D",
         brief="read records from a file, a folder or a Hub dataset",
     )

@@ -38,7 +38,7 @@ class ExportOptions(Options):
     overwrite: bool = option(False, "replace an earlier export in the folder")
     backbone: str | None = option(
         None,
-        "name this backbone (default: the one that the heads record)",
+        "name this backbone, a folder or a Hub id (default: the one that the heads record)",
         metavar="B",
         brief="name this backbone (default: the heads' own)",
     )
@@ -75,6 +75,7 @@ def run(options: ExportOptions) -> None:
     from decode.bench.calibration.stored import calibrations_of
     from medusa.checkpoints.folder import find_folder, load
     from medusa.export.base import Export, Written
+    from medusa.export.belonging import require_own_backbone
     from medusa.loading import DEMO as DEMO_BACKBONE
     from medusa.loading import DTYPES
 
@@ -94,6 +95,8 @@ def run(options: ExportOptions) -> None:
     local = DEMO_BACKBONE if backbone == "demo" else Path(backbone)
     name = str(local.resolve()) if local.is_dir() else backbone  # absolute: a server may start in another folder
     _require_replaceable(place, keep=[source, local])
+    unchecked = None if options.backbone is None else require_own_backbone(heads, options.backbone, options.load)
+    recorded = (heads.config.base_model_name_or_path, heads.config.backbone.get("name"))
     heads.config = replace(heads.config, base_model_name_or_path=name)
     with replacing_folder(place) as folder:
         written = write(Export(heads, name, folder, place, options.load, facts))
@@ -101,11 +104,12 @@ def run(options: ExportOptions) -> None:
             raise RunError("read again, the exported weights differ from the heads; no files were kept")
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
+    notes = [*written.notes, *([unchecked] if unchecked and options.backbone not in recorded else [])]
     about = {"format": options.to, "folder": options.out, "files": files}
-    options.output.write(about | {"serve": written.serve, "lost": written.lost, "notes": written.notes})
+    options.output.write(about | {"serve": written.serve, "lost": written.lost, "notes": notes})
     lines = [f"{place}:", *(f"  {name}  {readable(size)}" for name, size in files.items())]
     lines += ["read again: the same weights, bit for bit", f"serve:  {written.serve}", f"limitations:  {written.lost}"]
-    for line in [*lines, *(f"note:  {note}" for note in written.notes)]:
+    for line in [*lines, *(f"note:  {note}" for note in notes)]:
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 

@@ -62,7 +62,7 @@ class Prompts(Options):
     prompt: tuple[str, ...] = option((), "use this prompt; repeatable", metavar="TEXT")
     prompts: str | None = option(
         None,
-        "read a .jsonl, .json, .parquet or .txt (one per line) file, a folder or a Hub dataset",
+        "read a .jsonl, .json, .parquet or .txt (one per line) file, a folder, a Hub dataset, or demo (shipped)",
         metavar="FILE",
         brief="read prompts from a file, a folder or a Hub dataset",
     )

@@ -1,13 +1,13 @@
-"""Train heads on a frozen backbone. A YAML file describes the run; `key=value` overrides any key of the file.
+"""Train heads on a frozen backbone. A recipe, a YAML file, describes the run; `key=value` overrides any of its keys.
 
-  medusa train configs/medusa1.yaml
-  medusa train configs/medusa1.yaml backbone=org/model data=own.jsonl
-  medusa train configs/medusa1.yaml training.learning_rate=1e-3 --resume
+  medusa train medusa1
+  medusa train medusa1 backbone=org/model data=own.jsonl
+  medusa train medusa1 training.learning_rate=1e-3 --resume
 
 Only the heads are trained and saved. Ctrl-C saves a checkpoint, and --resume continues from it. --inspect shows the
 tokens that the heads would learn from the data. It does not train, and does not load the weights of the backbone:
 
-  medusa train configs/medusa1.yaml data=own.jsonl --inspect
+  medusa train medusa1 data=own.jsonl --inspect
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class TrainOptions(Options):
     shown = "config overrides resume overwrite inspect plan threads json quiet"
     config: str = option(
         REQUIRED,
-        "read the backbone, data, output_dir, heads and training arguments from this file",
-        brief="read the recipe from this file",
-        metavar="CONFIG.yaml",
+        "read the backbone, data, output_dir, heads and training arguments from this YAML file; or take a recipe that "
+        "is shipped: medusa1, medusa2, paper_medusa1_7b or paper_medusa2_7b",
+        brief="use this YAML file, or a shipped recipe such as medusa1",
+        metavar="RECIPE",
         positional=True,
     )
     overrides: tuple[str, ...] = option(

@@ -1,6 +1,6 @@
 """Test that decoding with heads does not change the output: compare greedy texts, and the distribution of samples.
 
-  medusa verify demo --prompts medusa/assets/prompts.jsonl
+  medusa verify demo --prompts demo
   medusa verify --backbone org/model --drafter ngram --prompts own.jsonl
   medusa verify org/heads --prompts own.jsonl --full --report evidence.html
 

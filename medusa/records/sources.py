@@ -12,6 +12,7 @@ from pathlib import Path
 from medusa.errors import RequestError, first_line
 from medusa.places import SHORT_HUB_ID, hub_is_reachable
 from medusa.records.record import Record, parse_json, parse_record
+from medusa.shipped import PROMPTS
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")  # of files with records
 DOCUMENT_SEPARATOR = "<|endoftext|>"  # the usual line between two documents in a text file
@@ -23,10 +24,12 @@ def read_records(
 ) -> Iterator[Record]:
     """Read the records of a file, of all files in a folder, or of the `split` and `subset` of a Hub dataset.
 
+    The source `demo` is the file of prompts that comes with the package.
+
     In a `.txt` file, lines equal to `separator` separate documents. Without a separator every line is a prompt.
 
     Raise RequestError if the source does not exist, is empty, or contains a record of no known form."""
-    path, record = Path(source), None
+    path, record = PROMPTS.get(source, Path(source)), None
     files: list[Path] = []
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.endswith((SETTINGS, FAILED)))
@@ -37,7 +40,9 @@ def read_records(
     elif (
         path.suffix in SUFFIXES or (path.parent.is_dir() and len(path.parts) > 2) or not SHORT_HUB_ID.fullmatch(source)
     ):
-        raise RequestError(f"no data at {source}: give a file ({', '.join(SUFFIXES)}), a folder or a Hub dataset id")
+        raise RequestError(
+            f"no data at {source}: give a file ({', '.join(SUFFIXES)}), a folder, a Hub dataset id or demo"
+        )
     records = (r for file in files for r in _read_file(file, separator)) if files else _read_hub(source, split, subset)
     for record in records:
         yield record
