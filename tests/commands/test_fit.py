@@ -1,0 +1,278 @@
+"""`medusa fit`: its plan, its choices, and a whole run that is interrupted in every stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa import MedusaHeads
+from medusa.__main__ import main
+from medusa.arguments import add_arguments, as_arguments, read
+from medusa.commandline import OneLineParser
+from medusa.commands.benchmark import BenchmarkOptions
+from medusa.commands.fit import stages
+from medusa.commands.fit.choices import choose_heads
+from medusa.commands.fit.options import FitOptions
+from medusa.commands.fit.plan import LEAST_MINUTES, REPEATS, Costs, make_plan
+from medusa.commands.fit.probe import Probe
+from medusa.commands.fit.prompts import split, to_json, write_prompts
+from medusa.commands.fit.state import FitState
+from medusa.commands.options import Models, Prompts
+from medusa.errors import RequestError
+from medusa.files import ASSETS
+from medusa.records.record import Record, parse_record
+from medusa.records.sources import read_records
+
+OPENINGS = ASSETS / "openings.jsonl"
+PROBE = Probe(
+    parameters=5_000_000,
+    model_bytes=20_000_000,
+    hidden_size=256,
+    vocab_size=4096,
+    context=512,
+    device="cpu",
+    read_seconds=1e-4,
+    batch_step_seconds=0.064,
+    step_seconds=0.005,
+)
+COSTS = [Costs(trained=1_000_000, token_seconds=4e-4)]
+
+
+def prompts(count: int) -> list[Record]:
+    return [Record(f"p:{index}", text=f"prompt {index}", is_prompt=True) for index in range(count)]
+
+
+def options(**given: Any) -> FitOptions:
+    return FitOptions(model="demo", prompts=Prompts(prompts=str(OPENINGS)), plan=True, **given)
+
+
+# The prompts
+
+
+@pytest.mark.parametrize(("count", "aside"), [(60, 20), (99, 20), (200, 40), (499, 99), (5000, 100)])
+def test_a_fifth_of_the_prompts_is_set_aside(count: int, aside: int) -> None:
+    sides = split(prompts(count), seed=0)
+    assert len(sides.test) == aside
+    assert len(sides.train) == count - aside
+    assert not {record.text for record in sides.train} & {record.text for record in sides.test}
+    assert split(prompts(count), seed=0) == sides
+    assert split(prompts(count), seed=1).test != sides.test
+
+
+def test_equal_prompts_count_once() -> None:
+    with pytest.raises(RequestError, match="there are 59 different prompts, and fit needs at least 60"):
+        split(prompts(59) + prompts(30), seed=0)
+
+
+ROWS = [
+    {"prompt": "Once", "category": "a"},
+    {"text": "A whole document"},
+    {"input_ids": [1, 2, 3], "prompt_tokens": 2},
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "tools": [{"a": 1}]},
+    {"turns": ["first", "second"]},
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[next(iter(row)) for row in ROWS])
+def test_prompts_are_written_as_they_were_read(row: dict[str, Any], tmp_path: Path) -> None:
+    record = parse_record(row, "here")
+    write_prompts(tmp_path / "p.jsonl", [record])
+    (again,) = read_records(str(tmp_path / "p.jsonl"))
+    assert replace(again, where="here") == record
+    assert parse_record(to_json(record), "here") == record
+
+
+# The plan and the choices
+
+
+def test_a_plan_divides_the_minutes() -> None:
+    plan = make_plan(options(minutes=30.0), PROBE, COSTS, train_prompts=1000, test_prompts=100)
+    assert plan.minutes == 30
+    assert plan.text_seconds == pytest.approx(600, rel=0.01)  # a third
+    assert plan.text_tokens == plan.texts * 256
+    assert plan.training_minutes == pytest.approx(20, rel=0.01)
+    assert plan.training_tokens == pytest.approx(20 * 60 / 4e-4, rel=0.01)
+    assert plan.test_prompts == 100
+    assert plan.seconds > 30 * 60
+
+
+def test_few_prompts_are_answered_a_few_times_only() -> None:
+    plan = make_plan(options(minutes=600.0), PROBE, COSTS, train_prompts=50, test_prompts=20)
+    assert plan.texts == REPEATS * 50
+    assert plan.training_minutes > 590 * 0.9
+
+
+def test_the_default_minutes_answer_each_prompt_once() -> None:
+    assert make_plan(options(), PROBE, COSTS, train_prompts=60, test_prompts=20).minutes == LEAST_MINUTES
+    plan = make_plan(options(), PROBE, COSTS, train_prompts=5000, test_prompts=100)
+    assert plan.texts == pytest.approx(5000, rel=0.01)
+    assert plan.training_minutes * 60 == pytest.approx(2 * plan.text_seconds, rel=0.01)
+
+
+def test_a_slow_model_measures_fewer_prompts() -> None:
+    slow = replace(PROBE, step_seconds=0.5)
+    plan = make_plan(options(), slow, COSTS, train_prompts=500, test_prompts=100)
+    assert (plan.test_prompts, plan.rounds) == (20, 2)
+
+
+def test_answers_fit_the_context() -> None:
+    plan = make_plan(options(), replace(PROBE, context=64), COSTS, train_prompts=100, test_prompts=20)
+    assert plan.text_tokens == plan.texts * 63
+    assert plan.sequence_length == 64
+
+
+@pytest.mark.parametrize(
+    ("given", "parameters", "on_gpu", "heads"),
+    [
+        ({"purpose": "vllm"}, 7_000_000_000, True, {"kind": "eagle", "block": "gated", "lm_head": "shared"}),
+        ({"purpose": "sglang"}, 260_000, False, {"kind": "eagle", "block": "gated", "lm_head": "shared"}),
+        ({"kind": "hydra"}, 260_000, False, {"kind": "hydra"}),
+        ({}, 260_000, False, {"kind": "medusa"}),
+        ({}, 7_000_000_000, True, {"kind": "recurrent"}),
+    ],
+)
+def test_the_table_chooses_the_heads(given: dict, parameters: int, on_gpu: bool, heads: dict) -> None:
+    (choice,) = choose_heads(options(**given), parameters, on_gpu, minutes=4)
+    assert choice.heads == heads
+    assert choice.reason
+
+
+def test_the_table_has_a_row_for_everything() -> None:
+    for purpose in ("transformers", "vllm", "sglang"):
+        for on_gpu in (False, True):
+            for parameters in (1, 10**6, 10**8, 10**11):
+                for minutes in (0.1, 19, 400):
+                    assert choose_heads(options(purpose=purpose), parameters, on_gpu, minutes)
+
+
+def test_compare_trains_several_kinds() -> None:
+    assert [choice.name for choice in choose_heads(options(compare=True), 10**7, False, 4)][:2] == [
+        "medusa",
+        "recurrent",
+    ]
+
+
+# Command lines and states
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        BenchmarkOptions(models=Models(backbone="b", heads="h", tree="auto"), drafter=("heads", "ngram"), rounds=2),
+        BenchmarkOptions(models=Models(backbone="b"), prompts=Prompts(prompt=("a b", "c")), raw=False, lossy=True),
+    ],
+)
+def test_options_become_the_arguments_that_make_them(made: BenchmarkOptions) -> None:
+    parser = OneLineParser()
+    add_arguments(parser, BenchmarkOptions)
+    assert read(BenchmarkOptions, parser.parse_args(as_arguments(made))) == made
+
+
+def test_a_run_continues_only_with_its_own_request(tmp_path: Path) -> None:
+    request = options(minutes=3.0).request("digest")
+    FitState(tmp_path, request).finish("plan", {"a": 1})
+    assert FitState(tmp_path, request).stages == {"plan": {"a": 1}}
+    for changed, told in ({"minutes": 4.0}, "minutes 3.0, not 4.0"), ({"prompts": "other"}, "other prompts"):
+        with pytest.raises(RequestError, match=f"holds a run with {told}; .*--overwrite"):
+            FitState(tmp_path, request | changed)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    arguments = ["fit", "demo", "--prompts", str(OPENINGS), "--output", str(tmp_path), "--overwrite"]
+    assert main(arguments) == 2
+    assert "is not a folder of medusa fit, so it is not replaced" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+# A whole run
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make calibration and benchmark short: no figure of these tests is a measurement."""
+    monkeypatch.setattr(stages, "CALIBRATION_TOKENS", 16)
+    monkeypatch.setattr(stages, "CALIBRATED_ON", 800)
+    monkeypatch.setattr(stages, "BENCHMARK_TOKENS", 16)
+
+
+def command(folder: Path, *further: str) -> list[str]:
+    numbers = ["--minutes", "0.1", "--max-new-tokens", "24", "--threads", "1"]
+    return ["fit", "demo", "--prompts", str(OPENINGS), "--output", str(folder), *numbers, *further]
+
+
+STAGES = (stages.TextStage, stages.TrainingStage, stages.CalibrationStage, stages.BenchmarkStage)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_a_run_that_is_stopped_in_every_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM before each stage's end; the same command continues, and no finished stage runs twice."""
+    folder, ran = tmp_path / "heads", list[str]()
+
+    def counting(work: Callable[[Any], Any], name: str, stop: bool) -> Callable[[Any], Any]:
+        def counted(stage: Any) -> Any:
+            ran.append(name)
+            if stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return work(stage)
+
+        return counted
+
+    works = {kind: kind.work for kind in STAGES}
+    for stopped in STAGES:
+        for kind, work in works.items():
+            monkeypatch.setattr(kind, "work", counting(work, kind.__name__, kind is stopped))
+        assert main(command(folder)) == 143
+        told = capsys.readouterr().err
+        assert f"the same command continues: medusa fit demo --prompts {OPENINGS}" in told
+    for kind, work in works.items():
+        monkeypatch.setattr(kind, "work", counting(work, kind.__name__, False))
+    report = tmp_path / "fit.json"
+    assert main(command(folder, "--json", str(report))) == 0
+    told = capsys.readouterr()
+    assert ran == [name for kind in STAGES for name in (kind.__name__, kind.__name__)]
+
+    figures = json.loads(report.read_text())
+    assert figures["benchmark"]["methods"]["medusa"]["equal_to_plain"] == 1
+    assert figures["headline"]["text"] in told.out
+    assert f'Next: medusa generate {folder} "Once upon a time"' in told.out
+    assert MedusaHeads.from_pretrained(folder).config.kind == "medusa"
+    assert {"report.html", "benchmark.json", "fit.json", "provenance.json"} <= {path.name for path in folder.iterdir()}
+
+    ran.clear()
+    assert main(command(folder)) == 0
+    assert "is finished; --overwrite starts again" in capsys.readouterr().err
+    assert not ran
+
+
+def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "plan.json"
+    assert main(command(tmp_path / "heads", "--plan", "--json", str(report))) == 0
+    told = capsys.readouterr().out
+    for word in ("model", "heads", "text", "training", "calibration", "benchmark", "memory", "disk", "total"):
+        assert f"\n{word} " in f"\n{told}"
+    assert json.loads(report.read_text())["plan"]["minutes"] == 0.1
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_heads_for_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str], server: str) -> None:
+    assert main(command(tmp_path / "heads", "--for", server)) == 0
+    told = capsys.readouterr().out
+    assert "Serve: " in told
+    assert str(tmp_path / "heads" / server) in told
+    layer = json.loads((tmp_path / "heads" / server / "config.json").read_text())
+    assert layer["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert MedusaHeads.from_pretrained(tmp_path / "heads").config.servable
