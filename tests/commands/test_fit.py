@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from decode.bench.calibration import calibrate
 from medusa import MedusaHeads
 from medusa.__main__ import main
 from medusa.arguments import add_arguments, as_arguments, read
@@ -198,9 +199,10 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make calibration and benchmark short: no figure of these tests is a measurement."""
-    monkeypatch.setattr(stages, "CALIBRATION_TOKENS", 16)
-    monkeypatch.setattr(stages, "CALIBRATED_ON", 800)
+    monkeypatch.setattr(stages, "CALIBRATION_TOKENS", 24)
+    monkeypatch.setattr(stages, "CALIBRATED_ON", 1500)
     monkeypatch.setattr(stages, "BENCHMARK_TOKENS", 16)
+    monkeypatch.setattr(calibrate, "SIZES", (1, 4, 8))
 
 
 def command(folder: Path, *further: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import yaml
 
+from decode.bench.calibration.stored import TooFewStepsError
 from decode.settings import Settings
 from medusa.arguments import as_arguments
 from medusa.commands import benchmark, calibrate, distill, export
@@ -26,7 +27,6 @@ from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import Split, write_prompts
 from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, Prompts
-from medusa.errors import RequestError
 from medusa.files import Json, read_json, write_text
 from medusa.options import Options
 
@@ -209,7 +209,7 @@ class CalibrationStage:
     def work(self) -> Json:
         try:
             calibrate.run(self.options)
-        except RequestError as error:  # too few tokens: decoding takes the default tree
+        except TooFewStepsError as error:  # too little text: decoding takes the default tree
             self.run.options.output.note(f"no calibration: {error}")
             return {"refused": str(error)}
         found = read_json(Path(str(self.options.output.json)))
