@@ -104,6 +104,16 @@ def test_a_plan_divides_the_minutes() -> None:
     assert plan.seconds > 30 * 60
 
 
+def test_short_runs_take_small_training_steps() -> None:
+    def step(minutes: float) -> tuple[int, int]:
+        plan = make_plan(options(minutes=minutes), PROBE, COSTS, train_prompts=1000, test_prompts=100)
+        return plan.rows, plan.sequence_length
+
+    assert step(1) == (2, 256)
+    assert step(20) == (7, 512)
+    assert step(400) == (8, 512)
+
+
 def test_few_prompts_are_answered_a_few_times_only() -> None:
     plan = make_plan(options(minutes=600.0), PROBE, COSTS, train_prompts=50, test_prompts=20)
     assert plan.texts == REPEATS * 50

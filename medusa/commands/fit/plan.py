@@ -21,7 +21,8 @@ TEXT_SHARE = 1 / 3  # of the minutes; the rest is training
 LEAST_MINUTES, MOST_MINUTES = 4.0, 480.0  # limits of the default
 REPEATS = 8  # a prompt is answered at most so many times, each time with other random numbers
 FEWEST_TEXTS = 32
-SEQUENCE, ROWS = 512, 4  # tokens in a packed row of training data, and rows in a training step
+STEPS = 500  # a run with fewer training steps learns less, so short runs take small steps
+SEQUENCES, ROWS = (256, 512), (2, 8)  # least and most tokens in a packed row, and rows in a training step
 HEAD_COST = 3  # a forward and twice as much for the backward; the frozen model needs the forward only
 ADAM_BYTES = 16  # of a trained weight in float32: itself, its gradient and two states of the optimiser
 CHECKPOINTS = 3  # two kept, and one that is being written; each holds weights and optimiser states
@@ -53,6 +54,7 @@ class Plan:
     training_minutes: float  # for each kind of heads
     training_tokens: int  # that training reads in this time, with the heads that learn most slowly
     sequence_length: int
+    rows: int  # packed rows in a training step
     test_prompts: int
     rounds: int
     calibration_seconds: float  # for each kind of heads
@@ -104,6 +106,8 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
     rounds = 3 if 3 * FEWEST_TEST * per_round <= at_most else 2
     measured = min(max(int(at_most / (rounds * per_round)), FEWEST_TEST), test_prompts)
     trained = max(cost.trained for cost in costs)
+    step_tokens = training / slowest / STEPS
+    sequence = SEQUENCES[step_tokens >= ROWS[0] * SEQUENCES[1]]
     written = CALIBRATION_TOKENS * probe.batch_step_seconds / probe.batch_size
     return Plan(
         minutes=minutes,
@@ -113,7 +117,8 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
         text_seconds=texts * one_text,
         training_minutes=training / 60,
         training_tokens=int(training / slowest),
-        sequence_length=min(SEQUENCE, probe.context or SEQUENCE),
+        sequence_length=min(sequence, probe.context or sequence),
+        rows=min(max(int(step_tokens / sequence), ROWS[0]), ROWS[1]),
         test_prompts=measured,
         rounds=rounds,
         calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds,

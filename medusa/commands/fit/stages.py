@@ -22,7 +22,7 @@ from medusa.commands.distill import DistillOptions
 from medusa.commands.export import ExportOptions
 from medusa.commands.fit.choices import HeadsChoice
 from medusa.commands.fit.options import FitOptions
-from medusa.commands.fit.plan import BENCHMARK_TOKENS, ROWS, Plan
+from medusa.commands.fit.plan import BENCHMARK_TOKENS, Plan
 from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import Split, write_prompts
 from medusa.commands.fit.state import FitState
@@ -165,7 +165,7 @@ def recipe(run: Run, choice: HeadsChoice) -> Json:
         "heads": choice.heads,
         "training": {
             "max_minutes": round(plan.training_minutes, 3),
-            "per_device_train_batch_size": ROWS,
+            "per_device_train_batch_size": plan.rows,
             "seed": options.runtime.seed,
             "log_lines": False,
         },
