@@ -17,7 +17,7 @@ FASTER, SLOWER, NO_GAIN, NOT_MEASURED = "faster", "slower", "no measurable gain"
 
 @dataclass(frozen=True)
 class Headline:
-    """What a benchmark showed, for people in a hurry."""
+    """What a benchmark showed, in words."""
 
     verdict: str  # `faster`, `slower` or `no measurable gain`, against plain decoding; or `not measured`
     title: str  # one line, with a speedup only if the verdict is `faster`

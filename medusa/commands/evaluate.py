@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import islice
 
-from rich.table import Table
 
 from decode.settings import Settings
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models
 from medusa.errors import RequestError, RunError
 from medusa.options import REQUIRED, Options, count, group, option
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
+from medusa.tables import print_table
 
 OPENING = 16  # number of tokens of a document that the backbone continues
 
@@ -79,11 +79,14 @@ def run(options: EvaluateOptions) -> None:
             f"there are no positions to evaluate in {len(prompts)} texts, because the backbone ended every text at "
             "once; give other --data, or a larger --max-new-tokens"
         )
-    table = Table(title=f"Share of right guesses at {accuracy.tokens} positions of the backbone's greedy texts")
-    for name in ("head", "top 1", "top 5", "top 10", "top 1 if all earlier heads are right"):
-        table.add_column(name, justify="right")
+    rows = []
     for head in accuracy.heads:
         shares = [*head.top.values(), head.conditional_top1]
-        table.add_row(str(head.head), *(f"{share:.3f}" for share in shares))
-    output.console.print(table)
+        rows.append([str(head.head), *(f"{share:.3f}" for share in shares)])
+    print_table(
+        output.console,
+        ("head", "top 1", "top 5", "top 10", "top 1 if earlier are right"),
+        rows,
+        f"Share of right guesses at {accuracy.tokens} positions of the backbone's greedy texts",
+    )
     output.write(asdict(accuracy))

@@ -6,8 +6,9 @@
 
 Greedy: every prompt is decoded with and without drafts. Sampling: after each of the first four prompts, a million steps
 are sampled with the best guesses as drafts, and with sampled drafts. Their tokens are tested against the backbone's own
-distribution. Lossy acceptance rules are tested too, and are expected to differ. --report writes an HTML page.
-Exit status 1: the outputs differ. Correct decoding fails the sampling test in at most 1 of 10,000 runs.
+distribution. Lossy acceptance rules are tested too, and are expected to differ. --report writes an HTML page with
+tables and pictures. Exit status 1: the outputs differ. Correct decoding fails the sampling test in at most 1 of 10,000
+runs.
 """
 
 from __future__ import annotations

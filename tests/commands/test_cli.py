@@ -650,6 +650,36 @@ def test_bad_requests_are_refused_before_a_tree_is_calibrated(
     assert message in done.err
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("benchmark", "--rounds", "1", "--against", "prompt-lookup", "--prompts"), ("x generate", "same text")),
+        (("verify", "--draws", "2000", "--sampled-prompts", "1", "--prompts"), ("expected", "p-value", "verdict")),
+        (("verify", "--full", "--draws", "500", "--sampled-prompts", "1", "--prompts"), ("top-p", "verdict")),
+        (("evaluate", "--data"), ("top 10", "top 1 if earlier are right")),
+    ],
+    ids=lambda value: " ".join(value[:2]),
+)
+def test_tables_are_complete_in_60_columns(
+    medusa: Any, place: Place, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    done = medusa(*command, place.prompts, "--backbone", place.backbone, "--heads", place.heads, *GENERATION)
+    assert done.status == 0, done.err
+    assert max(map(len, done.out.splitlines())) <= 60
+    assert "\u2026" not in done.out
+    assert all(word in done.out for word in words)
+
+
+def test_info_is_complete_in_60_columns(medusa: Any, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = medusa("info", place.heads)
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = medusa("info", place.heads)
+    assert narrow.status == 0
+    assert max(map(len, narrow.out.splitlines())) <= 60
+    assert sorted("".join(narrow.out.split())) == sorted("".join(wide.out.split()))
+
+
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 

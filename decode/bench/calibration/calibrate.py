@@ -12,7 +12,15 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from decode.bench.calibration.recording import Recording, Text, grow, predicted_tau, predicted_tau_held_out, record
+from decode.bench.calibration.recording import (
+    Recording,
+    Text,
+    grow,
+    highest_tau,
+    predicted_tau,
+    predicted_tau_held_out,
+    record,
+)
 from decode.bench.calibration.stored import (
     MIN_STEPS,
     Calibration,
@@ -22,12 +30,12 @@ from decode.bench.calibration.stored import (
     situation,
 )
 from decode.bench.machine import stopwatch
-from decode.bench.methods import medusa_method, one_by_one
+from decode.bench.methods import medusa_method
 from decode.drafters.layouts import TOP, DynamicTree, Layout
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import decoding
 from decode.request import prepare
-from decode.results import tau
+from decode.results import Result, tau
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
@@ -36,6 +44,7 @@ from medusa.tree import Tree
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)  # numbers of nodes of the trees to try; 1 is plain decoding
 WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
+NODES = 256  # of a batch, all rows together: the most with which a step on a CPU can pay
 WARM_UP = 2  # steps at the beginning of each timing that do not count
 
 
@@ -68,20 +77,20 @@ def calibrate(
     on_progress("timing")
     seconds = time_steps(model, heads, prompts, trees, settings, batch_size, rounds)
 
-    def expected_tau(tree: Layout) -> float:
-        if isinstance(tree, Tree):
-            return predicted_tau_held_out(tree.num_nodes, recording)
-        if not heads.follows_path:
-            return predicted_tau(tree, recording)  # one temperature per head cannot overfit the texts
-        # These heads guess differently on each path, which the recording cannot show, so prompts are decoded again.
-        method = medusa_method(model, heads, replace(settings, max_new_tokens=longest), tree=tree)
-        return tau(one_by_one(method, prompts, range(len(prompts))))
-
-    points = []
+    points, unknown = [], []
     for tree, of_step in zip(trees, seconds, strict=True):
-        is_dynamic = isinstance(tree, DynamicTree)
-        paths = tree.to_json() if isinstance(tree, Tree) else []
-        points.append(CalibrationPoint(tree.num_nodes, paths, expected_tau(tree), 1000 * of_step, is_dynamic))
+        if isinstance(tree, Tree):
+            points.append(_point(tree, of_step, predicted_tau_held_out(tree.num_nodes, recording)))
+        elif not heads.follows_path:  # one temperature per head cannot overfit the texts
+            points.append(_point(tree, of_step, predicted_tau(tree, recording)))
+        else:  # these heads guess differently on each path, which the recording cannot show
+            unknown.append((tree, of_step))
+
+    def measured_tau(tree: Layout) -> float:
+        on_progress(f"decoding with a dynamic tree of {tree.num_nodes} nodes")
+        return decoded_tau(model, heads, prompts, tree, replace(settings, max_new_tokens=longest))
+
+    points = sorted(add_competitive(points, unknown, recording, measured_tau), key=lambda one: (one.dynamic, one.nodes))
     about = RecordedTexts(len(texts), recording.tokens, sum(map(len, prompts)), steps=recording.steps)
     holds_for = situation(model, heads, settings, batch_size)
     return Calibration(points, best_of(points), list(temperatures), holds_for, about)
@@ -97,12 +106,51 @@ def require_steps(recording: Recording) -> None:
         )
 
 
+def _point(tree: Layout, seconds: float, tau: float) -> CalibrationPoint:
+    """Describe a tree by the `seconds` of a step and its tau."""
+    paths = tree.to_json() if isinstance(tree, Tree) else []
+    return CalibrationPoint(tree.num_nodes, paths, tau, 1000 * seconds, isinstance(tree, DynamicTree))
+
+
+def add_competitive(
+    points: Sequence[CalibrationPoint],
+    unknown: Sequence[tuple[Layout, float]],
+    recording: Recording,
+    measured_tau: Callable[[Layout], float],
+) -> list[CalibrationPoint]:
+    """Return `points` with those of the trees in `unknown` that can still be the fastest.
+
+    `unknown` lists trees with the seconds of a step. Measuring a tau takes long. So trees are measured in the order of
+    their highest possible speed (`highest_tau`), until this speed is below that of the fastest measured tree."""
+    points = list(points)
+    fastest = max(WORTHWHILE * points[0].tokens_per_second, *(one.tokens_per_second for one in points))
+    bounds = [(highest_tau(tree.num_nodes, recording) / seconds, tree, seconds) for tree, seconds in unknown]
+    for bound, tree, seconds in sorted(bounds, key=lambda entry: entry[0], reverse=True):
+        if bound <= fastest:
+            break
+        points.append(_point(tree, seconds, measured_tau(tree)))
+        fastest = max(fastest, points[-1].tokens_per_second)
+    return points
+
+
+def decoded_tau(
+    model: PreTrainedModel, heads: MedusaHeads, prompts: Sequence[list[int]], tree: Layout, settings: Settings
+) -> float:
+    """Measure tau (mean tokens per step) by decoding the prompts with `tree`, in batches of at most `NODES` nodes."""
+    method, seeds = medusa_method(model, heads, settings, tree=tree), range(len(prompts))
+    size, results = max(NODES // tree.num_nodes, 1), list[Result]()
+    for start in range(0, len(prompts), size):
+        rows = slice(start, start + size)
+        results += method(prompts[rows], seeds=seeds[rows])
+    return tau(results)
+
+
 def sizes_for(device: torch.device, batch_size: int) -> list[int]:
     """List the numbers of nodes for which a tree may be faster than plain decoding.
 
     On a CPU, the time of a step grows with the number of nodes in the batch, so large batches get small trees. For one
     text, trees of 2 or 3 nodes never pay: they turn matrix-vector products into more expensive matrix products."""
-    most = max(256 // batch_size, 8) if device.type == "cpu" else SIZES[-1]
+    most = max(NODES // batch_size, 8) if device.type == "cpu" else SIZES[-1]
     return [nodes for nodes in SIZES if nodes <= most and (batch_size > 1 or nodes not in (2, 3))]
 
 

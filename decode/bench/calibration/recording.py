@@ -173,6 +173,25 @@ def predicted_tau_held_out(nodes: int, recording: Recording) -> float:
     return recording.tokens / steps
 
 
+def highest_tau(nodes: int, recording: Recording) -> float:
+    """Compute an upper bound of tau for all trees of `nodes` nodes that draft the most probable guesses of each head.
+
+    A tree with a guess of rank r (0: the best) also has the r better guesses after the same path. So a path of ranks
+    r1, r2, ... needs (r1 + 1) + (r2 + 1) + ... nodes besides the root. The bound takes the fewest steps that these
+    paths allow, wherever the steps start. It needs no decoding, also for heads whose guesses depend on the path."""
+    steps = tokens = 0
+    for ranks in recording.ranks:
+        count, num_heads = ranks.shape
+        needed = (ranks.clamp_max(nodes) + 1).cumsum(1)  # [P, K]; ranks that are `MISSED` are large
+        ends = (torch.arange(count) + 1 + (needed < nodes).sum(1)).tolist()
+        at = read = furthest = 0
+        while at < count - num_heads:  # as in `starts`, no step starts at the last tokens
+            furthest = max(furthest, *ends[read : at + 1])
+            read, at, steps = at + 1, furthest, steps + 1
+        tokens += at
+    return tokens / max(steps, 1)
+
+
 def grow(recording: Recording, nodes: int) -> Tree:
     """Grow the tree of `nodes` nodes, root included, with the highest predicted tau on the recorded texts.
 

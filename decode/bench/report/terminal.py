@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from decode.bench.calibration.stored import Calibration
 from decode.bench.compare import Comparison
@@ -17,30 +14,25 @@ from decode.bench.headline import FASTER, interval_in_words
 from decode.bench.losslessness.cases import figures_table
 from decode.bench.losslessness.verify import VerificationResult
 from decode.settings import is_lossy
-
-
-def table_of(columns: Sequence[str], title: str | None = None, justify: Literal["left", "right"] = "right") -> Table:
-    """Make a table with a left-aligned first column. `justify`: alignment of the other columns."""
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
-    for index, name in enumerate(columns):
-        table.add_column(name, justify=justify if index else "left", no_wrap=True, min_width=len(name) if index else 0)
-    return table
+from medusa.tables import print_table
 
 
 def print_benchmark(console: Console, result: BenchmarkResult) -> None:
     """Print the metrics of a benchmark: a table of all methods, then details of the drafter."""
     settings, machine, medusa = result.settings, result.machine, result.medusa
-    table = table_of(
-        ("method", "tokens/s", "min-max", "tau", "x plain", "x generate", "same text"),
-        f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature {settings.temperature:g}, "
-        f"{settings.drafter}, {settings.nodes} nodes, acceptance {settings.acceptance}",
-    )
+    rows = []
     for name, figures in result.methods.items():
         rate, tau = figures.tokens_per_second, f"{figures.tau:.2f}" if figures.steps else ""
         rates = (f"{rate.median:.0f}", f"{rate.min:.0f}-{rate.max:.0f}")
         equal = f"{figures.equal_to_plain:.0%}" if settings.temperature == 0 else "(sampled)"
-        table.add_row(name, *rates, tau, f"{figures.speedup:.2f}", f"{figures.speedup_vs_generate:.2f}", equal)
-    console.print(table)
+        rows.append([name, *rates, tau, f"{figures.speedup:.2f}", f"{figures.speedup_vs_generate:.2f}", equal])
+    print_table(
+        console,
+        ("method", "tokens/s", "min-max", "tau", "x plain", "x generate", "same text"),
+        rows,
+        f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature {settings.temperature:g}, "
+        f"{settings.drafter}, {settings.nodes} nodes, acceptance {settings.acceptance}",
+    )
     for category, figures in (medusa.by_category or {}).items():
         console.print(f"  {category}: tau {figures.tau:.2f}, {figures.speedup:.2f} x plain")
     for row in result.temperatures or []:
@@ -63,19 +55,20 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
 def print_headline(console: Console, result: BenchmarkResult) -> None:
     """Print the headline of a benchmark: the gain over plain decoding, or that there is none. Print it last."""
     told = result.headline
-    console.print(f"\n[bold {'green' if told.verdict == FASTER else 'yellow'}]{told.title}[/]", highlight=False)
-    console.print(told.text, highlight=False, markup=False)
+    claim, dot, rest = told.text.partition(". ")
+    style = "bold green" if told.verdict == FASTER else "bold yellow"
+    console.print()
+    console.print(Text.assemble((claim + dot, style), rest))
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """Print how metrics and settings changed between two benchmark runs."""
     console.print(f"{comparison.later} against {comparison.earlier}", highlight=False)
-    table = table_of(("", "earlier", "later", "ratio", "95 %"))
-    table.add_column("")  # the verdict; it wraps if the other columns are wide
+    rows = []
     for change in comparison.changes:
         figures = (f"{change.earlier:.2f}", f"{change.later:.2f}", f"{change.ratio:.3f}")
-        table.add_row(change.label, *figures, interval_in_words(change.ratio_interval), change.verdict)
-    console.print(table)
+        rows.append([change.label, *figures, interval_in_words(change.ratio_interval), change.verdict])
+    print_table(console, ("", "earlier", "later", "ratio", "95 %", ""), rows)
     for what, earlier, later in comparison.differences:
         console.print(f"  {what}: {earlier} -> {later}", highlight=False)
     if not comparison.same_machine:
@@ -83,34 +76,43 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def print_verification(console: Console, outcome: VerificationResult, full: bool, report: str | None) -> None:
-    """Print the outcome of `medusa verify`, and the path of its `report`, if there is one.
+    """Print the outcome of `medusa verify`. With `full`, show temperature and top-p.
 
-    With `full`, show each case's temperature and top-p."""
+    `report`: the path of the page that was written; `None` if there is none."""
     console.print(f"greedy: {outcome.greedy.in_words(outcome.asked.dtype)}")
     head, rows = figures_table(outcome.cases)
     narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
-    table = table_of([head[column] for column in narrow], f"{outcome.asked.draws:,} draws by each rule", "left")
-    for row in rows:
-        style = {"DIFFERS": "red", "passed": ""}.get(row[head.index("verdict")], "dim")
-        table.add_row(*(row[column] for column in narrow), style=style)
-    console.print(table)
+    place = head.index("verdict")
+    print_table(
+        console,
+        [head[column] for column in narrow],
+        [[row[column] for column in narrow] for row in rows],
+        f"{outcome.asked.draws:,} draws by each rule",
+        keys=6 if full else 4,
+        justify="left",
+        styles=[{"DIFFERS": "red", "passed": ""}.get(row[place], "dim") for row in rows],
+    )
     verdict = "passed" if outcome.passed else "FAILED: evidence against equality"
-    console.print(f"[bold]{verdict}[/]" + (f"; report: {report}" if report else ""))
+    console.print(Text.assemble((verdict, "bold"), f"; report: {report}" if report else ""), soft_wrap=True)
 
 
 def print_calibration(console: Console, found: Calibration, measured: float | None, place: Path) -> None:
     """Print the trees that a calibration tried, its file `place`, and tau `measured` on held-out texts (or `None`)."""
-    table = table_of(("tree", "nodes", "predicted tau", "ms per step", "tokens/s", "x plain", ""))
-    plain = found.points[0].tokens_per_second
+    rows, plain = [], found.points[0].tokens_per_second
     for index, point in enumerate(found.points):
         rate = point.tokens_per_second
         kind = "plain" if point.nodes == 1 else "dynamic" if point.dynamic else "static"
         figures = (f"{point.tau:.2f}", f"{point.step_ms:.2f}", f"{rate:.0f}", f"{rate / plain:.2f}")
-        chosen, style = ("chosen", "bold") if index == found.chosen else ("", "")
-        table.add_row(kind, str(point.nodes), *figures, chosen, style=style)
-    console.print(table)
+        rows.append([kind, str(point.nodes), *figures, "chosen" if index == found.chosen else ""])
+    print_table(
+        console,
+        ("tree", "nodes", "predicted tau", "ms per step", "tokens/s", "x plain", ""),
+        rows,
+        keys=2,
+        styles=["bold" if index == found.chosen else "" for index in range(len(rows))],
+    )
     if found.best.nodes == 1:
         console.print("plain decoding is fastest here: these heads guess too little for the cost of a tree")
     if measured is not None:
         console.print(f"predicted tau {found.best.tau:.3f}, measured on held-out texts {measured:.3f}")
-    console.print(f"kept for --tree auto in {place}")
+    console.print(f"kept for --tree auto in {place}", soft_wrap=True, markup=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from decode.bench.calibration.recording import (
     TEMPERATURES,
     Recording,
     grow,
+    highest_tau,
     own_texts,
     path_counts,
     predicted_tau,
@@ -175,6 +177,48 @@ def test_counting_where_steps_start_gives_better_trees() -> None:
         [path for path, _ in path_counts(recording, None).most_common(2)]
     )  # all positions, as the original counts
     assert predicted_tau(grow(recording, 3), recording) >= predicted_tau(everywhere, recording)
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8, 20])
+def test_no_tree_of_a_size_exceeds_the_highest_tau(nodes: int) -> None:
+    """Trees with the r better guesses beside each guess of rank r, which all dynamic trees have."""
+    recording = Recording([random_ranks(seed, 300) for seed in range(5)])
+    highest = highest_tau(nodes, recording)
+    rng = random.Random(0)
+    for _ in range(60):
+        paths: list[tuple[int, ...]] = []
+        while len(paths) < nodes - 1:
+            above = rng.choice([(), *(path for path in paths if len(path) < 4)])
+            paths.append((*above, sum(path[:-1] == above for path in paths if len(path) == len(above) + 1)))
+        assert predicted_tau(Tree.from_paths(paths), recording) <= highest
+    assert 1 < highest <= 5
+    assert highest_tau(1, recording) == 1
+
+
+def test_the_highest_tau_takes_the_fewest_steps() -> None:
+    """One head that is right at positions 1 and 2: a step at position 0 accepts nothing; one at 1 ends after 3."""
+    ranks = torch.tensor([[MISSED], [1], [0], [MISSED], [MISSED]])
+    assert highest_tau(2, Recording([ranks])) == 4 / 3, "steps at 0, 1 and 2; the guess of rank 1 needs a third node"
+    assert highest_tau(3, Recording([ranks])) == 4 / 3, "steps at 0, 1 and 3"
+
+
+def test_trees_that_cannot_be_the_fastest_are_not_decoded() -> None:
+    recording = Recording([random_ranks(seed, 300) for seed in range(5)])
+    plain, static = CalibrationPoint(1, [], 1.0, 10.0), CalibrationPoint(8, [[0]], 2.0, 10.0)
+    trees = {nodes: DynamicTree.over_heads(nodes, 4) for nodes in (4, 8, 16)}
+    decoded: list[int] = []
+
+    def measured(tree: Any) -> float:
+        decoded.append(tree.num_nodes)
+        return {4: 1.9, 8: 2.3, 16: 2.4}[tree.num_nodes]
+
+    unknown = [(trees[4], 0.02), (trees[8], 0.01), (trees[16], 0.013)]
+    found = calibrate.add_competitive([plain, static], unknown, recording, measured)
+    assert decoded[0] == 8, "the highest possible speed first"
+    assert 4 not in decoded, "twice the time of the static tree, and at most 2.7 tokens a step"
+    assert {point.nodes for point in found if point.dynamic} == set(decoded)
+    everything = [*found, *(CalibrationPoint(n, [], measured(trees[n]), 1000 * s, True) for n, s in ((4, 0.02),))]
+    assert found[calibrate.best_of(found)] == everything[calibrate.best_of(everything)]
 
 
 def test_heads_that_are_never_correct_get_a_tree_with_only_the_root() -> None:

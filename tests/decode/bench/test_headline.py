@@ -104,9 +104,7 @@ def test_the_terminal_shows_the_headline_last() -> None:
     console = Console(file=out, width=80)
     print_benchmark(console, result)
     print_headline(console, result)
-    text = out.getvalue()
-    assert text.count(result.headline.title) >= 1
-    assert " ".join(text.split()).endswith(result.headline.text.split(". ")[-1])
+    assert " ".join(out.getvalue().split()).endswith(result.headline.text)
 
 
 def test_a_result_that_was_read_has_the_same_headline() -> None:

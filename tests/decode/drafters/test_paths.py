@@ -18,6 +18,7 @@ from decode.drafters.trained_heads import heads_drafter
 from decode.loop import Acceptor
 from decode.ops.draws import SharedDraws
 from decode.request import prepare, with_generators
+from decode.results import tau
 from decode.session import Session
 from decode.settings import Settings
 from decode.target import Target
@@ -271,13 +272,28 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
     assert session.sequences.new_ids == [plain(model, prompt, max_new_tokens=14) for prompt in prompts]
 
 
-def test_calibration_tries_their_trees(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_calibration_decodes_with_dynamic_trees_that_may_be_fastest(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
     monkeypatch.setattr("decode.bench.calibration.calibrate.MIN_STEPS", 1)
-    settings = Settings(max_new_tokens=12)
-    texts = [(r.input_ids, r.new_ids) for r in plain_method(llama, settings)([random_ids(5, seed=s) for s in range(4)])]
-    found = calibrate(llama, heads_for(llama, "hydra", scale=0.05), texts, settings, sizes=(1, 4, 6), rounds=1)
-    assert {(point.nodes, point.dynamic) for point in found.points} >= {(1, False), (4, True), (6, True)}
-    assert all(1 <= point.tau <= 4 for point in found.points)
+    monkeypatch.setattr("decode.bench.calibration.calibrate.NODES", 12)  # batches of 2 and 3 of the 4 texts
+
+    def seconds(*args: Any) -> list[float]:
+        return [1.0 if isinstance(tree, DynamicTree) == fast else 100.0 for tree in args[3]]
+
+    monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", seconds)
+    settings, prompts = Settings(max_new_tokens=12), [random_ids(5, seed=seed) for seed in range(4)]
+    texts = [(result.input_ids, result.new_ids) for result in plain_method(llama, settings)(prompts)]
+    heads = heads_for(llama, "hydra", scale=0.05)
+    found = calibrate(llama, heads, texts, settings, sizes=(1, 4, 6))
+    taus = {point.nodes: point.tau for point in found.points if point.dynamic}
+    assert bool(taus) == fast
+    assert {point.nodes for point in found.points if not point.dynamic} >= {1, 4}
+    for nodes, found_tau in taus.items():
+        tree = DynamicTree.over_heads(nodes, 3, tuple(found.temperatures))
+        method = medusa_method(llama, heads, settings, tree=tree)
+        assert found_tau == tau([method([prompt])[0] for prompt in prompts])
 
 
 def test_the_drafter_for_every_kind(llama: Any) -> None:
