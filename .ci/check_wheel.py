@@ -4,16 +4,19 @@
     python .ci/check_wheel.py --full           # dependencies from the index as well: minutes and gigabytes
     python .ci/check_wheel.py --output dist    # keep sdist and wheel
 
-The wheel must hold every file that lies in the packages' folders, and no other. All its modules must be importable.
-`medusa` must print its version, describe the shipped heads and write text with them. This script needs the package
-`build` and no other, because a release runs it where nothing is installed.
+The wheel must hold every file in the packages' folders and in `configs`, and no other. Its modules must be importable.
+`medusa` must print its version. The commands of README must run in an empty folder, at reduced size, except those that
+README marks as not run and those that need the sources. This script needs the package `build` and no other, because a
+release runs it where nothing is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,10 +27,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("medusa", "train", "decode")
+PLACES = {"medusa": "medusa", "train": "train", "decode": "decode", "configs": "medusa/configs"}
+"""The folders of the sources that the wheel holds, with their places in it."""
 LEFT_OUT = (".*", "*.egg-info", "__pycache__", "build", "dist", "runs", "site", "shared")
+SMALLER = {
+    "generate": ["--max-new-tokens", "16"],
+    "evaluate": ["--max-prompts", "2", "--max-new-tokens", "16"],
+    "benchmark": ["--max-prompts", "1", "--rounds", "1", "--max-new-tokens", "8"],
+    "calibrate": ["--max-prompts", "2", "--max-new-tokens", "12", "--rounds", "1"],
+    "verify": ["--max-prompts", "1", "--draws", "500", "--max-new-tokens", "12"],
+    "train": ["training.max_steps=1", "output_dir=trained"],
+}
+"""Arguments that make a command of README short."""
+MORE = (
+    "medusa generate --backbone demo --heads demo --tree example --prompt 'Once upon a time'",
+    "medusa train medusa1 data=demo data.sequence_length=64",
+)
+"""Commands that use the shipped trees and recipes by name."""
 USE = """
-import importlib, pkgutil, sys
+import importlib, json, pkgutil, sys
 from pathlib import Path
 
 home = Path(sys.prefix).resolve()
@@ -38,9 +56,8 @@ for name in ("medusa", "train", "decode"):
         importlib.import_module(module.name)
 
 from medusa.__main__ import main
-assert main(["info", "demo"]) == 0
-asked = ["--prompt", "Once upon a time", "--max-new-tokens", "16", "--threads", "1"]
-assert main(["generate", "--backbone", "demo", "--heads", "demo", *asked]) == 0
+for words in json.loads(sys.argv[1]):
+    assert main(words) == 0, words
 """
 
 
@@ -55,11 +72,15 @@ def build(place: Path, isolated: bool) -> Path:
 
 
 def require_all_files(wheel: Path) -> None:
-    """End the program if the wheel lacks a file of the packages' folders, or holds another file."""
+    """End the program if the wheel lacks a file of the folders in `PLACES`, or holds another file."""
     with zipfile.ZipFile(wheel) as archive:
         packaged = {name for name in archive.namelist() if ".dist-info/" not in name}
-    files = (path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file())
-    on_disk = {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+    on_disk = {
+        f"{target}/{path.relative_to(ROOT / source).as_posix()}"
+        for source, target in PLACES.items()
+        for path in (ROOT / source).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     if differences := sorted(packaged ^ on_disk):
         sys.exit(f"wheel and sources differ in {len(differences)} files: {', '.join(differences[:5])}")
 
@@ -88,7 +109,20 @@ def use(place: Path, python: Path) -> None:
     print(version)
     if version != f"medusa {declared_version()}":
         sys.exit(f"the wheel has version {version!r}, the sources {declared_version()!r}")
-    print(run([str(python), "-c", USE], cwd=empty))
+    commands = [*readme_commands(), *(shlex.split(line)[1:] for line in MORE)]
+    smaller = [[*words, *SMALLER.get(words[0], [])] for words in commands]
+    print(run([str(python), "-c", USE, json.dumps(smaller)], cwd=empty, XDG_CACHE_HOME=str(place / "cache")))
+
+
+def readme_commands() -> list[list[str]]:
+    """Return the arguments of the `medusa` commands in README that need nothing else, except `demo` and `chat`.
+
+    `medusa demo` takes minutes, and `medusa chat` waits for somebody who types."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    lines = "".join(block for block in blocks if "not run here" not in block).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("medusa ")]
+    return [one for one in words if one[0] not in ("demo", "chat")]
 
 
 def declared_version() -> str:
@@ -97,9 +131,12 @@ def declared_version() -> str:
     return re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)[0]
 
 
-def run(command: Sequence[str], cwd: Path) -> str:
-    """The output of `command`, run without the sources on Python's path; ends the program if it fails."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+def run(command: Sequence[str], cwd: Path, **variables: str) -> str:
+    """The output of `command`, run without the sources on Python's path; ends the program if it fails.
+
+    `variables` are added to the environment."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    environment = kept | variables
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"failed: {' '.join(command)[:200]}\n{done.stdout}{done.stderr}")

@@ -57,6 +57,14 @@ class Draft(NamedTuple):
         return Draft(ids, topology)
 
 
+class DraftRecord(NamedTuple):
+    """The draft of one text in one step, as plain numbers, with the nodes that were accepted. Node 0 is the root."""
+
+    ids: list[int]  # the token of each of the N nodes
+    parents: list[int]  # the index of each node's parent, which comes before the node; 0 for the root
+    accepted: list[int]  # the nodes of the accepted path, from the root on
+
+
 class Drafter(Protocol):
     """Proposes the next tokens of each text. Acceptance, not the drafter, decides which of these tokens are written.
 

@@ -7,7 +7,7 @@ out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=hea
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from decode.arguments import (
+    require_batch,
+    require_mask,
+    require_model,
+    require_no_pads,
+    require_nothing_dropped,
+)
 from decode.compiled.stepper import CompiledStepper
 from decode.draft import NoDraft
 from decode.drafters import drafter_factory
@@ -27,7 +34,7 @@ from decode.reference import PlainStepper
 from decode.request import prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
 from decode.session import Session
-from decode.settings import LOSSLESS, AcceptanceRule, DecodingOptions, listing_options
+from decode.settings import LOSSLESS, AcceptanceRule, DecodingOptions, listing_options, python_words
 from decode.strategies.contrastive import Amateur, AmateurLike
 from decode.tree_check import require_tree_forward
 from medusa.errors import RequestError
@@ -50,12 +57,14 @@ def decoding(
     amateur: Amateur | None = None,
     timer: Timer | None = None,
     keep_hidden: bool = False,
+    keep_drafts: bool = False,
 ) -> Decoding:
     """Start tree decoding with the drafter that `factory` makes; `None` means plain decoding, one token per step.
 
     The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding ignores
-    `rule`. With `keep_hidden`, the session records the hidden states of all tokens. Raise a `RequestError` if the
-    acceptance rule, the drafter or the amateur does not fit, or steps cannot be compiled."""
+    `rule`. With `keep_hidden`, the session records the hidden states of all tokens. With `keep_drafts`, each step of a
+    drafter holds the drafts that it verified. Raise a `RequestError` if the acceptance rule, the drafter or the amateur
+    does not fit, or steps cannot be compiled."""
     acceptor, config = Acceptor(*rule), requests[0].config
     if factory is not None:
         if acceptor.passes is not None and (config.output_scores or config.output_logits):
@@ -68,6 +77,8 @@ def decoding(
         require_tree_forward(model)
         if factory.num_nodes == 1 and acceptor.rule in LOSSLESS:  # the same text, without the cost of a tree
             factory = None
+    if compile and keep_drafts:
+        raise RequestError("compiled steps keep no drafts; leave out compile or keep_drafts")
     if amateur is not None:
         amateur.require_fitting(model, requests, compile)
     stepper: Stepper
@@ -79,7 +90,8 @@ def decoding(
     if compile:
         stepper = CompiledStepper(session, acceptor, factory)
     elif factory is not None:
-        stepper = TreeStepper(session, factory.start(session, drawn=acceptor.draft == "sample"), acceptor)
+        drafter = factory.start(session, drawn=acceptor.draft == "sample")
+        stepper = TreeStepper(session, drafter, acceptor, keep_drafts)
     elif amateur is not None:
         stepper = TreeStepper(session, NoDraft(session.backbone.device), acceptor)
     else:
@@ -98,14 +110,17 @@ def steps(
     drafter: DrafterLike = None,
     amateur: AmateurLike = None,
     timer: Timer | None = None,
+    keep_drafts: bool = False,
     **kwargs: Any,
 ) -> Iterator[Step]:
-    """Decode prompts [B, T] and yield a `Step` per decoding step; padded prompts need an `attention_mask` [B, T].
+    """Decode prompts [B, T] and yield a `Step` per decoding step; prompts padded on the left need an `attention_mask`.
 
-    `kwargs` are those of `model.generate`; for the other arguments see `generate`."""
-    options = DecodingOptions.taken_from(kwargs)
-    requests = prepare(model, unpadded(input_ids, attention_mask), **kwargs)
-    return _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer).steps
+    `keep_drafts`: each `Step` also holds its drafts with the accepted nodes (`Step.drafts`), which costs a copy to the
+    host per step. `kwargs` are those of `model.generate`; for the other arguments see `generate`."""
+    with python_words():
+        options = DecodingOptions.taken_from(kwargs)
+        requests = prepare(model, _prompts(model, input_ids, attention_mask, kwargs), **kwargs)
+        return _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer, keep_drafts).steps
 
 
 @listing_options()
@@ -127,7 +142,7 @@ def generate(
     Args:
         model: any decoder-only model of transformers that works with tree attention masks.
         heads: Medusa heads made for the model; `None` with a drafter that needs none.
-        inputs, input_ids, attention_mask: prompts [B, T], as a tokenizer returns them.
+        inputs, input_ids, attention_mask: prompts [B, T], as a tokenizer returns them that pads on the left.
         tree: a `Tree`, its name, file or paths; by default the tree saved with the heads.
         drafter: what proposes tokens, by default the heads: `NAME[:options]` (docs/drafters.md), a config such as
             `NgramConfig(tokens=5)`, or a `DrafterFactory`, which keeps what it has loaded from call to call.
@@ -142,15 +157,17 @@ def generate(
         kwargs: all other arguments of `model.generate` (tokenizer, stop_strings, ...).
 
     Raises:
-        RequestError: heads of another shape, a tree deeper than the heads, a model without tree attention, an amateur
-            that does not fit, or an option that tree decoding does not support."""
-    options = DecodingOptions.taken_from(kwargs)
-    ids = inputs if inputs is not None else input_ids
-    if ids is None:
-        raise RequestError("no prompt: pass inputs or input_ids")
-    requests = prepare(model, unpadded(ids, attention_mask), **kwargs)
-    begun = _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur)
-    return _finished(begun, streamer, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
+        RequestError: prompts that are no token ids or are padded on the right, heads of another shape, a tree deeper
+            than the heads, a model without tree attention, an amateur that does not fit, or an option that tree
+            decoding does not support."""
+    with python_words():
+        options = DecodingOptions.taken_from(kwargs)
+        if (inputs is None) == (input_ids is None):
+            raise RequestError("pass the prompt either as inputs or as input_ids")
+        ids = require_batch(inputs, "inputs") if inputs is not None else require_batch(input_ids)
+        requests = prepare(model, _prompts(model, ids, attention_mask, kwargs), **kwargs)
+        begun = _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur)
+        return _finished(begun, streamer, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
 
 @listing_options(prefix="medusa_")
@@ -172,12 +189,30 @@ def medusa_generate(
 
     An argument `medusa_NAME` is the argument NAME of `decode.generate`. transformers passes no `streamer`, `tokenizer`
     or `assistant_model` to a custom decoding method, and prepares processors for the padded batch. So pass
-    `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches."""
-    options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
-    requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-    requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
-    begun = _start(context, requests, options, medusa_drafter, medusa_amateur)
-    return _finished(begun, medusa_streamer, input_ids, generation_config)
+    `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches. Raise a `RequestError`
+    as `generate` does, and if `model.generate` got a `streamer` or an `assistant_model`."""
+    require_nothing_dropped()
+    with python_words(prefix="medusa_"):
+        options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
+        requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
+        begun = _start(context, requests, options, medusa_drafter, medusa_amateur)
+        return _finished(begun, medusa_streamer, input_ids, generation_config)
+
+
+def _prompts(
+    model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None, kwargs: Mapping[str, Any]
+) -> list[list[int]]:
+    """Return the prompts of a call: the rows of `ids` [B, T] without their padding.
+
+    Raise a `RequestError` if the model, the ids or the mask are something else, or are padded on the right."""
+    require_model(model)
+    require_batch(ids)
+    require_mask(attention_mask, ids)
+    if attention_mask is None:
+        config = kwargs.get("generation_config") or model.generation_config
+        require_no_pads(ids, kwargs.get("pad_token_id", getattr(config, "pad_token_id", None)))
+    return unpadded(ids, attention_mask)
 
 
 def _start(
@@ -187,10 +222,12 @@ def _start(
     drafter: DrafterLike,
     amateur: AmateurLike,
     timer: Timer | None = None,
+    keep_drafts: bool = False,
 ) -> Decoding:
     rule = options.rule_for(requests[0].do_sample)
     factory = drafter_factory(drafter, context._replace(stop_drafting=options.stop_drafting))
-    return decoding(context.model, factory, requests, rule, options.compile, Amateur.of(amateur), timer)
+    contrast = Amateur.of(amateur)
+    return decoding(context.model, factory, requests, rule, options.compile, contrast, timer, keep_drafts=keep_drafts)
 
 
 def _finished(

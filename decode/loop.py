@@ -26,7 +26,7 @@ from decode.accept import (
     near_best,
     typical,
 )
-from decode.draft import Draft, Drafter, Frontier
+from decode.draft import Draft, Drafter, DraftRecord, Frontier
 from decode.ops.fast_topk import most_probable
 from decode.rejection import accept_sampled
 from decode.sequences import Sequences
@@ -45,6 +45,8 @@ class Step:
     """The tokens written to each unfinished row, cut at EOS, stop string or maximum length."""
     lengths: dict[int, int] = field(default_factory=dict)
     """1 + accepted tokens, before the cut; 1 if the root already ended the text, as nothing is drafted after it."""
+    drafts: dict[int, DraftRecord] = field(default_factory=dict)
+    """The draft of each row with its accepted nodes, if requested; not for a root that already ended the text."""
 
 
 class StepOutcome(NamedTuple):
@@ -53,6 +55,7 @@ class StepOutcome(NamedTuple):
     lengths: list[int]  # 1 + accepted tokens
     roots: list[int]  # the root of the next step
     ids: list[list[int]]  # tokens on row b's accepted path, current root first; those after `lengths[b]` are padding
+    drafts: Sequence[DraftRecord] = ()  # the draft of each row, if the stepper keeps drafts; else empty
 
 
 class Stepper(Protocol):
@@ -101,6 +104,7 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step,
                 for row, ids, length in zip(rows, outcome.ids, outcome.lengths, strict=True):
                     step.ids[row] += sequences.extend(row, ids[1:length])
                     step.lengths[row] = length
+                step.drafts = dict(zip(rows, outcome.drafts, strict=False))
                 left = _unfinished(sequences, stepper, rows)
                 rows, roots = [rows[place] for place in left], [outcome.roots[place] for place in left]
                 timer.lap("other")
@@ -121,8 +125,10 @@ def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list
 class TreeStepper(Stepper):
     """Eager tree decoding: a step proposes a draft, verifies it, accepts some of its nodes and compacts the cache."""
 
-    def __init__(self, session: Session, drafter: Drafter, acceptor: Acceptor) -> None:
+    def __init__(self, session: Session, drafter: Drafter, acceptor: Acceptor, keep_drafts: bool = False) -> None:
+        """Make a stepper. `keep_drafts`: every step also copies its drafts to the host, for `Step.drafts`."""
         self.session, self.drafter, self.acceptor = session, drafter, acceptor
+        self.keep_drafts = keep_drafts
 
     def start(self) -> tuple[list[int], list[int]]:
         # Typical acceptance decides on every root by argmax, and so also on the first one.
@@ -136,6 +142,8 @@ class TreeStepper(Stepper):
         timer.lap("verify")
         accepted = self.accept(draft, readout)
         outcome = unpack(pack(draft, accepted).tolist())  # the one moment at which a step waits for the device
+        if self.keep_drafts:
+            outcome = outcome._replace(drafts=records(draft, accepted, outcome.lengths))
         timer.lap("accept")
         self.frontier = self.compact(draft, readout, accepted, outcome.lengths)
         timer.lap("compact")
@@ -215,6 +223,13 @@ def pack(draft: Draft, accepted: Acceptance) -> Tensor:
 def unpack(packed: Sequence[list[int]]) -> StepOutcome:
     """Read the outcome of a decoding step from the tensor that `pack` made, given as one list per row."""
     return StepOutcome([row[0] for row in packed], [row[1] for row in packed], [row[2:] for row in packed])
+
+
+def records(draft: Draft, accepted: Acceptance, lengths: Sequence[int]) -> list[DraftRecord]:
+    """Copy the draft of each row to the host, with the first `lengths[b]` nodes of accepted path b."""
+    parents, paths = draft.topology.parent.expand_as(draft.ids).tolist(), accepted.path.tolist()
+    rows = zip(draft.ids.tolist(), parents, paths, lengths, strict=True)
+    return [DraftRecord(ids, above, path[:length]) for ids, above, path, length in rows]
 
 
 def at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
+from decode.arguments import require_batch, require_mask
 from decode.sequences import Request
 from decode.target import WARPERS
 from medusa.backbone import Backbone, require_tree_support
@@ -90,6 +91,8 @@ def requests_of(
 
     Raise a `RequestError` as `prepare` does, or if processors may read the padding of a batch."""
     require_tree_support(model)
+    require_batch(input_ids)
+    require_mask(model_kwargs.get("attention_mask"), input_ids)
     _require_supported(generation_config, input_ids, model_kwargs)
     rows = unpadded(input_ids, model_kwargs.get("attention_mask"))
     require_fitting(rows, Backbone(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
@@ -19,21 +20,26 @@ def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str |
 
     Hashes of parameter names choose which weights. In contrast to a hash of all bytes, the weights change only
     slightly with the dtype, but they differ between a model and its fine-tuned versions."""
-    values = []
     parameters = dict(model.named_parameters())
-    names = sorted(key for key, p in parameters.items() if p.is_floating_point() and p.device.type != "meta")
-    for index in range(min(SAMPLES, 8 * len(names))):
-        key = names[index * len(names) // SAMPLES if len(names) > SAMPLES else index % len(names)]
-        digest = hashlib.sha256(f"{key}/{index}".encode()).digest()
-        flat = parameters[key].detach().reshape(-1)
-        values.append(round(float(flat[int.from_bytes(digest[:8], "big") % flat.numel()]), 6))
+    names = [key for key, p in parameters.items() if p.is_floating_point() and p.device.type != "meta"]
     return {
         "name": name or model.config._name_or_path or None,
         "revision": revision,
         "dtype": str(model.dtype).removeprefix("torch."),
         "architecture": type(model).__name__,
-        "weights": values,
+        "weights": weight_sample(names, parameters.__getitem__),
     }
+
+
+def weight_sample(names: Iterable[str], read: Callable[[str], Tensor]) -> list[float]:
+    """Return up to 64 single weights of the parameters `names`; `read` returns the parameter with a name."""
+    keys, values = sorted(names), []
+    for index in range(min(SAMPLES, 8 * len(keys))):
+        key = keys[index * len(keys) // SAMPLES if len(keys) > SAMPLES else index % len(keys)]
+        digest = hashlib.sha256(f"{key}/{index}".encode()).digest()
+        flat = read(key).detach().reshape(-1)
+        values.append(round(float(flat[int.from_bytes(digest[:8], "big") % flat.numel()]), 6))
+    return values
 
 
 def embedding_sample(weight: Tensor) -> list[float]:
@@ -53,13 +59,17 @@ def heads_fingerprint(heads: nn.Module) -> str:
 def differs(model: PreTrainedModel, known: Fingerprint) -> bool:
     """Whether `model` is not the backbone of `known`; false if `known` has neither weights nor embedding."""
     if known.get("weights"):
-        expected, found = torch.tensor(known["weights"]), torch.tensor(fingerprint(model)["weights"])
-    elif known.get("embedding"):
+        return unlike(known["weights"], fingerprint(model)["weights"])
+    if known.get("embedding"):
         embedding = cast("Tensor", model.get_input_embeddings().weight)
-        expected, found = torch.tensor(known["embedding"]), torch.tensor(embedding_sample(embedding))
-    else:
-        return False
-    if expected.shape != found.shape:
+        return unlike(known["embedding"], embedding_sample(embedding))
+    return False
+
+
+def unlike(expected: Sequence[float], found: Sequence[float]) -> bool:
+    """Whether two samples of weights come from different models, and not only from different dtypes of one model."""
+    if len(expected) != len(found):
         return True
+    one, other = torch.tensor(expected), torch.tensor(found)
     # Rounding to bfloat16 changes a value by at most 0.4 %, and by about half of that on average.
-    return bool((expected - found).abs().mean() > 0.005 * expected.abs().mean())
+    return bool((one - other).abs().mean() > 0.005 * one.abs().mean())

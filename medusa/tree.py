@@ -26,7 +26,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from medusa.errors import RequestError, first_line
+from medusa.errors import RequestError, did_you_mean, first_line
+from medusa.shipped import tree_files
 
 RankPath = tuple[int, ...]  # a node's path: the rank of the guess at each depth, from depth 1; 0 is the best guess
 MAX_NODES = 4096  # in one tree
@@ -140,7 +141,7 @@ class Tree:
         """Raise RequestError if the tree is deeper than the number of heads, or has ranks of at least `vocab_size`."""
         if self.max_depth > num_heads:
             sizes = f"{self.max_depth} deep but there are {num_heads} heads"
-            raise RequestError(f"the tree is {sizes}; take depth {num_heads} or less (--tree chain fits any heads)")
+            raise RequestError(f"the tree is {sizes}; take depth {num_heads} or less (the tree chain fits any heads)")
         if (rank := self.max_rank) >= vocab_size:
             raise RequestError(f"the tree takes guess {rank + 1} of a head, but the vocabulary is {vocab_size}")
 
@@ -167,7 +168,7 @@ def named_trees() -> dict[str, list[list[int]]]:
 
 
 def load_tree(spec: str, num_heads: int) -> Tree:
-    """Load the tree that `spec` describes: `chain`, `chain:3`, `topk:3,3,2`, a name (`named_trees`) or a file.
+    """Load the tree that `spec` describes: `chain`, `chain:3`, `topk:3,3,2`, the name of a shipped tree or a file.
 
     A `chain` without a number has the depth `num_heads`. A JSON or YAML file contains `{"paths": [[0], [0, 0], ...]}`.
     A wrong `spec` or file raises RequestError."""
@@ -182,10 +183,12 @@ def load_tree(spec: str, num_heads: int) -> Tree:
     named = named_trees()
     if spec in named:
         return Tree.from_paths(named[spec])
-    if Path(spec).is_file():
-        return Tree.from_paths(_read_paths(Path(spec)))
-    names = ", ".join(sorted(named))
-    raise RequestError(f"no tree {spec!r}: give a file, auto, chain, chain:3, topk:3,3,2 or one of {names}")
+    files = tree_files()
+    if Path(spec).is_file() or spec in files:
+        return Tree.from_paths(_read_paths(Path(spec) if Path(spec).is_file() else files[spec]))
+    names = sorted([*named, *files])
+    ways = f"give a file, auto, chain, chain:3, topk:3,3,2 or one of {', '.join(names)}"
+    raise RequestError(f"no tree {spec!r}: {ways}{did_you_mean(Path(spec).stem, ['auto', 'chain', *names])}")
 
 
 def _whole_numbers(spec: str, text: str) -> list[int]:

@@ -1,6 +1,6 @@
 """Compare drafters: tau on every category of prompts, speed, requirements, memory, and whether the text is exact.
 
-    python scripts/compare_drafters.py --prompts medusa/assets/prompts.jsonl --text stories.txt --threads 1 \\
+    python scripts/compare_drafters.py --prompts demo --text stories.txt --threads 1 \\
         --on demo demo --on stories260K stories260K-heads --json drafters.json
 
 Give `--on BACKBONE HEADS` once for each backbone. In each round, all methods decode all prompts greedily and in turns:
@@ -33,11 +33,12 @@ from decode.drafters.ngram import NgramConfig
 from decode.settings import Settings
 from measuring import MeasuringOptions, open_measured, show, take_turns
 from medusa.__main__ import main as medusa
+from medusa.arguments import parse
 from medusa.commands.models import Opened, open_drafter
 from medusa.commands.options import Models
 from medusa.errors import RequestError
 from medusa.loading import Loaded
-from medusa.options import REQUIRED, LoadOptions, count, group, option, parse
+from medusa.options import REQUIRED, LoadOptions, count, group, option
 from script_tools import markdown_table, run_script, script_parser
 
 DRAFTERS = ("heads", "blockwise", "model:demo", "ngram", "rest", "lookahead", "mix:heads+ngram")

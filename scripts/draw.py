@@ -2,7 +2,7 @@
 
     python scripts/draw.py kinds docs/images/kinds         what each kind of head reads, one picture per kind
     python scripts/draw.py exactness docs/images           rejection sampling, and an experiment of medusa verify
-    medusa benchmark --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl --json b.json
+    medusa benchmark --backbone demo --heads demo --prompts demo --json b.json
     python scripts/draw.py benchmark b.json docs/images/benchmark.png
 
 The picture of a benchmark shows the speed of each method, the depth of accepted guesses, and the time of each stage of

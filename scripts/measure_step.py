@@ -1,6 +1,6 @@
 """Compare a decoding step with its lower bound: one bare forward over the tree, and one pass through the heads.
 
-    python scripts/measure_step.py --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl --threads 1
+    python scripts/measure_step.py --backbone demo --heads demo --prompts demo --threads 1
     python scripts/measure_step.py --random 6x288 --tree mc_sim_7b_63 --threads 1
     python scripts/measure_step.py --random 12x768 --tree topk:4,3 --tau 2.5 --dtype bfloat16 --threads 1
 
@@ -43,12 +43,13 @@ from decode.session import Session
 from decode.topology import Topology
 from measuring import MeasuringOptions, open_measured, peak_meter, show
 from medusa import MedusaHeads, RequestError, Tree
+from medusa.arguments import parse
 from medusa.backbone import Backbone
 from medusa.commands.models import open_heads
 from medusa.commands.options import Models
 from medusa.heads.inputs import HeadInputs
 from medusa.loading import DTYPES
-from medusa.options import count, group, option, parse
+from medusa.options import count, group, option
 from script_tools import markdown_table, run_script, script_parser
 from tiny_models import random_heads
 

@@ -1,4 +1,4 @@
-"""Trainer callbacks: the progress bar, lines of the training log at checkpoints, and the time budget of a run."""
+"""Trainer callbacks: the progress bar, the sums of a line of the log, and the time budget of a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
+import torch
 from accelerate.utils import broadcast_object_list
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+
+from medusa.progress import ProgressLines
 
 
 def say(message: str) -> None:
@@ -20,14 +23,37 @@ def say(message: str) -> None:
         print(message, file=sys.stderr)
 
 
-class LogBeforeSaving(TrainerCallback):
-    """Callback that writes a log line at every checkpoint, so that resumed and uninterrupted runs log the same."""
+class LogSums(TrainerCallback, ExportableState):
+    """Callback with the sums since the last line of the log, which checkpoints store.
 
-    # A line of the log shows means over the steps since the line before, and a checkpoint does not store their sums.
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        control.should_log = control.should_log or control.should_save
+    A resumed run therefore logs the same lines as an uninterrupted one."""
 
-    on_epoch_end = on_step_end
+    def __init__(self, stored: list[float] | None = None) -> None:
+        """Make empty sums, or those that a checkpoint has stored: over all processes, as `store` returned them."""
+        self.sums: Tensor | None = None
+        self.stored = stored
+
+    def state(self) -> dict[str, dict[str, object]]:
+        """The state to store in a checkpoint: the sums that were last given to `store`."""
+        return {"args": {"stored": self.stored}, "attributes": {}}
+
+    def store(self, sums: Tensor | None) -> None:
+        """Keep the sums over all processes for the next checkpoint; `None` if no step was made since the last line."""
+        self.stored = None if sums is None else sums.tolist()
+
+    def add(self, *numbers: Tensor) -> None:
+        """Add numbers to the sums: tensors whose elements are summed one by one, on the CPU, in float64."""
+        new = torch.cat([number.detach().double().reshape(-1).cpu() for number in numbers])
+        self.sums = new if self.sums is None else self.sums + new
+
+    def take(self) -> Tensor | None:
+        """Return the sums and start anew; `None` if nothing was added."""
+        sums, self.sums = self.sums, None
+        return sums
+
+    def on_train_begin(self, args: TrainingArguments, *_: object, **__: object) -> None:
+        if self.stored is not None:  # each process takes an equal part, because the sums over all will be logged
+            self.sums, self.stored = torch.tensor(self.stored, dtype=torch.float64) / args.world_size, None
 
 
 class TimeBudget(TrainerCallback, ExportableState):
@@ -85,13 +111,13 @@ class ProgressBar(TrainerCallback):
 
         `budget` returns the time budget of the run, or `None` if the run has none."""
         self.lines, self._budget = lines, budget
-        self.progress: Progress | None = None
+        self.progress: ProgressLines | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         if not state.is_local_process_zero:
             return
         columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self.progress = Progress(TextColumn("training"), BarColumn(), *columns, console=Console(stderr=True))
+        self.progress = ProgressLines(TextColumn("training"), BarColumn(), *columns, title="training")
         budget = self._budget()
         self.task = self.progress.add_task("", total=round(budget.seconds) if budget else state.max_steps)
         self.progress.start()

@@ -10,6 +10,7 @@ from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.loading import head_sizes, load_config
+from medusa.shipped import shipped_configs
 from medusa.tree import load_tree
 from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
@@ -50,7 +51,8 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
     several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if several and "RANK" not in os.environ:  # accelerate 1.15 started one process, although it was asked for several
         fault = "accelerate launch --cpu starts one process for any --num_processes"
-        say(f"warning: {fault}; use --config_file configs/accelerate/two_processes_cpu.yaml, or torchrun")
+        settings = shipped_configs() / "accelerate" / "two_processes_cpu.yaml"
+        say(f"warning: {fault}; use --config_file {settings}, or torchrun")
     arguments = _training_arguments(config, sizes[0], quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")

@@ -5,19 +5,22 @@ it wrote the checkpoint, or the disk was full."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
-from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa.checkpoints.stored import WEIGHTS
 from medusa.errors import RequestError
 from medusa.files import free_bytes, readable, require_absent
+from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
 
+RESCUE = "rescue"  # folder of the checkpoints that are saved by the clock and on signals
 ADAM_STATES = 2  # numbers for every weight: the running means of its gradient and of the gradient's square
 
 
@@ -27,8 +30,9 @@ def whole_checkpoints(output: Path, weights: str = WEIGHTS) -> list[Path]:
 
 
 def all_checkpoints(output: Path) -> list[Path]:
-    """All checkpoint folders in a run's output folder, complete or not; oldest first."""
-    found = [path for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
+    """All checkpoint folders in a run's output folder, rescue checkpoints too, complete or not; oldest first."""
+    patterns = (f"{PREFIX_CHECKPOINT_DIR}-*", f"{RESCUE}/{PREFIX_CHECKPOINT_DIR}-*")
+    found = [path for pattern in patterns for path in output.glob(pattern) if path.name.split("-")[-1].isdigit()]
     return sorted(found, key=lambda path: int(path.name.split("-")[-1]))
 
 
@@ -36,6 +40,16 @@ def remove_checkpoints(output: Path) -> None:
     """Delete all checkpoints in a run's output folder."""
     for checkpoint in all_checkpoints(output):
         shutil.rmtree(checkpoint)
+    remove_rescues(output)
+
+
+def remove_rescues(output: Path, kept: Path | None = None) -> None:
+    """Delete the rescue checkpoints in a run's output folder, except the checkpoint `kept`."""
+    for checkpoint in all_checkpoints(output):
+        if checkpoint.parent.name == RESCUE and checkpoint != kept:
+            shutil.rmtree(checkpoint)
+    with contextlib.suppress(OSError):  # it is missing, or holds the kept checkpoint
+        (output / RESCUE).rmdir()
 
 
 def is_whole(checkpoint: Path, weights: str = WEIGHTS) -> bool:
@@ -60,41 +74,52 @@ def way_on(checkpoint: Path) -> str:
     return f"{start} with another output_dir"
 
 
-def checkpoint_to_resume(output: Path, resume: bool, overwrite: bool) -> Path | None:
+def kept(output: Path) -> str:
+    """What an interruption leaves in a run's output folder, for its message; empty if there is no checkpoint."""
+    found = whole_checkpoints(output)
+    return f"{found[-1]} is whole" if found else ""
+
+
+def checkpoint_to_resume(output: Path, resume: bool | Literal["auto"], overwrite: bool) -> Path | None:
     """Return the last complete checkpoint in a run's output folder with --resume, or `None` without --resume.
 
-    Raise RequestError if there is no checkpoint to resume from, or it lacks the optimiser's state; if a new run would
-    replace heads without --overwrite; or if both options are given."""
+    With `resume="auto"`, return `None` if there is no checkpoint. Raise RequestError if there is otherwise none to
+    resume from, or it lacks the optimiser's state; if a new run would replace heads without --overwrite; or if both
+    options are given."""
     found = whole_checkpoints(output)
+    last = next((path for path in reversed(found) if is_resumable(path)), found[-1] if found else None)
     if resume and overwrite:
         raise RequestError("--resume continues from a checkpoint and --overwrite deletes it; give one of them")
-    if resume:
-        if not found:
-            raise RequestError(f"nothing to resume in {output}: it holds no checkpoint; leave --resume out")
+    if resume and last is not None:
         newest = all_checkpoints(output)[-1]
-        if newest != found[-1]:
-            say(f"{newest.name} was cut off while it was written; continuing from {found[-1].name}")
-        if not is_resumable(found[-1]):
-            lacking = f"{found[-1]} lacks the optimiser's state (training.save_only_model)"
-            raise RequestError(f"--resume: {lacking}; {way_on(found[-1])}")
-        return found[-1]
-    if found and not overwrite:
-        raise RequestError(f"{output} holds a checkpoint; {way_on(found[-1])}, or add --overwrite")
+        if newest not in found:
+            say(f"{newest.name} was cut off while it was written; continuing from {last.name}")
+        if not is_resumable(last):
+            lacking = f"{last} lacks the optimiser's state (training.save_only_model)"
+            raise RequestError(f"--resume: {lacking}; {way_on(last)}")
+        return last
+    if resume is True:
+        raise RequestError(f"nothing to resume in {output}: it holds no checkpoint; leave --resume out")
+    if last is not None and not overwrite:
+        raise RequestError(f"{output} holds a checkpoint; {way_on(last)}, or add --overwrite")
     require_absent(output / WEIGHTS, overwrite)
     return None
 
 
-def require_room(output: Path, weights: int, arguments: TrainingArguments) -> None:
+def require_room(output: Path, weights: int, arguments: MedusaTrainingArguments) -> None:
     """Raise RequestError if the disk of `output` has no room for heads of `weights` bytes and the run's checkpoints."""
-    checkpoint = weights if arguments.save_only_model else (1 + ADAM_STATES) * weights
+    rescued = arguments.save_minutes > 0
+    checkpoint = weights if arguments.save_only_model and not rescued else (1 + ADAM_STATES) * weights
     # A new checkpoint is complete before the oldest one is deleted. Without a limit, room for one is required.
-    kept = 0 if arguments.save_strategy == "no" else (arguments.save_total_limit or 0) + 1
+    kept = 0 if arguments.save_strategy == "no" else (arguments.save_total_limit or 0)
+    kept += rescued + (arguments.save_strategy != "no" or rescued)
     replaced = sum(size_on_disk(path) for path in all_checkpoints(output))  # of an earlier run or the resumed one
     needed, free = kept * checkpoint + weights, free_bytes(output) + replaced
     if needed > free:
         room = f"{output} is to hold heads of {readable(weights)} and {kept} checkpoints of {readable(checkpoint)}"
-        way = "another output_dir, a smaller training.save_total_limit, training.save_only_model=true (no --resume)"
-        raise RequestError(f"{room}, but its disk has {readable(free)} left; choose {way} or training.save_strategy=no")
+        ways = ["another output_dir", "a smaller training.save_total_limit", "training.save_strategy=no"]
+        ways += ["training.save_minutes=0"] if rescued else ["training.save_only_model=true (no --resume)"]
+        raise RequestError(f"{room}, but its disk has {readable(free)} left; choose {', or '.join(ways)}")
 
 
 def way_out_of_full_disk(output: Path) -> str:

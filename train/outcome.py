@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -24,7 +26,8 @@ class RunFigures:
 
     steps: int
     seconds: float | None
-    loss: float | None  # mean of the training loss over the run
+    loss: float | None  # mean of the weighted training loss over the steps of the log's last line, in nats
+    mean_loss: float | None  # the same over all steps since the start, or since the run was resumed
     reading_share: float  # share of the training time that was spent waiting for data
     peak_memory_bytes: dict[str, int]  # of the process and of each GPU, by name (`medusa.memory`)
     heads_bytes: int
@@ -40,13 +43,23 @@ class RunFigures:
         return cls(
             steps=trainer.state.global_step,
             seconds=metrics.get("train_runtime"),
-            loss=metrics.get("train_loss"),
+            loss=last.get("loss"),
+            mean_loss=metrics.get("train_loss"),
             reading_share=round(trainer.reading_seconds / max(metrics.get("train_runtime", 0), 1e-9), 4),
             peak_memory_bytes=peak_memory(),
             heads_bytes=bytes_of(trainer.heads),
             checkpoint_bytes=size_on_disk(saved[-1]) if saved else None,
             heads={key: value for key, value in last.items() if key.startswith("head")},
         )
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> RunFigures:
+        """Make the metrics from a JSON object of `to_dict`. Keys that are missing, as in older versions, are `None`."""
+        names = {field.name for field in fields(cls)} - {"heads", "perplexities"}
+        heads = {key: value for key, value in content.items() if re.match(r"head\d", key)}
+        pair = (content.get("perplexity_before"), content.get("perplexity_after"))
+        perplexities = None if None in pair else Perplexities(*pair)
+        return cls(**{name: content.get(name) for name in names}, heads=heads, perplexities=perplexities)
 
     def to_dict(self) -> dict[str, object]:
         """The metrics as one flat JSON object."""

@@ -9,6 +9,7 @@ import yaml
 
 from medusa.errors import RequestError
 from medusa.files import Json
+from medusa.shipped import recipe_file
 from train.arguments import MedusaTrainingArguments
 from train.config import TrainConfig
 from train.sections import section_of, validated
@@ -17,10 +18,10 @@ OLD_NAMES = {"activation_checkpointing": "gradient_checkpointing"}  # new name: 
 
 
 def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
-    """Read a recipe from a YAML file with overrides such as `training.learning_rate=1e-3`, or raise RequestError."""
-    path = Path(path)
-    if not path.is_file():
-        raise RequestError(f"no such file: {path}")
+    """Read a recipe from a YAML file or by its shipped name, with overrides such as `training.learning_rate=1e-3`.
+
+    Raise RequestError if there is no such recipe, or a key or value is wrong."""
+    path = recipe_file(path)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

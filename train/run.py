@@ -2,61 +2,100 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import Progress
+from typing import Literal
 
 from medusa.backbone import Backbone
-from medusa.errors import RequestError
-from medusa.files import disk_may_fill
+from medusa.checkpoints.stored import PROVENANCE, WEIGHTS
+from medusa.errors import Interrupted, RequestError
+from medusa.files import disk_may_fill, read_json
 from medusa.memory import bytes_of
+from medusa.progress import ProgressLines
 from train.build import LoadedRun, build_trainer, load
 from train.callbacks import say
-from train.checkpoints import checkpoint_to_resume, remove_checkpoints, require_room, way_out_of_full_disk
+from train.checkpoints import (
+    checkpoint_to_resume,
+    kept,
+    remove_checkpoints,
+    remove_rescues,
+    require_room,
+    way_out_of_full_disk,
+)
 from train.config import TrainConfig
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.features.cache import FeatureCache, FeaturePlan
 from train.features.files import is_features
 from train.heads import describe
+from train.interruptions import Signals
 from train.medusa2.adapter import write_merged
 from train.medusa2.lm_loss import Perplexities, measure_perplexities
 from train.outcome import PICTURE, RunFigures, draw_curves
 from train.trainer import MedusaTrainer
 
+Resume = bool | Literal["auto"]
 
-def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False, quiet: bool = False) -> RunFigures:
+
+def train(config: TrainConfig, *, resume: Resume = False, overwrite: bool = False, quiet: bool = False) -> RunFigures:
     """Train heads by the recipe `config`, and save them in its `output_dir`.
 
-    With `resume`, continue from the last complete checkpoint there; with `overwrite`, replace heads, checkpoints and
-    features there; with `quiet`, show no progress bar and print only warnings. Raise RequestError before training if
-    the recipe cannot be carried out, and RunError if the disk has filled up."""
+    With `resume`, continue from the last complete checkpoint there. With `resume="auto"`, do so if there is one, and
+    only return the figures if heads of this recipe are there already. With `overwrite`, replace heads, checkpoints and
+    features there; with `quiet`, show no progress bar and print only warnings.
+
+    Raise RequestError before training if the recipe cannot be carried out, and RunError if the disk has filled up. In
+    the main thread, SIGINT and SIGTERM raise Interrupted: at once, or while heads are trained, after the running step
+    and a checkpoint."""
     output = Path(config.output_dir)
-    checkpoint = checkpoint_to_resume(output, resume, overwrite)
-    run = load(config, checkpoint, quiet)
-    require_room(output, bytes_of(run.heads), run.arguments)
-    trainer = build_trainer(run)
-    trainer.provenance = _provenance(run, trainer.args.max_steps)
-    first = trainer.args.process_index == 0
-    if overwrite and first:
-        remove_checkpoints(output)  # otherwise --resume could continue from an old one
-    if not quiet:
-        if not isinstance(run.dataset, StreamedDataset):
-            say(f"data: {run.dataset.counts}")
-        say(describe(run.heads.config, run.heads.num_parameters, trainer.backbone))
-    with disk_may_fill(output, lambda: way_out_of_full_disk(output)):
+    if resume == "auto" and (done := finished(config)) is not None:
+        say(f"{output} holds the trained heads of this recipe already")
+        return done
+    with Signals(lambda: kept(output)) as signals, disk_may_fill(output, lambda: way_out_of_full_disk(output)):
+        checkpoint = checkpoint_to_resume(output, resume, overwrite)
+        run = load(config, checkpoint, quiet)
+        require_room(output, bytes_of(run.heads), run.arguments)
+        trainer = build_trainer(run)
+        trainer.provenance, trainer.signals = _provenance(run, trainer.args.max_steps), signals
+        if overwrite and trainer.args.process_index == 0:
+            remove_checkpoints(output)  # otherwise --resume could continue from an old one
+        if not quiet:
+            if not isinstance(run.dataset, StreamedDataset):
+                say(f"data: {run.dataset.counts}")
+            say(describe(run.heads.config, run.heads.num_parameters, trainer.backbone))
         if config.cache_features and isinstance(run.dataset, PackedDataset):  # not a stream or features
             _cache_features(_feature_cache(run, run.dataset, trainer.backbone), trainer, overwrite, quiet)
-        outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        figures = RunFigures.of(trainer, outcome.metrics)  # first, because it holds the peak memory of training
-        figures = replace(figures, perplexities=_perplexities(run, trainer.backbone))
-        trainer.provenance |= {"data": asdict(run.dataset.counts), "result": figures.to_dict()}
-        trainer.save_model()
-        if config.adapter is not None and config.adapter.merge and first:
-            say(f"merged backbone saved in {write_merged(config, run.loaded, run.heads)}")
+        metrics = _train(trainer, checkpoint, signals)
+        return _finish(run, trainer, metrics, quiet)
+
+
+def _train(trainer: MedusaTrainer, checkpoint: Path | None, signals: Signals) -> dict[str, float]:
+    """Train from `checkpoint` on, and return the metrics of the Trainer."""
+    try:
+        with signals.deferred():
+            return trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint)).metrics
+    except Exception as error:
+        if not signals.number:
+            raise
+        # The signal went to other processes, too: those that read data or train with this one have ended.
+        raise Interrupted(signals.number, kept(Path(str(trainer.args.output_dir)))) from error
+
+
+def _finish(run: LoadedRun, trainer: MedusaTrainer, metrics: dict[str, float], quiet: bool) -> RunFigures:
+    """Save the trained heads with the figures of their run, report, and delete the rescue checkpoints."""
+    config, output, first = run.config, Path(run.config.output_dir), trainer.args.process_index == 0
+    if config.adapter is not None:
+        trainer.save_rescue()  # what follows can take long
+    figures = RunFigures.of(trainer, metrics)  # first, because it holds the peak memory of training
+    figures = replace(figures, perplexities=_perplexities(run, trainer.backbone))
+    trainer.provenance |= {"data": asdict(run.dataset.counts), "result": figures.to_dict()}
+    trainer.save_model()
+    if config.adapter is not None and config.adapter.merge and first:
+        say(f"merged backbone saved in {write_merged(config, run.loaded, run.heads)}")
+    if first:
+        remove_rescues(output)
     if not quiet:
         if isinstance(run.dataset, StreamedDataset):
             say(f"data read: {run.dataset.counts}")
@@ -65,6 +104,17 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
             draw_curves(trainer.state.log_history, output / PICTURE)
         say(f"heads saved in {output}")
     return figures
+
+
+def finished(config: TrainConfig) -> RunFigures | None:
+    """The figures of the heads in the recipe's `output_dir`, if this recipe has made them; else `None`."""
+    output = Path(config.output_dir)
+    merged = config.adapter is None or not config.adapter.merge or (output / "merged").is_dir()
+    if not merged or not (output / WEIGHTS).is_file() or not (output / PROVENANCE).is_file():
+        return None
+    provenance = read_json(output / PROVENANCE)
+    same = provenance.get("config") == json.loads(json.dumps(config.model_dump()))
+    return RunFigures.from_dict(provenance["result"]) if same and "result" in provenance else None
 
 
 def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:
@@ -95,7 +145,7 @@ def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool
     plan.require_space(cache.folder)
     if not quiet:
         say(str(plan))
-    with Progress(console=Console(stderr=True), disable=quiet or args.process_index > 0) as progress:
+    with ProgressLines(*ProgressLines.get_default_columns(), quiet=quiet or args.process_index > 0) as progress:
         task = progress.add_task("hidden states", total=cache.missing_rows / args.world_size)
         for rows in cache.write(args.train_batch_size, args.process_index, args.world_size):
             progress.advance(task, rows)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
@@ -18,18 +19,20 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import load_tree
 from train.arguments import MedusaTrainingArguments
-from train.callbacks import LogBeforeSaving, ProgressBar, TimeBudget
+from train.callbacks import LogSums, ProgressBar, TimeBudget
+from train.checkpoints import remove_rescues
 from train.data.packing import Batch
 from train.evaluate import GuessCounts, label_ranks
 from train.loss.heads import HeadLosses
 from train.loss.labels import IGNORE, head_labels
 from train.module import HeadsOnBackbone
+from train.rescue import InterruptibleTrainer
 
 PROBE_STEPS = 3  # timed training steps, from which a time budget's number of steps is estimated
 MARGIN = 5  # max_steps is this many times the estimate, so that the clock ends the run and never max_steps
 
 
-class MedusaTrainer(Trainer):
+class MedusaTrainer(InterruptibleTrainer):
     """Trains heads on a frozen backbone (Medusa-1) with a weighted loss. Its checkpoints lack the backbone."""
 
     def __init__(
@@ -45,7 +48,7 @@ class MedusaTrainer(Trainer):
         """Make a trainer, with any `options` of transformers' `Trainer`; `provenance` is saved with the heads."""
         self.heads, self.provenance = heads, dict(provenance or {})
         self.minutes = args.max_minutes or args.max_cpu_minutes
-        callbacks = [*(callbacks or []), LogBeforeSaving()]
+        callbacks = [*(callbacks or []), LogSums()]
         if args.early_stopping_patience is not None:
             callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
         if self.minutes:
@@ -59,9 +62,11 @@ class MedusaTrainer(Trainer):
             self.add_callback(ProgressBar(args.log_lines, lambda: self.budget))
         self.model_accepts_loss_kwargs = False  # otherwise the Trainer would count labels by its own rule
         self.loss_is_scaled_for_ga = True  # `compute_loss` scales it for gradient accumulation
-        self._seen: dict[str, list[Tensor]] = {}
+        self._batch_sums = torch.zeros(3, heads.config.num_heads)  # of the last batch: losses, right guesses, labels
+        self._evaluated: list[Tensor] = []  # the same of each batch of an evaluation
         self.eval_tree = load_tree(args.eval_tree, heads.config.num_heads).clip(heads.config.num_heads)
         self._guesses = GuessCounts(heads.config.num_heads, self.eval_tree)
+        self._stepped = False  # whether training has begun a step
         self.reading_seconds = 0.0  # that training has spent waiting for batches
 
     def assemble(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> HeadsOnBackbone:
@@ -77,6 +82,11 @@ class MedusaTrainer(Trainer):
             found.seconds = 60 * self.minutes
         return found
 
+    @property
+    def log_sums(self) -> LogSums:
+        """The callback with the sums since the last line of the log."""
+        return next(c for c in self.callback_handler.callbacks if isinstance(c, LogSums))  # looked up as in `budget`
+
     def progress(self) -> float:
         """Share of the run that is done, from 0 to 1."""
         if self.budget is not None:
@@ -84,17 +94,31 @@ class MedusaTrainer(Trainer):
         return self.state.global_step / max(self.state.max_steps, 1)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train as `Trainer.train` does, and write at least one line of the log, even in a very short run."""
+        """Train as `Trainer.train` does, and log the last steps, even if they end between two lines of the log.
+
+        Raise `Interrupted` after a signal, if `signals` is set."""
         if self.args.max_steps < 0:  # a recipe's max_steps also holds with a budget
             path = resume_from_checkpoint
             if path is True:
                 path = get_last_checkpoint(str(self.args.output_dir))
             self.fit_budget(TrainerState.load_from_json(f"{path}/{TRAINER_STATE_NAME}").global_step if path else 0)
+        self._stepped = False
+        self.clock.start()
         outcome = super().train(resume_from_checkpoint, *args, **kwargs)
-        if self._seen.get("train"):
-            self.log({"loss": outcome.training_loss})
+        if self.log_sums.sums is not None:
+            self.log({"loss": 0.0})  # `log` replaces it by the loss of the last steps
+        self.end_if_interrupted()
+        if self.signals is None:
+            remove_rescues(Path(str(self.args.output_dir)))
         self.heads.eval()  # dropout off, for decoding
         return outcome
+
+    def has_ended(self) -> bool:
+        """Whether a run that has just been resumed had ended already: by its steps, its time or its patience."""
+        early = (c for c in self.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback))
+        impatient = any(c.early_stopping_patience_counter >= c.early_stopping_patience for c in early)
+        spent = self.budget is not None and self.budget.elapsed >= self.budget.seconds
+        return self.state.global_step >= self.state.max_steps or spent or impatient
 
     def fit_budget(self, done: int = 0) -> None:
         """With a time budget, set `max_steps` above the steps `done` and those that fit, so that the time ends it."""
@@ -119,7 +143,6 @@ class MedusaTrainer(Trainer):
                 times.append(time.perf_counter() - start)
         for parameter, old in zip(learning, before, strict=True):
             parameter.data.copy_(old)
-        self._seen.clear()
         return min(times) * self.args.gradient_accumulation_steps  # min, because the first step is slow
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
@@ -142,7 +165,13 @@ class MedusaTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Tensor | int | None]:
-        """Return the batches of one optimiser step, and the number of labels of each head [K], over all processes."""
+        """Return the batches of one optimiser step, and the number of labels of each head [K], over all processes.
+
+        There are none if the run had ended before it was resumed."""
+        first, self._stepped = not self._stepped, True
+        if first and self.has_ended():
+            self.control = TrainerControl(should_training_stop=True)
+            return [], None
         self.begin_step(self.progress())
         start = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -166,8 +195,7 @@ class MedusaTrainer(Trainer):
 
         `num_items_in_batch` [K] is the number of labels of each head in the optimiser step, over all processes."""
         losses: HeadLosses = model(**inputs)
-        sums = torch.stack([losses.loss * losses.total, losses.correct, losses.total])  # [3, K], over the batch
-        self._seen.setdefault("train" if model.training else "eval", []).append(sums.double().cpu())
+        self._batch_sums = torch.stack([losses.loss * losses.total, losses.correct, losses.total]).detach()  # [3, K]
         objective = losses.objective  # an evaluation averages batches
         if isinstance(num_items_in_batch, Tensor):
             # The Trainer adds up the losses of micro-batches and averages those of processes. With these weights, loss
@@ -178,6 +206,17 @@ class MedusaTrainer(Trainer):
             objective = objective * share
         loss = objective.sum()
         return (loss, {"loss": loss.detach()}) if return_outputs else loss
+
+    def training_step(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the gradients of a batch, return its detached loss, and add its figures to the sums for the log."""
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        step = torch.tensor(1 / self.current_gradient_accumulation_steps)  # the batch's share of an optimiser step
+        logged = loss
+        if self.args.logging_nan_inf_filter and not loss.isfinite():
+            sums = self.log_sums.sums
+            logged = torch.zeros(()) if sums is None else sums[0] / sums[1] * step
+        self.log_sums.add(logged, step, self._batch_sums)
+        return loss
 
     @torch.no_grad()
     def prediction_step(
@@ -190,7 +229,9 @@ class MedusaTrainer(Trainer):
         labelled = self.trained.labelled_positions(**batch)
         ranks = label_ranks(self.backbone, self.heads, labelled.inputs, labelled.labels)
         self._guesses.add(ranks, labelled.labels != IGNORE)
-        return self.compute_loss(model, batch).detach(), None, None
+        loss = self.compute_loss(model, batch).detach()
+        self._evaluated.append(self._batch_sums.double().cpu())
+        return loss, None, None
 
     def _guess_figures(self) -> dict[str, float]:
         guesses, self._guesses = self._guesses, GuessCounts(self.heads.config.num_heads, self.eval_tree)
@@ -204,13 +245,16 @@ class MedusaTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write a line of the log: `logs`, each head's loss and accuracy, and after an evaluation the expected tau."""
-        split, prefix = ("eval", "eval_") if any(key.startswith("eval_") for key in logs) else ("train", "")
-        if split in self._seen and f"{prefix}loss" in logs:
-            sums = torch.stack(self._seen.pop(split)).sum(0)
-            logs |= self.figures(self.accelerator.reduce(sums.to(self.args.device), "sum").cpu(), prefix)
-            if split == "eval":
-                logs |= self._guess_figures()
+        if "eval_loss" in logs and self._evaluated:
+            sums, self._evaluated = torch.stack(self._evaluated).sum(0), []
+            logs |= self.figures(self._over_processes(sums), "eval_") | self._guess_figures()
+        elif "loss" in logs and (taken := self.log_sums.take()) is not None:
+            loss, steps, *_ = sums = self._over_processes(taken)
+            logs |= {"loss": (loss / steps).item()} | self.figures(sums[2:].view(3, -1), "")
         super().log(logs, start_time)
+
+    def _over_processes(self, sums: Tensor) -> Tensor:
+        return self.accelerator.reduce(sums.to(self.args.device), "sum").cpu()
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
         """Mean loss and top-1 accuracy of K heads for the log, from sums [3, K]: losses, right guesses and labels."""
@@ -223,6 +267,11 @@ class MedusaTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         if self.args.should_save:
             self.heads.save_pretrained(output_dir or str(self.args.output_dir), self.provenance)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        sums = self.log_sums.sums
+        self.log_sums.store(None if sums is None else self._over_processes(sums))
+        super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

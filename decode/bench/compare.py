@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode.bench.figures import BenchmarkResult, Interval, MethodFigures, PromptFigures
+from decode.bench.figures import BenchmarkResult, MethodFigures, PromptFigures
+from decode.bench.headline import Interval
 from medusa.errors import RequestError
 
 NUM_DRAWS = 2000  # number of bootstrap draws
@@ -174,8 +175,3 @@ def _changes(name: str, earlier: dict[str, MethodFigures], later: dict[str, Meth
             verdict = "higher" if low > 1 else "lower" if high < 1 else "no difference seen"
         found.append(Change(name, figure, before, after, ratio, bounds, f"{name}, {LABELS[figure]}", verdict))
     return found
-
-
-def interval_in_words(interval: Interval | None) -> str:
-    """Format an interval for tables, such as `1.20 to 1.35`. `None` becomes an empty string."""
-    return "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"

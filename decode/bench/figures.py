@@ -11,10 +11,10 @@ from typing import Annotated
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from decode.bench.calibration.stored import Calibration
+from decode.bench.headline import Evidence, Headline, Interval, headline
 from decode.bench.machine import Machine
+from decode.settings import is_lossy
 from medusa.errors import RequestError
-
-Interval = tuple[float, float]  # bounds of 95 % of the resampled values of a metric (`decode.bench.compare`)
 
 
 @dataclass
@@ -179,11 +179,52 @@ class BenchmarkResult:
         """The metrics of decoding with the drafter that the benchmark tests."""
         return self.methods["medusa"]
 
+    @property
+    def subject(self) -> str:
+        """The backbone and the drafter, in words."""
+        settings = self.settings
+        drafter = f"the drafter {settings.drafter}" if settings.heads is None else f"the heads {settings.heads}"
+        return f"{settings.backbone} with {drafter}"
+
+    @property
+    def headline(self) -> Headline:
+        """The gain over plain decoding in words, or that there is none, or why none was measured."""
+        medusa, settings, machine = self.medusa, self.settings, self.machine
+        counts = f"{settings.prompts} prompts of at most {settings.max_new_tokens} new tokens"
+        options = f"batch size {settings.batch_size}, {settings.rounds} rounds, temperature {settings.temperature:g}"
+        return headline(
+            Evidence(
+                subject=self.subject,
+                conditions=f"{machine.dtype} on {machine.device}, {machine.threads} thread(s), {counts}, {options}",
+                texts=self._equal_texts(),
+                batches=-(-settings.prompts // settings.batch_size),
+                rounds=settings.rounds,
+                steps=medusa.steps,
+                nodes=settings.nodes,
+                tau=medusa.tau,
+                speedup=medusa.speedup,
+                interval=medusa.speedup_interval,
+                speedup_vs_generate=medusa.speedup_vs_generate,
+                interval_vs_generate=medusa.speedup_vs_generate_interval,
+            )
+        )
+
+    def _equal_texts(self) -> str:
+        """Say how many texts equal those of plain decoding, in one sentence."""
+        settings, medusa = self.settings, self.medusa
+        if is_lossy(settings.acceptance):
+            return f"Acceptance {settings.acceptance} is lossy: the texts may differ from those of plain decoding."
+        if settings.temperature > 0:
+            return "The texts are sampled, so they are not compared."
+        equal = round(medusa.equal_to_plain * settings.prompts)
+        return f"{equal} of {settings.prompts} texts equal those of plain decoding."
+
     def to_json(self) -> dict[str, object]:
         """Return the content of the file that `medusa benchmark --json` writes."""
         measured = {name: value for name, value in asdict(self).items() if value is not None}
         methods = {name: figures.to_json() for name, figures in self.methods.items()}
-        return measured | {"settings": self.settings.to_json(), "methods": methods}
+        told = {"settings": self.settings.to_json(), "methods": methods, "headline": asdict(self.headline)}
+        return measured | told
 
     @classmethod
     def from_json(cls, content: object, name: str) -> BenchmarkResult:

@@ -155,7 +155,7 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
     Raises RequestError if there is no such model, or if its vocabulary or tokenizer differs from the backbone's."""
     model, tokenizer, backbone = job.loaded.model, job.loaded.tokenizer, job.loaded.name
     context = DrafterContext(model, tokenizer=tokenizer, name=backbone, trust_remote_code=trust_remote_code)
-    return job.by_transformers("draft model", job.settings, assistant_model=load_small_model(name, context))
+    return job.by_transformers(f"generate model:{name}", job.settings, assistant_model=load_small_model(name, context))
 
 
 def add_details(job: BenchmarkJob, medusa: figures.MethodFigures, calibrations: Sequence[Path]) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from time import perf_counter
 from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.draft import DraftRecord
 from decode.request import require_fitting
 from decode.results import DecodingRun, Result, tau
 from decode.serve.texts import TextGenerator, TextPiece, TextStream, joined
@@ -98,6 +99,8 @@ class Side:
     def __init__(self, run: DecodingRun, stream: TextStream) -> None:
         self.run, self.steps, self.stream = run, iter(run), stream
         self.pieces: list[TextPiece] = []
+        self.drafts: list[DraftRecord | None] = []
+        """The draft of each step, if the run keeps drafts; `None` for a step without a draft."""
         self.finished = False
 
     @property
@@ -111,6 +114,8 @@ class Side:
 
     def step(self) -> None:
         step = next(self.steps, None)
+        if step is not None:
+            self.drafts.append(step.drafts.get(0))
         self.pieces += self.stream.end() if step is None else self.stream.step(step.ids[0])
         self.finished = step is None
 
@@ -138,28 +143,42 @@ class Snapshot(NamedTuple):
     seconds: float
     tau: float
     finish_reason: str | None  # why the text ended; `None` while it is decoded
+    drafts: list[DraftRecord | None]  # of each step, see `Side`
 
     @classmethod
     def at(cls, side: Side) -> Snapshot:
         result = side.result
         reason = result.finish_reason if side.finished else None
-        return cls(list(side.pieces), len(result.new_ids), result.seconds, tau([result]), reason)
+        return cls(list(side.pieces), len(result.new_ids), result.seconds, tau([result]), reason, list(side.drafts))
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / max(self.seconds, 1e-9)
 
 
-def verdict(plain: Side, drafted: Side, settings: Settings) -> tuple[str, str]:
-    """Describe the outcome of a race in two strings: the drafter's speedup, and whether the two answers are equal."""
+class Verdict(NamedTuple):
+    """The outcome of a race, in words."""
+
+    faster: str | None  # the drafter's speedup; `None` if the texts are not finished, or differ in length
+    same: str  # whether the two texts are equal
+
+
+def verdict(plain: Side, drafted: Side, settings: Settings) -> Verdict:
+    """Compare the two texts of a race, and their speeds if both texts are finished and of the same length."""
+    ours, theirs = drafted.result, plain.result
+    if "stopped" in (ours.finish_reason, theirs.finish_reason):
+        return Verdict(None, "stopped: speeds are compared only for finished texts")
+    same = _texts_compared(theirs, ours, settings)
+    if len(ours.new_ids) != len(theirs.new_ids):
+        return Verdict(None, f"{same}. Speeds are compared only for texts of the same length")
+    if not ours.new_ids:
+        return Verdict(None, same)
     faster = Snapshot.at(drafted).tokens_per_second / max(Snapshot.at(plain).tokens_per_second, 1e-9)
-    return f"{faster:.2f}×", _texts_compared(plain.result, drafted.result, settings)
+    return Verdict(f"{faster:.2f}×", same)
 
 
 def _texts_compared(plain: Result, drafted: Result, settings: Settings) -> str:
     ours, theirs = drafted.new_ids, plain.new_ids
-    if "stopped" in (plain.finish_reason, drafted.finish_reason):
-        return "stopped: the speeds so far"
     if ours == theirs:
         return "the same text, token for token"
     if is_lossy(settings.rule.name):
@@ -168,6 +187,38 @@ def _texts_compared(plain: Result, drafted: Result, settings: Settings) -> str:
         return "two samples of the same distribution"
     at = next(place for place, (a, b) in enumerate(zip_longest(ours, theirs), 1) if a != b)
     return f"the texts diverge at token {at}: two tokens are nearly tied, and rounding decides"
+
+
+class Shown(NamedTuple):
+    """The words above a text on the page: its title, what a step does, and its kind (`plain` or `drafted`)."""
+
+    title: str
+    subtitle: str
+    kind: str
+
+
+@dataclass
+class Exchange:
+    """A turn of the conversation as the page shows it: the texts that answer the message, and their comparison."""
+
+    turn: Turn
+    texts: list[Shown]
+    snapshots: list[Snapshot]  # of the finished texts
+    verdict: Verdict | None  # `None`: there is only one text
+
+
+@dataclass
+class History:
+    """All that a reload of the page shows again."""
+
+    conversation: Conversation
+    exchanges: list[Exchange] = field(default_factory=list)
+    answers: int = 0  # number of answers begun, from which the next answer's seed is made
+
+    def copy(self) -> History:
+        """Copy the history, so that the page of before the reload no longer changes it."""
+        conversation = replace(self.conversation, turns=list(self.conversation.turns))
+        return History(conversation, list(self.exchanges), self.answers)
 
 
 class ChatWorker:

@@ -26,6 +26,7 @@ class TextPiece(NamedTuple):
 
     text: str
     drafted: bool  # whether it comes from accepted guesses; otherwise it is a root, which the backbone itself predicted
+    step: int = 0  # the index of the decoding step that completed the piece
 
 
 def joined(pieces: Sequence[TextPiece]) -> str:
@@ -46,6 +47,7 @@ class TextStream:
         self.ids = list(before[-KEPT_BEFORE:])
         self.start, self.done = 0, len(self.ids)  # ids[start:done] were converted, and give new ids their context
         self.waiting: list[TextPiece] = []
+        self.steps = 0  # number of decoding steps so far
         self.ended = False  # whether the text contains a stop string, which ends it
 
     def step(self, ids: Sequence[int]) -> list[TextPiece]:
@@ -55,6 +57,7 @@ class TextStream:
             text = self._new_text()
             if text and not text.endswith(INCOMPLETE):
                 self._take(text, drafted=place > 0)
+        self.steps += 1
         return self._release(self._possible_stop())
 
     def end(self) -> list[TextPiece]:
@@ -75,7 +78,7 @@ class TextStream:
         self.start, self.done = self.done, len(self.ids)
         if self.ended:
             return
-        self.waiting.append(TextPiece(text, drafted))
+        self.waiting.append(TextPiece(text, drafted, self.steps))
         waiting = joined(self.waiting)
         if cuts := [waiting.index(string) for string in self.stop if string in waiting]:
             self.ended = True
@@ -122,11 +125,22 @@ class TextGenerator:
         """List the models whose contexts must hold the text: the backbone, and the amateur of contrastive decoding."""
         return [self.model, *([] if settings.amateur is None else [settings.amateur.model])]
 
-    def run(self, prompt: Sequence[int], settings: Settings, seed: int = 0, plain: bool = False) -> DecodingRun:
-        """Start decoding after the token ids `prompt`, or raise a `RequestError`. `plain`: do not use the drafter."""
+    def run(
+        self,
+        prompt: Sequence[int],
+        settings: Settings,
+        seed: int = 0,
+        plain: bool = False,
+        source: DrafterFactory | None = None,
+        keep_drafts: bool = False,
+    ) -> DecodingRun:
+        """Start decoding after the token ids `prompt`, or raise a `RequestError`. `plain`: do not use a drafter.
+
+        `source`: draft with this drafter instead of the generator's own. `keep_drafts`: see `decode.steps`."""
         start = perf_counter()
         requests = prepare(self.model, [prompt], [seed], **settings.generate_kwargs(self.tokenizer))
-        begun = decoding(self.model, None if plain else self.source, requests, *settings.how)
+        drafter = None if plain else source or self.source
+        begun = decoding(self.model, drafter, requests, *settings.how, keep_drafts=keep_drafts)
         return DecodingRun(begun, perf_counter() - start)
 
     def warm_up(self, prompt: Sequence[int], settings: Settings) -> None:

@@ -1,9 +1,8 @@
 """Measure the speedup: plain decoding, `model.generate` and the heads take turns on the same prompts.
 
-  medusa benchmark --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl --report report.html
-  medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --tree topk:3,2 --json b.json
-  medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --drafter heads --drafter ngram
-  medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --compare b.json
+  medusa benchmark demo --prompts demo
+  medusa benchmark org/heads --prompts questions.jsonl --report report.html
+  medusa benchmark org/heads --prompts questions.jsonl --compare old.json
   medusa benchmark --compare a.json b.json --report compared.html
 
 Plain decoding is our own loop that generates one token per step. tau is the mean number of tokens per step."""
@@ -13,10 +12,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from decode.settings import Settings
-from medusa.commands.options import CommandOptions, Models, Prompts, require_of_kind, require_writable, warn_if_useless
+from medusa.commands.options import (
+    PAGE_SUFFIXES,
+    CommandOptions,
+    Models,
+    Prompts,
+    require_distinct,
+    require_of_kind,
+    require_writable,
+    warn_if_useless,
+)
 from medusa.errors import RequestError
 from medusa.files import read_json, replacing_folder, require_absent, write_json
 from medusa.options import count, group, option
@@ -43,6 +51,7 @@ def temperatures(text: str) -> list[float]:
 
 
 class BenchmarkOptions(CommandOptions):
+    shown = "heads prompts max-prompts max-new-tokens temperature drafter tree rounds compare report backbone json"
     models: Models = group(Models, "models", without=("drafter",), backbone="")
     prompts: Prompts = group(Prompts, "prompts")
     settings: Settings = group(Settings, "generation", max_new_tokens=128)
@@ -50,39 +59,81 @@ class BenchmarkOptions(CommandOptions):
         (),
         "measure this drafter: heads (default), blockwise, model:NAME, ngram, rest:DIR, lookahead, mix:A+B "
         "(docs/drafters.md); repeatable: results call the first one `medusa`",
-        metavar="NAME[:OPTIONS]",
+        metavar="NAME",
+        brief="measure heads (default), ngram, ...; repeatable",
     )
-    rounds: int = count(3, "decode all prompts N times by each method")
-    prompt_lookup: bool = option(False, "also measure model.generate with prompt lookup")
-    draft_model: str | None = option(None, "also measure model.generate with this draft model, or demo", metavar="B")
+    rounds: int = count(3, "decode all prompts N times by each method", brief="decode all prompts N times")
+    against: tuple[str, ...] = option(
+        (),
+        "also measure model.generate with assistance: model:B for the draft model B (a folder, a Hub id, or demo), or "
+        "prompt-lookup; repeatable",
+        metavar="METHOD",
+        brief="also measure model:B or prompt-lookup; repeatable",
+    )
+    prompt_lookup: bool = option(False, argparse.SUPPRESS)  # the names of earlier versions, to point to the new one
+    draft_model: str | None = option(None, argparse.SUPPRESS, nargs="?", const="B")
     temperatures: tuple[float, ...] = option(
         (), "also measure tau and the speedup at these temperatures", metavar="T,T,...", type=temperatures, nargs=None
     )
     lossy: bool = option(False, "also measure the lossy acceptance rules, and the probability of their texts")
     report: str | None = option(
-        None, "write an HTML page, or a folder with page, pictures and JSON", metavar="FILE.html|DIR"
+        None,
+        "write an HTML page (a name that ends in .html), or a folder with page, pictures and JSON (a name without an "
+        "ending)",
+        metavar="PATH",
+        brief="write an HTML page (.html), or a folder with pictures",
     )
     compare: tuple[str, ...] = option(
         (),
         "compare with earlier runs on the same prompts; without --backbone, the first file with the others",
-        metavar="OLD.json",
+        metavar="OLD",
         nargs="+",
+        brief="compare with results of earlier runs (--json)",
     )
     overwrite: bool = option(False, "replace an existing report")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.prompt_lookup:
+            raise RequestError("--prompt-lookup has another name now: --against prompt-lookup")
+        if self.draft_model:
+            raise RequestError(f"--draft-model has another name now: --against model:{self.draft_model}")
+        for spec in self.against:
+            if spec != "prompt-lookup" and not spec.removeprefix("model:") != spec != "model:":
+                raise RequestError(f"--against is {spec!r}; give model:B, with a draft model B, or prompt-lookup")
+        if self.report is not None:
+            self._require_report(Path(self.report))
+
+    def _require_report(self, place: Path) -> None:
+        """Raise a `RequestError` if no report can be written at `place`, or if that would replace something else."""
+        require_distinct(json=self.output.json, report=self.report)
         if self.reports_page:
             require_writable(self.report)
-        if self.report is not None:
-            require_absent(Path(self.report), self.overwrite)
-        if self.report is not None and not self.reports_page:
-            require_of_kind("report", Path(self.report), "a report", "report.html", "benchmark.json")
+        elif place.suffix and not place.exists():
+            raise RequestError(
+                f"--report {place}: a report is an HTML page; name it {place.with_suffix('.html')}, or give a folder, "
+                "which has no ending"
+            )
+        require_absent(place, self.overwrite)
+        if not self.reports_page:
+            require_of_kind("report", place, "a report", "report.html", "benchmark.json")
+
+    def completed(self) -> Self:
+        """Return the options with the backbone that the heads record, unless only files are compared."""
+        return self if self.compare and self.models.heads is None else super().completed()
 
     @property
     def reports_page(self) -> bool:
         """Whether --report names one HTML page (.html or .htm). Any other path is a folder."""
-        return self.report is not None and Path(self.report).suffix in (".html", ".htm")
+        return self.report is not None and Path(self.report).suffix in PAGE_SUFFIXES
+
+    @property
+    def draft_models(self) -> tuple[str, ...]:
+        return tuple(spec.removeprefix("model:") for spec in self.against if spec != "prompt-lookup")
+
+    @property
+    def uses_typical(self) -> bool:
+        return self.lossy or super().uses_typical
 
     @property
     def drafters(self) -> tuple[str | None, ...]:
@@ -96,20 +147,21 @@ class BenchmarkOptions(CommandOptions):
                 raise RequestError(f"--{name} is missing; give it, or two files to --compare")
         if len(set(self.drafters)) < len(self.drafters):
             raise RequestError(f"--drafter {' --drafter '.join(self.drafter)}: one is given twice; leave one out")
-        assisted = self.prompt_lookup or self.draft_model
-        if assisted and self.contrasting.amateur:
-            raise RequestError("--prompt-lookup and --draft-model cannot be combined with --amateur; leave them out")
-        if assisted and self.batch_size > 1:
+        if len(set(self.against)) < len(self.against):
+            raise RequestError(f"--against {' --against '.join(self.against)}: one is given twice; leave one out")
+        if self.against and self.contrasting.amateur:
+            raise RequestError("--against cannot be combined with --amateur; leave one out")
+        if self.against and self.batch_size > 1:
             raise RequestError(
-                f"--prompt-lookup and --draft-model take one prompt at a time, and --batch-size is {self.batch_size}; "
-                "leave them out, or use --batch-size 1"
+                f"--against {self.against[0]}: model.generate assists one prompt at a time, and --batch-size is "
+                f"{self.batch_size}; leave out --against, or use --batch-size 1"
             )
 
 
 def run(options: BenchmarkOptions) -> None:
     from decode.bench.compare import compare
     from decode.bench.figures import BenchmarkResult
-    from decode.bench.report.terminal import print_comparison
+    from decode.bench.report.terminal import print_comparison, print_headline
 
     result: BenchmarkResult | None = None
     earlier = [(name, BenchmarkResult.from_json(read_json(Path(name)), name)) for name in options.compare]
@@ -126,6 +178,8 @@ def run(options: BenchmarkOptions) -> None:
         result, comparisons = measure(options, earlier)
     for comparison in comparisons:
         print_comparison(options.output.console, comparison)
+    if result is not None:
+        print_headline(options.output.console, result)
     content = {} if result is None else result.to_json()
     if comparisons or result is None:
         content["comparisons"] = [comparison.to_json() for comparison in comparisons]
@@ -199,7 +253,7 @@ def measure(
         result = measure_all(options, job, dict(zip(options.drafter[1:], others, strict=True)))
     print_benchmark(output.console, result)
     if source.heads is not None:
-        warn_if_useless(result.medusa.new_tokens, result.medusa.tau)
+        warn_if_useless(result.medusa.new_tokens, result.medusa.tau, source.num_nodes, result.settings.prompts)
     return result, [compare(content, result, (name, "this run")) for name, content in earlier]
 
 
@@ -211,10 +265,10 @@ def measure_all(options: BenchmarkOptions, job: BenchmarkJob, others: dict[str, 
     from medusa.commands.models import heads_folder
 
     further = []
-    if options.prompt_lookup:
-        further.append(job.by_transformers("prompt lookup", job.settings, prompt_lookup_num_tokens=10))
-    if options.draft_model:
-        further.append(measure.assisted_by(job, options.draft_model, options.load.trust_remote_code))
+    if "prompt-lookup" in options.against:
+        further.append(job.by_transformers("generate prompt-lookup", job.settings, prompt_lookup_num_tokens=10))
+    trusts = options.load.trust_remote_code
+    further += [measure.assisted_by(job, name, trusts) for name in options.draft_models]
     further += [Contender(name, job.drafted(job.settings, source=source)) for name, source in others.items()]
     result = measure.run_benchmark(job, further)
     if options.temperatures:

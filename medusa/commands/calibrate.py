@@ -1,7 +1,7 @@
 """Find the fastest tree for these heads on this machine, and save the tree for --tree auto.
 
-  medusa calibrate --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl
-  medusa calibrate --backbone org/model --heads runs/heads --batch-size 8 --plot calibration.png
+  medusa calibrate demo --prompts demo
+  medusa calibrate runs/heads --batch-size 8 --plot calibration.png
 
 The backbone continues the prompts. Without prompts, it generates whole texts. The command counts the right guesses of
 the heads in these texts, builds trees of several sizes from the counts, and times one step of each tree. It saves the
@@ -11,32 +11,74 @@ quarter of the texts is held out, to measure tau (the mean number of tokens per 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from decode.settings import Settings
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable
+from medusa.commands.options import (
+    NO_CONTRAST,
+    CommandOptions,
+    Contrasting,
+    Models,
+    Prompts,
+    require_distinct,
+    require_writable,
+)
 from medusa.errors import RequestError
+from medusa.files import replacing
 from medusa.options import REQUIRED, count, group, option
 
 DRAFTING = ("acceptance", "draft", "stop_drafting", "epsilon", "delta")
 
 
 class CalibrateOptions(CommandOptions):
+    shown = "heads prompts max-prompts temperature batch-size rounds plot backbone device dtype threads json"
     models: Models = group(Models, "models", only=("backbone", "heads"), heads=REQUIRED)
     prompts: Prompts = group(Prompts, "prompts", without=("prompt",))
     settings: Settings = group(Settings, "generation", without=DRAFTING, max_new_tokens=128)
-    batch_size: int = count(1, "find the fastest tree for decoding N texts at a time")
+    batch_size: int = count(
+        1, "find the fastest tree for decoding N texts at a time", brief="find the tree for batches of N texts"
+    )
     contrasting: Contrasting = NO_CONTRAST
     rounds: int = count(3, "time every tree N times")
-    plot: str | None = option(None, "plot tau, step time and speed over the number of nodes", metavar="FILE.png")
+    plot: str | None = option(
+        None,
+        "plot tau, step time and speed over the number of nodes",
+        metavar="FILE.png",
+        brief="plot tau, step time and speed over the nodes",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_writable(self.plot)
+        if self.plot is not None:
+            require_writable(self.plot)
+            require_distinct(json=self.output.json, plot=self.plot)
+            require_picture(self.plot)
         if self.settings.compile:
             raise RequestError(
                 "--compile would compile every tree that is tried, for minutes; leave it out: --tree auto uses "
                 "the tree found here with --compile, too; medusa benchmark --compile measures a tree that you name"
             )
+
+
+def require_picture(path: str) -> None:
+    """Raise a RequestError if matplotlib cannot write a picture with the ending of `path`."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in kinds:
+        raise RequestError(f"--plot {path} does not end in the name of a picture format: {', '.join(sorted(kinds))}")
+
+
+def require_enough(prompts: int, max_new_tokens: int) -> None:
+    """Raise a RequestError if `prompts` prompts cannot give a calibration enough steps, however the texts end."""
+    from decode.bench.calibration.stored import MIN_STEPS
+
+    most = (prompts - prompts // 4) * max_new_tokens  # a quarter of the texts is held out
+    if most < MIN_STEPS:
+        raise RequestError(
+            f"a calibration needs at least {MIN_STEPS} steps, and {prompts} prompts with --max-new-tokens "
+            f"{max_new_tokens} give at most {most}; give more prompts or a larger --max-new-tokens"
+        )
 
 
 def run(options: CalibrateOptions) -> None:
@@ -50,18 +92,20 @@ def run(options: CalibrateOptions) -> None:
 
     output, seed = options.output, options.runtime.seed
     records = options.prompts.read() if options.prompts.prompts else []
+    if records:
+        require_enough(len(records), options.settings.max_new_tokens)
     opened = models.open_models(options, records, [None], calibrates=False)
     loaded, settings, prompts, heads = opened.loaded, opened.settings, opened.prompts, opened.drafters[0].heads
     models.hint_at_bfloat16(loaded, output)
     model, tokenizer = loaded.model, loaded.tokenizer
     assert heads is not None  # --heads is required
-    with output.progress.status("generating") as status:
+    with output.stage("generating") as status:
         if prompts:
             texts = continued_texts(model, tokenizer, prompts, settings, seed)
         else:
             texts = own_texts(model, settings, loaded.bos_token_id)
         held_out = [prompt for prompt, _ in texts[3::4]]
-        kept = [text for index, text in enumerate(texts) if index % 4 != 3] or texts
+        kept = [text for index, text in enumerate(texts) if index % 4 != 3]
         found = calibrate(model, heads, kept, settings, options.batch_size, None, options.rounds, status.update)
         status.update("measuring tau")
         seeds, measured = [seed] * len(held_out), None
@@ -74,5 +118,7 @@ def run(options: CalibrateOptions) -> None:
     if options.plot:
         from decode.bench.report.plots import calibration_plot
 
-        calibration_plot(found).savefig(options.plot, dpi=140, bbox_inches="tight")
+        picture, kind = Path(options.plot), Path(options.plot).suffix[1:]
+        with replacing(picture) as temporary:
+            calibration_plot(found).savefig(temporary, format=kind, dpi=140, bbox_inches="tight")
     output.write(asdict(found) | {"measured_tau": measured, "kept_in": str(place)})

@@ -1,6 +1,6 @@
 """Measure how often the token that the backbone generates is among each head's best guesses.
 
-  medusa evaluate --backbone demo --heads demo --data medusa/assets/prompts.jsonl
+  medusa evaluate demo --data demo
 
 The backbone first continues every prompt greedily. It continues a document after the document's first 16 tokens, and a
 conversation after the first question. The heads' guesses are compared with the generated text, not with the text of the
@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import islice
 
-from rich.progress import track
 from rich.table import Table
 
 from decode.settings import Settings
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models
+from medusa.errors import RequestError, RunError
 from medusa.options import REQUIRED, Options, count, group, option
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
@@ -23,18 +23,31 @@ OPENING = 16  # number of tokens of a document that the backbone continues
 
 
 class DataOptions(Options):
-    data: str = option(REQUIRED, "read a .jsonl, .json, .txt or .parquet file, a folder or a Hub dataset", metavar="D")
+    data: str = option(
+        REQUIRED,
+        "read a .jsonl, .json, .txt or .parquet file, a folder, a Hub dataset, or demo (shipped)",
+        metavar="D",
+        brief="read records from a file, a folder or a Hub dataset",
+    )
     max_prompts: int = count(100, "read only the first N records")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
     document_separator: str = option(DOCUMENT_SEPARATOR, "split .txt files into documents at this line", metavar="LINE")
 
 
 class EvaluateOptions(CommandOptions):
+    shown = "heads data max-prompts max-new-tokens split backbone device dtype threads json quiet"
     models: Models = group(Models, "models", only=("backbone", "heads"), heads=REQUIRED)
     settings: Settings = group(Settings, "generation (greedy)", only=("max_new_tokens",), max_new_tokens=128)
     batch_size: int = 1
     contrasting: Contrasting = NO_CONTRAST
     data: DataOptions = group(DataOptions, "data")
+
+
+def require_positions(max_new_tokens: int, num_heads: int) -> None:
+    """Raise a RequestError if texts of `max_new_tokens` tokens are too short for one position where all heads guess."""
+    if max_new_tokens <= num_heads:
+        least = f"{num_heads} heads need at least {num_heads + 1}"
+        raise RequestError(f"--max-new-tokens is {max_new_tokens}, and {least}; give a larger number")
 
 
 def run(options: EvaluateOptions) -> None:
@@ -52,14 +65,20 @@ def run(options: EvaluateOptions) -> None:
     options.runtime.prepare()
     loaded = load_backbone(options.models.backbone, options.load)
     backbone, heads = Backbone(loaded.model), models.open_heads(str(options.models.heads), loaded)
+    require_positions(options.settings.max_new_tokens, heads.config.num_heads)
     encoded = models.encode_prompts(options, [record.opening() for record in records], loaded.tokenizer)
     prompts = [ids[:OPENING] if record.is_document else ids for record, ids in zip(records, encoded, strict=True)]
     require_fitting(prompts, backbone)
     method, texts = plain_method(loaded.model, options.settings, loaded.tokenizer), []
-    for prompt in track(prompts, "generating", console=output.progress, disable=output.quiet):
+    for prompt in output.track(prompts, "generating"):
         result = method([prompt])[0]
         texts.append(OwnText(result.input_ids + result.new_ids, len(result.input_ids)))
     accuracy = head_accuracy(backbone, heads, texts)
+    if not accuracy.tokens:
+        raise RunError(
+            f"there are no positions to evaluate in {len(prompts)} texts, because the backbone ended every text at "
+            "once; give other --data, or a larger --max-new-tokens"
+        )
     table = Table(title=f"Share of right guesses at {accuracy.tokens} positions of the backbone's greedy texts")
     for name in ("head", "top 1", "top 5", "top 10", "top 1 if all earlier heads are right"):
         table.add_column(name, justify="right")

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.bench.calibration import calibrate
 from decode.bench.calibration.recording import own_texts
-from decode.bench.calibration.stored import files_for, situation, store, stored, stored_temperatures
+from decode.bench.calibration.stored import TooFewStepsError, files_for, situation, store, stored, stored_temperatures
 from decode.bench.machine import has_fast_bfloat16
 from decode.drafters import drafter_factory, parse, small_model
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
-from decode.drafters.layouts import DynamicTree, Layout, require_draftable, require_sizes, resolve_tree
+from decode.drafters.layouts import DynamicTree, Layout, default_tree, require_draftable, require_sizes, resolve_tree
 from decode.drafters.trained_heads import HeadsDrafterConfig
 from decode.request import require_fitting
 from decode.results import Result
@@ -42,7 +42,8 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
     config = load_config(models.backbone, load)
     for drafter in drafters:
         drafter.check(config)
-    for role, small in {"amateur": command.contrasting.amateur, "draft model": command.draft_model}.items():
+    smaller = [("amateur", command.contrasting.amateur), *(("draft model", name) for name in command.draft_models)]
+    for role, small in smaller:
         if small is not None:
             path, options = small_model.small_model_path(small), LoadOptions(trust_remote_code=load.trust_remote_code)
             small_model.require_same_vocabulary(small, load_config(path, options), config, role)
@@ -196,7 +197,8 @@ def open_drafter(
 def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, settings: Settings) -> Layout:
     """Return the tree of --tree, else the tree saved with the heads, else `auto`, a tree calibrated on this machine.
 
-    Without a stored calibration, `auto` calibrates on texts that the backbone generates, never on the prompts.
+    Without a stored calibration, `auto` calibrates on texts that the backbone generates, never on the prompts. If these
+    texts are too short for a calibration, the default tree is used (`default_tree`), and nothing is stored.
     Raise RequestError if the tree does not exist, or needs more heads or more guesses of a head than there are."""
     asked: DynamicTree | None = None
     if command.models.tree != "auto" and (command.models.tree is not None or heads.config.tree):
@@ -210,17 +212,26 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
     files = files_for(heads_folder(command.models.heads))
     if asked is not None and (fitted := stored_temperatures(files, heads)) is not None:
         return replace(asked, temperatures=fitted)
-    found, kept = stored(files, situation(loaded.model, heads, settings, command.batch_size)), ""
+    note, kept = command.output.note, ""
+    found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
     if found is None:
-        with command.output.progress.status("choosing a tree"):
-            texts = own_texts(loaded.model, settings, loaded.bos_token_id)
-            found = calibrate.calibrate(loaded.model, heads, texts, settings, command.batch_size, rounds=2)
+        try:
+            with command.output.stage("choosing a tree"):
+                texts = own_texts(loaded.model, settings, loaded.bos_token_id)
+                found = calibrate.calibrate(loaded.model, heads, texts, settings, command.batch_size, rounds=2)
+        except TooFewStepsError:
+            tree = asked or default_tree(heads)
+            note(
+                f"tree: {tree.num_nodes} nodes, not calibrated, because the backbone's own texts are too short; medusa "
+                "calibrate --prompts FILE calibrates with other texts"
+            )
+            return tree
         kept = f"; calibrated now, saved in {store(files, found)}"
     if asked is not None:  # a calibration also fits the temperatures of dynamic trees
-        command.output.note(f"tree: dynamic, {asked.num_nodes} nodes{kept}")
+        note(f"tree: dynamic, {asked.num_nodes} nodes{kept}")
         return replace(asked, temperatures=tuple(found.temperatures))
     best, kind = found.best, "dynamic, " if found.best.dynamic else ""
-    command.output.note(f"tree: {kind}{best.nodes} nodes, predicted tau {best.tau:.2f}{kept}")
+    note(f"tree: {kind}{best.nodes} nodes, predicted tau {best.tau:.2f}{kept}")
     return found.tree
 
 

@@ -1,13 +1,13 @@
 """Test that decoding with heads does not change the output: compare greedy texts, and the distribution of samples.
 
-  medusa verify --backbone demo --heads demo --prompts medusa/assets/prompts.jsonl
-  medusa verify --backbone demo --drafter ngram --prompts medusa/assets/prompts.jsonl
-  medusa verify --backbone org/model --heads org/heads --prompts own.jsonl --full --report evidence.html
+  medusa verify demo --prompts demo
+  medusa verify --backbone org/model --drafter ngram --prompts own.jsonl
+  medusa verify org/heads --prompts own.jsonl --full --report evidence.html
 
 Greedy: every prompt is decoded with and without drafts. Sampling: after each of the first four prompts, a million steps
 are sampled with the best guesses as drafts, and with sampled drafts. Their tokens are tested against the backbone's own
-distribution. Lossy acceptance rules are tested too, and are expected to differ. The report is an HTML page with tables
-and pictures. Exit status 1: the outputs differ. Correct decoding fails the sampling test in at most 1 of 10,000 runs.
+distribution. Lossy acceptance rules are tested too, and are expected to differ. --report writes an HTML page.
+Exit status 1: the outputs differ. Correct decoding fails the sampling test in at most 1 of 10,000 runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from decode.settings import Settings
-from medusa.commands.options import CommandOptions, Prompts, require_writable
+from medusa.commands.options import PAGE_SUFFIXES, CommandOptions, Prompts, require_distinct, require_writable
+from medusa.errors import RequestError
 from medusa.files import require_absent
 from medusa.options import count, group, option
 
@@ -23,26 +24,37 @@ GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile")
 
 
 class VerifyOptions(CommandOptions):
+    shown = "heads prompts max-prompts drafter tree draws full report overwrite backbone dtype json quiet"
     prompts: Prompts = group(Prompts, "prompts")
     settings: Settings = group(Settings, "generation (greedy; E and D: samples)", only=GREEDY, max_new_tokens=128)
     batch_size: int = count(1, "greedy: decode N prompts at a time with the drafter")
-    draws: int = count(1_000_000, "draw N samples by each acceptance rule")
+    draws: int = count(1_000_000, "draw N samples by each acceptance rule", brief="draw N samples for each rule")
     sampled_prompts: int = count(4, "draw samples after the first N prompts")
     full: bool = option(
-        False, "draw at temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9 (default: temperature 1, top-p 1)"
+        False,
+        "draw at temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9 (default: temperature 1, top-p 1)",
+        brief="draw at three temperatures and two values of top-p",
     )
-    report: str = option("verify.html", "write the report to this HTML file", metavar="FILE")
+    report: str | None = option(None, "write a report to this HTML file", metavar="FILE")
     overwrite: bool = option(False, "replace an existing report")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.report is None:
+            return
+        require_distinct(json=self.output.json, report=self.report)
         require_writable(self.report)
+        if Path(self.report).suffix not in PAGE_SUFFIXES:
+            raise RequestError(f"--report {self.report}: the report is an HTML page; give a name that ends in .html")
         require_absent(Path(self.report), self.overwrite)
+
+    @property
+    def uses_typical(self) -> bool:
+        return True  # its samples are tested
 
 
 def run(options: VerifyOptions) -> int:
     from decode.bench.losslessness.verify import Verification, verify
-    from decode.bench.report.page import verify_page
     from decode.bench.report.terminal import print_verification
     from medusa.commands import models
 
@@ -67,6 +79,9 @@ def run(options: VerifyOptions) -> int:
         )
         outcome = verify(asked)
     output.write(outcome.to_json())
-    verify_page(outcome).save(Path(options.report))
+    if options.report is not None:
+        from decode.bench.report.page import verify_page
+
+        verify_page(outcome).save(Path(options.report))
     print_verification(output.console, outcome, options.full, options.report)
     return 0 if outcome.passed else 1

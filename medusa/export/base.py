@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.stored import Stored
@@ -96,22 +97,40 @@ def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
 
     Raise RequestError if there is no such backbone, or its LM head has a bias, which no export format can store."""
     folder = DEMO if name == "demo" else Path(name)
-    if folder.is_dir() and not (folder / "adapter_config.json").is_file():
+    if is_whole_model(folder):
         config = load_config(name, options)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+        model = on_meta(config, options)
         weight = _without_bias(model.get_output_embeddings(), name)
         text = config.get_text_config(decoder=True)
         tied = model.get_input_embeddings().weight if getattr(text, "tie_word_embeddings", False) else None
         parameters = model.named_parameters(remove_duplicate=False)
         names = [key for key, value in parameters if value is weight or value is tied]
-        stored = Stored.of_model(folder)
-        without_prefix = [key.removeprefix(f"{model.base_model_prefix}.") for key in names]
-        for key in (*names, *without_prefix, *FORMER_LM_HEADS):
-            if key in stored and stored[key].shape == weight.shape:
-                return stored[key]
+        if (found := stored_tensor(Stored.of_model(folder), model, (*names, *FORMER_LM_HEADS), weight)) is not None:
+            return found
     model = load_backbone(name, replace(options, device="cpu")).model
     return _without_bias(model.get_output_embeddings(), name).detach()
+
+
+def is_whole_model(folder: Path) -> bool:
+    """Whether a folder holds a model itself, and not an adapter for one."""
+    return folder.is_dir() and not (folder / "adapter_config.json").is_file()
+
+
+def on_meta(config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
+    """Make a backbone without weights, for the names and shapes of its parameters."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+
+
+def stored_tensor(stored: Stored, model: PreTrainedModel, names: Sequence[str], like: Tensor) -> Tensor | None:
+    """Return the first stored tensor with one of the `names`, or such a name without the model's prefix.
+
+    The tensor must have the shape of `like`. Return `None` if there is none."""
+    without_prefix = [key.removeprefix(f"{model.base_model_prefix}.") for key in names]
+    for key in (*names, *without_prefix):
+        if key in stored and stored[key].shape == like.shape:
+            return stored[key]
+    return None
 
 
 def _without_bias(head: nn.Module | None, name: str) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from medusa.config import MedusaConfig
+from medusa.errors import RequestError, did_you_mean
 from medusa.files import Json
 from medusa.heads import class_of
 
@@ -63,14 +64,20 @@ class PretrainedHeads(nn.Module):
     ) -> Self:
         """Load heads in eval mode from a local folder, the Hub or the package, in any format of docs/formats.md.
 
-        Raise RequestError if there are no heads, a file is damaged, or a tensor is missing, unknown or wrong in shape.
+        Raise RequestError if an argument is wrong, there are no heads, a file is damaged, or a tensor is missing,
+        unknown or wrong in shape.
 
         Args:
             name_or_path: a folder, a Hub id such as `org/heads`, or `demo` for the heads that come with the package.
             dtype, device: the dtype and device of the heads; by default the dtype in the file, on the CPU.
             hub: `revision`, `token`, `cache_dir` and `local_files_only` of `huggingface_hub.snapshot_download`."""
-        from medusa.checkpoints.folder import load
+        from medusa.checkpoints.folder import HubOptions, load
 
+        _require_placement(dtype, device)
+        if unknown := [name for name in hub if name not in HubOptions.__annotations__]:
+            known = HubOptions.__annotations__
+            hint = did_you_mean(unknown[0], known) or f"; choose from {', '.join(known)}"
+            raise RequestError(f"from_pretrained has no argument {unknown[0]}{hint}")
         checkpoint = load(name_or_path, **hub)
         with torch.device("meta"):
             heads = cls.from_config(checkpoint.config)
@@ -96,3 +103,13 @@ class PretrainedHeads(nn.Module):
         from medusa.export.repository import push
 
         return push(self.checkpoint(), repo_id, **options)
+
+
+def _require_placement(dtype: object, device: object) -> None:
+    """Raise RequestError unless PyTorch has this dtype and this device; `None` is always valid."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise RequestError(f"dtype is {dtype!r}; give a torch.dtype, such as torch.float32")
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, AssertionError):  # AssertionError: PyTorch was built without this backend
+        raise RequestError(f"device is {device!r}, which PyTorch does not have here; give cpu, cuda or mps") from None

@@ -5,18 +5,18 @@ Records are read when they are needed, so that a file can be larger than the mem
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 from medusa.errors import RequestError, first_line
+from medusa.places import SHORT_HUB_ID, hub_is_reachable
 from medusa.records.record import Record, parse_json, parse_record
+from medusa.shipped import PROMPTS
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")  # of files with records
 SAVED_TO_DISK = (("dataset_dict.json",), ("dataset_info.json", "state.json"))
 """The files in a folder that `save_to_disk` of the library datasets has written: of several splits, or of one."""
-HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 DOCUMENT_SEPARATOR = "<|endoftext|>"  # the usual line between two documents in a text file
 SETTINGS, FAILED = ".settings.json", ".failed.jsonl"  # endings of files without records that `medusa distill` writes
 
@@ -27,11 +27,12 @@ def read_records(
     """Read the records of a file, of all files in a folder, or of the `split` and `subset` of a Hub dataset.
 
     A folder may also be a dataset that `save_to_disk` of the library datasets has written, of one split or of several.
+    The source `demo` is the file of prompts that comes with the package.
 
     In a `.txt` file, lines equal to `separator` separate documents. Without a separator every line is a prompt.
 
     Raise RequestError if the source does not exist, is empty, or contains a record of no known form."""
-    path, record = Path(source), None
+    path, record = PROMPTS.get(source, Path(source)), None
     files: list[Path] = []
     if any(all((path / name).is_file() for name in names) for names in SAVED_TO_DISK):
         yield from _read_saved(path, split)
@@ -42,8 +43,12 @@ def read_records(
             raise RequestError(f"{source} holds no data; files end in {', '.join(SUFFIXES)}")
     elif path.is_file():
         files = [path]
-    elif path.suffix in SUFFIXES or (path.parent.is_dir() and len(path.parts) > 2) or not HUB_ID.fullmatch(source):
-        raise RequestError(f"no data at {source}: give a file ({', '.join(SUFFIXES)}), a folder or a Hub dataset id")
+    elif (
+        path.suffix in SUFFIXES or (path.parent.is_dir() and len(path.parts) > 2) or not SHORT_HUB_ID.fullmatch(source)
+    ):
+        raise RequestError(
+            f"no data at {source}: give a file ({', '.join(SUFFIXES)}), a folder, a Hub dataset id or demo"
+        )
     records = (r for file in files for r in _read_file(file, separator)) if files else _read_hub(source, split, subset)
     for record in records:
         yield record
@@ -143,6 +148,8 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
     """Stream the records of a Hub dataset."""
     from datasets import load_dataset
 
+    if not hub_is_reachable():
+        raise RequestError(f"no data at {name}: it is not on this machine, and the Hugging Face Hub cannot be reached")
     try:
         rows = load_dataset(name, split=split, streaming=True, **({"name": subset} if subset else {}))
     except Exception as error:  # datasets raises errors of many types

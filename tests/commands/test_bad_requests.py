@@ -163,7 +163,7 @@ def test_a_folder_without_heads_is_rejected(refused: Any, place: Place, tmp_path
         (("--draws", "0"), "at least 1"),
         (("--epsilon", "2"), "epsilon is 2"),
         (("--report", "/no/such/folder/r.html"), "/no/such/folder/r.html"),
-        (("--report", "README.md"), "--overwrite"),
+        (("--report", "verify.pdf"), "--report verify.pdf: the report is an HTML page"),
         (("--tree", "oak"), "no tree 'oak'"),
     ],
 )
@@ -189,9 +189,67 @@ def test_an_amateur_of_another_tokenizer(refused: Any, place: Place, tmp_path: P
     said = refused(*generate(place, "--amateur", other))
     assert f"the amateur {other} has another tokenizer: 'c' is 2 in {place.backbone} and nothing in {other}" in said
     measure = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
-    assert "cannot be combined with --amateur" in refused(*measure, "--amateur", place.backbone, "--prompt-lookup")
-    assert f"the draft model {other} has another tokenizer" in refused(*measure, "--draft-model", other)
-    assert "the draft model demo has 4096 tokens" in refused(*measure, "--draft-model", "demo")
+    assert "cannot be combined with --amateur" in refused(
+        *measure, "--amateur", place.backbone, "--against", "prompt-lookup"
+    )
+    assert f"the draft model {other} has another tokenizer" in refused(*measure, "--against", f"model:{other}")
+    assert "the draft model demo has 4096 tokens" in refused(*measure, "--against", "model:demo")
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--prompt-lookup",), "--prompt-lookup has another name now: --against prompt-lookup"),
+        (("--draft-model", "demo"), "--draft-model has another name now: --against model:demo"),
+        (("--draft-model",), "--against model:B"),
+        (("--against", "demo"), "--against is 'demo'; give model:B, with a draft model B, or prompt-lookup"),
+        (("--against", "model:"), "--against is 'model:'"),
+        (("--against", "prompt-lookup", "--against", "prompt-lookup"), "one is given twice"),
+        (("--against", "prompt-lookup", "--batch-size", "2"), "one prompt at a time, and --batch-size is 2"),
+        (("--report", "x.pdf"), "--report x.pdf: a report is an HTML page; name it x.html, or give a folder"),
+        (("--report", "x.html", "--json", "x.html"), "--json and --report both write x.html"),
+        (("--epsilon", "0.2"), "--epsilon 0.2 has an effect only with typical acceptance"),
+        (("--temperature", "1", "--delta", "0.2"), "--delta 0.2 has an effect only with typical acceptance"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_impossible_benchmarks(
+    refused: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    assert said in refused("benchmark", *models, *argv)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_loading")
+def test_a_report_never_replaces_another_file(
+    refused: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.html").write_text("kept", encoding="utf-8")
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    for command in ("benchmark", "verify"):
+        assert "r.html exists already" in refused(command, *models, "--report", "r.html")
+        assert "both write" in refused(command, *models, "--report", "r.html", "--json", "./r.html")
+    assert Path("r.html").read_text(encoding="utf-8") == "kept"
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--plot", "x.xyz"), "--plot x.xyz does not end in the name of a picture format: "),
+        (("--plot", "x"), "--plot x does not end"),
+        (("--plot", "no/x.png"), "cannot write no/x.png"),
+        (("--plot", "x.png", "--json", "x.png"), "--json and --plot both write x.png"),
+        (("--max-new-tokens", "9"), "3 prompts with --max-new-tokens 9 give at most 27"),
+    ],
+)
+def test_impossible_calibrations(refused: Any, place: Place, argv: tuple[str, ...], said: str) -> None:
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    assert said in refused("calibrate", *models, *argv)
 
 
 @pytest.mark.usefixtures("no_loading")
@@ -579,7 +637,7 @@ def test_missing_heads_are_rejected(refused: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["generate"], ["generate", "--batch-size", "0"], ["train"], ["generate", "--temperature", "warm"], ["nonsense"]],
+    [["distill"], ["generate", "--batch-sizes", "1"], ["train"], ["generate", "--temperature", "warm"], ["nonsense"]],
     ids=" ".join,
 )
 def test_usage_errors_are_one_line_with_status_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:

@@ -26,6 +26,7 @@ from medusa.__main__ import COMMANDS, main
 from medusa.backbone import Backbone
 from medusa.commands import generate as generate_command
 from medusa.commands.datastore import PIECE
+from medusa.commands.options import warn_if_useless
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from medusa.tree import named_trees
@@ -493,6 +494,18 @@ def test_evaluate_json_has_exactly_the_documented_fields(medusa: Any, place: Pla
     assert "right guesses" not in done.err
 
 
+def test_evaluate_on_no_positions_is_an_error(medusa: Any, place: Place, tmp_path: Path) -> None:
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--data", place.prompts)
+    done = medusa("evaluate", *models, "--max-new-tokens", "3", "--json", tmp_path / "out.json")
+    assert done.status == 2
+    assert "--max-new-tokens is 3, and 3 heads need at least 4" in done.err.splitlines()[-1]
+    (tmp_path / "full.jsonl").write_text(json.dumps({"prompt": "b" * 126}), encoding="utf-8")
+    done = medusa("evaluate", *models[:-1], tmp_path / "full.jsonl", "--json", tmp_path / "out.json")
+    assert done.status == 1
+    assert "no positions to evaluate in 1 texts" in done.err.splitlines()[-1]
+    assert not (tmp_path / "out.json").exists()
+
+
 def test_evaluate_separates_documents_of_a_text_file(medusa: Any, place: Place, tmp_path: Path) -> None:
     """`--data` is training text: the separator between documents is not part of the text."""
     one, two = "hgfedcba" * 3, "abcdefgh" * 3
@@ -523,8 +536,9 @@ def test_auto_uses_the_calibrated_tree(
     medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
-    out, plot = tmp_path / "c.json", tmp_path / "c.png"
-    small = ("--prompts", own_place.prompts, "--max-new-tokens", "24", "--rounds", "1", "--ignore-eos")
+    out, plot, prompts = tmp_path / "c.json", tmp_path / "c.png", tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(LETTERS[at : at + 4] for at in range(8)), encoding="utf-8")
+    small = ("--prompts", prompts, "--max-new-tokens", "96", "--rounds", "1", "--ignore-eos")
     done = medusa("calibrate", *models, *small, "--json", str(out), "--plot", str(plot))
     assert done.status == 0, done.err
     assert "kept for --tree auto" in done.out
@@ -559,6 +573,53 @@ def test_auto_calibrates_once_on_text_from_the_backbone(
     assert len(seen) == 1, "the second run reads what the first one kept"
     prompts = [[LETTERS.index(letter) for letter in prompt] for prompt in PROMPTS]
     assert not any(text[0] == prompt for text in seen[0] for prompt in prompts)
+
+
+def test_a_calibration_from_few_steps_is_refused_and_not_kept(
+    medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = ("--backbone", own_place.backbone, "--heads", own_place.heads, "--prompts", own_place.prompts)
+    monkeypatch.setattr("decode.bench.calibration.recording.plain_method", lambda *args: pytest.fail("generated"))
+    done = medusa("calibrate", *models, "--max-new-tokens", "100")
+    assert done.status == 2
+    assert "3 prompts with --max-new-tokens 100 give at most 300; give more prompts" in done.err
+    monkeypatch.undo()
+    monkeypatch.setattr("decode.bench.calibration.stored.MIN_STEPS", 100)  # the texts end too early
+    done = medusa("calibrate", *models, "--max-new-tokens", "100", "--json", tmp_path / "c.json")
+    assert done.status == 1, done.out
+    assert done.err.splitlines()[-1].startswith("medusa calibrate: failed: a calibration needs at least 500 steps, and")
+    assert not (tmp_path / "c.json").exists()
+    assert not (Path(own_place.heads) / "calibration.json").exists()
+
+
+def test_auto_uses_the_default_tree_if_the_texts_are_too_short(
+    medusa: Any, own_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 2)
+    models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
+    for tree, nodes in (("auto", "7 nodes"), ("dynamic:5", "5 nodes")):
+        done = medusa("generate", *models, "--prompt", "abc", "--max-new-tokens", "8", "--tree", tree)
+        assert done.status == 0, done.err
+        assert f"tree: {nodes}, not calibrated, because the backbone's own texts are too short" in done.err
+    assert not (Path(own_place.heads) / "calibration.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tau", "nodes", "texts", "warns"),
+    [(80, 1.1, 8, 1, True), (64, 1.1, 8, 1, False), (900, 1.2, 8, 1, False), (80, 1.0, 1, 1, False)],
+)
+def test_heads_that_do_not_fit_are_reported(
+    capsys: pytest.CaptureFixture[str], tokens: int, tau: float, nodes: int, texts: int, warns: bool
+) -> None:
+    warn_if_useless(tokens, tau, nodes, texts)
+    assert ("do not fit" in capsys.readouterr().err) == warns
+
+
+def test_texts_that_ended_early_do_not_accuse_the_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    warn_if_useless(200, 1.0, 8, texts=100)
+    assert not capsys.readouterr().err
+    warn_if_useless(2000, 1.0, 8, texts=100)
+    assert "do not fit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -603,6 +664,7 @@ def test_verify_writes_the_documented_json_and_a_report(medusa: Any, place: Plac
     done, report = verify(medusa, place, tmp_path, "--batch-size", "2")
     assert done.status == 0, done.err
     assert "passed" in done.out
+    assert str(report) in "".join(done.out.split())
     assert "\u2026" not in done.out, "a column was cut off"
     content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
     assert content.keys() == {"settings", "greedy", "sampling", "passed"}
@@ -625,6 +687,17 @@ def test_verify_writes_the_documented_json_and_a_report(medusa: Any, place: Plac
     assert "<script" not in page
     for case in cases:
         assert f"{case['total_variation']:.5f}" in page, "the page's figures are the JSON's"
+
+
+def test_verify_writes_a_page_only_if_asked(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    done = medusa("verify", *models, "--draws", "2000", "--sampled-prompts", "1", "--max-new-tokens", "8")
+    assert done.status == 0, done.out
+    assert done.out.rstrip().endswith("passed")
+    assert not list(tmp_path.iterdir())
 
 
 def test_verify_fails_where_the_text_or_the_samples_are_wrong(
@@ -679,7 +752,9 @@ def test_benchmark_json_has_the_documented_fields(medusa: Any, place: Place, tmp
     done = medusa("benchmark", *argv, "--rounds", "2", "--tree", "topk:2,2", "--json", tmp_path / "b.json")
     assert done.status == 0, done.err
     content = json.loads((tmp_path / "b.json").read_text())
-    assert content.keys() == {"machine", "settings", "methods"}
+    assert content.keys() == {"machine", "settings", "methods", "headline"}
+    assert content["headline"]["verdict"] == "not measured", "three prompts are too few"
+    assert " ".join(content["headline"]["text"].split()) in " ".join(done.out.split())
     assert content["methods"].keys() >= {"plain", "transformers", "medusa"}
     for name, figures in content["methods"].items():
         assert figures["equal_to_plain"] == 1.0
@@ -715,7 +790,7 @@ def benchmark(place: Place, *argv: Any) -> tuple[Any, ...]:
 
 def test_a_benchmark_records_its_options(medusa: Any, place: Place, tmp_path: Path) -> None:
     file = tmp_path / "b.json"
-    done = medusa(*benchmark(place, "--temperatures", "1,0.5", "--lossy", "--prompt-lookup", "--json", file))
+    done = medusa(*benchmark(place, "--temperatures", "1,0.5", "--lossy", "--against", "prompt-lookup", "--json", file))
     assert done.status == 0, done.err
     content = json.loads(file.read_text())
     assert [row["temperature"] for row in content["temperatures"]] == [0.5, 1.0]
@@ -723,7 +798,7 @@ def test_a_benchmark_records_its_options(medusa: Any, place: Place, tmp_path: Pa
     assert rules.keys() == {"plain", "rejection", "typical", "typical-sampled"}
     assert [name for name, row in rules.items() if not row["lossless"]] == ["typical", "typical-sampled"]
     assert rules["typical"]["log_likelihood"] > rules["plain"]["log_likelihood"], "it takes the most probable roots"
-    lookup = content["methods"]["prompt lookup"]
+    lookup = content["methods"]["generate prompt-lookup"]
     assert (lookup["equal_to_plain"], lookup["steps"]) == (1.0, 0)
     assert "typical (lossy)" in done.out
     settings = content["settings"]
@@ -737,7 +812,7 @@ def test_a_benchmarks_report_may_be_a_folder(medusa: Any, place: Place, tmp_path
     folder, file = tmp_path / "report", tmp_path / "b.json"
     assert medusa(*benchmark(place, "--report", folder, "--json", file)).status == 0
     assert {file.name for file in folder.iterdir()} >= {"report.html", "benchmark.json", "speedups.png", "tree.png"}
-    assert "times model.generate" in (folder / "report.html").read_text()
+    assert "times plain decoding" in (folder / "report.html").read_text()
     content = json.loads((folder / "benchmark.json").read_text())
     assert content == json.loads(file.read_text())
     figures = content["methods"]["medusa"]
@@ -804,7 +879,7 @@ def test_incomparable_benchmarks_are_rejected(medusa: Any, place: Place, tmp_pat
         (("benchmark", "--compare", file, place.prompts), "not JSON"),
         (benchmark(place, "--max-prompts", "2", "--compare", file), "other prompts"),
         (("benchmark",), "--backbone is missing"),
-        (benchmark(place, "--batch-size", "2", "--prompt-lookup"), "--batch-size"),
+        (benchmark(place, "--batch-size", "2", "--against", "prompt-lookup"), "--batch-size"),
     ):
         done = medusa(*argv)
         assert done.status == 2, argv

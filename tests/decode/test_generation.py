@@ -338,3 +338,142 @@ def test_a_tree_with_only_the_root_is_plain_decoding(
     assert out[0, PROMPT.shape[1] :].tolist() == plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)
     with pytest.raises(pytest.fail.Exception):
         generate(llama, heads, PROMPT, tree="chain:0", max_new_tokens=NEW, do_sample=True, acceptance="typical")
+
+
+@pytest.mark.parametrize("tree", ["chain", "wide", "dynamic:8"])
+def test_steps_keep_their_drafts_on_request(llama: Any, heads: MedusaHeads, tree: str) -> None:
+    """The accepted path of each record, walked by its own parents, holds the tokens that the step decided on."""
+    shape = {"chain": Tree.chain(3), "wide": TREE}.get(tree, tree)
+    given = {"tree": shape, "max_new_tokens": NEW, "do_sample": False, **left_padded([random_ids(6), random_ids(3)])}
+    taken, plain = list(steps(llama, heads, **given, keep_drafts=True)), list(steps(llama, heads, **given))
+    assert [step.ids for step in taken] == [step.ids for step in plain]
+    assert not any(step.drafts for step in plain)
+    for step in taken:
+        for row, record in step.drafts.items():
+            path = record.accepted
+            assert len(record.ids) == len(record.parents)
+            assert len(path) == step.lengths[row]
+            assert [record.parents[node] for node in path] == [0, *path[:-1]]
+            tokens = [record.ids[node] for node in path]
+            assert tokens[: len(step.ids[row])] == step.ids[row]
+    assert any(len(record.ids) > 1 for step in taken for record in step.drafts.values())
+
+
+def test_compiled_steps_keep_no_drafts(llama: Any, heads: MedusaHeads) -> None:
+    with pytest.raises(RequestError, match="compiled steps keep no drafts"):
+        steps(llama, heads, torch.tensor([[1, 2]]), max_new_tokens=2, compile=True, keep_drafts=True)
+
+
+# Arguments of a wrong type, and what transformers drops
+
+
+WRONG_IDS: list[tuple[Any, str]] = [
+    ("Once upon a time", "is 'Once upon a time'; give a LongTensor of shape (batch, length); encode it"),
+    ([1, 2, 3], "is [1, 2, 3]; give a LongTensor"),
+    (PROMPT[0], "is a tensor of shape (6,) and torch.int64; give a LongTensor of shape (batch, length)"),
+    (PROMPT.float(), "is a tensor of shape (1, 6) and torch.float32; give a LongTensor"),
+    (PROMPT.numpy(), "give a LongTensor"),
+    (5, "is 5; give a LongTensor"),
+    ({"input_ids": PROMPT}, "is a dict; pass its tensors"),
+]
+
+
+@pytest.mark.parametrize(("ids", "told"), WRONG_IDS, ids=[str(told) for _, told in WRONG_IDS])
+def test_ids_of_another_type_are_named(llama: Any, heads: MedusaHeads, ids: Any, told: str) -> None:
+    for call in (
+        lambda: generate(llama, heads, ids, max_new_tokens=4),
+        lambda: generate(llama, heads, input_ids=ids, max_new_tokens=4),
+        lambda: steps(llama, heads, ids, max_new_tokens=4),
+    ):
+        with pytest.raises(RequestError, match=r"^inputs|^input_ids") as error:
+            call()
+        assert told in str(error.value)
+
+
+@pytest.mark.parametrize("ids", [PROMPT[0], PROMPT.float()])
+def test_ids_of_another_shape_inside_transformers(llama: Any, heads: MedusaHeads, ids: Any) -> None:
+    with pytest.raises(RequestError, match="give a LongTensor of shape"):
+        medusa_generate(llama, ids, [], [], GenerationConfig(max_length=9), medusa_heads=heads)  # type: ignore[arg-type]
+
+
+def test_both_names_of_the_prompt(llama: Any, heads: MedusaHeads) -> None:
+    for given in ({}, {"inputs": PROMPT, "input_ids": PROMPT}):
+        with pytest.raises(RequestError, match="either as inputs or as input_ids"):
+            generate(llama, heads, **given)
+
+
+def test_a_name_is_no_model_and_no_heads(llama: Any, heads: MedusaHeads) -> None:
+    with pytest.raises(RequestError, match="model is 'org/model', not a model; load one"):
+        generate("org/model", heads, PROMPT)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"the heads are 'runs/heads'; .*MedusaHeads"):
+        generate(llama, "runs/heads", PROMPT)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 5), torch.ones(6), [[1] * 6], "ones"])
+def test_a_mask_of_another_shape(llama: Any, heads: MedusaHeads, mask: Any) -> None:
+    with pytest.raises(RequestError, match=r"^attention_mask is .*shape of input_ids, \(1, 6\)$"):
+        generate(llama, heads, PROMPT, attention_mask=mask)
+
+
+RIGHT_PADDED = torch.tensor([[3, 4, 5, 6], [7, 8, 2, 2]])
+
+
+def test_prompts_padded_on_the_right_are_refused(llama: Any, heads: MedusaHeads) -> None:
+    mask, wrong = (
+        (RIGHT_PADDED != 2).long(),
+        r"padded on the right: attention_mask hides the end of row 1; pad on the left",
+    )
+    with pytest.raises(RequestError, match=wrong):
+        generate(llama, heads, RIGHT_PADDED, attention_mask=mask, max_new_tokens=4)
+    with pytest.raises(RequestError, match=wrong):
+        steps(llama, heads, RIGHT_PADDED, attention_mask=mask, max_new_tokens=4)
+    with pytest.raises(RequestError, match=wrong):
+        llama.generate(
+            RIGHT_PADDED, attention_mask=mask, custom_generate=medusa_generate, medusa_heads=heads, max_new_tokens=4
+        )
+    with pytest.raises(RequestError, match="no attention_mask, and the pad token 2 ends row 1; pad on the left"):
+        generate(llama, heads, RIGHT_PADDED, pad_token_id=2, max_new_tokens=4)
+    config = GenerationConfig(pad_token_id=2, max_new_tokens=4)
+    with pytest.raises(RequestError, match="padded on the right"):
+        steps(llama, heads, RIGHT_PADDED, generation_config=config)
+
+
+@pytest.mark.parametrize("prompts", [RIGHT_PADDED[1:], torch.tensor([[3, 2], [4, 2]])])
+def test_a_pad_token_at_the_end_of_all_rows_is_no_padding(llama: Any, heads: MedusaHeads, prompts: Any) -> None:
+    options = {"pad_token_id": 2, "do_sample": False, "max_new_tokens": 4}
+    expected = llama.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+    assert torch.equal(generate(llama, heads, prompts, **options), expected)
+
+
+@pytest.mark.parametrize(("name", "way"), [("streamer", "medusa_streamer="), ("assistant_model", "drafter=")])
+def test_what_transformers_drops_is_named(llama: Any, heads: MedusaHeads, name: str, way: str) -> None:
+    dropped = {"streamer": Recorder(), "assistant_model": llama}[name]
+    with pytest.raises(RequestError, match=rf"^transformers passes no {name} to custom_generate; .*{way}.*") as error:
+        llama.generate(PROMPT, custom_generate=medusa_generate, medusa_heads=heads, max_new_tokens=4, **{name: dropped})
+    assert "decode.generate" in str(error.value)
+
+
+def test_a_streamer_of_medusa_generate(llama: Any, heads: MedusaHeads) -> None:
+    streamer = Recorder()
+    options = {"max_new_tokens": NEW, "do_sample": False, "medusa_streamer": streamer}
+    out = llama.generate(PROMPT, custom_generate=medusa_generate, medusa_heads=heads, **options)
+    assert torch.cat(streamer.puts[1:]).tolist() == out[0, 6:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"stop_drafting": -1}, "stop_drafting is -1; it must be between 0 and 1"),
+        ({"compile": True, "stop_drafting": 0.1}, "compile= needs steps of one shape, and stop_drafting= changes"),
+        ({"acceptance": "topk:2", "compile": True}, "leave out compile="),
+        ({"tree": "chain:9"}, "the tree chain fits any heads"),
+    ],
+)
+def test_errors_are_in_the_words_of_python(llama: Any, heads: MedusaHeads, options: dict, told: str) -> None:
+    with pytest.raises(RequestError) as error:
+        generate(llama, heads, PROMPT, do_sample=False, **options)
+    assert told in str(error.value)
+    inside = {f"medusa_{name}": value for name, value in options.items()}
+    with pytest.raises(RequestError) as error:
+        llama.generate(PROMPT, custom_generate=medusa_generate, medusa_heads=heads, do_sample=False, **inside)
+    assert "--" not in str(error.value)

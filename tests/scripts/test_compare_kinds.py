@@ -71,7 +71,7 @@ def test_calibrated_trees_depend_on_the_heads(tmp_path: Path) -> None:
     heads.save_pretrained(tmp_path)
     settings = Settings(max_new_tokens=6, ignore_eos=True)
     points = [CalibrationPoint(3, [[0], [0, 1]], 1.5, 2.0), CalibrationPoint(3, [], 1.6, 2.0, dynamic=True)]
-    found = Calibration(points, 0, [1.0, 1.0], situation(loaded.model, heads, settings, 1), RecordedTexts(1))
+    found = Calibration(points, 0, [1.0, 1.0], situation(loaded.model, heads, settings, 1), RecordedTexts(1, steps=500))
     store([tmp_path / FILE], found)
     models = Models(backbone="demo", heads=str(tmp_path), tree="calibrated:3")
     options = script.KindsOptions(models=models, settings=settings, heads=())

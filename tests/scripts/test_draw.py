@@ -15,7 +15,7 @@ from tests.decode.bench.made_up import result_of
 def test_the_picture_contains_the_figures_of_the_json() -> None:
     method = MethodFigures(Rate(100.0, 90.0, 110.0), 1.0, 10, 10, [], 1.0, 1.0, 1.0)
     step_ms = {"propose": 0.5, "verify": 2.0, "accept": 0.25, "compact": 0.25, "other": 0.25}
-    medusa = replace(method, speedup_vs_generate=1.75, tau=2.5, accepted_by_depth=[0.8, 0.5], step_ms=step_ms)
+    medusa = replace(method, speedup=1.75, tau=2.5, accepted_by_depth=[0.8, 0.5], step_ms=step_ms)
     figure = draw.draw_benchmark(result_of({"plain": method, "transformers": method, "medusa": medusa}))
     rates, speedups, depth, stages = figure.axes
     assert [bar.get_width() for bar in rates.patches] == [100.0] * 3

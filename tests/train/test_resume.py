@@ -19,7 +19,6 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids, tiny_model
 from tests.train.processes import forked
-from train.callbacks import LogBeforeSaving
 from train.checkpoints import is_whole, whole_checkpoints
 from train.recipe import parse_recipe
 from train.run import train
@@ -102,7 +101,7 @@ def test_a_run_killed_three_times_has_the_loss_curve_of_an_uninterrupted_run(
     last = forked(lambda: train(parse_recipe(recipe("killed"), "test"), quiet=True, resume=True), tmp_path / "error")
     assert os.waitpid(last, 0)[1] == 0, (tmp_path / "error").read_text()
     assert curve(killed) == curve(whole), f"killed at {at}, seed {seed}"
-    assert [line["step"] for line in curve(whole)] == sorted({*range(3, 25, 3), *range(4, 25, 4)})
+    assert [line["step"] for line in curve(whole)] == [*range(3, 25, 3)]
     assert same(MedusaHeads.from_pretrained(killed), MedusaHeads.from_pretrained(whole))
 
 
@@ -215,13 +214,3 @@ def test_a_kill_while_saving_leaves_the_last_good_checkpoint(
     assert figures.steps == STEPS
     assert "checkpoint-8 was cut off while it was written; continuing from checkpoint-4" in capsys.readouterr().err
     assert [path.name for path in whole_checkpoints(out)] == ["checkpoint-20", "checkpoint-24"]
-
-
-def test_every_checkpoint_has_a_line_in_the_log() -> None:
-    """Otherwise a resumed run's next line would average fewer steps than an uninterrupted run's."""
-    from transformers import TrainerControl
-
-    for saves in (True, False):
-        control = TrainerControl(should_save=saves)
-        LogBeforeSaving().on_step_end(None, None, control)  # type: ignore[arg-type]
-        assert control.should_log is saves

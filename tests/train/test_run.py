@@ -248,13 +248,17 @@ def test_a_disk_that_is_too_small_is_rejected_before_training(recipe: Any, monke
     monkeypatch.setattr("shutil.disk_usage", usage)
     monkeypatch.setattr("train.build.MedusaTrainer", lambda *args, **kwargs: pytest.fail("training began"))
     path = recipe()
-    with pytest.raises(RequestError, match=r"heads of .* MB and 3 checkpoints of .* MB, but .* 10 kB left; .*limit"):
+    with pytest.raises(RequestError, match=r"heads of .* MB and 4 checkpoints of .* MB, but .* 10 kB left; .*limit"):
         run(path)
     assert asked[0].is_dir()
-    with pytest.raises(RequestError, match="and 2 checkpoints"):
+    with pytest.raises(RequestError, match="and 3 checkpoints"):
         run(recipe(save_total_limit=1))
-    with pytest.raises(RequestError, match="and 0 checkpoints"):
+    with pytest.raises(RequestError, match=r"and 2 checkpoints .*training\.save_minutes=0"):
         run(recipe(save_strategy="no"))
+    with pytest.raises(RequestError, match="and 0 checkpoints"):
+        run(recipe(save_strategy="no", save_minutes=0))
+    with pytest.raises(RequestError, match=r"and 2 checkpoints .*training\.save_only_model"):
+        run(recipe(save_total_limit=1, save_minutes=0))
 
 
 def test_the_estimated_size_equals_the_size_of_a_run(

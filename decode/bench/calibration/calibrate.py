@@ -13,7 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.bench.calibration.recording import Recording, Text, grow, predicted_tau, predicted_tau_held_out, record
-from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation
+from decode.bench.calibration.stored import (
+    MIN_STEPS,
+    Calibration,
+    CalibrationPoint,
+    RecordedTexts,
+    TooFewStepsError,
+    situation,
+)
 from decode.bench.machine import stopwatch
 from decode.bench.methods import medusa_method, one_by_one
 from decode.drafters.layouts import TOP, DynamicTree, Layout
@@ -45,16 +52,14 @@ def calibrate(
     """Predict the speed of trees from texts that the backbone wrote with `settings`, and choose the fastest tree.
 
     `sizes`: numbers of nodes of the trees to try; `None`: the result of `sizes_for`. Each tree is timed `rounds` times.
-    `on_progress` receives the name of each stage. RequestError: no text has more new tokens than there are heads."""
+    `on_progress` receives the name of each stage. TooFewStepsError: fewer than `MIN_STEPS` steps start in the texts."""
     # Timing continues after the end of a text, runs eagerly, and uses all nodes of each tree.
     settings = replace(settings, stop=(), stop_drafting=0.0, compile=False)
     backbone, prompts = Backbone(model), [prompt for prompt, _ in texts]
     on_progress("recording")
     recording = record(backbone, heads, texts)
-    longest, reach = max((len(new) for _, new in texts), default=0), heads.config.num_heads
-    if not recording.has_steps:
-        need = f"{reach} heads need more than {reach}; give other prompts, or more new tokens"
-        raise RequestError(f"the longest continuation has {longest} tokens, but {need}")
+    longest = max((len(new) for _, new in texts), default=0)
+    require_steps(recording)
     temperatures = recording.fit_temperatures()
     sizes = sizes or sizes_for(backbone.device, batch_size)
     # With drawn drafts, the choice of nodes must not depend on the drawn tokens, so dynamic trees are excluded.
@@ -77,9 +82,19 @@ def calibrate(
         is_dynamic = isinstance(tree, DynamicTree)
         paths = tree.to_json() if isinstance(tree, Tree) else []
         points.append(CalibrationPoint(tree.num_nodes, paths, expected_tau(tree), 1000 * of_step, is_dynamic))
-    about = RecordedTexts(len(texts), recording.tokens, sum(map(len, prompts)))
+    about = RecordedTexts(len(texts), recording.tokens, sum(map(len, prompts)), steps=recording.steps)
     holds_for = situation(model, heads, settings, batch_size)
     return Calibration(points, best_of(points), list(temperatures), holds_for, about)
+
+
+def require_steps(recording: Recording) -> None:
+    """Raise a TooFewStepsError if fewer than `MIN_STEPS` decoding steps can start in the recorded texts."""
+    if recording.steps < MIN_STEPS:
+        raise TooFewStepsError(
+            f"a calibration needs at least {MIN_STEPS} steps, and {recording.steps} start in the {recording.tokens} "
+            f"tokens of {len(recording.ranks)} texts; give more prompts, or a larger --max-new-tokens if the texts did "
+            "not end by themselves"
+        )
 
 
 def sizes_for(device: torch.device, batch_size: int) -> list[int]:

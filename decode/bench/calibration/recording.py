@@ -79,9 +79,9 @@ class Recording(NamedTuple):
         return sum(len(ranks) for ranks in self.ranks)
 
     @property
-    def has_steps(self) -> bool:
-        """Whether some text has more new tokens than there are heads, so that decoding can be replayed on it."""
-        return any(len(ranks) > ranks.shape[1] for ranks in self.ranks)
+    def steps(self) -> int:
+        """Number of positions where a decoding step can start: all heads have a next token to guess there."""
+        return sum(max(len(ranks) - ranks.shape[1], 0) for ranks in self.ranks)
 
     def part(self, texts: Sequence[int]) -> Recording:
         """Return the part of the recording that belongs to the texts with these indices."""
@@ -167,7 +167,7 @@ def predicted_tau_held_out(nodes: int, recording: Recording) -> float:
 
     On the texts that a tree was grown from, tau would be too high, above all for few texts and many nodes."""
     halves = [recording.part(range(first, len(recording.ranks), 2)) for first in range(2)]
-    if not all(half.has_steps for half in halves):
+    if not all(half.steps for half in halves):
         return predicted_tau(grow(recording, nodes), recording)
     steps = sum(on.tokens / predicted_tau(grow(of, nodes), on) for of, on in (halves, halves[::-1]))
     return recording.tokens / steps

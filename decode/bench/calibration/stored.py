@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from decode.bench.machine import machine
 from decode.drafters.layouts import DynamicTree, Layout
 from decode.settings import Settings
+from medusa.errors import RunError
 from medusa.files import Json, read_json, write_json
 from medusa.fingerprint import heads_fingerprint
 from medusa.heads.independent import MedusaHeads
@@ -21,8 +22,13 @@ from medusa.loading import DTYPES
 from medusa.tree import Tree
 
 FILE = "calibration.json"
+MIN_STEPS = 500  # a calibration replays at least so many steps; from fewer, the prediction of tau is too uncertain
 NEWER = ("draft", "top_k", "top_p", "min_p", "repetition_penalty", "epsilon", "delta")
 """Options that old files lack, so a situation names only those that are not at their defaults."""
+
+
+class TooFewStepsError(RunError):
+    """The texts of a calibration are too short, or too few: fewer than `MIN_STEPS` decoding steps start in them."""
 
 
 @dataclass
@@ -48,6 +54,7 @@ class RecordedTexts:
     tokens: int = 0  # number of tokens in the continuations
     prompt_tokens: int = 0
     source: str = "the backbone's own"
+    steps: int | None = None  # positions where a decoding step can start; earlier versions did not write it
 
 
 @dataclass
@@ -96,32 +103,54 @@ def files_for(heads_folder: Path | None) -> list[Path]:
     return [cache] if heads_folder is None else [heads_folder / FILE, cache]
 
 
-def stored(places: Sequence[Path], wanted: dict[str, object]) -> Calibration | None:
-    """Load the first calibration in the files `places` whose `situation` equals `wanted`; `None` if there is none."""
-    found = next((entry for entry in _entries(places) if entry["holds_for"] == wanted), None)
-    return None if found is None else TypeAdapter(Calibration).validate_python(found)
+def stored(
+    places: Sequence[Path], wanted: dict[str, object], note: Callable[[str], object] = lambda message: None
+) -> Calibration | None:
+    """Load the first calibration in the files `places` whose `situation` equals `wanted`; `None` if there is none.
+
+    A calibration of fewer than `MIN_STEPS` steps, which earlier versions kept, is ignored; `note` receives the reason.
+    """
+    for place, entry in _entries(places):
+        if entry["holds_for"] == wanted:
+            if (steps := _steps(entry)) >= MIN_STEPS:
+                return TypeAdapter(Calibration).validate_python(entry)
+            note(f"ignored a calibration in {place}: it was made from {steps} steps, and {MIN_STEPS} are needed")
+    return None
 
 
 def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[float, ...] | None:
     """Load each head's fitted temperature from the first calibration of `heads` in the files `places`, else `None`."""
     fingerprint = heads_fingerprint(heads)
-    fitted = (entry.get("temperatures") for entry in _entries(places) if entry["holds_for"].get("heads") == fingerprint)
+    entries = [entry for _, entry in _entries(places) if _steps(entry) >= MIN_STEPS]
+    fitted = (entry.get("temperatures") for entry in entries if entry["holds_for"].get("heads") == fingerprint)
     return next(map(tuple, filter(None, fitted)), None)
 
 
 def calibrations_of(folder: Path) -> list[Json]:
     """Load the calibrations in a folder of heads as JSON, except those made with other weights of the heads."""
-    kept = list(_entries([folder / FILE]))
+    kept = [entry for _, entry in _entries([folder / FILE]) if _steps(entry) >= MIN_STEPS]
     # The fingerprint is that of heads in the dtype of the backbone.
     dtypes = {entry["holds_for"]["dtype"] for entry in kept}
     prints = {dtype: heads_fingerprint(MedusaHeads.from_pretrained(folder, dtype=DTYPES[dtype])) for dtype in dtypes}
     return [entry for entry in kept if entry["holds_for"]["heads"] == prints[entry["holds_for"]["dtype"]]]
 
 
-def _entries(places: Sequence[Path]) -> Iterator[Any]:
-    """Yield the calibrations in the files `places` as parsed JSON. Entries of early versions lack some fields."""
+def _entries(places: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
+    """Yield the calibrations in the files `places` as parsed JSON, each with its file.
+
+    Entries of early versions lack some fields."""
     for place in filter(Path.is_file, places):
-        yield from read_json(place)
+        yield from ((place, entry) for entry in read_json(place))
+
+
+def _steps(entry: Any) -> int:
+    """Return the number of steps that a stored calibration was made from.
+
+    Earlier versions wrote the number of tokens; no step starts at the last tokens of a text, one for each head."""
+    texts = entry["texts"]
+    if (steps := texts.get("steps")) is not None:
+        return int(steps)
+    return max(texts.get("tokens", 0) - texts.get("texts", 0) * len(entry.get("temperatures", ())), 0)
 
 
 def store(places: Sequence[Path], calibration: Calibration) -> Path:
@@ -130,7 +159,7 @@ def store(places: Sequence[Path], calibration: Calibration) -> Path:
     It replaces an earlier calibration of the same situation. Raises OSError if no file can be written."""
     place, *others = places
     try:
-        kept = [entry for entry in _entries([place]) if entry["holds_for"] != calibration.holds_for]
+        kept = [entry for _, entry in _entries([place]) if entry["holds_for"] != calibration.holds_for]
         write_json(place, [*kept, asdict(calibration)])
     except OSError:
         if not others:

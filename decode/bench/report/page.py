@@ -15,8 +15,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerBase
 
-from decode.bench.compare import Comparison, interval_in_words
+from decode.bench.compare import Comparison
 from decode.bench.figures import BenchmarkResult
+from decode.bench.headline import interval_in_words
 from decode.bench.losslessness.cases import FALSE_ALARM, Case, figures_table, threshold
 from decode.bench.losslessness.verify import VerificationResult
 from decode.bench.report import plots
@@ -84,10 +85,8 @@ def benchmark_page(result: BenchmarkResult | None, comparisons: list[Comparison]
     content: dict[str, object] = {"result": result, "comparisons": comparisons}
     title, figures = "Benchmarks compared", {}
     if result is not None:
-        settings = result.settings
-        drafter = f"the drafter {settings.drafter}" if settings.heads is None else f"the heads {settings.heads}"
-        title = f"Decoding speed of {settings.backbone} with {drafter}"
-        content["is_lossy"] = is_lossy(settings.acceptance)
+        title = f"{result.headline.title}: {result.subject}"
+        content["is_lossy"] = is_lossy(result.settings.acceptance)
         figures = benchmark_figures(result)
     for number, found in enumerate(comparisons, 1):
         name = "changes" if number == 1 else f"changes {number}"
@@ -110,7 +109,7 @@ def benchmark_figures(result: BenchmarkResult) -> dict[str, Figure]:
     if timed := {name: figures.step_ms for name, figures in methods.items() if figures.step_ms}:
         found["stages"] = alone(plots.stages, timed, height=3)
     if kinds := medusa.by_category:
-        found["categories"] = alone(plots.speedups, kinds, "medusa", "drafter, times model.generate", bars=len(kinds))
+        found["categories"] = alone(plots.speedups, kinds, "medusa", "drafter, times plain decoding", bars=len(kinds))
     if medusa.calibration is not None:
         for name in plots.CALIBRATED:
             found[f"calibration {name}"] = alone(plots.by_nodes, medusa.calibration, name)

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.bench.calibration.stored import Calibration
-from decode.bench.compare import Comparison, interval_in_words
+from decode.bench.compare import Comparison
 from decode.bench.figures import BenchmarkResult
+from decode.bench.headline import FASTER, interval_in_words
 from decode.bench.losslessness.cases import figures_table
 from decode.bench.losslessness.verify import VerificationResult
 from decode.settings import is_lossy
@@ -40,8 +41,6 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
         equal = f"{figures.equal_to_plain:.0%}" if settings.temperature == 0 else "(sampled)"
         table.add_row(name, *rates, tau, f"{figures.speedup:.2f}", f"{figures.speedup_vs_generate:.2f}", equal)
     console.print(table)
-    if span := interval_in_words(medusa.speedup_vs_generate_interval):
-        console.print(f"95 % interval of the speedup over generate: {span}")
     for category, figures in (medusa.by_category or {}).items():
         console.print(f"  {category}: tau {figures.tau:.2f}, {figures.speedup:.2f} x plain")
     for row in result.temperatures or []:
@@ -61,6 +60,13 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
         console.print(f"acceptance '{settings.acceptance}' is lossy: the text may differ from the backbone's")
 
 
+def print_headline(console: Console, result: BenchmarkResult) -> None:
+    """Print the headline of a benchmark: the gain over plain decoding, or that there is none. Print it last."""
+    told = result.headline
+    console.print(f"\n[bold {'green' if told.verdict == FASTER else 'yellow'}]{told.title}[/]", highlight=False)
+    console.print(told.text, highlight=False, markup=False)
+
+
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """Print how metrics and settings changed between two benchmark runs."""
     console.print(f"{comparison.later} against {comparison.earlier}", highlight=False)
@@ -76,8 +82,10 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         console.print("machine, threads or dtype differ: ratios may be compared, tokens per second may not")
 
 
-def print_verification(console: Console, outcome: VerificationResult, full: bool, report: str) -> None:
-    """Print the outcome of `medusa verify`, and the path of its `report`. With `full`, show temperature and top-p."""
+def print_verification(console: Console, outcome: VerificationResult, full: bool, report: str | None) -> None:
+    """Print the outcome of `medusa verify`, and the path of its `report`, if there is one.
+
+    With `full`, show each case's temperature and top-p."""
     console.print(f"greedy: {outcome.greedy.in_words(outcome.asked.dtype)}")
     head, rows = figures_table(outcome.cases)
     narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
@@ -87,7 +95,7 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
         table.add_row(*(row[column] for column in narrow), style=style)
     console.print(table)
     verdict = "passed" if outcome.passed else "FAILED: evidence against equality"
-    console.print(f"[bold]{verdict}[/]; report: {report}")
+    console.print(f"[bold]{verdict}[/]" + (f"; report: {report}" if report else ""))
 
 
 def print_calibration(console: Console, found: Calibration, measured: float | None, place: Path) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from decode.bench.compare import Comparison, compare, interval_in_words
+from decode.bench.compare import Comparison, compare
 from decode.bench.figures import BenchmarkResult
+from decode.bench.headline import FASTER, interval_in_words
 from decode.bench.report.page import benchmark_page
 from decode.bench.report.plots import COLORS
 from tests.decode.bench.made_up import outcome
@@ -83,7 +84,7 @@ def assert_figures_are_the_jsons(html: str, content: dict[str, Any]) -> None:
             f"{figures['equal_to_plain']:.0%}",
         ]
         assert expected in seen.rows
-        assert f"{figures['speedup_vs_generate']:.2f} x" in seen.drawn
+        assert f"{figures['speedup']:.2f} x" in seen.drawn
         assert f"{rate['median']:.0f}" in seen.drawn
     for depth, share in enumerate(medusa["accepted_by_depth"], 1):
         assert [str(depth), f"{share:.3f}"] in seen.rows
@@ -116,7 +117,7 @@ def test_figures_on_the_page_equal_the_json(both: tuple[dict[str, Any], str]) ->
 
 def test_the_check_detects_a_wrong_figure(both: tuple[dict[str, Any], str]) -> None:
     content, html = both
-    wrong = html.replace(f"{content['methods']['medusa']['speedup_vs_generate']:.2f} x", "9.99 x")
+    wrong = html.replace(f"{content['methods']['medusa']['speedup']:.2f} x", "9.99 x")
     with pytest.raises(AssertionError):
         assert_figures_are_the_jsons(wrong, content)
 
@@ -138,7 +139,16 @@ def test_one_prompt_and_one_round_give_a_page_without_intervals() -> None:
     for figures in result.methods.values():
         figures.speedup_interval = figures.speedup_vs_generate_interval = figures.tau_interval = None
     result.medusa.accepted_by_depth = []
-    assert "a single measurement" in written(result)
+    assert "No headline: " in written(result)
+
+
+def test_only_a_gain_is_shown_as_a_big_number() -> None:
+    gain, none = outcome([0.5, 0.4]), outcome([0.5, 0.4], nodes=1)
+    assert gain.headline.verdict == FASTER
+    assert "<span>times plain decoding</span>" in written(gain)
+    page = written(none)
+    assert "<span>times plain decoding</span>" not in page
+    assert "<h1>No measurable gain over plain decoding: demo" in page
 
 
 def test_a_page_can_compare_files_only() -> None:

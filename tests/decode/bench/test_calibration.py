@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,17 @@ from decode.bench.calibration.recording import (
     record,
     starts,
 )
-from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, situation, store, stored
+from decode.bench.calibration.stored import (
+    MIN_STEPS,
+    Calibration,
+    CalibrationPoint,
+    RecordedTexts,
+    TooFewStepsError,
+    situation,
+    store,
+    stored,
+    stored_temperatures,
+)
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.layouts import DynamicTree
 from decode.settings import Settings
@@ -37,6 +47,12 @@ from medusa.heads.guesses import MISSED, accepted
 from tests.helpers import random_heads, random_ids, random_tree
 
 SETTINGS = Settings(max_new_tokens=40)
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrate from a few short texts, so that a test takes little time."""
+    monkeypatch.setattr(calibrate, "MIN_STEPS", 1)
 
 
 def random_ranks(seed: int, positions: int = 60, heads: int = 4) -> Tensor:
@@ -165,6 +181,7 @@ def test_heads_that_are_never_correct_get_a_tree_with_only_the_root() -> None:
     assert grow(Recording([torch.full((50, 3), MISSED)]), 8).num_nodes == 1
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_the_fastest_of_the_trees_is_chosen(decoded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, heads, texts = decoded
 
@@ -205,6 +222,7 @@ def test_steps_are_timed_for_every_tree(decoded: Any) -> None:
     assert all(0 < value < 1 for value in seconds)
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_one_head_has_no_large_dynamic_trees(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = random_heads(llama, 1)
     texts = [(random_ids(5, seed=seed), random_ids(12, seed=seed)) for seed in range(4)]
@@ -219,18 +237,22 @@ def test_prompts_without_room_for_a_timed_step_are_refused(llama: Any) -> None:
         time_steps(llama, heads, [random_ids(end - 2)], [Tree.chain(0)], SETTINGS, rounds=1)
 
 
-def test_texts_too_short_for_a_step_are_refused(llama: Any) -> None:
+def test_too_few_steps_are_refused(llama: Any) -> None:
+    """No step starts at the last three tokens of a text, as one of three heads would have no next token there."""
     heads = random_heads(llama, 3)
-    texts = [(random_ids(5, seed=seed), random_ids(3, seed=seed)) for seed in range(4)]
-    with pytest.raises(RequestError, match="has 3 tokens, but 3 heads need more than 3"):
+    texts = [(random_ids(5, seed=seed), random_ids(length, seed=seed)) for seed, length in enumerate((1, 3, 4, 13))]
+    wanted = "at least 500 steps, and 11 start in the 21 tokens of 4 texts; give more prompts"
+    with pytest.raises(TooFewStepsError, match=wanted):
         calibrate.calibrate(llama, heads, texts, Settings(), sizes=(1, 4), rounds=1)
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_one_text_with_steps_is_enough(llama: Any) -> None:
     """It is in one of the two halves, and the other half has no steps."""
     heads, stopped = random_heads(llama, 3), Settings(stop=("x",))
     texts = [(random_ids(5, seed=seed), random_ids(12 if seed == 2 else 2, seed=seed)) for seed in range(4)]
     found = calibrate.calibrate(llama, heads, texts, stopped, sizes=(1, 4), rounds=1)
+    assert found.texts.steps == 12 - 3
     assert all(1 <= point.tau <= 4 for point in found.points)
 
 
@@ -245,7 +267,7 @@ def test_calibration_texts_are_the_same_at_every_call(llama: Any) -> None:
 
 def calibration(**holds_for: Any) -> Calibration:
     points = [CalibrationPoint(1, [], 1.0, 2.0), CalibrationPoint(3, [[0], [0, 0]], 2.5, 4.0)]
-    return Calibration(points, 1, [1.0, 0.7], holds_for, RecordedTexts(3))
+    return Calibration(points, 1, [1.0, 0.7], holds_for, RecordedTexts(3, steps=MIN_STEPS))
 
 
 def test_one_file_keeps_calibrations_of_several_situations(tmp_path: Path) -> None:
@@ -266,7 +288,7 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     points = [{"nodes": 1, "paths": [], "tau": 1.0, "step_ms": 2.0}]
     points.append({"nodes": 3, "paths": [[0], [0, 0]], "tau": 2.5, "step_ms": 4.0, "dynamic": False})
-    texts = {"texts": 3, "tokens": 40, "prompt_tokens": 12, "source": "prompts.jsonl"}
+    texts = {"texts": 3, "tokens": MIN_STEPS + 6, "prompt_tokens": 12, "source": "prompts.jsonl"}
     kept = {"points": points, "chosen": 1, "temperatures": [1.0, 0.7], "holds_for": {"batch_size": 1}, "texts": texts}
     file.write_text(json.dumps([kept]))
     found = stored([file], {"batch_size": 1})
@@ -274,6 +296,22 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert isinstance(found.tree, Tree)
     assert found.tree.rank_paths == [(0,), (0, 0)]
     assert (found.points, found.texts.source) == (calibration().points, "prompts.jsonl")
+
+
+@pytest.mark.parametrize("texts", [{"texts": 3, "tokens": MIN_STEPS + 5}, {"texts": 3, "tokens": 900, "steps": 499}])
+def test_calibrations_from_too_few_steps_are_ignored(tmp_path: Path, llama: Any, texts: dict[str, int]) -> None:
+    """Earlier versions kept them, and wrote no number of steps: two heads cannot start at the last two tokens."""
+    file, heads, notes = tmp_path / "calibration.json", random_heads(llama, 2), list[str]()
+    kept = calibration(**situation(llama, heads, SETTINGS, 1))
+    content = asdict(kept) | {"texts": texts}
+    file.write_text(json.dumps([content]), encoding="utf-8")
+    assert stored([file], kept.holds_for, notes.append) is None
+    assert notes == [f"ignored a calibration in {file}: it was made from 499 steps, and {MIN_STEPS} are needed"]
+    assert stored_temperatures([file], heads) is None
+    store([file], kept)
+    assert len(json.loads(file.read_text(encoding="utf-8"))) == 1, "the new one replaces it"
+    assert stored([file], kept.holds_for) == kept
+    assert stored_temperatures([file], heads) == (1.0, 0.7)
 
 
 def test_the_cache_is_used_if_the_folder_cannot_be_written(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_names_of_what_was_not_measured_are_left_out() -> None:
     result = outcome([0.5])
     result.temperatures = result.lossy = None
     content: Any = result.to_json()
-    assert content.keys() == {"machine", "settings", "methods"}
+    assert content.keys() == {"machine", "settings", "methods", "headline"}
     assert "by_category" not in content["methods"]["medusa"]["by_category"]["narration"]
     assert content["settings"]["stop"] == [], "generation settings stand among the others"
     assert "generation" not in content["settings"]

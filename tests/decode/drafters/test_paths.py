@@ -271,7 +271,8 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
     assert session.sequences.new_ids == [plain(model, prompt, max_new_tokens=14) for prompt in prompts]
 
 
-def test_calibration_tries_their_trees(llama: Any) -> None:
+def test_calibration_tries_their_trees(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode.bench.calibration.calibrate.MIN_STEPS", 1)
     settings = Settings(max_new_tokens=12)
     texts = [(r.input_ids, r.new_ids) for r in plain_method(llama, settings)([random_ids(5, seed=s) for s in range(4)])]
     found = calibrate(llama, heads_for(llama, "hydra", scale=0.05), texts, settings, sizes=(1, 4, 6), rounds=1)

@@ -23,11 +23,14 @@ pytest.importorskip("nicegui", reason="needs the extra web")
 from nicegui import ui
 from nicegui.testing import user_simulation
 
+from decode.draft import DraftRecord
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.results import Result
 from decode.serve.chat import ChatWorker, Conversation, Side, Snapshot, verdict
-from decode.serve.chat_page import ChatPage, PageConfig, marked
+from decode.serve.chat_card import marked
+from decode.serve.chat_options import NO_DRAFTER, drafters_of
+from decode.serve.chat_page import ChatPage, PageConfig
 from decode.serve.texts import TextGenerator, TextPiece, TextStream
 from decode.settings import Settings
 from medusa.heads.independent import MedusaHeads
@@ -35,6 +38,7 @@ from medusa.loading import load_backbone
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = Settings(max_new_tokens=16)
+RECORD = DraftRecord([5, 6], [0, 0], [0, 1])
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +58,41 @@ def test_drafted_tokens_of_a_step_are_one_mark_without_outer_spaces() -> None:
     assert marked(pieces) == "a &lt;b&gt; <mark>c&amp;d</mark> e\n"
 
 
+def test_the_text_of_a_step_with_a_draft_is_a_button() -> None:
+    pieces = [TextPiece("a", False), TextPiece(" b", False, 1), TextPiece(" <c", True, 1), TextPiece("d", False, 2)]
+    button = '<span class="step" role="button" data-step='
+    with_draft = [None, RECORD]  # no draft in step 0, and none yet in step 2
+    assert marked(pieces, with_draft) == f'a {button}"1">b <mark>&lt;c</mark></span>d'
+    reached = f'{button}"0" tabindex="0">a</span> {button}"1" tabindex="-1">b <mark>&lt;c</mark></span>d'
+    assert marked(pieces, [RECORD, RECORD], finished=True) == reached
+
+
 def side(ids: list[int], seconds: float, reason: str = "length") -> Any:
     result = Result([1], ids, [1] * len(ids), [1] * len(ids), reason, seconds)
-    return SimpleNamespace(result=result, finished=True, pieces=[])
+    return SimpleNamespace(result=result, finished=True, pieces=[], drafts=[])
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "settings", "told"),
     [
         (side([1, 2], 2.0), side([1, 2], 1.0), SHORT, ("2.00×", "the same text, token for token")),
-        (side([1, 2], 1.0), side([1], 1.0, "stopped"), SHORT, ("0.50×", "stopped: the speeds so far")),
+        (
+            side([1, 2], 1.0),
+            side([1, 2], 0.5, "stopped"),
+            SHORT,
+            (None, "stopped: speeds are compared only for finished texts"),
+        ),
+        (
+            side([1, 2], 1.0),
+            side([1], 0.5),
+            SHORT,
+            (
+                None,
+                "the texts diverge at token 2: two tokens are nearly tied, and rounding decides. "
+                "Speeds are compared only for texts of the same length",
+            ),
+        ),
+        (side([], 1.0), side([], 0.5), SHORT, (None, "the same text, token for token")),
         (
             side([1, 2], 1.0),
             side([1, 3], 1.0),
@@ -84,7 +113,7 @@ def side(ids: list[int], seconds: float, reason: str = "length") -> Any:
         ),
     ],
 )
-def test_the_verdict_of_a_race(theirs: Any, ours: Any, settings: Settings, told: tuple[str, str]) -> None:
+def test_the_verdict_of_a_race(theirs: Any, ours: Any, settings: Settings, told: tuple[str | None, str]) -> None:
     assert verdict(theirs, ours, settings) == told
 
 
@@ -153,12 +182,72 @@ def test_a_conversation_is_continued_and_reset(generator: TextGenerator) -> None
             await pages[0]._ask()
             assert [turn.message for turn in pages[0].conversation.turns] == ["Once upon a time", "The dog"]
             assert pages[0].conversation.turns[1].prompt[: len(first.prompt)] == first.prompt
-            await user.open("/")  # another reader
-            assert pages[1].conversation.turns == []
-            pages[0]._reset()
-            assert pages[0].conversation.turns == []
+            turns, prompt = list(pages[0].conversation.turns), pages[0].conversation.turns[1].prompt
+            await pages[0]._again()
+            assert [turn.message for turn in pages[0].conversation.turns] == ["Once upon a time", "The dog"]
+            assert pages[0].conversation.turns[1] is not turns[1]
+            assert pages[0].conversation.turns[1].prompt == prompt
+            assert len(pages[0].articles) == 2
+            await user.open("/")  # the same tab, loaded again
+            await user.should_see("The dog")
+            assert [turn.text for turn in pages[1].conversation.turns] == [turn.text for turn in turns]
+            user.tab_id = "another reader's"
+            await user.open("/")
+            assert pages[2].conversation.turns == []
+            with user:
+                pages[1]._reset()
+            assert pages[1].conversation.turns == [] != pages[0].conversation.turns
 
     asyncio.run(scene())
+
+
+def test_an_answer_that_is_not_written_again_is_kept(generator: TextGenerator) -> None:
+    """The reader asks to write it again, and stops before the model is free."""
+    config, pages = PageConfig(ChatWorker(generator), SHORT, "demo", "heads", None, 0), []
+
+    async def scene() -> None:
+        async with user_simulation(root=lambda: pages.append(ChatPage(config)) or pages[-1].build()) as user:
+            await user.open("/")
+            with user:
+                page = pages[0]
+                await page._answer("Once upon a time")
+                before = list(page.conversation.turns)
+                free = threading.Event()
+                config.worker.thread.submit(free.wait)
+                again = asyncio.create_task(page._again())
+                while page.stopped is None:
+                    await asyncio.sleep(0.01)
+                page.stopped.set()
+                free.set()
+                await again
+                assert page.conversation.turns == before
+                assert [exchange.turn for exchange in page.history.exchanges] == before
+                assert len(page.articles) == 1
+
+    asyncio.run(scene())
+
+
+def test_the_drafters_of_a_page(generator: TextGenerator) -> None:
+    """Every drafter writes the same text, with what is loaded already."""
+    drafters = drafters_of(generator, "heads", SHORT)
+    assert list(drafters) == [
+        "heads, 8 nodes",
+        "heads, chain of 5 nodes",
+        "heads, dynamic tree of 16 nodes",
+        "ngram",
+        NO_DRAFTER,
+    ]
+    ids = generator.tokenizer("Once upon a time")["input_ids"]
+    texts = []
+    for source in drafters.values():
+        run = generator.run(ids, SHORT, plain=source is None, source=source)
+        list(run)
+        texts.append(run.results[0].new_ids)
+    assert texts == [texts[0]] * len(texts)
+    drawn = Settings(temperature=1.0, draft="sample")
+    assert list(drafters_of(generator, "heads", drawn)) == ["heads, 8 nodes", "heads, chain of 5 nodes", NO_DRAFTER]
+    compiled = Settings(compile=True)
+    assert list(drafters_of(generator, "heads", compiled)) == ["heads, 8 nodes", NO_DRAFTER]
 
 
 def test_options_belong_to_a_page_and_wrong_options_are_refused(generator: TextGenerator) -> None:
@@ -170,12 +259,12 @@ def test_options_belong_to_a_page_and_wrong_options_are_refused(generator: TextG
         async with user_simulation(root=lambda: pages.append(ChatPage(config)) or pages[-1].build()) as user:
             await user.open("/")
             with user:
-                pages[0]._change(lambda now: replace(now, max_new_tokens=8))
-                pages[0]._change(lambda now: replace(now, temperature=0.7))
+                assert pages[0].options.change(lambda now: replace(now, max_new_tokens=8))
+                assert not pages[0].options.change(lambda now: replace(now, temperature=0.7))
             assert user.notify.messages == [
                 "acceptance 'greedy' writes no samples; use temperature 0 (do_sample=False) or 'rejection'"
             ]
-            assert pages[0].settings == Settings(max_new_tokens=8, acceptance="greedy")
+            assert pages[0].options.settings == Settings(max_new_tokens=8, acceptance="greedy")
 
     pages: list[ChatPage] = []
     asyncio.run(scene())
@@ -271,6 +360,143 @@ def test_in_a_browser(browser: Any, port: int) -> None:
     page.wait_for_function("document.querySelectorAll('article').length == 0")
     assert troubles == []
     assert all(url.startswith((f"http://localhost:{port}/", "data:")) for url in asked), asked
+
+
+def opened(browser: Any, port: int, **context: Any) -> Any:
+    page = browser.new_context(**context).new_page()
+    page.set_default_timeout(120_000)
+    page.goto(f"http://localhost:{port}")
+    return page
+
+
+def answered(browser: Any, port: int, **context: Any) -> Any:
+    page = opened(browser, port, **context)
+    page.get_by_text("Once upon a time").click()
+    page.wait_for_selector(".faster")
+    return page
+
+
+def test_a_step_that_the_reader_points_at_shows_its_tree(browser: Any, port: int) -> None:
+    page = answered(browser, port, viewport={"width": 1280, "height": 800})
+    for place in (1, 0):
+        step = page.locator(".drafted .step").nth(place)
+        step.hover(position={"x": 4, "y": 8})
+        page.wait_for_selector(f".peek.open [data-shown$=' {step.get_attribute('data-step')}']")
+        marked = step.locator("mark").all_inner_texts()
+        nodes = page.locator(".peek .node.accepted text").all_text_contents()
+        assert "".join(nodes).replace("␣", " ").split() == step.inner_text().split()
+        assert (len(nodes) > 1) is bool(marked)
+        assert page.locator(".peek .node").count() == 8
+        assert page.locator(".peek .rejected rect").count() == 8 - len(nodes)
+    page.locator(".peek .node").first.hover()  # the panel stays while the reader scrolls in it
+    page.wait_for_timeout(600)
+    assert page.locator(".peek.open").count() == 1
+    page.mouse.move(2, 400)
+    page.wait_for_selector(".peek", state="hidden")
+
+
+def test_the_keyboard_reaches_every_step(browser: Any, port: int) -> None:
+    page = answered(browser, port, viewport={"width": 1280, "height": 800})
+    steps = page.locator(".drafted .step")
+    page.get_by_label("Copy the text: With heads").focus()
+    page.keyboard.press("Tab")
+    for key, place in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", steps.count() - 1), ("Home", 0)):
+        page.keyboard.press(key)
+        assert steps.nth(place).evaluate("step => step === document.activeElement")
+        page.wait_for_selector(f".peek.open [data-shown$=' {steps.nth(place).get_attribute('data-step')}']")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".peek", state="hidden")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".peek.open")
+    page.keyboard.press("Tab")
+    page.wait_for_selector(".peek", state="hidden")
+
+
+def test_a_tap_shows_a_tree_at_the_bottom_of_a_phone(browser: Any, port: int) -> None:
+    page = answered(browser, port, viewport={"width": 390, "height": 844}, has_touch=True)
+    page.locator(".drafted .step").first.tap(position={"x": 4, "y": 8})
+    page.wait_for_selector(".peek.open")
+    box = page.locator(".peek").bounding_box()
+    assert (box["x"], round(box["x"] + box["width"]), round(box["y"] + box["height"])) == (8, 382, 836)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.locator(".message").tap()
+    page.wait_for_selector(".peek", state="hidden")
+
+
+def test_an_answer_is_copied_written_again_and_shown_after_a_reload(browser: Any, port: int) -> None:
+    page = answered(browser, port, permissions=["clipboard-read", "clipboard-write"])
+    text = page.locator(".card.drafted .text").inner_text()
+    page.get_by_label("Copy the text: With heads").click()
+    page.get_by_text("copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == text
+    page.evaluate("document.querySelector('article').dataset.old = 1")
+    page.get_by_label("Write this answer again").click()
+    page.wait_for_selector("article:not([data-old]) .faster")
+    assert page.locator("article").count() == 1
+    page.reload()
+    page.wait_for_selector(".faster")
+    assert page.locator(".card.drafted .text").inner_text() == text
+    page.locator(".drafted .step").first.click(position={"x": 4, "y": 8})
+    page.wait_for_selector(".peek.open")
+
+
+def test_a_stopped_answer_shows_no_speedup(browser: Any, port: int) -> None:
+    page = opened(browser, port)
+    page.get_by_label("Options").click()
+    page.get_by_label("Maximum of new tokens").fill("450")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Escape")
+    page.get_by_text("The old boat").click()
+    page.wait_for_selector(".drafted mark")
+    page.get_by_label("Stop").click()
+    page.get_by_text("stopped: speeds are compared only for finished texts").wait_for()
+    assert page.locator(".faster").count() == 0
+
+
+def test_plain_decoding_can_be_chosen(browser: Any, port: int) -> None:
+    page = opened(browser, port)
+    page.get_by_label("Options").click()
+    page.get_by_label("Drafter").click()
+    page.get_by_role("option", name=NO_DRAFTER).click()
+    page.keyboard.press("Escape")
+    page.get_by_text("The old boat").click()
+    page.locator(".plain .value", has_text="24").wait_for()
+    assert page.locator(".card").count() == 1
+
+
+CONTRASTS = """() => {
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const paint = numbers(getComputedStyle(at).backgroundColor);
+      if (paint.length < 4 || paint[3] === 1) return paint;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const style = getComputedStyle(node), drawn = node.tagName === "text";
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+    if (!own || !node.getClientRects().length || style.visibility === "hidden" || node.tagName === "title") continue;
+    const back = drawn ? numbers(getComputedStyle(node.parentElement.querySelector("rect")).fill) : behind(node);
+    const [a, b] = [light(numbers(drawn ? style.fill : style.color)), light(back)].sort((x, y) => y - x);
+    found.push([(a + 0.05) / (b + 0.05), node.textContent.trim().slice(0, 30)]);
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_words_have_a_contrast_of_at_least_4_5(browser: Any, port: int, scheme: str) -> None:
+    page = answered(browser, port, viewport={"width": 1280, "height": 800}, color_scheme=scheme)
+    page.locator(".drafted .step").first.hover(position={"x": 4, "y": 8})
+    page.wait_for_selector(".peek.open")
+    found = page.evaluate(CONTRASTS)
+    assert len(found) > 30
+    assert [word for word in found if word[0] < 4.5] == []
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])

@@ -70,7 +70,7 @@ def test_incomplete_characters_are_returned_at_the_end(demo: Any) -> None:
 def test_the_first_token_of_a_step_is_a_root_and_the_others_were_drafted(tokenizer: Any) -> None:
     stream = TextStream(tokenizer)
     assert stream.step([1, 2, 3]) == [TextPiece("b", False), TextPiece("c", True), TextPiece("d", True)]
-    assert stream.step([4]) == [TextPiece("e", False)]
+    assert stream.step([4]) == [TextPiece("e", False, 1)]
 
 
 def test_a_possible_stop_string_is_held_back(tokenizer: Any) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -335,3 +336,25 @@ def test_from_pretrained_converts_the_dtype(tmp_path: Path) -> None:
     again = MedusaHeads.from_pretrained(str(tmp_path), dtype=torch.float64)
     assert again.lm_heads.dtype == torch.float64
     assert torch.equal(again.lm_heads.float(), heads.lm_heads)
+
+
+@pytest.mark.parametrize("name", ["", None, 5, ["a"], {}, "README.md", "no-folder", "a/b/c"])
+def test_a_name_that_can_be_no_heads_is_named(name: Any) -> None:
+    with pytest.raises(RequestError, match=f"^no heads at {re.escape(str(name) or repr(name))}: give a folder"):
+        MedusaHeads.from_pretrained(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"dtype": "float32"}, "dtype is 'float32'; give a torch.dtype"),
+        ({"device": "abacus"}, "device is 'abacus', which PyTorch does not have here; give cpu"),
+        ({"revisoin": "main"}, "no argument revisoin; did you mean revision?"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_loading(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], told: str
+) -> None:
+    monkeypatch.setattr("medusa.checkpoints.folder.load", lambda *args, **hub: pytest.fail("heads were loaded"))
+    with pytest.raises(RequestError, match=re.escape(told)):
+        MedusaHeads.from_pretrained("demo", **arguments)

@@ -18,7 +18,8 @@ import pytest
 import torch
 import yaml
 from huggingface_hub.errors import HFValidationError
-from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, TextIteratorStreamer
 
 from decode import generate, steps
 from medusa import MedusaHeads, RequestError, Tree
@@ -30,7 +31,9 @@ from medusa.export.hub_code import bundle
 from medusa.export.hub_code.decoding import keep, tree_forward
 from medusa.export.hub_code.heads import CandidateTree
 from medusa.export.repository import CARD, GENERATE, REQUIREMENTS, push, write_repository
+from medusa.fingerprint import fingerprint
 from medusa.loading import DEMO as DEMO_BACKBONE
+from medusa.loading import load_backbone
 from tests.helpers import (
     VOCAB,
     left_padded,
@@ -662,7 +665,7 @@ def test_export_accepts_only_calibrations_of_the_same_heads(llama: Any, tmp_path
             "points": points,
             "chosen": 0,
             "temperatures": [1.0],
-            "texts": {},
+            "texts": {"texts": 32, "steps": 500},
             "holds_for": {"processor": cpu, "dtype": "float32", "batch_size": 1, "temperature": 0.0, "heads": of},
         }
         for cpu, of in (("CPU of these", heads_fingerprint(heads)), ("CPU of others", "0" * 16))
@@ -690,6 +693,68 @@ def test_wrong_export_requests_are_rejected(
     assert export("--heads", "demo", "--output", str(tmp_path / "out"), *words) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def backbones(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A backbone, heads that record its fingerprint, and three other backbones."""
+    folder = tmp_path_factory.mktemp("backbones")
+    own = tiny_model("llama", seed=1)
+    own.save_pretrained(folder / "own")
+    tiny_model("llama", seed=1, dtype=torch.bfloat16).save_pretrained(folder / "rounded")
+    tiny_model("llama", seed=2).save_pretrained(folder / "other")
+    tiny_model("llama", seed=1, hidden_size=16).save_pretrained(folder / "smaller")
+    known = fingerprint(own, "org/model")
+    random_heads(own, 2, base_model_name_or_path="org/model", backbone=known).save_pretrained(folder / "heads")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["own", "rounded"])
+def test_a_copy_of_the_backbone_may_be_named(
+    name: str, backbones: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("a model was loaded"))
+    words = ["--heads", str(backbones / "heads"), "--output", str(tmp_path / "out")]
+    assert export(*words, "--backbone", str(backbones / name)) == 0
+    assert "check" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("other", "has other weights than the backbone of these heads, org/model"),
+        ("smaller", "has hidden size 16 and 61 tokens, and these heads need hidden size 32 and 61 tokens"),
+    ],
+)
+def test_the_card_names_no_other_backbone(
+    name: str, told: str, backbones: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["--heads", str(backbones / "heads"), "--output", str(tmp_path / "out")]
+    assert export(*words, "--backbone", str(backbones / name)) == 2
+    error = capsys.readouterr().err
+    assert f"--backbone {backbones / name} {told}; leave --backbone out, or name a copy of org/model" in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_backbone_that_is_elsewhere_is_noted_as_not_compared(
+    backbones: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["--heads", str(backbones / "heads"), "--output", str(tmp_path / "out"), "--overwrite"]
+    assert export(*words, "--backbone", "org/elsewhere") == 0
+    assert "org/elsewhere is not on this machine, so this export does not check" in capsys.readouterr().out
+    assert export(*words, "--backbone", "org/model") == 0
+    assert "does not check" not in capsys.readouterr().out, "the heads themselves record this name"
+
+
+def test_an_adapter_is_another_backbone_than_its_base(backbones: Path, tmp_path: Path) -> None:
+    adapter, own = tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(backbones / "own")
+    get_peft_model(own, LoraConfig(init_lora_weights=False)).save_pretrained(adapter)
+    known = fingerprint(load_backbone(str(adapter)).model, "org/adapted")
+    random_heads(tiny_model("llama", seed=1), 2, backbone=known).save_pretrained(tmp_path / "heads")
+    words = ["--output", str(tmp_path / "out"), "--backbone", str(adapter)]
+    assert export(*words, "--heads", str(backbones / "heads")) == 2
+    assert export(*words, "--heads", str(tmp_path / "heads")) == 0
 
 
 @pytest.mark.parametrize(

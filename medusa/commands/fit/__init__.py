@@ -1,0 +1,139 @@
+"""Make heads for a model in one command: generate text, train, find the fastest tree, and measure the speedup.
+
+  medusa fit org/model --prompts questions.jsonl
+  medusa fit org/model --prompts questions.jsonl --plan
+  medusa fit ./model --prompts chats.jsonl --output heads --minutes 60 --for vllm
+
+A fifth of the prompts is set aside for the measurement. Every stage keeps its result, and the same command continues an
+interrupted run. At the end, the output folder holds the heads, a report (report.html) and all figures (fit.json)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medusa.commands.fit.options import FitOptions
+from medusa.commands.options import Output
+from medusa.errors import Interrupted
+from medusa.interruptions import interruptible
+
+if TYPE_CHECKING:
+    from medusa.commands.fit.choices import HeadsChoice
+    from medusa.commands.fit.plan import Plan
+    from medusa.commands.fit.probe import Probe
+    from medusa.commands.fit.prompts import Split
+    from medusa.commands.fit.stages import Run, Stage
+    from medusa.commands.fit.state import FitState
+
+Planned = tuple["Probe", "Plan", "list[HeadsChoice]"]
+
+
+def run(options: FitOptions) -> None:
+    from medusa.commands.fit.conclusion import conclude
+
+    with continued_by(options.folder, options.output):
+        state = fit(options)
+        if state is not None:
+            conclude(options, state)
+
+
+def fit(options: FitOptions) -> FitState | None:
+    """Run all stages that are not finished, and return the state of the finished run; with --plan, return `None`."""
+    from medusa.commands.distill.tasks import digest
+    from medusa.commands.fit.conclusion import MADE
+    from medusa.commands.fit.prompts import split
+    from medusa.commands.fit.stages import Run
+    from medusa.commands.fit.state import FitState, remove_earlier
+
+    records = options.prompts.read()
+    sides = split(records, options.runtime.seed)
+    if options.overwrite and not options.plan:
+        remove_earlier(options.folder, MADE)
+    state = FitState(options.folder, options.request(digest(records)))
+    if state.finished and not options.plan:
+        options.output.note(f"{options.folder} is finished; --overwrite starts again")
+        return state
+    probe, plan, choices = planned(options, state, sides)
+    if options.plan:
+        options.output.write({"plan": plan.to_json(), "probe": asdict(probe)})
+        return None
+    make(Run(options, state.work, plan, probe), state, sides, choices)
+    return state
+
+
+def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
+    """Check the model and plan the run, or take both from the `state`; print the plan."""
+    from medusa.commands.fit.choices import HeadsChoice, choose_heads
+    from medusa.commands.fit.plan import Plan, costs_of, default_minutes, describe, make_plan, require_disk
+    from medusa.commands.fit.probe import Probe, probe
+    from medusa.commands.options import warn
+    from medusa.loading import load_backbone
+
+    held = state.stages.get("plan")
+    if held is not None:
+        plan = Plan(**held["plan"])
+        found, choices = Probe(**held["probe"]), [HeadsChoice(**choice) for choice in held["choices"]]
+    else:
+        options.runtime.prepare()
+        with options.output.stage("loading and timing the model"):
+            loaded = load_backbone(options.model, options.load)
+            found = probe(loaded)
+            minutes = options.minutes or default_minutes(found, len(sides.train), options.tokens)
+            choices = choose_heads(options, found.parameters, found.device != "cpu", minutes)
+            costs = [costs_of(choice, loaded, found) for choice in choices]
+        del loaded
+        plan = make_plan(options, found, costs, len(sides.train), len(sides.test))
+    for line in describe(plan, found, choices, options):
+        options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
+    if warning := require_disk(plan, options.folder):
+        warn(warning)
+    if held is None and not options.plan:
+        listed = [choice._asdict() for choice in choices]
+        state.finish("plan", {"plan": asdict(plan), "probe": asdict(found), "choices": listed})
+    return found, plan, choices
+
+
+def make(run: Run, state: FitState, sides: Split, choices: list[HeadsChoice]) -> None:
+    """Run the stages that are not finished."""
+    from medusa.commands.fit import stages
+    from medusa.commands.fit.conclusion import fastest, install
+
+    if "text" not in state.stages:
+        stages.write_sides(run, sides)
+    work: list[Stage] = [stages.TextStage(run)]
+    work += [stages.TrainingStage(run, choice) for choice in choices]
+    work += [stages.CalibrationStage(run, choice, state) for choice in choices]
+    for stage in work:
+        finish(stage, run, state)
+    best = fastest(choices, state)
+    install(run.work / best.name, run.options.folder)
+    state.content["kind"] = best.name
+    finish(stages.BenchmarkStage(run), run, state)
+    if run.options.purpose != "transformers":
+        finish(stages.ExportStage(run), run, state)
+    state.finish_run()
+
+
+def finish(stage: Stage, run: Run, state: FitState) -> None:
+    """Run a stage, and keep its figures; a stage that is finished already is only named."""
+    console = run.options.output.console
+    console.print(f"\n[bold cyan]{stage.title}[/bold cyan]", highlight=False)
+    if stage.name in state.stages:
+        console.print("    finished before")
+        return
+    console.print(f"    this stage alone: [dim]{stage.command}[/dim]", soft_wrap=True, highlight=False)
+    state.finish(stage.name, stage.work())
+
+
+@contextmanager
+def continued_by(folder: Path, output: Output) -> Iterator[None]:
+    """Name the command that continues a run after Ctrl-C and SIGTERM."""
+    advice = f"the finished work is in {folder}, and the same command continues: {output.command_line}"
+    try:
+        with interruptible(lambda: advice):
+            yield
+    except Interrupted as stopped:  # possibly with the advice of a stage's command, which is not what the user typed
+        raise Interrupted(stopped.number, advice) from None

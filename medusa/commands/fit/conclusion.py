@@ -1,0 +1,66 @@
+"""The end of `medusa fit`: the fastest heads move to the output folder, and the result is printed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from shlex import quote
+
+from decode.bench.calibration.stored import FILE as CALIBRATION
+from medusa.checkpoints.stored import CONFIG, PROVENANCE, WEIGHTS
+from medusa.commands.fit.choices import HeadsChoice
+from medusa.commands.fit.options import PURPOSES, FitOptions
+from medusa.commands.fit.stages import REPORT, RESULTS
+from medusa.commands.fit.state import FitState
+from medusa.files import Json, read_json, replacing
+from train.outcome import PICTURE
+
+HEADS = (WEIGHTS, PROVENANCE, PICTURE, CALIBRATION, CONFIG)  # the config last: with it, the folder loads as heads
+MADE = [*HEADS, REPORT, RESULTS, *PURPOSES[1:]]  # all that a run writes to its folder, except the state and its work
+
+
+def fastest(choices: list[HeadsChoice], state: FitState) -> HeadsChoice:
+    """Return the heads with the most tokens per second in calibration; the first, if a calibration was refused."""
+    speeds = []
+    for choice in choices:
+        found = state.stages[f"calibrate {choice.name}"]
+        speeds.append(found["tau"] / found["step_ms"] if "tau" in found else 0.0)
+    return choices[speeds.index(max(speeds))]
+
+
+def install(source: Path, folder: Path) -> None:
+    """Copy trained heads, with their calibration, from `source` to `folder`; each file is replaced atomically."""
+    for name in HEADS:
+        if (source / name).is_file():
+            with replacing(folder / name) as temporary:
+                shutil.copyfile(source / name, temporary)
+
+
+def conclude(options: FitOptions, state: FitState) -> None:
+    """Print the speedup, the tree and the next commands, and write the results of --json."""
+    folder, results = options.folder, read_json(options.folder / RESULTS)
+    kind = state.content["kind"]
+    lines = ["", results.get("headline", {"text": "?"})["text"], f"Tree: {tree_of(state.stages[f'calibrate {kind}'])}"]
+    lines.append(f"Heads: {folder} (kind {kind})    Report: {folder / REPORT}")
+    if "export" in state.stages:
+        lines.append(f"Serve: {state.stages['export']['serve']}")
+    lines.append(f'Next: medusa generate {quote(str(folder))} "Once upon a time"')
+    for line in lines:
+        options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
+    options.output.write(summary(options, state, results))
+
+
+def summary(options: FitOptions, state: FitState, results: Json) -> Json:
+    """Return the results of a finished run for --json."""
+    about = {"heads": str(options.folder), "kind": state.content["kind"], "headline": results.get("headline")}
+    return about | {"request": state.content["request"], "stages": state.stages, "benchmark": results}
+
+
+def tree_of(calibration: Json) -> str:
+    """Describe the tree that a calibration has chosen."""
+    if "refused" in calibration:
+        return "the default tree, because there was too little text to choose one"
+    if calibration["nodes"] == 1:
+        return "none: no tree was faster than plain decoding, so `auto` decodes plainly"
+    kind = "dynamic" if calibration["dynamic"] else "static"
+    return f"{kind}, {calibration['nodes']} nodes, predicted tau {calibration['tau']:.2f} (tokens per step)"

@@ -1,0 +1,80 @@
+"""The options of `medusa fit`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from medusa.commands.options import Output, Prompts, RuntimeOptions, require_of_kind
+from medusa.commands.prompting import raw_option
+from medusa.errors import RequestError
+from medusa.files import Json
+from medusa.heads import KINDS
+from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
+
+PURPOSES = ("transformers", "vllm", "sglang")
+STATE = "fit.json"  # in the output folder: the request, the plan and the results of finished stages
+
+
+class FitOptions(Options):
+    """Options of `medusa fit`."""
+
+    shown = "model prompts output for minutes kind compare plan overwrite max-new-tokens device dtype threads json"
+    model: str = option(
+        REQUIRED, "speed up this model: a folder, a Hub id, or demo (shipped)", metavar="MODEL", positional=True
+    )
+    prompts: Prompts = group(Prompts, "prompts", without=("prompt",), prompts=REQUIRED)
+    out: str | None = option(
+        None, "write heads, report and all files of the run to DIR (default: NAME-heads)", metavar="DIR", name="output"
+    )
+    purpose: str = option(
+        "transformers", f"make heads for {', '.join(PURPOSES[:-1])} or {PURPOSES[-1]}", metavar="SERVER", name="for"
+    )
+    minutes: float | None = option(
+        None,
+        "generate text and train for about M minutes in total (default: chosen by the probe)",
+        "above 0",
+        lambda value: 0 < value < float("inf"),
+        "M",
+        type=float,
+    )
+    kind: str | None = option(
+        None, f"train heads of this kind: {', '.join(KINDS)} (default: chosen for the model)", metavar="NAME"
+    )
+    compare: bool = option(False, "train heads of several kinds, and keep the fastest")
+    plan: bool = option(False, "print the cost in time, memory and disk, and stop")
+    overwrite: bool = option(False, "delete an earlier fit in DIR and start again")
+    raw: bool | None = raw_option()
+    tokens: int = count(256, "generate at most N tokens of text per answer", name="max_new_tokens")
+    load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
+    runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
+    output: Output = group(Output, "output")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.purpose not in PURPOSES:
+            raise RequestError(f"--for is {self.purpose!r}; choose one of {', '.join(PURPOSES)}")
+        if self.kind is not None and self.kind not in KINDS:
+            raise RequestError(f"--kind is {self.kind!r}; choose one of {', '.join(KINDS)}")
+        if self.kind is not None and self.compare:
+            raise RequestError("--compare trains several kinds, and --kind names one; leave one out")
+        if self.purpose != "transformers" and (self.compare or self.kind not in (None, "eagle")):
+            raise RequestError(f"--for {self.purpose} needs heads of kind eagle; leave --kind and --compare out")
+        if not self.plan:
+            require_of_kind("output", self.folder, "a folder of medusa fit", STATE)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run, which holds the heads at the end."""
+        return Path(self.out if self.out is not None else f"{Path(self.model).name}-heads")
+
+    def output_to(self, path: Path | None) -> Output:
+        """The output options of a stage's command, which writes its results to the file `path`."""
+        return replace(self.output, json=None if path is None else str(path), command_line="")
+
+    def request(self, prompts: str) -> Json:
+        """Return what a continued run must have in common with the run that it continues; `prompts`: their digest."""
+        names = ("purpose", "minutes", "kind", "compare", "tokens", "raw")
+        about = {name: getattr(self, name) for name in names}
+        load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision")}
+        return {"model": self.model, "prompts": prompts, "seed": self.runtime.seed} | about | load

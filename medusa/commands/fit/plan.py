@@ -1,0 +1,166 @@
+"""The plan of a `medusa fit` run: what it makes, and its cost in time, memory and disk, computed from a probe."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
+
+import torch
+
+from medusa.commands.fit.choices import HeadsChoice
+from medusa.commands.fit.options import FitOptions
+from medusa.commands.fit.probe import Probe
+from medusa.files import Json, free_bytes, readable
+from medusa.heads.independent import MedusaHeads
+from medusa.loading import Loaded
+from train.config import HeadsConfig
+from train.heads import new_config
+
+TEXT_SHARE = 1 / 3  # of the minutes; the rest is training
+LEAST_MINUTES, MOST_MINUTES = 4.0, 480.0  # limits of the default
+REPEATS = 8  # a prompt is answered at most so many times, each time with other random numbers
+FEWEST_TEXTS = 32
+SEQUENCE, ROWS = 512, 4  # tokens in a packed row of training data, and rows in a training step
+HEAD_COST = 3  # a forward and twice as much for the backward; the frozen model needs the forward only
+ADAM_BYTES = 16  # of a trained weight in float32: itself, its gradient and two states of the optimiser
+CHECKPOINTS = 3  # two kept, and one that is being written; each holds weights and optimiser states
+TEXT_BYTES = 12  # of a token in the file of texts
+LOGITS_AT_ONCE = 2048  # positions whose logits are in memory at the same time
+CALIBRATION_STEPS, CALIBRATION_TOKENS = 1500, 6000  # steps that are timed, and tokens that are generated before
+BENCHMARK_TOKENS, FEWEST_TEST = 128, 20
+BENCHMARK_SHARE, BENCHMARK_SECONDS = 0.5, 120.0  # the benchmark may take this share of the minutes, or 2 minutes
+METHODS = 2.7  # plain decoding, generate, and the heads, which take less
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What training costs with one choice of heads: trained weights, and the seconds to learn from one token."""
+
+    trained: int
+    token_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The amounts and costs of a run. Times are estimates, in seconds unless named otherwise; sizes are in bytes."""
+
+    minutes: float  # for text and training, for one kind of heads
+    reason: str  # for the minutes
+    texts: int
+    text_tokens: int  # at most
+    text_seconds: float
+    training_minutes: float  # for each kind of heads
+    training_tokens: int  # that training reads in this time, with the heads that learn most slowly
+    sequence_length: int
+    test_prompts: int
+    rounds: int
+    calibration_seconds: float  # for each kind of heads
+    benchmark_seconds: float
+    memory_bytes: int
+    disk_bytes: int
+    kinds: int
+
+    @property
+    def seconds(self) -> float:
+        """The estimated time of the whole run in seconds."""
+        each = 60 * self.training_minutes + self.calibration_seconds
+        return self.text_seconds + self.kinds * each + self.benchmark_seconds
+
+    def to_json(self) -> Json:
+        """Return the plan as a JSON object."""
+        return asdict(self) | {"seconds": self.seconds}
+
+
+def default_minutes(probe: Probe, prompts: int, tokens: int) -> float:
+    """Return the default of --minutes: enough to answer every prompt once, and to train for twice as long."""
+    return min(max(_text_seconds(probe, prompts, tokens) / TEXT_SHARE / 60, LEAST_MINUTES), MOST_MINUTES)
+
+
+def costs_of(choice: HeadsChoice, loaded: Loaded, probe: Probe) -> Costs:
+    """Compute what training the heads of `choice` costs for a model, without allocating the heads."""
+    config = new_config(HeadsConfig(**choice.heads), loaded.model, loaded.name, loaded.revision)
+    with torch.device("meta"):
+        trained = sum(parameter.numel() for parameter in MedusaHeads.from_config(config).parameters())
+    shared = config.num_heads * probe.hidden_size * probe.vocab_size if config.lm_head == "shared" else 0
+    return Costs(trained, probe.read_seconds * (1 + HEAD_COST * (trained + shared) / probe.parameters))
+
+
+def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_prompts: int, test_prompts: int) -> Plan:
+    """Plan a run from the probe of its model, the costs of each kind of heads, and the numbers of prompts."""
+    tokens = min(options.tokens, probe.context - 1) if probe.context else options.tokens
+    minutes, reason = options.minutes, "--minutes asks for it"
+    if minutes is None:
+        minutes = default_minutes(probe, train_prompts, tokens)
+        reason = "one answer to each prompt, and twice that time for training"
+        if minutes in (LEAST_MINUTES, MOST_MINUTES):
+            reason = f"the {'least' if minutes == LEAST_MINUTES else 'most'} that fit takes without --minutes"
+    one_text = _text_seconds(probe, 1, tokens)
+    texts = min(max(int(60 * minutes * TEXT_SHARE / one_text), FEWEST_TEXTS), REPEATS * train_prompts)
+    training = max(60 * minutes - texts * one_text, 60 * minutes / 2)
+    slowest = max(cost.token_seconds for cost in costs)
+    per_round = METHODS * BENCHMARK_TOKENS * probe.step_seconds
+    at_most = max(60 * minutes * BENCHMARK_SHARE, BENCHMARK_SECONDS)
+    rounds = 3 if 3 * FEWEST_TEST * per_round <= at_most else 2
+    measured = min(max(int(at_most / (rounds * per_round)), FEWEST_TEST), test_prompts)
+    trained = max(cost.trained for cost in costs)
+    written = CALIBRATION_TOKENS * probe.batch_step_seconds / probe.batch_size
+    return Plan(
+        minutes=minutes,
+        reason=reason,
+        texts=texts,
+        text_tokens=texts * tokens,
+        text_seconds=texts * one_text,
+        training_minutes=training / 60,
+        training_tokens=int(training / slowest),
+        sequence_length=min(SEQUENCE, probe.context or SEQUENCE),
+        test_prompts=measured,
+        rounds=rounds,
+        calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds,
+        benchmark_seconds=rounds * measured * per_round,
+        memory_bytes=probe.model_bytes + ADAM_BYTES * trained + 8 * LOGITS_AT_ONCE * probe.vocab_size,
+        disk_bytes=TEXT_BYTES * texts * tokens + 4 * trained * (1 + 3 * CHECKPOINTS) * len(costs),
+        kinds=len(costs),
+    )
+
+
+def _text_seconds(probe: Probe, texts: int, tokens: int) -> float:
+    """Estimate the seconds to generate texts of `tokens` tokens in batches."""
+    return texts * tokens * probe.batch_step_seconds / probe.batch_size
+
+
+def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitOptions) -> list[str]:
+    """Describe a plan in lines for the console."""
+    names = ", ".join(choice.name for choice in choices)
+    text = f"{plan.texts:,} answers, up to {plan.text_tokens:,} tokens"
+    training = f"{plan.training_minutes:.3g} minutes, about {plan.training_tokens:,} tokens"
+    each = f", for each of {len(choices)} kinds" if len(choices) > 1 else ""
+    free = readable(free_bytes(options.folder))
+    return [
+        f"model        {probe.parameters:,} parameters, {readable(probe.model_bytes)}, on {probe.device}: holds a tree",
+        f"heads        {names} ({choices[0].reason})",
+        f"minutes      {plan.minutes:.3g} for text and training ({plan.reason})",
+        f"text         {text}: {clock(plan.text_seconds)}",
+        f"training     {training}{each}",
+        f"calibration  about {clock(plan.calibration_seconds)}{each}",
+        f"benchmark    {plan.test_prompts} prompts set aside, {plan.rounds} rounds: {clock(plan.benchmark_seconds)}",
+        f"memory       about {readable(plan.memory_bytes)} for training",
+        f"disk         up to {readable(plan.disk_bytes)} in {options.folder}, where {free} are free",
+        f"total        about {clock(plan.seconds)}",
+    ]
+
+
+def require_disk(plan: Plan, folder: Path) -> str | None:
+    """Return a warning if the disk of `folder` has less room than the plan's estimate, else `None`."""
+    free = free_bytes(folder)
+    if plan.disk_bytes <= free:
+        return None
+    return f"{folder} may take {readable(plan.disk_bytes)}, and its disk has {readable(free)} left"
+
+
+def clock(seconds: float) -> str:
+    """Format a time in seconds as minutes and seconds, or as hours and minutes from two hours on."""
+    whole = ceil(seconds)
+    if whole >= 7200:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 60}:{whole % 60:02} min"

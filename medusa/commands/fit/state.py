@@ -1,0 +1,70 @@
+"""The state of a `medusa fit` run: one JSON file that names the request and holds the results of finished stages."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from medusa.commands.fit.options import STATE
+from medusa.errors import RequestError
+from medusa.files import Json, read_json, write_json
+
+WORK = "work"  # the folder for prompts, text and training runs, inside the output folder
+
+
+class FitState:
+    """The request of a run and the figures of its finished stages, kept in `fit.json` after every change."""
+
+    def __init__(self, folder: Path, request: Json) -> None:
+        """Open the state of the run in `folder`, or begin a new one.
+
+        Raise RequestError if the folder holds a run with another request."""
+        self.folder, self.path = folder, folder / STATE
+        self.work = folder / WORK
+        self.content: Json = {"request": request, "stages": {}}
+        if not self.path.exists():
+            return
+        self.content = read_json(self.path)
+        held = self.content.get("request")
+        if not isinstance(held, dict) or not isinstance(self.content.get("stages"), dict):
+            raise RequestError(f"{self.path} was not written by medusa fit; choose another --output")
+        for name, value in request.items():
+            if held.get(name) != value:
+                option = {"purpose": "for", "tokens": "max-new-tokens"}.get(name, name)
+                what = "other prompts" if name == "prompts" else f"{option} {held.get(name)!r}, not {value!r}"
+                raise RequestError(
+                    f"{folder} holds a run with {what}; type the same command to continue it, choose another --output, "
+                    "or add --overwrite to start again"
+                )
+
+    @property
+    def stages(self) -> Json:
+        """The figures of each finished stage, by its name."""
+        return self.content["stages"]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all stages of the run are finished."""
+        return bool(self.content.get("finished"))
+
+    def finish_run(self) -> None:
+        """Note on disk that all stages are finished."""
+        self.content["finished"] = True
+        write_json(self.path, self.content)
+
+    def finish(self, stage: str, figures: object) -> None:
+        """Keep the figures of a finished stage on disk."""
+        self.stages[stage] = figures
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, self.content)
+
+
+def remove_earlier(folder: Path, made: list[str]) -> None:
+    """Delete what an earlier run has written to `folder`: its work folder and the files `made`, and nothing else."""
+    shutil.rmtree(folder / WORK, ignore_errors=True)
+    for name in [*made, STATE]:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,80 @@
+"""A check that heads belong to the backbone that the user names for an export."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from transformers import PretrainedConfig
+
+from medusa.checkpoints.checkpoint import Checkpoint
+from medusa.checkpoints.folder import HUB_ID
+from medusa.checkpoints.stored import Stored
+from medusa.config import Fingerprint
+from medusa.errors import RequestError
+from medusa.export.base import is_whole_model, on_meta, stored_tensor
+from medusa.fingerprint import differs, embedding_sample, unlike, weight_sample
+from medusa.loading import DEMO, LoadOptions, head_sizes, load_backbone, load_config
+from medusa.options import DTYPE_NAMES
+
+
+def require_own_backbone(heads: Checkpoint, name: str, options: LoadOptions) -> str | None:
+    """Compare a backbone with the sizes and the fingerprint in the config of heads.
+
+    Return why the weights could not be compared, or `None` if they were. Weights are compared if the backbone is a
+    local folder or in the Hub's cache; nothing is downloaded. Raise RequestError if it is another backbone."""
+    config, folder = heads.config, _local_folder(name, options)
+    if folder is None:
+        return f"{name} is not on this machine, so this export does not check that the heads belong to it"
+    backbone = load_config(str(folder), options)
+    hidden_size, vocab_size = head_sizes(backbone)
+    if hidden_size != config.hidden_size or config.vocab_size not in (None, vocab_size):
+        sizes = f"hidden size {config.hidden_size} and {config.vocab_size or 'any number of'} tokens"
+        found = f"hidden size {hidden_size} and {vocab_size} tokens"
+        raise RequestError(f"--backbone {name} has {found}, and these heads need {sizes}; {_way_out(config.backbone)}")
+    if ((heads.provenance or {}).get("config") or {}).get("quantization"):
+        return f"the heads record quantised weights, which cannot be compared with those of {name}"
+    if not (config.backbone.get("weights") or config.backbone.get("embedding")):
+        return f"the heads do not record their backbone's weights, so this export cannot compare them with {name}"
+    if _differs(folder, backbone, config.backbone, options):
+        trained_for = config.backbone.get("name") or "another one"
+        raise RequestError(
+            f"--backbone {name} has other weights than the backbone of these heads, {trained_for}; "
+            f"{_way_out(config.backbone)}"
+        )
+    return None
+
+
+def _way_out(known: Fingerprint) -> str:
+    name = known.get("name")
+    return "name the right backbone" if name is None else f"leave --backbone out, or name a copy of {name}"
+
+
+def _local_folder(name: str, options: LoadOptions) -> Path | None:
+    """Return the folder of a backbone on this machine, also in the Hub's cache; `None` if it is not here."""
+    if name == "demo" or Path(name).is_dir():
+        return DEMO if name == "demo" else Path(name)
+    if not HUB_ID.fullmatch(name):
+        return None
+    config = try_to_load_from_cache(name, "config.json", revision=options.revision)
+    folder = Path(config).parent if isinstance(config, str) else None
+    return folder if folder is not None and len(Stored.of_model(folder)) else None
+
+
+def _differs(folder: Path, config: PretrainedConfig, known: Fingerprint, options: LoadOptions) -> bool:
+    """Whether the model in a folder is not the backbone of `known`. Reads single tensors of its files where it can."""
+    if is_whole_model(folder):
+        stored, model = Stored.of_model(folder), on_meta(config, options)
+        parameters = {key: value for key, value in model.named_parameters() if value.is_floating_point()}
+        found = {key: stored_tensor(stored, model, [key], value) for key, value in parameters.items()}
+        tensors = {key: value for key, value in found.items() if value is not None}
+        embedding = model.get_input_embeddings().weight
+        if known.get("weights") and len(tensors) == len(parameters):
+            return unlike(known["weights"], weight_sample(tensors, tensors.__getitem__))
+        for key, value in parameters.items():
+            if not known.get("weights") and value is embedding and key in tensors:
+                return unlike(known["embedding"], embedding_sample(tensors[key]))
+    dtype = known.get("dtype")
+    loaded = load_backbone(str(folder), replace(options, device="cpu", dtype=dtype if dtype in DTYPE_NAMES else None))
+    return differs(loaded.model, known)

@@ -1,0 +1,43 @@
+"""Files that come with the package and have names: recipes, trees and prompts.
+
+In a wheel, the content of the sources' folder `configs` is in `medusa/configs`; `setup.py` copies it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from medusa.errors import RequestError, did_you_mean
+from medusa.files import ASSETS
+
+PROMPTS = {"demo": ASSETS / "prompts.jsonl"}  # files of prompts, by the names that --prompts and --data take
+
+
+def shipped_configs() -> Path:
+    """Return the folder of the shipped recipes, with `trees` and `accelerate` (launcher settings) in it."""
+    package = Path(__file__).parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def recipe_file(name: str | Path) -> Path:
+    """Return the file of a training recipe, given by its path or by the name of a shipped recipe.
+
+    Raise RequestError if there is neither such a file nor such a recipe."""
+    if Path(name).is_file():
+        return Path(name)
+    recipes = _by_name(shipped_configs())
+    if str(name) in recipes:
+        return recipes[str(name)]
+    stem = Path(name).stem  # also answers a path such as configs/medusa1.yaml where there are no sources
+    hint = f"; did you mean {stem}?" if stem in recipes else did_you_mean(stem, recipes)
+    raise RequestError(f"no such file: {name}; give a YAML file or a shipped recipe ({', '.join(recipes)}){hint}")
+
+
+def tree_files() -> dict[str, Path]:
+    """Return the files of the shipped trees that `configs/trees` holds, by name."""
+    return _by_name(shipped_configs() / "trees")
+
+
+def _by_name(folder: Path) -> dict[str, Path]:
+    """Return the YAML files in `folder` by their names without the suffix, sorted."""
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}

@@ -1,0 +1,415 @@
+"""Signals end a run after its step with a checkpoint, and a sudden end loses little; both runs can be continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback, TrainerState
+
+from medusa.commandline import exit_status
+from medusa.commands.train import command_to_continue
+from medusa.errors import Interrupted, RequestError
+from medusa.heads.independent import MedusaHeads
+from tests.helpers import random_ids, tiny_model
+from tests.train.processes import as_two_ranks, forked
+from train.checkpoints import RESCUE, remove_rescues, whole_checkpoints
+from train.interruptions import SAVE_TIMES, RescueClock, Signals
+from train.recipe import parse_recipe
+from train.run import train
+from train.trainer import MedusaTrainer
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="sends signals to forked processes")
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model("llama").save_pretrained(folder / "backbone")
+    lines = [json.dumps({"input_ids": random_ids(20, seed=seed)}) for seed in range(40)]
+    (folder / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+    def content(output: Path, **training: Any) -> dict[str, Any]:
+        given = {"max_steps": STEPS, "logging_steps": 3, "seed": 3, "per_device_train_batch_size": 4}  # 10 steps a pass
+        return {
+            "backbone": str(folder / "backbone"),
+            "data": {"path": str(folder / "data.jsonl"), "sequence_length": 20},
+            "output_dir": str(output),
+            "heads": {"num": 2},
+            "device": "cpu",
+            "training": given | training,
+        }
+
+    return content
+
+
+def run(content: dict[str, Any], **options: Any) -> Any:
+    return train(parse_recipe(content, "test"), quiet=True, **options)
+
+
+class At(TrainerCallback):
+    """Call a function at the end of one step."""
+
+    def __init__(self, step: int, act: Callable[[], object]) -> None:
+        self.step, self.act = step, act
+
+    def on_step_end(self, args: Any, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.act()
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+    """Make all later trainers call a function at the end of one step."""
+    init = MedusaTrainer.__init__
+
+    def choose(step: int, act: Callable[[], object]) -> None:
+        monkeypatch.setattr(
+            MedusaTrainer,
+            "__init__",
+            lambda self, *args, **kwargs: init(self, *args, **{"callbacks": [At(step, act)]} | kwargs),
+        )
+
+    return choose
+
+
+def send(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def same(left: Path, right: Path) -> bool:
+    ours, theirs = MedusaHeads.from_pretrained(left), MedusaHeads.from_pretrained(right)
+    return all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def lines_of_the_log(content: dict[str, Any], **options: Any) -> list[dict[str, float]]:
+    """Train, and return the lines of the log that have a loss."""
+    kept: list[dict[str, float]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.run.draw_curves", lambda log, path: kept.extend(line for line in log if "loss" in line))
+        train(parse_recipe(content, "test"), **options)
+    return kept
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 7), (signal.SIGTERM, 10), (signal.SIGTERM, STEPS)])
+def test_a_signal_ends_a_run_after_its_step_and_the_run_resumes_bit_for_bit(
+    recipe: Any, at: Any, tmp_path: Path, number: int, step: int
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    expected = lines_of_the_log(recipe(whole))
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    at(step, send(number))
+    with pytest.raises(Interrupted) as stop:
+        run(recipe(stopped))
+    checkpoint = stopped / RESCUE / f"checkpoint-{step}" if step < STEPS else stopped / f"checkpoint-{step}"
+    assert (stop.value.number, stop.value.saved) == (number, f"saved {checkpoint}")
+    assert whole_checkpoints(stopped) == [checkpoint]
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+    at(0, lambda: None)
+    assert lines_of_the_log(recipe(stopped), resume=True) == expected
+    assert same(whole, stopped)
+    assert not (stopped / RESCUE).exists()
+
+
+def test_the_command_prints_the_line_that_continues(recipe: Any, tmp_path: Path) -> None:
+    """With a real process, as started by a user, and its line typed again."""
+    content = recipe(tmp_path / "out", max_steps=4000)
+    path = tmp_path / "my recipe.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    words = [sys.executable, "-m", "medusa", "train", str(path), "--overwrite", "training.seed=5"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    seen = ""
+    while not re.search(r"step +\d", seen):
+        line = process.stderr.readline()
+        assert line, seen
+        seen += line
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, told
+    step = re.search(r"medusa train: interrupted; saved .*rescue/checkpoint-(\d+); continue with: medusa (.*)", told)
+    assert step is not None, told
+    assert step[2] == f"train '{path}' training.seed=5 --resume"
+    assert "Traceback" not in told
+    from medusa.__main__ import main
+
+    assert main(["train", str(path), "training.seed=5", "--resume", f"training.max_steps={int(step[1]) + 1}"]) == 0
+
+
+def test_a_second_signal_ends_at_once_with_the_last_checkpoint(recipe: Any, at: Any, tmp_path: Path) -> None:
+    def twice() -> None:
+        send(signal.SIGINT)()
+        send(signal.SIGTERM)()
+
+    at(7, twice)
+    with pytest.raises(Interrupted) as stop:
+        run(recipe(tmp_path, save_steps=5))
+    assert (stop.value.number, stop.value.saved) == (signal.SIGTERM, f"{tmp_path / 'checkpoint-5'} is whole")
+    assert whole_checkpoints(tmp_path) == [tmp_path / "checkpoint-5"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "train.build.load_dataset",
+        "train.run.FeatureCache.write",
+        "train.run.measure_perplexities",
+    ],
+)
+def test_a_signal_outside_training_ends_at_once_and_the_run_continues(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def changed(output: Path) -> dict[str, Any]:
+        content = recipe(output)
+        if "FeatureCache" in place:
+            content["cache_features"] = True
+        if "perplexities" in place:
+            content["adapter"] = {"rank": 2}
+            content["training"] |= {"max_steps": 3, "save_strategy": "no"}
+        return content
+
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run(changed(whole))
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        send(signal.SIGTERM)()
+        pytest.fail("the signal waited")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, interrupted)
+        with pytest.raises(Interrupted) as stop:
+            run(changed(stopped))
+    trained = "perplexities" in place
+    assert stop.value.saved == (f"{stopped / RESCUE / 'checkpoint-3'} is whole" if trained else "")
+    assert not (stopped / "medusa_lm_head.safetensors").exists()
+    assert run(changed(stopped), resume="auto").steps == changed(stopped)["training"]["max_steps"]
+    assert same(whole, stopped)
+
+
+def test_a_failure_that_a_signal_caused_elsewhere_is_an_interruption(recipe: Any, at: Any, tmp_path: Path) -> None:
+    """For example, the workers that read the data got the signal, too."""
+
+    def broken() -> None:
+        send(signal.SIGTERM)()
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+
+    at(7, broken)
+    with pytest.raises(Interrupted) as stop:
+        run(recipe(tmp_path, save_steps=5))
+    assert stop.value.saved == f"{tmp_path / 'checkpoint-5'} is whole"
+
+
+def test_signals_with_workers_that_read_the_data(recipe: Any, at: Any, tmp_path: Path) -> None:
+    at(4, lambda: os.killpg(os.getpgid(0), signal.SIGINT))  # as a terminal does
+
+    def work() -> None:
+        os.setpgid(0, 0)
+        with pytest.raises(Interrupted, match="rescue/checkpoint-4"):
+            run(recipe(tmp_path / "out", dataloader_num_workers=1))
+
+    process = forked(work, tmp_path / "error")
+    assert os.waitpid(process, 0)[1] == 0, (tmp_path / "error").read_text()
+
+
+def test_other_threads_get_no_handlers(recipe: Any, tmp_path: Path) -> None:
+    figures: list[Any] = []
+    thread = threading.Thread(target=lambda: figures.append(run(recipe(tmp_path, max_steps=2))))
+    thread.start()
+    thread.join()
+    assert figures[0].steps == 2
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Signals():
+            send(signal.SIGINT)()
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_two_processes_end_at_the_same_step(recipe: Any, at: Any, tmp_path: Path) -> None:
+    """Only one of them gets the signal."""
+    out = tmp_path / "out"
+
+    def work() -> None:
+        at(5, send(signal.SIGTERM) if os.environ["RANK"] == "1" else lambda: None)
+        with pytest.raises(Interrupted, match=r"rescue/checkpoint-5$") as stop:
+            run(recipe(out))
+        assert stop.value.number == signal.SIGTERM
+
+    as_two_ranks(work, tmp_path)
+    assert whole_checkpoints(out) == [out / RESCUE / "checkpoint-5"]
+    as_two_ranks(lambda: run(recipe(out, max_steps=6), resume=True), tmp_path)
+    assert MedusaHeads.from_pretrained(out).config.num_heads == 2
+
+
+def test_the_exit_status_and_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped() -> None:
+        raise Interrupted(signal.SIGTERM, "saved x")
+
+    assert exit_status("medusa train", stopped) == 143
+    assert capsys.readouterr().err == "medusa train: interrupted; saved x\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "resumable", "printed"),
+    [
+        ("medusa train a.yaml", True, "medusa train a.yaml --resume"),
+        ("medusa train a.yaml", False, "medusa train a.yaml"),
+        ("medusa train a.yaml --overwrite 'x=[1, 2]'", True, "medusa train a.yaml 'x=[1, 2]' --resume"),
+        ("medusa train a.yaml --overwrite", False, "medusa train a.yaml --overwrite"),
+        ("medusa train --resume a.yaml", True, "medusa train --resume a.yaml"),
+    ],
+)
+def test_the_command_that_continues(typed: str, resumable: bool, printed: str) -> None:
+    assert command_to_continue(typed, resumable) == printed
+
+
+# --- the clock -------------------------------------------------------------------------------------------------------
+
+
+def test_the_clock_waits_for_the_minutes_or_for_twenty_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("train.interruptions.time.monotonic", lambda: now[0])
+    clock = RescueClock(minutes=1.0)
+    now[0] += 59
+    assert not clock.due()
+    now[0] += 1
+    assert clock.due()
+    clock.saved(seconds=2.0)
+    assert clock.interval == 60
+    clock.saved(seconds=5.0)
+    now[0] += SAVE_TIMES * 5 - 1
+    assert not clock.due()
+    now[0] += 1
+    assert clock.due()
+    assert not RescueClock(minutes=0).due()
+
+
+def test_a_killed_run_loses_only_the_time_since_its_last_rescue(recipe: Any, at: Any, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = lines_of_the_log(recipe(whole))
+
+    def work() -> None:
+        at(17, send(signal.SIGKILL))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RescueClock, "due", lambda self: True)
+            run(recipe(killed))
+
+    process = forked(work, tmp_path / "error")
+    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+    assert whole_checkpoints(killed) == [killed / RESCUE / "checkpoint-16"], "only the last one is kept"
+    assert lines_of_the_log(recipe(killed), resume=True) == expected
+    assert same(whole, killed)
+    assert [path.name for path in whole_checkpoints(killed)] == [f"checkpoint-{STEPS}"]
+
+
+def test_rescues_come_by_the_clock_and_leave_the_other_checkpoints_alone(recipe: Any, at: Any, tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    at(14, lambda: seen.append([str(path.relative_to(tmp_path)) for path in whole_checkpoints(tmp_path)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RescueClock, "due", lambda self: True)
+        run(recipe(tmp_path, save_steps=4, save_total_limit=2))
+    assert seen == [["checkpoint-8", "checkpoint-12", "rescue/checkpoint-13"]]
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-24"]
+
+
+@pytest.mark.parametrize(("minutes", "rescued"), [(1e-9, True), (0, False)])
+def test_the_minutes_between_rescues(recipe: Any, at: Any, tmp_path: Path, minutes: float, rescued: bool) -> None:
+    found: list[bool] = []
+    at(12, lambda: found.append((tmp_path / RESCUE).exists()))
+    run(recipe(tmp_path, save_minutes=minutes))
+    assert found == [rescued]
+
+
+def test_rescues_can_be_resumed_even_if_other_checkpoints_hold_the_heads_only(
+    recipe: Any, at: Any, tmp_path: Path
+) -> None:
+    at(8, send(signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        run(recipe(tmp_path, save_steps=4, save_only_model=True))
+    at(0, lambda: None)
+    assert run(recipe(tmp_path, save_steps=4, save_only_model=True), resume=True).steps == STEPS
+
+
+def test_the_time_that_was_used_counts_in_a_resumed_run(recipe: Any, at: Any, tmp_path: Path) -> None:
+    at(3, send(signal.SIGTERM))
+    content = recipe(tmp_path, max_steps=-1, max_minutes=0.03, seed=1)
+    with pytest.raises(Interrupted):
+        run(content)
+    state = whole_checkpoints(tmp_path)[-1] / "trainer_state.json"
+    stored = json.loads(state.read_text())
+    stored["stateful_callbacks"]["TimeBudget"]["attributes"]["elapsed"] = 1.7
+    state.write_text(json.dumps(stored))
+    at(0, lambda: None)
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MedusaTrainer, "fit_budget", lambda self, done: setattr(self.args, "max_steps", 10**6))
+        figures = run(content, resume=True)
+    assert figures.seconds < 1.5
+    assert figures.steps > 3
+    assert time.monotonic() - start < 30
+
+
+# --- runs that had ended ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_had_ended_makes_no_more_steps(recipe: Any, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    run(recipe(whole))
+    (whole / "medusa_lm_head.safetensors").rename(tmp_path / "kept.safetensors")
+    figures = run(recipe(whole), resume=True)
+    assert figures.steps == STEPS
+    assert (whole / "medusa_lm_head.safetensors").read_bytes() == (tmp_path / "kept.safetensors").read_bytes()
+    assert run(recipe(whole, max_steps=STEPS + 2), resume=True).steps == STEPS + 2
+
+
+def test_auto_starts_continues_and_reports_what_is_done(
+    recipe: Any, at: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at(5, send(signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        run(recipe(tmp_path), resume="auto")
+    at(0, lambda: None)
+    figures = run(recipe(tmp_path), resume="auto")
+    assert figures.steps == STEPS
+    remove_rescues(tmp_path)
+    monkeypatch.setattr("train.run.load", lambda *args: pytest.fail("trained again"))
+    capsys.readouterr()
+    assert run(recipe(tmp_path), resume="auto") == figures
+    assert "holds the trained heads of this recipe already" in capsys.readouterr().err
+    for checkpoint in whole_checkpoints(tmp_path):
+        (checkpoint / "trainer_state.json").unlink()
+    with pytest.raises(RequestError, match="exists already"):
+        run(recipe(tmp_path, seed=4), resume="auto")
+
+
+def test_the_last_loss_is_that_of_the_last_line(recipe: Any, tmp_path: Path) -> None:
+    """24 steps with a line after every 7: the last line is that of 3 steps."""
+    every = lines_of_the_log(recipe(tmp_path / "every", logging_steps=1))
+    lines = lines_of_the_log(recipe(tmp_path / "few", logging_steps=7))
+    assert [line["step"] for line in lines] == [7, 14, 21, 24]
+    for line, first in zip(lines, (0, 7, 14, 21), strict=True):
+        steps = every[first : line["step"]]
+        assert line["loss"] == pytest.approx(sum(one["loss"] for one in steps) / len(steps))
+    result = json.loads((tmp_path / "few" / "provenance.json").read_text())["result"]
+    assert result["loss"] == pytest.approx(lines[-1]["loss"])
+    assert result["mean_loss"] == pytest.approx(sum(one["loss"] for one in every) / STEPS)
+    assert result["loss"] < result["mean_loss"]
