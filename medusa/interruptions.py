@@ -17,11 +17,9 @@ def interruptible(saved: Callable[[], str]) -> Iterator[None]:
     """Raise `Interrupted` inside this context at Ctrl-C and SIGTERM; `saved` then says what is kept.
 
     A second signal acts as it did before this context, so that it can end a hanging cleanup. Only the main thread
-    receives signals; in other threads this context changes nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    receives signals."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
 
     def restore() -> None:
         for number, handler in before.items():
@@ -31,11 +29,12 @@ def interruptible(saved: Callable[[], str]) -> Iterator[None]:
         restore()
         raise Interrupted(number)
 
-    for number in SIGNALS:
+    for number in before:
         signal.signal(number, stop)
     try:
         yield
-    except Interrupted as stopped:
-        raise Interrupted(stopped.number, stopped.saved or saved()) from None
+    except KeyboardInterrupt as stopped:
+        number = getattr(stopped, "number", signal.SIGINT)
+        raise Interrupted(number, getattr(stopped, "saved", "") or saved()) from None
     finally:
         restore()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
+TEXTS = ("prompt", "question", "text")  # the keys whose value is a string
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
 SHAREGPT_ROLES |= {"system": "system", "tool": "tool", "observation": "tool"}  # and their roles in chat templates
 
@@ -73,14 +74,19 @@ class Record:
 def parse_record(row: object, where: str) -> Record:
     """Make a record from a JSON object; RequestError, beginning with `where`, if it has none of the known forms."""
     if not isinstance(row, dict):
-        raise RequestError(f"{where}: a record is a JSON object, not {type(row).__name__}")
+        example = '{"prompt": "Why is the sky blue?"}'
+        raise RequestError(f"{where}: a record is a JSON object, not {type(row).__name__}; write it as {example}")
     category, raw = row.get("category"), row.get("raw_prompt")
     record = Record(where, category=None if category is None else str(category), tools=_tools(row.get("tools"), where))
     record.raw_prompt = raw if isinstance(raw, bool) else None
     record.teach_last, record.unfinished = row.get("teach") == "last", row.get("finish_reason") == "length"
     if row.get("messages") is not None:
         messages = row["messages"]
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        if (
+            not isinstance(messages, list)
+            or not messages
+            or not all(isinstance(m, dict) and "role" in m for m in messages)
+        ):
             raise RequestError(f'{where}: messages must be a list of {{"role", "content"}}')
         record.messages = [_with_parsed_arguments(message, where) for message in messages]
     elif row.get("conversations") is not None:
@@ -93,18 +99,26 @@ def parse_record(row: object, where: str) -> Record:
         if isinstance(prompt, bool) or not isinstance(prompt, int) or not 0 <= prompt <= len(ids):
             raise RequestError(f"{where}: prompt_tokens is {prompt!r}; it must be a count of at most all input_ids")
         record.input_ids, record.prompt_tokens = ids, prompt
-    elif row.get("turns"):
-        if not isinstance(row["turns"], list):
-            raise RequestError(f"{where}: turns must be a list of texts")
+    elif row.get("turns") is not None:
+        if not isinstance(row["turns"], list) or not row["turns"]:
+            raise RequestError(f"{where}: turns must be a list of texts, and not empty")
         record.turns = [str(turn) for turn in row["turns"]]
         record.messages, record.is_prompt = [{"role": "user", "content": record.turns[0]}], True
     else:
-        key = next((key for key in ("prompt", "question", "text") if isinstance(row.get(key), str)), None)
+        key = next((key for key in TEXTS if isinstance(row.get(key), str)), None)
         if key is None:
-            known = "prompt, text, input_ids, messages, conversations, turns, question"
-            raise RequestError(f"{where}: none of {known} in {{{', '.join(map(str, row))}}}")
+            raise _without_text(row, where)
         record.text, record.is_prompt = row[key], key != "text"
     return record
+
+
+def _without_text(row: Json, where: str) -> RequestError:
+    """Make the error for a record without any of the known keys, or with a value that is no text."""
+    if (wrong := next((key for key in TEXTS if key in row), None)) is not None:
+        return RequestError(f"{where}: {wrong} is {json.dumps(row[wrong], default=str)[:80]}; it must be a text")
+    known = "prompt, text, input_ids, messages, conversations, turns, question"
+    advice = "rename the key of the question or instruction to prompt"
+    return RequestError(f"{where}: none of {known} in {{{', '.join(map(str, row))}}}; {advice}")
 
 
 def parse_json(text: str, where: str) -> object:

@@ -1,4 +1,4 @@
-"""Reading of records from files (JSONL, JSON, text and Parquet), folders and Hub datasets.
+"""Reading of records from files (JSONL, JSON, text and Parquet), folders, datasets of `save_to_disk` and the Hub.
 
 Records are read when they are needed, so that a file can be larger than the memory. A JSON array is read as a whole."""
 
@@ -15,6 +15,8 @@ from medusa.records.record import Record, parse_json, parse_record
 from medusa.shipped import PROMPTS
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")  # of files with records
+SAVED_TO_DISK = (("dataset_dict.json",), ("dataset_info.json", "state.json"))
+"""The files in a folder that `save_to_disk` of the library datasets has written: of several splits, or of one."""
 DOCUMENT_SEPARATOR = "<|endoftext|>"  # the usual line between two documents in a text file
 SETTINGS, FAILED = ".settings.json", ".failed.jsonl"  # endings of files without records that `medusa distill` writes
 
@@ -24,6 +26,7 @@ def read_records(
 ) -> Iterator[Record]:
     """Read the records of a file, of all files in a folder, or of the `split` and `subset` of a Hub dataset.
 
+    A folder may also be a dataset that `save_to_disk` of the library datasets has written, of one split or of several.
     The source `demo` is the file of prompts that comes with the package.
 
     In a `.txt` file, lines equal to `separator` separate documents. Without a separator every line is a prompt.
@@ -31,6 +34,9 @@ def read_records(
     Raise RequestError if the source does not exist, is empty, or contains a record of no known form."""
     path, record = PROMPTS.get(source, Path(source)), None
     files: list[Path] = []
+    if any(all((path / name).is_file() for name in names) for names in SAVED_TO_DISK):
+        yield from _read_saved(path, split)
+        return
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.endswith((SETTINGS, FAILED)))
         if not files:
@@ -68,6 +74,24 @@ def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
                 yield Record(f"{path}:{number}", text=line, is_prompt=True)
     else:
         raise RequestError(f"{path}: files end in {', '.join(SUFFIXES)}")
+
+
+def _read_saved(folder: Path, split: str) -> Iterator[Record]:
+    """Read the records of a dataset that `save_to_disk` has written; of several splits, read `split`."""
+    from datasets import Dataset, load_from_disk
+
+    try:
+        saved = load_from_disk(folder)
+    except Exception as error:  # datasets raises errors of many types
+        raise RequestError(f"{folder} is an empty or damaged dataset of save_to_disk ({first_line(error)})") from None
+    if not isinstance(saved, Dataset):
+        if split not in saved:
+            splits = ", ".join(map(str, saved)) or "none"
+            raise RequestError(f"{folder} has no split {split!r}; its splits are {splits}")
+        saved = saved[split]
+    if not len(saved):
+        raise RequestError(f"{folder} is empty; it must hold at least one record")
+    yield from (parse_record(row, f"{folder}, row {number}") for number, row in enumerate(saved, 1))
 
 
 def _parquet_rows(path: Path) -> Iterator[object]:

@@ -539,7 +539,7 @@ def test_missing_and_invalid_recipes_are_rejected(refused: Any, recipe: Any, tmp
     [
         ('{"messages": [{"role": "user", "content": "a"}]}', "d.jsonl:2: a conversation needs a chat template"),
         ('{"input_ids": [1, 2, 99]}', "d.jsonl:2: the id 99"),
-        ('{"text": 5}', "d.jsonl:2: none of"),
+        ('{"text": 5}', "d.jsonl:2: text is 5; it must be a text"),
         ('{"text": "a', "d.jsonl:2: not JSON"),
         ('{"text": "caf\udce9"}', "d.jsonl:2: not UTF-8 (byte 14 of the line is 0xe9); convert the file"),
     ],

@@ -927,7 +927,7 @@ def test_other_prompts_are_rejected_before_the_backbone_is_loaded(
     done = medusa(*benchmark(place, "--max-prompts", "2", "--tree", "auto", "--compare", file))
     assert done.status == 2
     assert done.err.rstrip().endswith(
-        "was measured on other prompts; give the same --prompts, --prompt and --max-prompts"
+        "was measured on other prompts; give the same --prompts, --prompt, --max-prompts and --raw"
     )
 
 

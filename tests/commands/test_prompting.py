@@ -163,7 +163,7 @@ def test_the_form_that_heads_record_is_the_default(generate: Any, models: Models
 
 COMMANDS: dict[str, tuple[Any, ...]] = {
     "benchmark": ("--rounds", "1", "--max-new-tokens", "4", "--tree", "chain"),
-    "calibrate": ("--rounds", "1", "--max-new-tokens", "16"),
+    "calibrate": ("--rounds", "1", "--max-new-tokens", "16", "--ignore-eos"),
     "verify": ("--draws", "200", "--max-new-tokens", "4", "--tree", "chain"),
     "evaluate": ("--max-new-tokens", "4"),
     "distill": ("--max-new-tokens", "4", "--ignore-eos"),
@@ -174,13 +174,13 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
 def test_every_command_says_which_form_prompts_have(
     medusa: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # verify writes a report there
+    monkeypatch.setattr("decode.bench.calibration.stored.MIN_STEPS", 8)  # a calibration of two short prompts
     (tmp_path / "p.jsonl").write_text('{"prompt": "bcd"}\n{"prompt": "efg"}\n', encoding="utf-8")
     argv = (command, "--backbone", models.chat, "--heads", models.heads, *COMMANDS[command])
-    argv += ("--data" if command == "evaluate" else "--prompts", "p.jsonl")
-    argv += ("--output", "own.jsonl") if command == "distill" else ()
+    argv += ("--data" if command == "evaluate" else "--prompts", tmp_path / "p.jsonl")
+    argv += ("--output", tmp_path / "own.jsonl") if command == "distill" else ()
     assert medusa(*argv).notes == [f"{THROUGH}{models.chat} (--raw turns it off)"]
-    raw = ("--raw", "--overwrite") if command in ("verify", "distill") else ("--raw",)
+    raw = ("--raw", "--overwrite") if command == "distill" else ("--raw",)
     assert medusa(*argv, *raw).notes == [f"{PLAIN}, without the chat template of {models.chat} (--raw)"]
 
 

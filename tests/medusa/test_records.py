@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset, DatasetDict
 
 from medusa.errors import RequestError
 from medusa.records.record import Record, parse_record, prompt_ids
@@ -228,6 +229,34 @@ def test_a_hub_dataset_with_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked["name"] == "main"
 
 
+def test_a_folder_of_save_to_disk_is_read(tmp_path: Path) -> None:
+    Dataset.from_list([{"prompt": "a", "category": "x"}, {"prompt": "b", "category": "y"}]).save_to_disk(tmp_path / "d")
+    records = list(read_records(str(tmp_path / "d")))
+    assert [(r.text, r.is_prompt, r.category) for r in records] == [("a", True, "x"), ("b", True, "y")]
+    assert [record.where for record in records] == [f"{tmp_path / 'd'}, row 1", f"{tmp_path / 'd'}, row 2"]
+
+
+def test_a_folder_of_save_to_disk_with_splits(tmp_path: Path) -> None:
+    rows = {"train": [{"messages": [USER, ASSISTANT]}], "test": [{"messages": [USER]}]}
+    DatasetDict({name: Dataset.from_list(content) for name, content in rows.items()}).save_to_disk(tmp_path / "d")
+    assert [record.messages for record in read_records(str(tmp_path / "d"))] == [[USER, ASSISTANT]]
+    assert [record.messages for record in read_records(str(tmp_path / "d"), split="test")] == [[USER]]
+    with pytest.raises(RequestError, match="has no split 'dev'; its splits are train, test"):
+        list(read_records(str(tmp_path / "d"), split="dev"))
+
+
+def test_wrong_folders_of_save_to_disk_are_refused(tmp_path: Path) -> None:
+    Dataset.from_list([{"story": "a"}]).save_to_disk(tmp_path / "wrong")
+    with pytest.raises(RequestError, match="wrong, row 1: none of prompt"):
+        list(read_records(str(tmp_path / "wrong")))
+    Dataset.from_dict({"prompt": []}).save_to_disk(tmp_path / "empty")
+    with pytest.raises(RequestError, match="empty is an empty or damaged dataset of save_to_disk"):
+        list(read_records(str(tmp_path / "empty")))
+    (tmp_path / "wrong" / "state.json").write_text("{")
+    with pytest.raises(RequestError, match="wrong is an empty or damaged dataset"):
+        list(read_records(str(tmp_path / "wrong")))
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -236,8 +265,12 @@ def test_a_hub_dataset_with_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"story": "a"}, "none of prompt"),
         ({}, "none of prompt"),
+        ({"instruction": "a"}, "rename the key of the question or instruction to prompt"),
+        ({"prompt": None}, "prompt is null; it must be a text"),
+        ({"question": ["a"]}, 'question is ["a"]; it must be a text'),
+        ({"turns": []}, "turns must be a list of texts, and not empty"),
         ([1, 2], "a JSON object, not list"),
-        ("text", "a JSON object, not str"),
+        ("text", 'a JSON object, not str; write it as {"prompt": '),
         ({"prompt": 5}, "prompt"),
         ({"input_ids": "1 2"}, "input_ids"),
         ({"input_ids": [1.5]}, "input_ids"),
@@ -386,6 +419,7 @@ def test_a_question_to_a_base_model_is_encoded_as_plain_text(tokenizer: Any) -> 
     [
         (Record("f.jsonl:3", text=""), "empty"),
         (Record("f.jsonl:3", input_ids=[]), "empty"),
+        (Record("f.jsonl:3", text="", is_prompt=True), "empty"),
         (Record("f.jsonl:3", messages=[USER, ASSISTANT]), "chat template"),
     ],
 )
@@ -403,3 +437,23 @@ def test_a_chat_template_error_is_named_by_line(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('only two roles') }}"
     with pytest.raises(RequestError, match=r"f\.jsonl:3: .*only two roles"):
         prompt_ids(Record("f.jsonl:3", messages=[USER]), tokenizer)
+
+
+def test_a_prompt_goes_through_the_template_and_a_text_does_not(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% for m in messages %}u{{ m.content }}{% endfor %}a"
+    prompts = [Record("here", text="hi", is_prompt=True), Record("here", messages=[USER], is_prompt=True)]
+    for record in prompts:
+        assert tokenizer.decode(prompt_ids(record, tokenizer)) == "uhia"
+        assert tokenizer.decode(prompt_ids(record, tokenizer, raw=True)) == "hi"
+    for raw in (False, True):
+        assert tokenizer.decode(prompt_ids(Record("here", text="hi"), tokenizer, raw)) == "hi"
+        assert tokenizer.decode(prompt_ids(Record("here", messages=[USER]), tokenizer, raw)) == "uhia"
+    with pytest.raises(RequestError, match="here: the prompt is empty"):
+        prompt_ids(Record("here", text="", is_prompt=True), tokenizer)
+
+
+def test_a_conversation_without_a_question_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = "a"
+    for messages in ([], [ASSISTANT]):
+        with pytest.raises(RequestError, match="here: the conversation has no question"):
+            prompt_ids(Record("here", messages=messages), tokenizer)

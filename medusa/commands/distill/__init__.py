@@ -20,10 +20,10 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from decode.settings import Settings
-from medusa.commands.distill.checks import require_room, require_same_settings
+from medusa.commands.distill.checks import require_room, require_same_settings, why_short
 from medusa.commands.distill.client import Server
 from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine
-from medusa.commands.distill.journal import Journal
+from medusa.commands.distill.journal import Journal, ShortAnswersError
 from medusa.commands.distill.tasks import Task, digest, tasks_of
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable, warn
 from medusa.commands.prompting import PromptForm, prompt_form
@@ -127,7 +127,8 @@ def distill(options: DistillOptions) -> DistillFigures:
     """Generate the answers that the output file lacks, and return figures; progress and notes go to standard error.
 
     Raise RequestError if the request is wrong, RunError if the disk is full or no server answers, and `Interrupted`
-    after Ctrl-C or SIGTERM. The finished answers are kept, and another call with the same options continues."""
+    after Ctrl-C or SIGTERM. The finished answers are kept, and another call with the same options continues. Raise
+    RunError and delete the answers if most of the first 32 are empty or one token long."""
     records, path = _records(options), Path(options.out)
     form = _form(options)
     about = _about(options, records, form)
@@ -144,8 +145,14 @@ def distill(options: DistillOptions) -> DistillFigures:
     write_json(path.with_suffix(SETTINGS), about)
     advice = "all finished texts are kept: make room and run the same command again"
     kept = partial(_kept, options, journal)
-    with interruptible(kept), disk_may_fill(path, lambda: advice), journal.opened(options.output):
-        seconds = engine.write(journal)
+    try:
+        with interruptible(kept), disk_may_fill(path, lambda: advice), journal.opened(options.output):
+            seconds = engine.write(journal)
+    except ShortAnswersError as found:
+        for written in (path, path.with_suffix(SETTINGS), journal.failed_path):  # heads must not learn from them
+            written.unlink(missing_ok=True)
+        reason = why_short(form, records, seeds=options.self_talk_seeds is not None)
+        raise RunError(f"{found}, so {path} is not kept: {reason}") from None
     return DistillFigures(
         path=path,
         texts=len(journal.done),

@@ -1,4 +1,4 @@
-"""The checks of `medusa distill` before anything is generated: settings of an earlier run, and room on the disk."""
+"""The checks of `medusa distill`: settings of an earlier run, room on the disk, and the reason for empty answers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from decode.settings import Settings
 from medusa.commands.distill.tasks import Task
 from medusa.commands.options import warn
+from medusa.commands.prompting import PromptForm
 from medusa.errors import RequestError
 from medusa.files import Json, free_bytes, read_json, readable
+from medusa.records.record import Record
 from medusa.records.sources import SETTINGS
 
 BYTES_PER_LINE = 100  # of one answer, without its tokens
@@ -35,3 +37,23 @@ def require_room(path: Path, tasks: list[Task], settings: Settings) -> None:
         )
     if most > free:
         warn(f"{path} may take {readable(most)}, and its disk has {readable(free)} left")
+
+
+def why_short(form: PromptForm, records: list[Record], seeds: bool) -> str:
+    """Return the likely reason for empty answers, and what to type instead. `seeds`: of texts that --self-talk begins.
+
+    Without records, the texts begin with the BOS token alone."""
+    model, forms = form.backbone, {form.of(record) for record in records}
+    if not records:
+        why = f"{model} ends a text that begins with the BOS token alone, as chat models do"
+        return f"{why}; give questions with --prompts FILE instead of --self-talk, or add --ignore-eos"
+    if not form.has_template:
+        why = f"{model} ends plain text at once (EOS), and its tokenizer has no chat template"
+        return f"{why}; for a chat model, put its chat_template.jinja next to the tokenizer, else add --ignore-eos"
+    if forms == {None}:
+        way = "give the seeds with --prompts instead of --self-talk" if seeds else "rename the field to `prompt`"
+        return f"{model} has a chat template, and these texts do not go through it; {way}, or add --ignore-eos"
+    if True in forms:
+        way = "leave --raw out" if form.asked else "add --no-raw"
+        return f"{model} has a chat template, and the prompts were given as plain text; {way}"
+    return f"{model} ends its answers at once (EOS); check that the chat template is this model's, or add --ignore-eos"

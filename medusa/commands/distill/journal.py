@@ -13,12 +13,17 @@ from typing import TextIO
 
 from medusa.commands.distill.tasks import Task
 from medusa.commands.options import Output
-from medusa.errors import RequestError
+from medusa.errors import RequestError, RunError
 from medusa.files import Json
 from medusa.records.sources import FAILED
 
+CHECKED = 32  # the answers after which a run ends if most of them are empty
 Key = tuple[int, int]
 """The index of a prompt, and a turn of its conversation."""
+
+
+class ShortAnswersError(RunError):
+    """Error for a run in which most of the first answers are empty or one token long."""
 
 
 class Journal:
@@ -35,6 +40,7 @@ class Journal:
         self.done: dict[Key, str | None] = {}
         self.reasons: Counter[str] = Counter()  # the number of texts for each finish reason
         self.failed: set[Key] = set()
+        self.short = 0  # the number of answers that are empty or one token long
         self.new_tokens = 0  # the number of tokens that this run has generated
         self._lock = threading.Lock()
         self._start = perf_counter()
@@ -64,6 +70,7 @@ class Journal:
     def _remember(self, key: Key, row: Json) -> None:
         self.done[key] = row["answer"] if key[0] in self.conversations else None  # later turns need the answers
         self.reasons[row["finish_reason"]] += 1
+        self.short += _is_short(row)
 
     @contextmanager
     def opened(self, output: Output) -> Iterator[None]:
@@ -81,7 +88,9 @@ class Journal:
         return [answer for answer in found if answer is not None] if None not in found else None
 
     def append(self, task: Task, turn: int, row: Json) -> None:
-        """Write the answer to one turn of a task, unless the journal already has it."""
+        """Write the answer to one turn of a task, unless the journal already has it.
+
+        Raise ShortAnswersError if this is the last of the first 32 answers, and most of them are short."""
         key = task.index, turn
         line: Json = {"index": task.index, "turn": turn} | row
         if task.category is not None:
@@ -96,6 +105,13 @@ class Journal:
             self._remember(key, line)
             self.new_tokens += len(line.get("input_ids", ())) - line.get("prompt_tokens", 0)
             self._advance(1, self._title())
+            self._check_answers()
+
+    def _check_answers(self) -> None:
+        found = len(self.done)
+        if found == min(CHECKED, self.total) and self.short > found / 2:
+            which = "" if found == self.total else "first "
+            raise ShortAnswersError(f"{self.short} of the {which}{found} answers are empty or one token long")
 
     def _title(self) -> str:
         speed = self.new_tokens / max(perf_counter() - self._start, 1e-9)
@@ -107,3 +123,12 @@ class Journal:
         with self._lock, self.failed_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             self.failed.add((task.index, turn))
+
+
+def _is_short(row: Json) -> bool:
+    """Whether an answer ended with at most one token. Of a server's message only the text is known: is it empty?"""
+    if "input_ids" not in row:
+        said = row["messages"][-1]
+        return not (str(row["answer"]).strip() or said.get("tool_calls") or said.get("reasoning_content"))
+    written = len(row["input_ids"]) - row["prompt_tokens"] - (row["finish_reason"] == "eos")
+    return row["finish_reason"] != "length" and written <= 1
