@@ -1,5 +1,10 @@
 """The errors of this project, each with a message of one line: wrong requests, and runs that cannot continue."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class RequestError(ValueError):
     """A wrong request, such as an invalid option. The message names the value, what is allowed and what to do instead.
@@ -27,3 +32,23 @@ def first_line(error: BaseException) -> str:
     """Return the first non-empty line of an error's message; without a message, the name of the error's type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the hint `; did you mean NAME?` for a mistyped word, with the nearest known name, or an empty string."""
+    near = nearest(word, known)
+    return f"; did you mean {near}?" if near else ""
+
+
+def choose_one_of(word: object, known: Iterable[str]) -> str:
+    """Return the advice `choose one of A, B` for a word that is not among the known names, with the nearest name."""
+    names = list(known)
+    near = nearest(str(word), names)
+    return f"choose one of {', '.join(names)}" + (f" (did you mean {near}?)" if near else "")
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most similar to `word`, ignoring case, or `None` if no name is similar."""
+    names = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), names, n=1)
+    return names[found[0]] if found else None
