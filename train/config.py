@@ -144,9 +144,9 @@ class TrainConfig(Section):
     adapter: AdapterConfig | None = None
     """Train the backbone too, through a LoRA adapter (Medusa-2)."""
     training: dict[str, Any] = Field(default_factory=dict)
-    """Training arguments: fields of transformers' TrainingArguments and of `train.arguments`, such as objective."""
+    """Training arguments: our own keys, such as objective, and fields of transformers' TrainingArguments."""
     cache_features: bool = False
-    """Run the backbone only once, and train the heads from its hidden states on disk (`train.features`)."""
+    """Run the backbone only once, and train the heads from its hidden states on disk."""
     features_dir: str | None = None
     """Folder for the cached hidden states, by default output_dir/features."""
     features_dtype: Annotated[str | None, one_of(*DTYPES)] = None

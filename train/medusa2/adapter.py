@@ -50,7 +50,7 @@ def add_lora(model: PreTrainedModel, config: AdapterConfig) -> None:
         model.add_adapter(LoraConfig(task_type="CAUSAL_LM", target_modules=modules, **sizes))
     except ValueError:
         asked = config.modules if isinstance(config.modules, str) else ", ".join(config.modules)
-        advice = choose_one_of(asked, ["all-linear", *sorted(linear)])
+        advice = choose_one_of(asked, ["all-linear", *sorted(linear - {"lm_head"})])  # which has a key of its own
         raise RequestError(f"adapter.modules is {asked!r}, which is no layer to adapt; {advice}") from None
 
 
