@@ -33,8 +33,8 @@ INTRODUCTION = """\
 
 A recipe is a YAML file that describes a training run. `medusa train` reads it, and `key=value` on the command line
 overrides any of its keys. This page lists every key with its type, default and meaning. An empty default means that the
-value is chosen for the backbone or that the key is off. The type "name" stands for a long list of names, which the error
-after a wrong name shows. [Training](training.md) explains how to choose.
+value is chosen for the backbone or that the key is off. The type "name" stands for a long list of names. The error
+after a wrong name shows the list. [Training](training.md) explains how to choose.
 
 ```yaml
 # example: a recipe needs three keys; the others have defaults
