@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import astuple, fields
-from enum import EnumMeta
+from enum import Enum
 from functools import reduce
 from types import GenericAlias, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -84,10 +84,10 @@ def _yaml_type(hint: object, *given: object) -> object:
     The type is `object` (any value) if there are other types than those in `PLAIN` and enums."""
     whole, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     members = get_args(whole) if get_origin(whole) in (Union, UnionType) else (whole,)
-    kinds = tuple(kind for kind in members if not isinstance(kind, EnumMeta))
+    kinds = tuple(kind for kind in members if not (isinstance(kind, type) and issubclass(kind, Enum)))
     limits += given
-    for choices in (kind for kind in members if isinstance(kind, EnumMeta)):
-        limits.append(one_of(*(str(choice.value) for choice in choices)))  # type: ignore[attr-defined]
+    for choices in (kind for kind in members if isinstance(kind, type) and issubclass(kind, Enum)):
+        limits.append(one_of(*(str(choice.value) for choice in choices)))
     plain = reduce(operator.or_, kinds) if kinds and PLAIN.issuperset(kinds) else object
     return Annotated[plain, *limits] if limits else plain
 

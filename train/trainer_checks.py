@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
-from transformers import Trainer, get_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import SchedulerType, Trainer, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.training_args import OptimizerNames
 
 from medusa.errors import RequestError, choose_one_of, first_line
 from train.arguments import MedusaTrainingArguments
@@ -21,22 +23,24 @@ def require_usable(arguments: MedusaTrainingArguments, num_heads: int) -> None:
 
     `num_heads` is the number of heads, whose metrics an evaluation reports."""
     _require_reporters(arguments)
-    model = nn.Linear(1, 1)
-    named = arguments.optim.value, arguments.lr_scheduler_type.value  # type: ignore[union-attr]
+    model: Any = nn.Linear(1, 1)
+    optim, schedule = OptimizerNames(arguments.optim), SchedulerType(arguments.lr_scheduler_type)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    _tried(f"optim is {named[0]!r}", lambda: Trainer.get_optimizer_cls_and_kwargs(arguments, model))
-    schedule = {"num_training_steps": 2, "scheduler_specific_kwargs": arguments.lr_scheduler_kwargs}
+    _tried(f"optim is {optim.value!r}", lambda: Trainer.get_optimizer_cls_and_kwargs(arguments, model))
+    settings: Any = arguments.lr_scheduler_kwargs
     _tried(
-        f"lr_scheduler_type is {named[1]!r}",
-        lambda: get_scheduler(arguments.lr_scheduler_type, optimizer, num_warmup_steps=1, **schedule),
+        f"lr_scheduler_type is {schedule.value!r}",
+        lambda: get_scheduler(
+            schedule, optimizer, num_warmup_steps=1, num_training_steps=2, scheduler_specific_kwargs=settings
+        ),
     )
-    loading = {
+    loading: dict[str, Any] = {
         "num_workers": arguments.dataloader_num_workers,
         "persistent_workers": arguments.dataloader_persistent_workers,
         "prefetch_factor": arguments.dataloader_prefetch_factor,
         "multiprocessing_context": arguments.dataloader_multiprocessing_context,
     }
-    _tried(f"dataloader_num_workers is {loading['num_workers']}", lambda: DataLoader([0], **loading))
+    _tried(f"dataloader_num_workers is {loading['num_workers']}", lambda: DataLoader(TensorDataset(), **loading))
     _require_metric(arguments, num_heads)
 
 
