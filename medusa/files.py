@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,21 @@ def require_absent(path: Path, overwrite: bool) -> None:
     """Raise RequestError if a file or folder exists and `overwrite` is false."""
     if path.exists() and not overwrite:
         raise RequestError(f"{path} exists already; choose another place or add --overwrite")
+
+
+def require_writable(folder: Path, name: str) -> None:
+    """Raise RequestError if `folder`, the value of the key or option `name`, is no folder or cannot be written to.
+
+    A folder that does not exist yet is not created."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not existing.is_dir():
+        raise RequestError(f"{name} is {folder}, but {existing} is a file; give a folder")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=existing):
+            pass
+    except OSError as error:
+        reason = f"{existing} cannot be written to ({error.strerror})"
+        raise RequestError(f"{name} is {folder}, but {reason}; give another folder") from None
 
 
 @contextlib.contextmanager

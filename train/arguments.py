@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import cache
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -12,7 +14,8 @@ from transformers import TrainingArguments
 from medusa.errors import RequestError
 from train.loss.heads import BACKENDS
 from train.loss.weighting import DECAY, WEIGHTINGS, Weighting
-from train.sections import one_of, section_of, validated
+from train.sections import Section, one_of, section_of, validated
+from train.trainer_keys import LIMITS, UNUSED
 
 OBJECTIVES = ("text", "argmax", "distill")
 
@@ -72,9 +75,16 @@ class MedusaTrainingArguments(TrainingArguments):
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
             self.metric_for_best_model = "eval_loss"
         super().__post_init__()
-        section = section_of(MedusaTrainingArguments)
-        limited = (name for name, field in section.model_fields.items() if field.metadata)
-        validated(section, {name: getattr(self, name) for name in limited}, prefix="training.")
+        section, given = training_section(), {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if (
+                field.name in section.model_fields
+                and section.model_fields[field.name].metadata
+                and value != field.default
+            ):
+                given[field.name] = value.value if isinstance(value, Enum) else value
+        validated(section, given, prefix="training.")
         if self.max_minutes is not None and self.max_cpu_minutes is not None:
             raise RequestError("training.max_minutes and max_cpu_minutes are two budgets; give one of them")
         if self.head_decay is not None and self.head_weighting == "dpace":
@@ -91,3 +101,9 @@ class MedusaTrainingArguments(TrainingArguments):
         """The rule for the loss weights of the heads, made from head_weighting, head_decay and dpace_smoothing."""
         kind = self.head_weighting or ("dpace" if self.head_decay is None else "decay")
         return Weighting(kind, DECAY if self.head_decay is None else self.head_decay, self.dpace_smoothing)
+
+
+@cache
+def training_section() -> type[Section]:
+    """Make the section `training` of a recipe: the fields of `MedusaTrainingArguments` that have an effect here."""
+    return section_of(MedusaTrainingArguments, LIMITS, UNUSED)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from transformers import PretrainedConfig
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.files import Json
+from medusa.files import Json, require_writable
 from medusa.loading import head_sizes, load_config
 from medusa.shipped import shipped_configs
 from medusa.tree import load_tree
 from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
-from train.config import NUM_HEADS, HeadsConfig, TrainConfig
+from train.config import NUM_HEADS, AdapterConfig, HeadsConfig, TrainConfig
 from train.data.datasets import require_data
 from train.features.files import is_features
 from train.heads import require_startable
+from train.medusa2.adapter import add_lora
+from train.trainer_checks import require_usable
 
 
 def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
@@ -26,6 +30,7 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
 
     Raise RequestError if the data or the backbone do not exist, or if two keys exclude each other. With `quiet`,
     training will show no progress bar."""
+    require_writable(Path(config.output_dir), "output_dir")
     data = config.data
     if is_features(data.path):
         unused = {f"data.{key}": getattr(data, key) for key in ("exclude", "max_examples", "streaming")}
@@ -45,9 +50,11 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
         raise RequestError(f"device is {config.device}, but this process trains on {own}; {way}")
     backbone = load_config(config.backbone, config.load_options)
     sizes = head_sizes(backbone)
+    num_heads = config.heads.num or NUM_HEADS
     if config.heads.start is not None:
         held = require_startable(config.heads.start, config.heads, *sizes)
         require_adaptable(config, held)
+        num_heads = held.num_heads
     several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if several and "RANK" not in os.environ:  # accelerate 1.15 started one process, although it was asked for several
         fault = "accelerate launch --cpu starts one process for any --num_processes"
@@ -56,7 +63,10 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
     arguments = _training_arguments(config, sizes[0], quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
-    load_tree(arguments.eval_tree, config.heads.num or NUM_HEADS)
+    load_tree(arguments.eval_tree, num_heads)
+    require_usable(arguments, num_heads)
+    if config.adapter is not None:
+        _require_modules(config.adapter, backbone)
     return arguments, backbone
 
 
@@ -68,6 +78,13 @@ def require_adaptable(config: TrainConfig, heads: HeadsConfig | MedusaConfig) ->
         raise RequestError(f"{wanted}; add adapter.teacher_tilt=0, or leave heads.vocabulary out")
     if adapter is not None and adapter.lm_head and heads.lm_head == "shared":
         raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
+
+
+def _require_modules(adapter: AdapterConfig, backbone: PretrainedConfig) -> None:
+    """Raise RequestError if the backbone lacks layers to adapt; a backbone with code of its own is checked later."""
+    if type(backbone) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        with torch.device("meta"):  # layers without memory
+            add_lora(AutoModelForCausalLM.from_config(backbone), adapter)
 
 
 def _training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
@@ -84,7 +101,7 @@ def _training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> M
         arguments = MedusaTrainingArguments(output_dir=config.output_dir, **given | config.training)
     except RequestError:
         raise
-    except (TypeError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         raise RequestError(f"training: {' '.join(str(error).split())}") from None
     # Several GPUs need a launcher: DataParallel would copy the heads but not the backbone, which is no submodule.
     arguments._n_gpu = min(arguments.n_gpu, 1)

@@ -74,7 +74,7 @@ class DataConfig(Section):
     """Pack rows while training reads them, for data larger than memory; needs training.max_steps or max_minutes."""
     shuffle_buffer: int = Field(default=256, ge=1)
     """Number of streamed rows from which the next row is drawn at random; 1 keeps the order of the data."""
-    max_examples: int | None = None
+    max_examples: int | None = Field(default=None, ge=1)
     """Number of records to read, by default all."""
     exclude: str | None = None
     """Test prompts (file, folder or dataset); examples that share `exclude_window` consecutive tokens are dropped."""
@@ -92,7 +92,7 @@ class AdapterConfig(Section):
 
     rank: int = Field(default=32, ge=1)
     """Rank of the LoRA matrices (paper: 32)."""
-    alpha: int = 64
+    alpha: int = Field(default=64, gt=0)
     """LoRA's alpha: the adapter's output is scaled by alpha / rank (paper: 16)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout rate on the inputs of the LoRA matrices (paper: 0.05). Heads train with it, but decode without it."""
@@ -100,7 +100,7 @@ class AdapterConfig(Section):
     """Layers to adapt: all-linear (all linear layers except the LM head), or names as in peft's target_modules."""
     lm_head: bool = False
     """Adapt the LM head too, as the paper does; the heads then need their own LM heads."""
-    learning_rate: float | None = None
+    learning_rate: float | None = Field(default=None, gt=0)
     """Peak learning rate of the adapter, by default a quarter of training.learning_rate (as in the paper)."""
     lm_loss: Literal["kl", "text"] = "kl"
     """Loss of the backbone: kl (divergence from the original backbone) or text (cross-entropy on the text)."""
@@ -144,9 +144,9 @@ class TrainConfig(Section):
     adapter: AdapterConfig | None = None
     """Train the backbone too, through a LoRA adapter (Medusa-2)."""
     training: dict[str, Any] = Field(default_factory=dict)
-    """Training arguments: fields of transformers' TrainingArguments and of `train.arguments`, such as objective."""
+    """Training arguments: our own keys, such as objective, and fields of transformers' TrainingArguments."""
     cache_features: bool = False
-    """Run the backbone only once, and train the heads from its hidden states on disk (`train.features`)."""
+    """Run the backbone only once, and train the heads from its hidden states on disk."""
     features_dir: str | None = None
     """Folder for the cached hidden states, by default output_dir/features."""
     features_dtype: Annotated[str | None, one_of(*DTYPES)] = None

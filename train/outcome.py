@@ -57,9 +57,10 @@ class RunFigures:
         """Make the metrics from a JSON object of `to_dict`. Keys that are missing, as in older versions, are `None`."""
         names = {field.name for field in fields(cls)} - {"heads", "perplexities"}
         heads = {key: value for key, value in content.items() if re.match(r"head\d", key)}
-        pair = (content.get("perplexity_before"), content.get("perplexity_after"))
-        perplexities = None if None in pair else Perplexities(*pair)
-        return cls(**{name: content.get(name) for name in names}, heads=heads, perplexities=perplexities)
+        pair = [content[key] for key in ("perplexity_before", "perplexity_after") if key in content]
+        perplexities = Perplexities(*pair) if len(pair) == 2 else None
+        plain: dict[str, Any] = {name: content.get(name) for name in names}
+        return cls(**plain, heads=heads, perplexities=perplexities)
 
     def to_dict(self) -> dict[str, object]:
         """The metrics as one flat JSON object."""

@@ -10,11 +10,13 @@ import yaml
 from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.shipped import recipe_file
-from train.arguments import MedusaTrainingArguments
+from train.arguments import training_section
 from train.config import TrainConfig
-from train.sections import section_of, validated
+from train.sections import key_paths, validated
+from train.trainer_keys import UNUSED
 
 OLD_NAMES = {"activation_checkpointing": "gradient_checkpointing"}  # new name: its name in transformers 5.17
+NO_STEPS = (-1, "-1")  # values of max_steps that stand for no limit, as in transformers
 
 
 def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
@@ -35,11 +37,16 @@ def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
 
 def parse_recipe(content: Json, source: str) -> TrainConfig:
     """Turn a recipe's content into a `TrainConfig`, or raise RequestError, with the name `source` in its message."""
-    config = validated(TrainConfig, content, f"{source}: ")
-    section = section_of(MedusaTrainingArguments)
+    section = training_section()
     known = section.model_fields
+    paths = [*key_paths(TrainConfig), *(f"training.{name}" for name in known)]
+    config = validated(TrainConfig, content, f"{source}: ", paths=paths)
+    for name in filter(UNUSED.get, config.training):
+        raise RequestError(f"{source}: training.{name} is not supported; {UNUSED[name]}")
     given = {name if name in known else OLD_NAMES.get(name, name): value for name, value in config.training.items()}
-    validated(section, given, f"{source}: ", "training.")
+    if given.get("max_steps") in NO_STEPS:
+        given.pop("max_steps")
+    validated(section, given, f"{source}: ", "training.", paths)
     config.training = {name: section.as_meant(name, value) for name, value in given.items()}
     for name, value in config.training.items():
         if isinstance(value, float) and not math.isfinite(value) and (name, value) != ("max_grad_norm", math.inf):

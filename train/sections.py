@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import operator
 import re
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import astuple, fields
-from enum import EnumMeta
-from functools import cache, reduce
+from enum import Enum
+from functools import reduce
 from types import GenericAlias, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, GetPydanticSchema, ValidationError, 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, core_schema
 
-from medusa.errors import RequestError, choose_one_of
+from medusa.errors import RequestError, choose_one_of, nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -63,19 +63,31 @@ class Section(BaseModel):
         return value
 
 
-@cache
-def section_of(arguments: type[DataclassInstance]) -> type[Section]:
-    """Make a `Section` with a dataclass's fields. It checks plain types only, such as `int`; floats may be infinite."""
+def section_of(
+    arguments: type[DataclassInstance], limits: Mapping[str, tuple[Any, ...]], without: Container[str]
+) -> type[Section]:
+    """Make a `Section` with a dataclass's fields, except those in `without`.
+
+    It checks plain types, such as `int`, the values of enums, and the `limits` of fields. Floats may be infinite."""
     hints = get_type_hints(arguments, include_extras=True)
-    kinds: dict[str, Any] = {field.name: (_yaml_type(hints[field.name]), None) for field in fields(arguments)}
+    kinds: dict[str, Any] = {
+        field.name: (_yaml_type(hints[field.name], *limits.get(field.name, ())), None)
+        for field in fields(arguments)
+        if field.name not in without
+    }
     return create_model(arguments.__name__, __base__=Section, __cls_kwargs__={"allow_inf_nan": True}, **kinds)
 
 
-def _yaml_type(hint: object) -> object:
-    """A field's YAML type: the union `hint` without enums; `object` (any value) if other than `PLAIN` types remain."""
+def _yaml_type(hint: object, *given: object) -> object:
+    """A field's YAML type, with the limits that are `given` and those in the `hint`.
+
+    The type is `object` (any value) if there are other types than those in `PLAIN` and enums."""
     whole, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     members = get_args(whole) if get_origin(whole) in (Union, UnionType) else (whole,)
-    kinds = tuple(kind for kind in members if not isinstance(kind, EnumMeta))
+    kinds = tuple(kind for kind in members if not (isinstance(kind, type) and issubclass(kind, Enum)))
+    limits += given
+    for choices in (kind for kind in members if isinstance(kind, type) and issubclass(kind, Enum)):
+        limits.append(one_of(*(str(choice.value) for choice in choices)))
     plain = reduce(operator.or_, kinds) if kinds and PLAIN.issuperset(kinds) else object
     return Annotated[plain, *limits] if limits else plain
 
@@ -83,18 +95,49 @@ def _yaml_type(hint: object) -> object:
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def validated(section: type[AnySection], content: object, source: str = "", prefix: str = "") -> AnySection:
+def validated(
+    section: type[AnySection], content: object, source: str = "", prefix: str = "", paths: Sequence[str] = ()
+) -> AnySection:
     """Check the content of a section, as read from YAML, and return the section.
 
     Raise RequestError if a key is unknown or missing, or a value is not allowed. The message starts with `source`, and
-    names keys with the path `prefix` of their section, such as "training."."""
+    names keys with the path `prefix` of their section, such as "training.". For an unknown key, it suggests one of the
+    same section, or of the whole recipe, whose keys are in `paths`."""
     try:
         return section.model_validate(content)
     except ValidationError as refusal:
-        raise RequestError(source + _explain(refusal, section, prefix)) from None
+        raise RequestError(source + _explain(refusal, section, prefix, paths)) from None
 
 
-def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> str:
+def key_paths(section: type[Section]) -> list[str]:
+    """The paths of all keys of a section and of the sections in it, such as "heads.num"."""
+    found = []
+    for name, field in section.model_fields.items():
+        inner = _inner(field)
+        found += [name] if inner is None else [name, *(f"{name}.{path}" for path in key_paths(inner))]
+    return found
+
+
+def _inner(field: FieldInfo) -> type[Section] | None:
+    """The class of the section that a field holds, or `None` if the field is a plain key."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def _unknown(parts: tuple[str, ...], section: type[Section], prefix: str, paths: Sequence[str]) -> str:
+    """Describe an unknown key with the path `parts`, and suggest others: of that name, or of the nearest name."""
+    path, word = prefix + ".".join(parts), parts[-1]
+    names = {known.rpartition(".")[2]: known for known in paths}
+    if same := [known for known in paths if known.rpartition(".")[2] == word]:
+        return f"unknown key {path}; did you mean {' or '.join(same)}?"
+    if near := nearest(word, section.model_fields):
+        return f"unknown key {path}; did you mean {path.removesuffix(word)}{near}?"
+    if near := nearest(word, names):
+        return f"unknown key {path}; did you mean {names[near]}?"
+    return f"unknown key {path}; known: {', '.join(section.model_fields)}"
+
+
+def _explain(refusal: ValidationError, section: type[Section], prefix: str, paths: Sequence[str]) -> str:
     """Describe the first validation error of a section in one line: key with its path, value, and what is allowed."""
     errors = refusal.errors(include_url=False)
     # A misspelled required key is both unknown and missing; a suggestion for the unknown key helps more.
@@ -105,9 +148,7 @@ def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> s
     parts, section, field = _locate(section, error)
     path = prefix + ".".join(parts)
     if field is None:
-        near = difflib.get_close_matches(parts[-1], section.model_fields, n=1)
-        known = f"known: {', '.join([*section.model_fields][:12])}"
-        return f"unknown key {path}; {f'did you mean {path.removesuffix(parts[-1])}{near[0]}?' if near else known}"
+        return _unknown(parts, section, prefix, paths)
     if kind in ("missing", "string_too_short") or (error["input"] is None and field.is_required()):
         return f"{path} is missing; add `{': {'.join(parts)}: ...{'}' * (len(parts) - 1)}`"
     value = repr(error["input"]) if isinstance(error["input"], str) else str(error["input"])
@@ -129,8 +170,7 @@ def _locate(section: type[Section], error: ErrorDetails) -> tuple[tuple[str, ...
     field = None
     for part in map(str, error["loc"]):
         if field is not None:
-            kinds = get_args(field.annotation) or (field.annotation,)
-            inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+            inner = _inner(field)
             if inner is None:  # the rest of the path points into a value
                 break
             section = inner

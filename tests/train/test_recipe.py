@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import yaml
 
 from medusa.errors import RequestError
 from train.architecture import BackboneSizes, HeadShape, choose
-from train.arguments import MedusaTrainingArguments
+from train.arguments import MedusaTrainingArguments, training_section
 from train.config import HeadsConfig, TrainConfig
 from train.recipe import load_recipe, parse_recipe
+from train.trainer_keys import KEYS, UNUSED
 
 LEAST = {"backbone": "b", "data": "d.jsonl", "output_dir": "o"}
 
@@ -101,8 +103,12 @@ def test_arguments_of_transformers_may_be_infinite(read: Any) -> None:
     for key in ("hidden_noise", "max_minutes", "learning_rate", "warmup_steps", "num_train_epochs"):
         with pytest.raises(RequestError, match=rf"training\.{key} is inf; it must be a finite number"):
             read(LEAST, f"training.{key}=.inf")
-    for key in ("learning_rate", "max_grad_norm"):
-        with pytest.raises(RequestError, match=rf"training\.{key} is nan; it must be a finite number"):
+    for key, said in (
+        ("learning_rate", "above 0"),
+        ("max_grad_norm", "at least 0"),
+        ("ddp_timeout", "a valid integer"),
+    ):
+        with pytest.raises(RequestError, match=rf"training\.{key} is nan; it must be {said}"):
             read(LEAST, f"training.{key}=nan")
 
 
@@ -249,3 +255,94 @@ def test_given_head_settings_are_kept_and_the_rest_is_chosen() -> None:
     assert asked == HeadShape("square", 3, 1.0, "own")
     asked = choose(sizes, HeadsConfig(block="mlp", layers=3, expansion=2.0, lm_head="shared"))
     assert asked == HeadShape("mlp", 3, 2.0, "shared")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("learning_rate=-1", "it must be above 0"),
+        ("learning_rate=0", "it must be above 0"),
+        ("per_device_train_batch_size=0", "it must be at least 1"),
+        ("per_device_eval_batch_size=0", "it must be at least 1"),
+        ("gradient_accumulation_steps=0", "it must be at least 1"),
+        ("max_steps=0", "it must be at least 1"),
+        ("max_steps=-2", "it must be at least 1"),
+        ("num_train_epochs=0", "it must be above 0"),
+        ("num_train_epochs=-0.5", "it must be above 0"),
+        ("max_minutes=0", "it must be above 0"),
+        ("save_minutes=-1", "it must be at least 0"),
+        ("weight_decay=-1", "it must be at least 0"),
+        ("warmup_steps=-1", "it must be at least 0"),
+        ("logging_steps=0", "it must be above 0"),
+        ("save_steps=0", "it must be above 0"),
+        ("eval_steps=-5", "it must be above 0"),
+        ("save_total_limit=0", "it must be at least 1"),
+        ("seed=-1", "it must be at least 0 and at most 4294967295"),
+        ("data_seed=4294967296", "it must be at least 0 and at most 4294967295"),
+        ("adam_beta1=1", "it must be at least 0 and below 1"),
+        ("adam_beta2=-0.1", "it must be at least 0 and below 1"),
+        ("max_grad_norm=-1", "it must be at least 0"),
+        ("dataloader_num_workers=-1", "it must be at least 0"),
+        ("dataloader_multiprocessing_context=thread", "choose one of fork, spawn, forkserver"),
+        ("lr_scheduler_type=cosin", "did you mean cosine?"),
+        ("save_strategy=sometimes", "choose one of no, steps, epoch, best"),
+        ("optim=adam", "choose one of adamw_torch, "),
+        ("log_level=loud", "choose one of detail, debug, info, warning, error, critical, passive"),
+        ("objective=foo", "choose one of text, argmax, distill"),
+    ],
+)
+def test_values_outside_the_limits_of_training_keys_are_refused(read: Any, override: str, said: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        read(LEAST, f"training.{override}")
+    assert f"training.{override.partition('=')[0]} is " in str(refusal.value)
+    assert said in str(refusal.value)
+
+
+def test_no_limit_of_steps_is_written_as_in_transformers(read: Any) -> None:
+    assert read(LEAST, "training.max_steps=5", "training.max_steps=-1").training == {}
+
+
+def test_the_limits_also_hold_in_python(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"training\.weight_decay is -1; it must be at least 0"):
+        MedusaTrainingArguments(str(tmp_path), weight_decay=-1)
+    assert MedusaTrainingArguments(str(tmp_path), save_strategy="no", max_steps=-1).save_strategy == "no"
+
+
+@pytest.mark.parametrize(("name", "reason"), list(UNUSED.items()))
+def test_keys_without_effect_are_refused_with_the_reason(read: Any, name: str, reason: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        read(LEAST, f"training.{name}=true")
+    assert f"recipe.yaml: training.{name} is not supported; {reason}" in str(refusal.value)
+
+
+def test_every_field_of_transformers_is_described_or_refused() -> None:
+    own = set(vars(MedusaTrainingArguments)["__annotations__"]) - set(KEYS)
+    names = {field.name for field in fields(MedusaTrainingArguments)}
+    assert set(KEYS) | set(UNUSED) | own >= names
+    assert not set(KEYS) & set(UNUSED)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("objective=text", "unknown key objective; did you mean training.objective?"),
+        ("learning_rat=1", "unknown key learning_rat; did you mean training.learning_rate?"),
+        ("num=3", "unknown key num; did you mean heads.num?"),
+        ("dropout=0.1", "unknown key dropout; did you mean adapter.dropout or training.dropout?"),
+        ("training.kind=eagle", "unknown key training.kind; did you mean heads.kind?"),
+        ("training.lerning_rate=1", "unknown key training.lerning_rate; did you mean training.learning_rate?"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_one_and_its_path(read: Any, override: str, said: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        read(LEAST, override)
+    assert str(refusal.value).endswith(said)
+
+
+def test_the_list_of_keys_is_complete(read: Any) -> None:
+    with pytest.raises(RequestError) as refusal:
+        read(LEAST, "training.xyzzy=1")
+    listed = str(refusal.value).partition("known: ")[2].split(", ")
+    assert listed == list(training_section().model_fields)
+    assert "save_minutes" in listed
+    assert "push_to_hub" not in listed

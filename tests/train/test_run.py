@@ -135,15 +135,38 @@ def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
         ({"adapter": {}, "heads": {"vocabulary": 32}}, "teacher_tilt needs heads that guess among all tokens"),
         ({"adapter": {"lm_head": True}, "heads": {"lm_head": "shared"}}, "needs heads with LM heads of their own"),
         ({"heads": {"start": "absent/heads"}}, "absent/heads"),
+        ({"training": {"report_to": "wandb"}}, r"training\.report_to is 'wandb', which is not installed; install it"),
+        ({"training": {"report_to": "wanb"}}, r"training\.report_to is 'wanb'; choose one of .*did you mean wandb"),
+        ({"training": {"lr_scheduler_type": "cosine_with_min_lr"}}, r"training\.lr_scheduler_type .*min_lr"),
+        ({"training": {"optim": "lomo"}}, r"training\.optim is 'lomo': "),
+        ({"training": {"dataloader_persistent_workers": True}}, r"training\.dataloader_num_workers is 0: .*persistent"),
+        ({"training": {"accelerator_config": "no.json"}}, r"training: .*no\.json"),
+        (
+            {"eval_data": "d.jsonl", "training": {"metric_for_best_model": "accuracy"}},
+            r"training\.metric_for_best_model is 'accuracy'; choose one of eval_loss, eval_tau, eval_head1_loss",
+        ),
+        (
+            {"adapter": {"modules": ["q_prj"]}},
+            r"adapter\.modules is 'q_prj', .*choose one of all-linear, .*did you mean q_proj",
+        ),
+        ({"adapter": {"modules": "k_prox"}}, r"adapter\.modules is 'k_prox', .*; choose one of all-linear, "),
+        ({"output_dir": "test_file"}, r"output_dir is test_file, but test_file is a file; give a folder"),
+        ({"output_dir": "test_file/out"}, r"output_dir is test_file/out, but .*test_file is a file; give a folder"),
+        (
+            {"output_dir": "/proc/x"},
+            r"output_dir is /proc/x, but /proc cannot be written to \(.*\); give another folder",
+        ),
         ({"heads": {"start": "demo"}}, r"heads\.start: demo has hidden_size \d+, not \d+"),
     ],
 )
 def test_requests_are_refused_before_weights_are_loaded(
-    recipe: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     content = json.loads(recipe().read_text(encoding="utf-8"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test_file").touch()
     with pytest.raises(RequestError, match=said):
         train(parse_recipe(content | changes, "test"), quiet=True)
 

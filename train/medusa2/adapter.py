@@ -10,9 +10,10 @@ from typing import Any
 from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from medusa.backbone import Backbone
-from medusa.errors import RequestError
+from medusa.errors import RequestError, choose_one_of
 from medusa.files import replacing_folder
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
@@ -20,6 +21,7 @@ from medusa.loading import Loaded, load_backbone
 from medusa.options import LoadOptions
 from train.config import AdapterConfig, TrainConfig
 
+LINEAR = (nn.Linear, Conv1D)
 ADAPTER, ADAPTER_WEIGHTS = "adapter", "adapter_model.safetensors"
 
 
@@ -31,16 +33,25 @@ def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
         raise RequestError("the backbone is an adapter's folder already; train on a merged one (adapter.merge)")
     if not Backbone(model).splits:
         raise RequestError(f"{type(model).__name__} scales or caps its logits; it can be trained on, but not adapted")
+    add_lora(model, config)
+
+
+def add_lora(model: PreTrainedModel, config: AdapterConfig) -> None:
+    """Add a LoRA adapter to `model`, in place; its weights may be on the device "meta", without memory.
+
+    Raise RequestError if the model lacks layers in `config.modules`."""
     modules: str | list[str] = config.modules
+    linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, LINEAR)}
     if config.lm_head:
         head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
-        linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         modules = sorted((linear if modules == "all-linear" else set(modules)) | {head})
     sizes: dict[str, Any] = {"r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.dropout}
     try:
         model.add_adapter(LoraConfig(task_type="CAUSAL_LM", target_modules=modules, **sizes))
-    except ValueError as error:
-        raise RequestError(f"adapter.modules: {str(error).splitlines()[0]}") from None
+    except ValueError:
+        asked = config.modules if isinstance(config.modules, str) else ", ".join(config.modules)
+        advice = choose_one_of(asked, ["all-linear", *sorted(linear - {"lm_head"})])  # which has a key of its own
+        raise RequestError(f"adapter.modules is {asked!r}, which is no layer to adapt; {advice}") from None
 
 
 @contextlib.contextmanager

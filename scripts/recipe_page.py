@@ -1,0 +1,151 @@
+"""Write docs/recipe.md, the reference of recipes: every key with its type, default and meaning, taken from the code.
+
+python scripts/recipe_page.py
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from medusa.files import Json, write_text
+from train.arguments import MedusaTrainingArguments, training_section
+from train.config import AdapterConfig, DataConfig, HeadsConfig, TrainConfig
+from train.sections import Section
+from train.trainer_keys import GROUPS, KEYS, UNUSED
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
+SECTIONS: dict[str, type[Section]] = {"heads": HeadsConfig, "data": DataConfig, "adapter": AdapterConfig}
+TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
+BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+CHOSEN = "learning_rate"  # the key without a fixed default: the command chooses it
+MOST_NAMES = 12  # more names than these are not listed on the page; an error lists them
+INTRODUCTION = """\
+# Recipe keys
+
+A recipe is a YAML file that describes a training run. `medusa train` reads it, and `key=value` on the command line
+overrides any of its keys. This page lists every key with its type, default and meaning. An empty default means that the
+value is chosen for the backbone or that the key is off. The type "name" stands for a long list of names. The error
+after a wrong name shows the list. [Training](training.md) explains how to choose.
+
+```yaml
+# example: a recipe needs three keys; the others have defaults
+backbone: org/model
+data: own.jsonl
+output_dir: runs/heads
+heads:
+  num: 4
+training:
+  num_train_epochs: 2
+```
+
+A wrong key or value ends the command with status 2 and one line, before any weights are loaded.
+`python scripts/recipe_page.py` writes this page from the code.
+"""
+
+
+def recipe_page() -> str:
+    """Return the page in Markdown: a table of the keys of each section of a recipe."""
+    parts = [INTRODUCTION, "## Top level\n", _table(_rows("", TrainConfig))]
+    for name, section in SECTIONS.items():
+        title = "`data` and `eval_data`" if name == "data" else f"`{name}`"
+        parts += [f"## {title}\n", f"{_first_line(section)}\n", _table(_rows(f"{name}.", section))]
+    parts += ["## `training`\n", "These keys are our own:\n", _table(_training_rows(_own_meanings()))]
+    parts += ["The following keys have the names that they have in transformers' `TrainingArguments`.\n"]
+    for title, group in GROUPS.items():
+        meanings = {name: key.meaning for name, key in group.items()}
+        parts += [f"### {title}\n", _table(_training_rows(meanings))]
+    parts += [
+        "### Fields that are refused\n",
+        "These fields of `TrainingArguments` are errors, because they have no effect on heads or cannot work:\n",
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in UNUSED.items():
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    parts += ["\n".join(f"- {', '.join(names)}: {reason}." for reason, names in reasons.items())]
+    return "\n".join(parts) + "\n"
+
+
+def _rows(prefix: str, section: type[Section]) -> Iterable[tuple[str, str, str, str]]:
+    """The rows of a section's table: key, type, default and meaning."""
+    schema = section.model_json_schema()["properties"]
+    for name, field in section.model_fields.items():
+        required = field.default is PydanticUndefined and field.default_factory is None
+        plain = field.default if field.default is not PydanticUndefined else None
+        kind = f"[section](#{_anchor(name)})" if name in (*SECTIONS, "eval_data", "training") else _kind(schema[name])
+        yield prefix + name, kind, "required" if required else _default(plain), field.description or ""
+
+
+def _training_rows(meanings: Mapping[str, str]) -> Iterable[tuple[str, str, str, str]]:
+    """The rows for keys of the section `training` that this version of transformers has."""
+    schema = training_section().model_json_schema()["properties"]
+    defaults = {field.name: field.default for field in fields(MedusaTrainingArguments)}
+    for name, meaning in meanings.items():
+        if name in schema:
+            yield f"training.{name}", _kind(schema[name]), _default(defaults[name], name), meaning
+
+
+def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for key, kind, default, meaning in rows:
+        lines.append(f"| `{key}` | {kind} | {default} | {' '.join(meaning.split())} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kind(schema: Json) -> str:
+    """Describe a type in words, from its JSON schema."""
+    options = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
+    return " or ".join(dict.fromkeys(map(_plain_kind, options))) or "any value"
+
+
+def _plain_kind(schema: Json) -> str:
+    names = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if names:
+        return ", ".join(f"`{name}`" for name in names) if len(names) <= MOST_NAMES else "name"
+    bounds = [f"{words} {schema[bound]:g}" for bound, words in BOUNDS.items() if bound in schema]
+    if schema.get("maximum", 0) > 2**31:
+        bounds = [words for words in bounds if not words.startswith("at most")]
+    return " ".join([TYPES.get(schema.get("type", ""), "any value"), " and ".join(bounds)]).strip()
+
+
+def _default(value: Any, name: str = "") -> str:
+    value = value.value if isinstance(value, Enum) else value
+    if value is None or value is MISSING or (name, value) in (("max_steps", -1), ("debug", "")) or name == CHOSEN:
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _anchor(name: str) -> str:
+    return "data-and-eval_data" if name in ("data", "eval_data") else name
+
+
+def _first_line(section: type[Section]) -> str:
+    return inspect.cleandoc(section.__doc__ or "")
+
+
+def _own_meanings() -> dict[str, str]:
+    """The strings below the fields of `MedusaTrainingArguments`, by the fields' names."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(MedusaTrainingArguments))).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, text in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and field.target.id not in {*KEYS, *UNUSED}
+        ):
+            assert isinstance(text, ast.Expr)
+            found[field.target.id] = str(ast.literal_eval(text.value))
+    return found
+
+
+if __name__ == "__main__":
+    write_text(PAGE, recipe_page())
