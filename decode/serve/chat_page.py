@@ -207,7 +207,7 @@ class ChatPage:
         texts = [Shown("Plain decoding", "one token per step", "plain")] if source is None or self.both.value else []
         if source is not None:
             guesses = f"up to {source.num_nodes - 1} guesses per step"
-            texts.append(Shown(f"With {self.options.drafter.partition(',')[0]}", guesses, "drafted"))
+            texts.append(Shown(f"With {self.options.drafter.rsplit(', ', 1)[0]}", guesses, "drafted"))
         article = self._article(message, texts)
         self.stopped = stopped = threading.Event()
         self.button.props("icon=stop aria-label=Stop")

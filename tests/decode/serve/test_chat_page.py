@@ -35,6 +35,7 @@ from decode.serve.texts import TextGenerator, TextPiece, TextStream
 from decode.settings import Settings
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
+from tests.train.templates import CHATML
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = Settings(max_new_tokens=16)
@@ -47,6 +48,14 @@ def generator() -> TextGenerator:
     source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
     assert loaded.tokenizer is not None
     return TextGenerator(loaded.model, loaded.tokenizer, source)
+
+
+@pytest.fixture
+def with_template(generator: TextGenerator) -> Iterator[None]:
+    """The generator's tokenizer has a chat template during one test."""
+    generator.tokenizer.chat_template = CHATML
+    yield
+    generator.tokenizer.chat_template = None
 
 
 # --- logic -----------------------------------------------------------------------------------------------------------
@@ -223,6 +232,32 @@ def test_an_answer_that_is_not_written_again_is_kept(generator: TextGenerator) -
                 assert page.conversation.turns == before
                 assert [exchange.turn for exchange in page.history.exchanges] == before
                 assert len(page.articles) == 1
+
+    asyncio.run(scene())
+
+
+def test_a_system_message_applies_from_the_next_answer_on(generator: TextGenerator, with_template: Any) -> None:
+    config, pages = PageConfig(ChatWorker(generator), SHORT, "demo", "heads", "Be kind.", 0), []
+
+    async def scene() -> None:
+        async with user_simulation(root=lambda: pages.append(ChatPage(config)) or pages[-1].build()) as user:
+            await user.open("/")
+            page = pages[0]
+            with user:
+                await page._answer("Hello")
+                page.options.system = "Be brief."
+                await page._answer("And now?")
+                page.options.system = "  "
+                await page._answer("And in the end?")
+            prompts = [generator.tokenizer.decode(turn.prompt) for turn in page.conversation.turns]
+            assert [prompt.partition("<|im_end|>")[0] for prompt in prompts] == [
+                "<|im_start|>system\nBe kind.",
+                "<|im_start|>system\nBe brief.",
+                "<|im_start|>user\nHello",
+            ]
+            await user.open("/")  # a reload
+            await user.should_see("And in the end?")
+            assert pages[1].options.system == ""
 
     asyncio.run(scene())
 
