@@ -111,7 +111,9 @@ class ChatPage:
             with ui.element("div").classes("names"):
                 ui.label(self.config.backbone.rstrip("/").rsplit("/", 1)[-1]).classes("backbone")
                 about = ui.label().classes("about")
-                about.bind_text_from(self.options, "drafter", lambda name: f"{name} · {self.config.settings.rule.name}")
+                about.bind_text_from(
+                    self.options, "drafter", lambda name: f"{name} · {self.options.settings.rule.name}"
+                )
             ui.space()
             self.both = ui.switch("side by side", value=True).props("dense")
             with ui.button(icon="tune").props("flat round dense aria-label=Options"):

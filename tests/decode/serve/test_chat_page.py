@@ -246,6 +246,9 @@ def test_a_system_message_applies_from_the_next_answer_on(generator: TextGenerat
             with user:
                 await page._answer("Hello")
                 page.options.system = "Be brief."
+                assert page.options.change(lambda now: replace(now, temperature=0.7))
+                await user.should_see("heads, 8 nodes · rejection")
+                assert page.options.change(lambda now: replace(now, temperature=0.0))
                 await page._answer("And now?")
                 page.options.system = "  "
                 await page._answer("And in the end?")
