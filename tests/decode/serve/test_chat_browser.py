@@ -18,7 +18,7 @@ pytest.importorskip("nicegui", reason="needs the extra web")
 
 from decode.serve.chat_options import NO_DRAFTER
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def free_port() -> int:
