@@ -9,7 +9,7 @@ from nicegui import ui
 
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory
-from decode.drafters.layouts import DynamicTree, Layout
+from decode.drafters.layouts import Layout, resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
 from decode.serve.texts import TextGenerator
 from decode.settings import Settings
@@ -17,7 +17,7 @@ from medusa.errors import RequestError
 from medusa.tree import Tree
 
 NO_DRAFTER = "none: plain decoding"
-DYNAMIC_NODES = 16
+DYNAMIC = "dynamic:16"
 
 
 def drafters_of(generator: TextGenerator, name: str, settings: Settings) -> dict[str, DrafterFactory | None]:
@@ -35,8 +35,7 @@ def drafters_of(generator: TextGenerator, name: str, settings: Settings) -> dict
     if isinstance(source, TrainedHeads):
         layouts: list[tuple[str, Layout]] = [("chain", Tree.chain(source.heads.config.num_heads))]
         if settings.draft == "topk":
-            dynamic = DynamicTree.over_heads(DYNAMIC_NODES, source.heads.config.num_heads)
-            layouts.append(("dynamic tree", dynamic))
+            layouts.append(("dynamic tree", resolve_tree(DYNAMIC, source.heads, settings.stop_drafting)))
         for kind, layout in layouts:
             if _fits(source, layout, generator):
                 more[f"{name}, {kind} of {layout.num_nodes} nodes"] = TrainedHeads(source.heads, layout)

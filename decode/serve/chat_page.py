@@ -113,7 +113,9 @@ class ChatPage:
             with ui.element("div").classes("names"):
                 ui.label(self.config.backbone.rstrip("/").rsplit("/", 1)[-1]).classes("backbone")
                 about = ui.label().classes("about")
-                about.bind_text_from(self.options, "drafter", lambda name: f"{name} · {self.config.settings.rule.name}")
+                about.bind_text_from(
+                    self.options, "drafter", lambda name: f"{name} · {self.options.settings.rule.name}"
+                )
             ui.space()
             self.both = ui.switch("side by side", value=True).props("dense")
             with ui.button(icon="tune").props("flat round dense aria-label=Options"):
@@ -209,7 +211,7 @@ class ChatPage:
         texts = [Shown("Plain decoding", "one token per step", "plain")] if source is None or self.both.value else []
         if source is not None:
             guesses = f"up to {source.num_nodes - 1} guesses per step"
-            texts.append(Shown(f"With {self.options.drafter.partition(',')[0]}", guesses, "drafted"))
+            texts.append(Shown(f"With {self.options.drafter.rsplit(', ', 1)[0]}", guesses, "drafted"))
         article = self._article(message, texts)
         self.stopped = stopped = threading.Event()
         self.button.props("icon=stop aria-label=Stop")
