@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from decode.settings import Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
 from medusa.errors import RequestError
-from medusa.files import write_json
+from medusa.files import require_writable, write_json
 from medusa.options import LoadOptions, Options, count, group, option
 from medusa.records.record import Record
 from medusa.records.sources import read_records
@@ -111,7 +111,7 @@ class Output(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_writable(self.json)
+        require_writable(self.json, "--json")
 
     @property
     def progress(self) -> Console:
@@ -224,12 +224,6 @@ class CommandOptions(Options):
         """Show a message while the first tokens are generated and, with --compile, the steps are compiled."""
         slow = "compiling the decoding steps, which takes half a minute or more"
         return self.output.stage(slow if self.settings.compile else "warming up")
-
-
-def require_writable(path: str | None) -> None:
-    """Raise a `RequestError` if no file can be written at `path`: it is a folder, or its folder does not exist."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise RequestError(f"cannot write {path}: it is a folder, or its folder does not exist; name a file elsewhere")
 
 
 def require_of_kind(option: str, folder: Path, kind: str, *names: str) -> None:
