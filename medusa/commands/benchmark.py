@@ -97,6 +97,11 @@ class BenchmarkOptions(CommandOptions):
         return self if self.compare and self.models.heads is None else super().completed()
 
     @property
+    def may_sample(self) -> bool:
+        """Whether options such as --top-p have an effect; --temperatures may contain temperatures above 0."""
+        return super().may_sample or any(self.temperatures)
+
+    @property
     def reports_page(self) -> bool:
         """Whether --report names one HTML page (.html or .htm). Any other path is a folder."""
         return self.report is not None and Path(self.report).suffix in (".html", ".htm")

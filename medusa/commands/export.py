@@ -14,6 +14,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from medusa.commands.effects import require_revisions
 from medusa.commands.options import Output, require_of_kind, warn
 from medusa.errors import RequestError, RunError, choose_one_of
 from medusa.export import FORMATS
@@ -73,6 +74,7 @@ class ExportOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_writable_folder(self.out, option="--output")
+        require_revisions(self.backbone, self.load.revision)
 
 
 def run(options: ExportOptions) -> None:

@@ -122,7 +122,7 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
     from datasets import load_dataset
 
     if not places.hub_is_reachable():
-        raise RequestError(f"no data at {name}: it is not on this machine, and the Hugging Face Hub cannot be reached")
+        raise RequestError(f"no data at {name}: it is not on this machine, and {places.unreachable()}")
     try:
         rows = load_dataset(name, split=split, streaming=True, **({"name": subset} if subset else {}))
     except Exception as error:  # datasets raises errors of many types

@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from decode.settings import Settings
 from medusa import progress
 from medusa.__main__ import COMMANDS, main
 from medusa.commandline import until_pipe_closes
 from medusa.commands import models
+from medusa.commands.benchmark import BenchmarkOptions
 from medusa.commands.options import CommandOptions, Output
+from medusa.commands.serve import ServeOptions
 from medusa.errors import RequestError
 from tests.commands.test_cli import Outcome, Place, build
 
@@ -405,3 +408,44 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tempfile.mkdtemp", refuse)  # the tests may run as root, who may write everywhere
     with pytest.raises(RequestError, match=r"--json .*x\.json: nothing can be written in .* \(Permission denied\)"):
         Output(json=str(tmp_path / "x.json"))
+
+
+# --- options without an effect ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("generate", *COMMON, "--split", "test"), "--split chooses a part of a Hub dataset, and PROMPTS is local"),
+        (("generate", "HEADS", "a", "--split", "train"), "--split chooses a part of a dataset, and none is given"),
+        (("evaluate", "HEADS", "--data", "PROMPTS", "--split", "test"), "PROMPTS is local; leave out --split"),
+        (
+            ("generate", "demo", "a", "--revision", "main"),
+            "and demo is shipped with this package; leave out --revision",
+        ),
+        (("generate", "a", "--backbone", "BACKBONE", "--plain", "--revision", "main"), "BACKBONE is a folder"),
+        (("distill", "--backbone", "demo", "--self-talk", "1", "--output", "x", "--revision", "a"), "demo is shipped"),
+        (("generate", "HEADS", "a", "--top-p", "0.9"), "--top-p has no effect at --temperature 0; add --temperature 1"),
+        (("generate", "HEADS", "a", "--top-k", "5"), "leave out --top-k"),
+        (
+            ("distill", "--backbone", "demo", "--self-talk", "1", "--output", "x", "--min-p", "0.1"),
+            "--min-p has no effect",
+        ),
+        (("benchmark", *COMMON, "--top-p", "0.9", "--temperatures", "0"), "--top-p has no effect"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_options_without_an_effect_are_refused(refused: Any, place: Place, argv: tuple[str, ...], told: str) -> None:
+    names = {"HEADS": place.heads, "PROMPTS": place.prompts, "BACKBONE": place.backbone}
+
+    def filled(text: str) -> str:
+        return re.sub("HEADS|PROMPTS|BACKBONE", lambda match: names[match[0]], text)
+
+    assert filled(told) in refused(*map(filled, argv))
+
+
+def test_sampling_options_have_an_effect_where_a_temperature_may_follow() -> None:
+    settings = Settings(top_p=0.9)
+    assert ServeOptions(settings=settings, plain=True).may_sample
+    assert BenchmarkOptions(settings=settings, temperatures=(0.0, 1.0)).may_sample
+    assert not BenchmarkOptions(temperatures=(0.0,)).may_sample
