@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from decode.settings import Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
@@ -191,7 +191,7 @@ NO_CONTRAST = Contrasting()
 class CommandOptions(Options):
     """Base class of the options of commands that decode. Each command's subclass adds, replaces or omits options."""
 
-    by_position = ("heads",)
+    by_position: ClassVar[tuple[str, ...]] = ("heads",)
     models: Models = group(Models, "models")
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     settings: Settings = group(Settings, "generation")
