@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.files import Json, require_writable
+from medusa.files import Json, require_writable_folder
 from medusa.loading import head_sizes, load_config
 from medusa.shipped import shipped_configs
 from medusa.tree import load_tree
@@ -30,7 +29,9 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
 
     Raise RequestError if the data or the backbone do not exist, or if two keys exclude each other. With `quiet`,
     training will show no progress bar."""
-    require_writable(Path(config.output_dir), "output_dir")
+    require_writable_folder(config.output_dir, option="output_dir")
+    if config.features_dir is not None:
+        require_writable_folder(config.features_dir, option="features_dir")
     data = config.data
     if is_features(data.path):
         unused = {f"data.{key}": getattr(data, key) for key in ("exclude", "max_examples", "streaming")}

@@ -15,18 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from decode.settings import Settings
+from medusa.commands.effects import require_distinct
 from medusa.commands.options import (
     PAGE_SUFFIXES,
     CommandOptions,
     Models,
     Prompts,
-    require_distinct,
     require_of_kind,
-    require_writable,
     warn_if_useless,
 )
 from medusa.errors import RequestError
-from medusa.files import read_json, replacing_folder, require_absent, write_json
+from medusa.files import (
+    read_json,
+    replacing_folder,
+    require_absent,
+    require_writable,
+    require_writable_folder,
+    write_json,
+)
 from medusa.options import count, group, option
 
 if TYPE_CHECKING:
@@ -108,7 +114,7 @@ class BenchmarkOptions(CommandOptions):
         """Raise a `RequestError` if no report can be written at `place`, or if that would replace something else."""
         require_distinct(json=self.output.json, report=self.report)
         if self.reports_page:
-            require_writable(self.report)
+            require_writable(self.report, "--report")
         elif place.suffix and not place.exists():
             raise RequestError(
                 f"--report {place}: a report is an HTML page; name it {place.with_suffix('.html')}, or give a folder, "
@@ -117,10 +123,16 @@ class BenchmarkOptions(CommandOptions):
         require_absent(place, self.overwrite)
         if not self.reports_page:
             require_of_kind("report", place, "a report", "report.html", "benchmark.json")
+            require_writable_folder(place, option="--report")
 
     def completed(self) -> Self:
         """Return the options with the backbone that the heads record, unless only files are compared."""
         return self if self.compare and self.models.heads is None else super().completed()
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether options such as --top-p have an effect; --temperatures may contain temperatures above 0."""
+        return super().may_sample or any(self.temperatures)
 
     @property
     def reports_page(self) -> bool:

@@ -14,17 +14,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from decode.settings import Settings
+from medusa.commands.effects import require_distinct
 from medusa.commands.options import (
     NO_CONTRAST,
     CommandOptions,
     Contrasting,
     Models,
     Prompts,
-    require_distinct,
-    require_writable,
 )
 from medusa.errors import RequestError
-from medusa.files import replacing
+from medusa.files import replacing, require_picture
 from medusa.options import REQUIRED, count, group, option
 
 DRAFTING = ("acceptance", "draft", "stop_drafting", "epsilon", "delta")
@@ -50,23 +49,13 @@ class CalibrateOptions(CommandOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.plot is not None:
-            require_writable(self.plot)
             require_distinct(json=self.output.json, plot=self.plot)
-            require_picture(self.plot)
+        require_picture(self.plot, "--plot")
         if self.settings.compile:
             raise RequestError(
                 "--compile would compile every tree that is tried, for minutes; leave it out: --tree auto uses "
                 "the tree found here with --compile, too; medusa benchmark --compile measures a tree that you name"
             )
-
-
-def require_picture(path: str) -> None:
-    """Raise a RequestError if matplotlib cannot write a picture with the ending of `path`."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if Path(path).suffix[1:].lower() not in kinds:
-        raise RequestError(f"--plot {path} does not end in the name of a picture format: {', '.join(sorted(kinds))}")
 
 
 def require_enough(prompts: int, max_new_tokens: int) -> None:

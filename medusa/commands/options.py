@@ -7,16 +7,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import combinations, islice
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from decode.settings import LOSSY, Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
+from medusa.commands.effects import require_revisions, require_splits
 from medusa.commands.prompting import raw_option
 from medusa.errors import RequestError
-from medusa.files import write_json
+from medusa.files import require_writable, write_json
 from medusa.options import LoadOptions, Options, count, group, option
+from medusa.places import may_be_on_hub
 from medusa.records.record import Record
 from medusa.records.sources import read_records
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from medusa.progress import Stage
 
 
+SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # options that only change sampling, with the values that do not
 Item = TypeVar("Item")
 PAGE_SUFFIXES = (".html", ".htm")
 
@@ -68,6 +71,10 @@ class Prompts(Options):
     )
     max_prompts: int | None = count(None, "use only the first N prompts")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
+
+    def check_given(self, names: Sequence[str]) -> None:
+        if "split" in names:
+            require_splits(self.prompts)
 
     def read(self) -> list[Record]:
         """Read the prompts of --prompt and --prompts; raise a `RequestError` if there is none, or one is empty."""
@@ -113,7 +120,7 @@ class Output(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_writable(self.json)
+        require_writable(self.json, "--json")
 
     @property
     def progress(self) -> Console:
@@ -188,7 +195,7 @@ NO_CONTRAST = Contrasting()
 class CommandOptions(Options):
     """Base class of the options of commands that decode. Each command's subclass adds, replaces or omits options."""
 
-    by_position = ("heads",)
+    by_position: ClassVar[tuple[str, ...]] = ("heads",)
     models: Models = group(Models, "models")
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     settings: Settings = group(Settings, "generation")
@@ -201,6 +208,7 @@ class CommandOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_uncontrasted(self.settings.compile, self.contrasting.amateur)
+        require_revisions(self.models.backbone, self.load.revision)
         if not self.uses_typical:
             for name in ("epsilon", "delta"):
                 if (value := getattr(self.settings, name)) != getattr(Settings, name):
@@ -208,6 +216,15 @@ class CommandOptions(Options):
                         f"--{name} {value:g} has an effect only with typical acceptance; add --acceptance typical "
                         f"--temperature T, or leave out --{name}"
                     )
+        sampling = [name for name in SAMPLING if getattr(self.settings, name) != SAMPLING[name]]
+        if sampling and not self.may_sample:
+            flag = f"--{sampling[0].replace('_', '-')}"
+            raise RequestError(f"{flag} has no effect at --temperature 0; add --temperature 1, or leave out {flag}")
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether the command samples tokens, so that options such as --top-p have an effect."""
+        return self.settings.do_sample
 
     @property
     def uses_typical(self) -> bool:
@@ -227,14 +244,14 @@ class CommandOptions(Options):
         if models.backbone:
             return self
         if models.heads is None:
-            raise RequestError("there is no backbone; add --backbone B, or give heads that record theirs")
+            raise RequestError("--backbone is missing; add --backbone B, or give heads that record theirs")
         from medusa.checkpoints.folder import recorded_backbone
         from medusa.loading import load_config
 
         name, revision = recorded_backbone(models.heads)
         if name is None:
             raise RequestError(f"the heads {models.heads} do not record their backbone; add --backbone B")
-        load = replace(load, revision=load.revision or revision)
+        load = replace(load, revision=load.revision or (revision if may_be_on_hub(name) else None))
         try:
             load_config(name, load)
         except RequestError as error:
@@ -245,20 +262,6 @@ class CommandOptions(Options):
         """Show a message while the first tokens are generated and, with --compile, the steps are compiled."""
         slow = "compiling the decoding steps, which takes half a minute or more"
         return self.output.stage(slow if self.settings.compile else "warming up")
-
-
-def require_writable(path: str | None) -> None:
-    """Raise a `RequestError` if no file can be written at `path`: it is a folder, or its folder does not exist."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise RequestError(f"cannot write {path}: it is a folder, or its folder does not exist; name a file elsewhere")
-
-
-def require_distinct(**paths: str | None) -> None:
-    """Raise a `RequestError` if two options name the same file. `paths`: paths by the names of their options."""
-    given = [(name, path) for name, path in paths.items() if path is not None]
-    for (one, path), (other, place) in combinations(given, 2):
-        if Path(path).resolve() == Path(place).resolve():
-            raise RequestError(f"--{one} and --{other} both write {path}; give them different names")
 
 
 def require_of_kind(option: str, folder: Path, kind: str, *names: str) -> None:

@@ -33,6 +33,11 @@ class ServeOptions(CommandOptions):
     def uses_typical(self) -> bool:
         return True  # a request may ask for it
 
+    @property
+    def may_sample(self) -> bool:
+        """True, because each request may set its own temperature."""
+        return True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.models.heads is None and self.models.drafter is None and not self.plain:

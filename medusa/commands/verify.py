@@ -16,9 +16,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from decode.settings import Settings
-from medusa.commands.options import PAGE_SUFFIXES, CommandOptions, Prompts, require_distinct, require_writable
+from medusa.commands.effects import require_distinct
+from medusa.commands.options import PAGE_SUFFIXES, CommandOptions, Prompts
 from medusa.errors import RequestError
-from medusa.files import require_absent
+from medusa.files import require_absent, require_writable
 from medusa.options import count, group, option
 
 GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile")
@@ -44,7 +45,7 @@ class VerifyOptions(CommandOptions):
         if self.report is None:
             return
         require_distinct(json=self.output.json, report=self.report)
-        require_writable(self.report)
+        require_writable(self.report, "--report")
         if Path(self.report).suffix not in PAGE_SUFFIXES:
             raise RequestError(f"--report {self.report}: the report is an HTML page; give a name that ends in .html")
         require_absent(Path(self.report), self.overwrite)

@@ -25,10 +25,10 @@ from medusa.commands.distill.client import Server
 from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine
 from medusa.commands.distill.journal import Journal, ShortAnswersError
 from medusa.commands.distill.tasks import Task, digest, tasks_of
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable, warn
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, warn
 from medusa.commands.prompting import PromptForm, prompt_form
 from medusa.errors import RequestError, RunError
-from medusa.files import Json, disk_may_fill, write_json
+from medusa.files import Json, disk_may_fill, require_writable, write_json
 from medusa.interruptions import interruptible
 from medusa.options import REQUIRED, count, group, option
 from medusa.records.record import Record
@@ -69,7 +69,7 @@ class DistillOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_writable(self.out)
+        require_writable(self.out, "--output")
         if bool(self.self_talk) == bool(self.prompts.prompts):
             raise RequestError("give either --prompts FILE or --self-talk N")
         if self.self_talk_seeds and not self.self_talk:
