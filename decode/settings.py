@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from decode.strategies.options import require_uncontrasted
-from medusa.errors import RequestError
+from medusa.errors import RequestError, choose_one_of
 from medusa.options import Options, count, option, share
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ LOSSY = ("typical", "typical-sampled")
 """Lossy rules for a temperature above 0."""
 LOSSY_GREEDY = {"topk": ("K", 1), "distance": ("D", 0)}
 """Lossy rules for temperature 0, written `NAME:NUMBER`: the number's letter in help texts, and its minimum."""
+DRAFTS = ("topk", "sample")
 ACCEPTANCES = (*LOSSLESS, *LOSSY, *(f"{name}:{letter}" for name, (letter, _) in LOSSY_GREEDY.items()))
 Function = TypeVar("Function", bound=Callable[..., object])
 ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the shape; leave one out"
@@ -87,8 +88,8 @@ class DecodingOptions(Options):
 
         Raise a `RequestError` if `acceptance` or `draft` is unknown or does not fit the other options."""
         rule, limit = rule_and_limit(self.acceptance)
-        if self.draft not in ("topk", "sample"):
-            raise RequestError(f"draft is {self.draft!r}; choose one of topk, sample")
+        if self.draft not in DRAFTS:
+            raise RequestError(f"draft is {self.draft!r}; {choose_one_of(self.draft, DRAFTS)}")
         rule = rule or ("rejection" if do_sample else "greedy")
         if rule == "greedy" and do_sample:
             raise RequestError(
@@ -121,7 +122,9 @@ class DecodingOptions(Options):
 class Settings(DecodingOptions):
     """All generation settings; the defaults mean greedy decoding until EOS or 256 new tokens."""
 
-    max_new_tokens: int = count(256, "generate at most N new tokens for each prompt")
+    max_new_tokens: int = count(
+        256, "generate at most N new tokens for each prompt", brief="generate at most N new tokens"
+    )
     temperature: float = option(
         0.0, "sample at temperature T; 0 is greedy", "0 (greedy) or above", lambda value: value >= 0, "T"
     )
@@ -129,7 +132,12 @@ class Settings(DecodingOptions):
         0, "sample among the K most probable tokens; 0 is off", "0 (off) or above", lambda value: value >= 0, "K"
     )
     top_p: float = option(
-        1.0, "sample within the probability mass P; 1 is off", "above 0 and at most 1 (off)", lambda p: 0 < p <= 1, "P"
+        1.0,
+        "sample within the probability mass P; 1 is off",
+        "above 0 and at most 1 (off)",
+        lambda p: 0 < p <= 1,
+        "P",
+        brief="sample within the probability mass P",
     )
     min_p: float = share(0.0, "sample tokens above P times the best probability; 0 is off", "P")
     repetition_penalty: float = option(
@@ -194,7 +202,8 @@ def rule_and_limit(acceptance: str | None) -> tuple[str | None, int | None]:
     if name not in LOSSY_GREEDY:
         *most, last = [name for name in ACCEPTANCES if is_lossy(name)]
         lossy = f"{', '.join(most)} and {last}: lossy"
-        raise RequestError(f"acceptance is {acceptance!r}; choose one of {', '.join(ACCEPTANCES)} ({lossy})")
+        advice = choose_one_of(acceptance, ACCEPTANCES)
+        raise RequestError(f"acceptance is {acceptance!r}; {advice} ({lossy})")
     least = LOSSY_GREEDY[name][1]
     if not number.isdecimal() or int(number) < least:
         example = f"{name}:{max(least, 2)}"

@@ -11,51 +11,65 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import medusa
-from medusa.commandline import OneLineParser, exit_status
+from medusa.commandline import OneLineParser, exit_status, until_pipe_closes
+from medusa.errors import choose_one_of
 
 COMMANDS = {
-    "demo": "run the whole workflow offline on the embedded backbone",
-    "info": "describe heads: kind, shapes, tree, backbone and training",
+    "demo": "try the whole workflow offline on a shipped model",
+    "info": "describe heads: kind, shapes, tree, backbone",
     "train": "train heads on a frozen backbone",
     "generate": "generate text from prompts",
     "chat": "chat in the terminal, or in the browser (--web)",
     "serve": "serve an OpenAI-compatible API",
-    "evaluate": "measure how often heads predict the tokens that the backbone generates",
+    "evaluate": "measure how often the guesses of heads are right",
     "calibrate": "find the fastest tree for heads on this machine",
-    "benchmark": "measure the speedup, tokens per step and the time of each phase",
-    "verify": "test that decoding with heads does not change the output",
+    "benchmark": "measure the speedup, and where the time goes",
+    "verify": "test that heads do not change the output",
     "distill": "generate training data with the backbone",
-    "export": "convert heads to the format of a server or another toolkit",
-    "datastore": "build a datastore, in which --drafter rest:DIR looks up the next tokens",
+    "export": "convert heads to the format of a server",
+    "datastore": "build a datastore for --drafter rest:DIR",
 }
 
+PURPOSE = """\
+Train Medusa heads on a frozen language model, decode with them, and measure
+the speedup.
+
+commands:"""
+
 EPILOG = """\
-Start with `medusa demo`. Results go to standard output, progress and warnings to standard error.
+Start with `medusa demo`. Each command has --help (one screen) and --help-all.
+Results go to standard output, progress and warnings to standard error.
 Exit status: 0 done, 1 the run failed, 2 the request was wrong.
 """
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """Make the parser of all sub-commands. Only `command` (default: none) is imported and gets its options."""
-    plain = argparse.RawDescriptionHelpFormatter
+    formatter = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(
         prog="medusa",
-        description="Train Medusa heads on a frozen language model, decode with them, and measure the speedup.",
+        description=PURPOSE + "".join(f"\n  {name:<11}{summary}" for name, summary in COMMANDS.items()),
         epilog=EPILOG,
-        formatter_class=plain,
+        formatter_class=formatter,
+        usage="medusa COMMAND ...",
+        add_help=False,
     )
-    parser.add_argument("--version", action="version", version=f"medusa {medusa.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, formatter_class=plain)
+    parser.add_argument("-h", "--help", action="help", help="show this list")
+    parser.add_argument("--help-all", action="help", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"medusa {medusa.__version__}", help="show the version")
+    commands = parser.add_subparsers(
+        prog="medusa", dest="command", metavar="COMMAND", help=argparse.SUPPRESS, required=True
+    )
+    for name in COMMANDS:
+        sub = commands.add_parser(name, formatter_class=formatter, add_help=False)
         if name == command:
-            from medusa.options import add_arguments, read
+            from medusa.arguments import add_arguments, add_help, read
 
             module = import_module(f"medusa.commands.{name}")
-            sub.description = module.__doc__
             kind = getattr(module, module.run.__annotations__["options"])
+            add_help(sub, kind, str(module.__doc__))
             add_arguments(sub, kind)
-            sub.set_defaults(run=lambda args, kind=kind, run=module.run: run(read(kind, args)))
+            sub.set_defaults(run=lambda args, kind=kind, run=module.run: run(read(kind, args).completed()))
     return parser
 
 
@@ -84,14 +98,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"medusa: error: {reason}", file=sys.stderr)
         return 2
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return until_pipe_closes(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Parse the arguments of the `medusa` command, run its sub-command, and return the exit status."""
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = build_parser(command)
-    args, rest = parser.parse_known_args(arguments)
-    if rest and args.command == "train" and not any(argument.startswith("-") for argument in rest):
-        # argparse leaves a key=value that follows an option in `rest`.
-        args.overrides = [*getattr(args, "overrides", []), *rest]
-    elif rest:
-        parser.error(f"unknown arguments: {' '.join(rest)}")
+    if command is not None and command not in COMMANDS:
+        parser.error(f"there is no command {command!r}; {choose_one_of(command, COMMANDS)}")
+    args = parser.parse_args(arguments)
     args.command_line = shlex.join(["medusa", *arguments])  # is written into results
     return exit_status(f"medusa {args.command}", lambda: args.run(args))
 

@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import shutil
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-from medusa.errors import RequestError, RunError
+from medusa.errors import RequestError, RunError, did_you_mean
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argparse parser that reports invalid arguments in one line, without the usage text."""
+    """An argparse parser that reports invalid arguments in one line, without the usage text.
+
+    Positional arguments may stand anywhere between the options. An unknown option is answered with the nearest one."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error `message` on standard error and exit with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        hint = "" if message.endswith(("?", ")")) else f"; see {self.prog} --help"
+        self.exit(2, f"{self.prog}: error: {message}{hint}\n")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse arguments like argparse. Positional words after an option go to the positional that takes several."""
+        words = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is not None:
+            return super().parse_known_args(words, namespace)
+        self._require_known(words)
+        namespace, rest = super().parse_known_args(words, namespace)
+        several = next((one.dest for one in self._actions if one.nargs == "*" and not one.option_strings), None)
+        if several is not None and not any(word.startswith("-") for word in rest):
+            setattr(namespace, several, [*getattr(namespace, several, ()), *rest])
+            rest = []
+        return namespace, rest
+
+    def _require_known(self, words: Sequence[str]) -> None:
+        """Report the first option among `words` that does not exist, with the nearest known option."""
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        for word in words[: words.index("--")] if "--" in words else words:
+            name = word.partition("=")[0]
+            if name.startswith("--") and " " not in word and not any(one.startswith(name) for one in known):
+                self.error(f"unknown option {name}{did_you_mean(name, known)}")
+
+
+def width() -> int:
+    """Return the number of columns that help texts fill."""
+    return shutil.get_terminal_size().columns - 2
 
 
 def exit_status(program: str, run: Callable[[], int | None]) -> int:
@@ -33,3 +65,34 @@ def exit_status(program: str, run: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return 130  # as in shells
+
+
+def until_pipe_closes(run: Callable[[], int]) -> int:
+    """Call `run` and return its exit status, which is 0 if the reader of the output closes the pipe, as `head` does."""
+    try:
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()  # otherwise Python would flush at its end, and print a traceback
+    except BrokenPipeError:
+        if not _discard_closed():  # the pipe of something else, such as a worker process
+            raise
+        return 0
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends the program if its console's pipe is closed
+            _discard_closed()
+            return 0
+        raise
+
+
+def _discard_closed() -> bool:
+    """Send the rest of outputs without a reader to the null device; return whether there are such outputs."""
+    null, closed = os.open(os.devnull, os.O_WRONLY), False
+    for stream in (sys.stdout, sys.stderr):
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            os.dup2(null, stream.fileno())
+            closed = True
+    os.close(null)
+    return closed

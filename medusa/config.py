@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from medusa.errors import RequestError
+from medusa.errors import RequestError, choose_one_of
 from medusa.files import Json
 from medusa.heads import KINDS
 from medusa.tree import Tree
@@ -82,7 +82,9 @@ class MedusaConfig:
     def __post_init__(self) -> None:
         for name, allowed in {"kind": KINDS, "block": (*BLOCKS, ORIGINAL_HYDRA), "lm_head": LM_HEADS}.items():
             if getattr(self, name) not in tuple(allowed):
-                raise RequestError(f"heads.{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")
+                raise RequestError(
+                    f"heads.{name} is {getattr(self, name)!r}; {choose_one_of(getattr(self, name), allowed)}"
+                )
         if self.block == ORIGINAL_HYDRA and (self.kind != "hydra" or self.lm_head != "own"):
             raise RequestError("heads.block hydra belongs to kind hydra with LM heads of its own; take square or mlp")
         if self.block == GATED and (self.kind != "eagle" or self.num_layers != 1):

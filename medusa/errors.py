@@ -25,6 +25,20 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the question `; did you mean X?` with the name in `known` that is nearest to `word`, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    """Return the hint `; did you mean NAME?` for a mistyped word, with the nearest known name, or an empty string."""
+    near = nearest(word, known)
+    return f"; did you mean {near}?" if near else ""
+
+
+def choose_one_of(word: object, known: Iterable[str]) -> str:
+    """Return the advice `choose one of A, B` for a word that is not among the known names, with the nearest name."""
+    names = list(known)
+    near = nearest(str(word), names)
+    return f"choose one of {', '.join(names)}" + (f" (did you mean {near}?)" if near else "")
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most similar to `word`, ignoring case, or `None` if no name is similar."""
+    names = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), names, n=1)
+    return names[found[0]] if found else None

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, read_json
 from medusa.options import DTYPE_NAMES, LoadOptions
+from medusa.places import SHIPPED, hub_keywords, may_be_on_hub, why_missing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
     """Load a backbone in eval mode: `demo` (the built-in model), a folder (of a model or peft adapter) or a Hub id.
 
     Raise RequestError if there is no such model, or a file is damaged."""
-    path = str(DEMO) if name_or_path == "demo" else name_or_path
+    path = _path(name_or_path)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_cpu = not torch.cuda.is_available() if device == "auto" else torch.device(device).type == "cpu"
     dtype = DTYPES[options.dtype] if options.dtype else (torch.float32 if on_cpu else "auto")
@@ -55,10 +56,10 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
         settings = quantization_config(options.quantization)
         placed = {"device_map": placed.get("device_map", {"": device}), "quantization_config": settings}
     try:
-        keywords = {"dtype": dtype, "attn_implementation": options.attention, **placed, **options.hub}
+        keywords = {"dtype": dtype, "attn_implementation": options.attention, **placed, **_hub(path, options)}
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **keywords)
     except Exception as error:  # transformers raises errors of many types here
-        raise RequestError(f"no backbone at {name_or_path}: {first_line(error)}") from error
+        raise _missing(name_or_path, error) from error
     model, info = loaded
     # transformers only warns about missing weights, and initialises them at random.
     lacking = sorted(info.get("missing_keys") or ()) or sorted(str(k) for k in info.get("mismatched_keys") or ())
@@ -70,14 +71,34 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
 
 def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PretrainedConfig:
     """Load only the config of a backbone; raise RequestError if there is no such model."""
-    path = str(DEMO) if name_or_path == "demo" else name_or_path
+    path = _path(name_or_path)
     adapter = Path(path) / "adapter_config.json"
     if adapter.is_file():
         path = read_json(adapter).get("base_model_name_or_path") or path
     try:
-        return AutoConfig.from_pretrained(path, **options.hub)
+        return AutoConfig.from_pretrained(path, **_hub(path, options))
     except Exception as error:  # transformers raises errors of many types here
-        raise RequestError(f"no backbone at {name_or_path}: {first_line(error)}") from error
+        raise _missing(name_or_path, error) from error
+
+
+def _path(name: str) -> str:
+    """Return the folder or Hub id to load a backbone from; raise RequestError if the name can be neither."""
+    if name == SHIPPED:
+        return str(DEMO)
+    if not Path(name).exists() and not may_be_on_hub(name):
+        raise RequestError(f"no backbone at {name}: {why_missing(name)}; give a folder, a Hub id or {SHIPPED}")
+    return name
+
+
+def _hub(path: str, options: LoadOptions) -> dict[str, str | bool | None]:
+    """Return the options for the Hub as keywords of `from_pretrained`; without a network, only local files are read."""
+    return options.hub | hub_keywords(path)
+
+
+def _missing(name: str, error: Exception) -> RequestError:
+    """Return the error for a backbone that transformers cannot load."""
+    reason = "" if name == SHIPPED or Path(name).exists() else why_missing(name)
+    return RequestError(f"no backbone at {name}: {reason or first_line(error)}")
 
 
 def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
@@ -89,14 +110,14 @@ def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
 def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PreTrainedTokenizerBase | None:
     """Load only the tokenizer of a backbone; return `None` if the backbone has no tokenizer."""
     config = load_config(name_or_path, options)
-    return _tokenizer((str(DEMO) if name_or_path == "demo" else name_or_path, config._name_or_path), options)
+    return _tokenizer((_path(name_or_path), config._name_or_path), options)
 
 
 def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokenizerBase | None:
     """Load a tokenizer from the first of `places` (folders or Hub ids) that has one; `None` if none of them has one."""
     for place in places:
         try:
-            return AutoTokenizer.from_pretrained(place, **options.hub)
+            return AutoTokenizer.from_pretrained(place, **_hub(place, options))
         except Exception as error:  # tokenizers raise errors of many types
             if any((Path(place) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
                 raise RequestError(f"the tokenizer at {place} cannot be loaded: {first_line(error)}") from error

@@ -10,21 +10,18 @@ another dataclass, which form an argument group:
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform
 
-from medusa.errors import RequestError
+from medusa.errors import RequestError, choose_one_of, did_you_mean
 
 REQUIRED = MISSING  # the default of an option that the user must give
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
 ATTENTIONS = ("sdpa", "eager")
 QUANTIZATIONS = ("4bit", "8bit")
-
-Made = TypeVar("Made", bound="Options")
 
 
 def option(
@@ -34,6 +31,7 @@ def option(
     check: Callable[[Any], bool] | None = None,
     metavar: str = "",
     name: str = "",
+    brief: str = "",
     **keywords: object,
 ) -> Any:
     """Declare an option: a dataclass field whose metadata describe its argument on the command line.
@@ -42,11 +40,13 @@ def option(
 
     Args:
         help: the help text. The command line adds the default.
+        brief: a shorter help text for `--help`, of at most 54 characters with the default; by default `help`.
         allowed: a description of the valid values, for error messages.
         check: a function that returns whether a value is valid. `None` (the option is not given) is always valid.
         name: the name of the argument, if it differs from the field's name.
         keywords: more keywords for `add_argument`, `positional=True` (no `--`) or `hidden=True` (only for Python)."""
-    about = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name, "argparse": keywords}
+    about = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name, "brief": brief}
+    about["argparse"] = keywords
     return field(default=default, metadata=about)
 
 
@@ -77,6 +77,11 @@ class Options:
 
     A new instance raises OptionError if a value is invalid."""
 
+    shown: ClassVar[str] = ""
+    """The arguments that a command's `--help` lists, separated by spaces; `--help-all` lists all."""
+    by_position: ClassVar[tuple[str, ...]] = ()
+    """The arguments that words without `--` fill, in this order. `name...` stands for all words that are left."""
+
     def __init_subclass__(cls, kw_only: bool = True) -> None:
         dataclass(frozen=True, kw_only=kw_only)(cls)
 
@@ -85,6 +90,17 @@ class Options:
             check, value = known.metadata.get("check"), getattr(self, known.name)
             if check is not None and value is not None and not check(value):
                 raise OptionError(f"{argument_name(known)} is {value}; it must be {known.metadata['allowed']}")
+
+    @classmethod
+    def filled_by_position(cls, given: Collection[str]) -> Sequence[str]:
+        """Return the arguments that words without `--` fill, in order. `given` are the arguments given by name."""
+        return [name for name in cls.by_position if name not in given]
+
+    def completed(self) -> Self:
+        """Return the options with the values that other options imply, such as the backbone that heads record.
+
+        A command calls this after all options are read and checked, because it may read files."""
+        return self
 
     def check_given(self, names: Sequence[str]) -> None:
         """Reject arguments that the user gave but that have no effect; this base class rejects none.
@@ -117,92 +133,18 @@ def group(
     return field(default_factory=make, metadata={"group": Group(title, make, arguments)})
 
 
-def add_arguments(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
-    """Add an argument to `parser` for each option in the dataclass `kind`, in the order of its fields."""
-    for known in fields(kind):
-        if "group" in known.metadata:
-            title, _, arguments = known.metadata["group"]
-            titled = parser.add_argument_group(title)
-            for option, default in arguments:
-                _add(titled, option, default)
-        elif "help" in known.metadata:
-            _add(parser, known, known.default)
-
-
-def _add(container: argparse._ActionsContainer, option: Field[object], default: object) -> None:
-    """Add an option's argument: a flag if `default` is False, repeatable if it is an empty tuple, else with one value.
-
-    The parsed namespace contains only arguments that the user gives; for the others the dataclasses have defaults."""
-    about, name = option.metadata, argument_name(option)
-    keywords: dict[str, Any] = {"help": about["help"], "default": argparse.SUPPRESS} | about["argparse"]
-    if keywords.pop("hidden", False):
-        return
-    positional = keywords.pop("positional", False)
-    if default is False:
-        keywords["action"] = "store_true"
-    elif keywords.get("action") is not argparse.BooleanOptionalAction:  # it takes neither metavar nor type
-        keywords["metavar"] = about["metavar"] or None
-        if default is REQUIRED and not positional:
-            keywords["required"] = True
-        if default == () and "nargs" not in keywords:
-            keywords["action"] = "append"
-        if isinstance(default, int | float | str) and default != "":
-            keywords["help"] += f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
-        if isinstance(default, int | float):
-            keywords.setdefault("type", type(default))
-        if about["allowed"] and keywords.get("type") in (int, float):
-            keywords["type"] = partial(_number, keywords["type"], about["allowed"])
-    container.add_argument(name if positional else f"--{name}", **keywords)
-
-
-def _number(kind: Callable[[str], float], allowed: str, text: str) -> float:
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no such number; it must be {allowed}") from None
-
-
-def parse(kind: type[Made], parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> Made:
-    """Parse a command line whose only arguments are the options in the dataclass `kind`, and return these options."""
-    add_arguments(parser, kind)
-    return read(kind, parser.parse_args(argv))
-
-
-def read(kind: type[Made], args: argparse.Namespace) -> Made:
-    """Make the options, an instance of the dataclass `kind`, from parsed arguments.
-
-    Raise a RequestError if a value is invalid, or two options cannot be combined."""
-    groups, own = {}, []
-    for known in fields(kind):
-        if "group" in known.metadata:
-            _, make, arguments = known.metadata["group"]
-            groups[known.name] = _make(make, [option for option, _ in arguments], args)
-        elif "help" in known.metadata:
-            own.append(known)
-    return _make(partial(kind, **groups), own, args)
-
-
-def _make(make: Callable[..., Made], options: Sequence[Field[object]], args: argparse.Namespace) -> Made:
-    """Make options from the arguments that the user gave; an error names the invalid argument as the user types it."""
-    names = {option.name: argument_name(option) for option in options}
-    values = {name: getattr(args, typed.replace("-", "_"), argparse.SUPPRESS) for name, typed in names.items()}
-    given = {name: value for name, value in values.items() if value is not argparse.SUPPRESS}
-    try:
-        made = make(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
-    except OptionError as error:
-        raise RequestError(f"--{error}") from None
-    made.check_given([names[name] for name in given])
-    return made
-
-
 class LoadOptions(Options, kw_only=False):
     """Options for loading a backbone; RequestError if a value is invalid or this machine does not have the device."""
 
     dtype: str | None = option(
-        None, f"load weights as {' or '.join(DTYPE_NAMES)} (default: float32 on a CPU, the checkpoint's dtype on a GPU)"
+        None,
+        f"load weights as {' or '.join(DTYPE_NAMES)} (default: float32 on a CPU, the checkpoint's dtype on a GPU)",
+        brief="load weights as float32, bfloat16 or float16",
     )
     device: str | None = option(
-        None, "compute on cpu, cuda, cuda:1 or mps; auto spreads the layers over all devices (default: a GPU if any)"
+        None,
+        "compute on cpu, cuda, cuda:1 or mps; auto spreads the layers over all devices (default: a GPU if any)",
+        brief="compute on cpu, cuda, cuda:1, mps or auto",
     )
     attention: str | None = option(None, "compute attention by sdpa or eager (default: sdpa if the model has it)")
     revision: str | None = option(None, "load this branch, tag or commit of the backbone from the Hub")
@@ -212,13 +154,15 @@ class LoadOptions(Options, kw_only=False):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype is not None and self.dtype not in DTYPE_NAMES:
-            raise RequestError(f"--dtype is {self.dtype!r}; choose one of {', '.join(DTYPE_NAMES)}")
+            raise RequestError(f"--dtype is {self.dtype!r}; {choose_one_of(self.dtype, DTYPE_NAMES)}")
         if self.attention is not None and self.attention not in ATTENTIONS:
-            raise RequestError(f"--attention is {self.attention!r}; choose sdpa or eager, which take tree masks")
+            raise RequestError(f"--attention is {self.attention!r}; {choose_one_of(self.attention, ATTENTIONS)}")
         if self.device is not None and self.device != "auto":
             _require_device(self.device)
         if self.quantization not in (None, *QUANTIZATIONS):
-            raise RequestError(f"quantization is {self.quantization!r}; choose 4bit or 8bit, or leave it out")
+            raise RequestError(
+                f"quantization is {self.quantization!r}; {choose_one_of(self.quantization, QUANTIZATIONS)}"
+            )
         if self.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
             raise RequestError(
                 f"quantization: {self.quantization} needs bitsandbytes, which is not installed; install it, or leave "
@@ -238,7 +182,8 @@ def _require_device(device: str) -> None:
     try:
         asked = torch.device(device)
     except RuntimeError:
-        raise RequestError(f"--device is {device!r}; choose cpu, cuda, cuda:0, ..., mps or auto") from None
+        near = did_you_mean(device, ("cpu", "cuda", "mps", "auto"))
+        raise RequestError(f"--device is {device!r}; choose cpu, cuda, cuda:0, ..., mps or auto{near}") from None
     count = torch.cuda.device_count()
     if asked.type == "cuda" and (asked.index or 0) >= count:
         raise RequestError(f"--device is {device!r}, and PyTorch sees {count} GPU(s); choose cpu or leave it out")

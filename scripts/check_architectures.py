@@ -26,11 +26,12 @@ from decode.bench.methods import medusa_method, transformers_method
 from decode.settings import Settings
 from decode.tree_check import TreeCheck, check_tree_forward
 from medusa import RequestError, Tree
+from medusa.arguments import parse
 from medusa.backbone import Backbone, require_tree_support
 from medusa.commands.options import Output
 from medusa.files import write_text
 from medusa.loading import load_backbone
-from medusa.options import LoadOptions, Options, group, option, parse
+from medusa.options import LoadOptions, Options, group, option
 from script_tools import markdown_table, run_script, script_parser
 from tiny_models import REFUSED, SUPPORTED, VOCAB, random_heads, tiny_model
 

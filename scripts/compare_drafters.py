@@ -33,11 +33,12 @@ from decode.drafters.ngram import NgramConfig
 from decode.settings import Settings
 from measuring import MeasuringOptions, open_measured, show, take_turns
 from medusa.__main__ import main as medusa
+from medusa.arguments import parse
 from medusa.commands.models import Opened, open_drafter
 from medusa.commands.options import Models
 from medusa.errors import RequestError
 from medusa.loading import Loaded
-from medusa.options import REQUIRED, LoadOptions, count, group, option, parse
+from medusa.options import REQUIRED, LoadOptions, count, group, option
 from script_tools import markdown_table, run_script, script_parser
 
 DRAFTERS = ("heads", "blockwise", "model:demo", "ngram", "rest", "lookahead", "mix:heads+ngram")

@@ -34,11 +34,12 @@ from decode.request import prepare
 from decode.session import Session
 from decode.settings import Settings
 from measuring import GENERATION, MeasuringOptions, open_measured, show, take_turns
+from medusa.arguments import parse
 from medusa.commands.models import choose_tree, heads_folder, open_heads
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
-from medusa.options import REQUIRED, count, group, option, parse
+from medusa.options import REQUIRED, count, group, option
 from medusa.tree import Tree
 from script_tools import markdown_table, run_script, script_parser
 

@@ -22,11 +22,12 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from backbone_training import BackboneTrainer, Recipe, Score, Teacher, cut_rows, encode, evaluate
 from decode.bench.machine import has_fast_bfloat16
+from medusa.arguments import parse
 from medusa.commands.options import RuntimeOptions
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json, write_text
 from medusa.loading import load_backbone, load_tokenizer
-from medusa.options import LoadOptions, Options, count, group, option, parse
+from medusa.options import LoadOptions, Options, count, group, option
 from medusa.records.sources import DOCUMENT_SEPARATOR
 from script_tools import markdown_table, read_documents, run_script, script_parser
 from train.checkpoints import remove_checkpoints, whole_checkpoints

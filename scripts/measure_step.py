@@ -43,12 +43,13 @@ from decode.session import Session
 from decode.topology import Topology
 from measuring import MeasuringOptions, open_measured, peak_meter, show
 from medusa import MedusaHeads, RequestError, Tree
+from medusa.arguments import parse
 from medusa.backbone import Backbone
 from medusa.commands.models import open_heads
 from medusa.commands.options import Models
 from medusa.heads.inputs import HeadInputs
 from medusa.loading import DTYPES
-from medusa.options import count, group, option, parse
+from medusa.options import count, group, option
 from script_tools import markdown_table, run_script, script_parser
 from tiny_models import random_heads
 

@@ -16,7 +16,7 @@ from decode.settings import Settings
 from decode.tree_check import require_tree_forward
 from medusa.commands.models import Opened, open_models
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts
-from medusa.options import count, group
+from medusa.options import REQUIRED, count, group
 
 GENERATION = {"max_new_tokens": 128, "ignore_eos": True}  # defaults of what is generated
 
@@ -24,7 +24,9 @@ GENERATION = {"max_new_tokens": 128, "ignore_eos": True}  # defaults of what is 
 class MeasuringOptions(CommandOptions):
     """Options of the scripts that measure: greedy decoding of one prompt at a time, which continues after EOS."""
 
-    models: Models = group(Models, "models", only=("backbone",))
+    by_position = ()
+
+    models: Models = group(Models, "models", only=("backbone",), backbone=REQUIRED)
     prompts: Prompts = group(Prompts, "prompts")
     settings: Settings = group(Settings, "generation", only=("max_new_tokens",), **GENERATION)
     batch_size: int = 1

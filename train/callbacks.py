@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from accelerate.utils import broadcast_object_list
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+
+from medusa.progress import ProgressLines
 
 
 def say(message: str) -> None:
@@ -85,13 +86,13 @@ class ProgressBar(TrainerCallback):
 
         `budget` returns the time budget of the run, or `None` if the run has none."""
         self.lines, self._budget = lines, budget
-        self.progress: Progress | None = None
+        self.progress: ProgressLines | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         if not state.is_local_process_zero:
             return
         columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self.progress = Progress(TextColumn("training"), BarColumn(), *columns, console=Console(stderr=True))
+        self.progress = ProgressLines(TextColumn("training"), BarColumn(), *columns, title="training")
         budget = self._budget()
         self.task = self.progress.add_task("", total=round(budget.seconds) if budget else state.max_steps)
         self.progress.start()

@@ -14,6 +14,7 @@ from medusa.config import GATED, ORIGINAL_HYDRA, MedusaConfig
 from medusa.errors import RequestError
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
+from medusa.places import SHIPPED
 from train.architecture import BackboneSizes, choose
 from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 
@@ -47,6 +48,8 @@ def new_heads(
 def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None) -> MedusaConfig:
     """The configuration of new heads: values set in `asked` (see `new_heads`), and for the rest what suits `model`."""
     backbone = Backbone(model)
+    if name != SHIPPED and Path(name).is_dir():  # absolute: the heads may be used from another folder
+        name = str(Path(name).resolve())
     if asked.lm_head is None and asked.block != "square" and getattr(backbone.head, "bias", None) is not None:
         # An own LM head has no bias, so its first predictions would be far from the backbone's.
         asked = asked.model_copy(update={"lm_head": "shared"})

@@ -7,13 +7,11 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill
 from medusa.memory import bytes_of
+from medusa.progress import ProgressLines
 from train.build import LoadedRun, build_trainer, load
 from train.callbacks import say
 from train.checkpoints import checkpoint_to_resume, remove_checkpoints, require_room, way_out_of_full_disk
@@ -95,7 +93,7 @@ def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool
     plan.require_space(cache.folder)
     if not quiet:
         say(str(plan))
-    with Progress(console=Console(stderr=True), disable=quiet or args.process_index > 0) as progress:
+    with ProgressLines(*ProgressLines.get_default_columns(), quiet=quiet or args.process_index > 0) as progress:
         task = progress.add_task("hidden states", total=cache.missing_rows / args.world_size)
         for rows in cache.write(args.train_batch_size, args.process_index, args.world_size):
             progress.advance(task, rows)

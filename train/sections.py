@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, GetPydanticSchema, ValidationError, 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, core_schema
 
-from medusa.errors import RequestError
+from medusa.errors import RequestError, choose_one_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -113,7 +113,7 @@ def _explain(refusal: ValidationError, section: type[Section], prefix: str) -> s
     value = repr(error["input"]) if isinstance(error["input"], str) else str(error["input"])
     if kind == "literal_error":
         names = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        return f"{path} is {value}; choose one of {', '.join(names)}"
+        return f"{path} is {value}; {choose_one_of(error['input'], names)}"
     bounds = [f"{BOUNDS[type(one)]} {astuple(one)[0]}" for one in field.metadata if type(one) in BOUNDS]
     if bounds and kind.startswith(("greater", "less")):  # all bounds, not only the one that the value breaks
         return f"{path} is {value}; it must be {' and '.join(bounds)}"

@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 from importlib import import_module
 
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, DrafterLike, require_no_tree
-from medusa.errors import RequestError
+from medusa.errors import RequestError, choose_one_of, did_you_mean
 
 DRAFTERS = {
     "heads": "decode.drafters.trained_heads:HeadsDrafterConfig",  # Medusa heads of any kind, on a tree
@@ -23,7 +23,7 @@ def parse(spec: str) -> DrafterConfig:
     """Parse a drafter's description, such as `ngram:n=3,tokens=8`; raises a `RequestError` if a part of it is wrong."""
     name, _, options = spec.partition(":")
     if name not in DRAFTERS:
-        raise RequestError(f"there is no drafter {name!r}; choose one of {', '.join(DRAFTERS)}")
+        raise RequestError(f"there is no drafter {name!r}; {choose_one_of(name, DRAFTERS)}")
     module, _, kind = DRAFTERS[name].partition(":")
     config: type[DrafterConfig] = getattr(import_module(module), kind)
     return config(**_options(name, config, options))
@@ -42,7 +42,8 @@ def _options(name: str, config: type[DrafterConfig], text: str) -> dict[str, str
         elif not equals and place == 0 and config.first is not None:
             option, value = config.first, part
         elif not equals or option not in known:
-            raise RequestError(f"drafter {name} has no option {part!r}; its options: {allowed}")
+            near = did_you_mean(option, known)
+            raise RequestError(f"drafter {name} has no option {part!r}{near}; its options: {allowed}")
         if option in given:
             raise RequestError(f"drafter {name}: {option} is given twice")
         kind = type(known[option].default)

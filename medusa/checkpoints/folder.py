@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -14,8 +13,7 @@ from medusa.checkpoints.stored import CONFIG, HEADS_FILES, HYDRA_WEIGHTS, PROVEN
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, read_json, require_absent, write_json
-
-HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")  # org/name
+from medusa.places import SHIPPED, hub_keywords, may_be_on_hub, why_missing
 
 
 class HubOptions(TypedDict, total=False):
@@ -70,20 +68,20 @@ def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
 def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
     """Return a local folder of heads, or download heads with a Hub id. Raise RequestError if the name is neither."""
     name = str(name_or_path)
-    if name == "demo":
+    if name == SHIPPED:
         return ASSETS / "heads"
     if name and Path(name).is_dir():
         return Path(name)
-    if not HUB_ID.fullmatch(name) or Path(name).parent.is_dir():
-        raise RequestError(
-            f"no heads at {name or repr(name)}: give a folder that exists, a Hub id such as org/name, or demo"
-        )
+    if not may_be_on_hub(name, needs_owner=True):
+        ways = "give a folder that exists, a Hub id such as org/name, or demo"
+        raise RequestError(f"no heads at {name or repr(name)}: {ways}")
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return _download(name, hub)
+        return _download(name, {**hub_keywords(name), **hub})  # type: ignore[typeddict-item]
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise RequestError(f"no heads at {name}: neither a local folder nor on the Hub ({first_line(error)})") from None
+        reason = why_missing(name, needs_owner=True) or f"neither a local folder nor on the Hub ({first_line(error)})"
+        raise RequestError(f"no heads at {name}: {reason}") from None
 
 
 def _download(name: str, hub: HubOptions) -> Path:
@@ -101,6 +99,18 @@ def _download(name: str, hub: HubOptions) -> Path:
         return fetch(*sorted(inside or {path.name for path in indexed.paths}))
     fetch("*.safetensors")
     return folder if any(folder.glob("*.safetensors")) else fetch("*.bin")
+
+
+def recorded_backbone(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> tuple[str | None, str | None]:
+    """Return the backbone that heads record, a folder or Hub id, and its revision; `None` for what they do not record.
+
+    Raise RequestError if there are no such heads."""
+    folder = find_folder(name_or_path, **hub)
+    published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if not isinstance(published, dict) or "kind" not in published:  # another format: its converter finds the backbone
+        published = load(name_or_path, **hub).config.to_dict()
+    known = published.get("backbone") or {}
+    return published.get("base_model_name_or_path") or known.get("name"), known.get("revision")
 
 
 def _stored_heads(folder: Path) -> Stored:

@@ -1,9 +1,8 @@
 """Measure the speedup: plain decoding, `model.generate` and the heads take turns on the same prompts.
 
-  medusa benchmark --backbone demo --heads demo --prompts demo --report report.html
-  medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --tree topk:3,2 --json b.json
-  medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --drafter heads --drafter ngram
-  medusa benchmark --backbone org/model --heads org/heads --prompts questions.jsonl --compare b.json
+  medusa benchmark demo --prompts demo
+  medusa benchmark org/heads --prompts questions.jsonl --report report.html
+  medusa benchmark org/heads --prompts questions.jsonl --compare old.json
   medusa benchmark --compare a.json b.json --report compared.html
 
 Plain decoding is our own loop that generates one token per step. tau is the mean number of tokens per step."""
@@ -13,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from decode.settings import Settings
 from medusa.commands.options import CommandOptions, Models, Prompts, require_of_kind, require_writable, warn_if_useless
@@ -43,6 +42,7 @@ def temperatures(text: str) -> list[float]:
 
 
 class BenchmarkOptions(CommandOptions):
+    shown = "heads prompts max-prompts max-new-tokens temperature drafter tree rounds compare report backbone json"
     models: Models = group(Models, "models", without=("drafter",), backbone="")
     prompts: Prompts = group(Prompts, "prompts")
     settings: Settings = group(Settings, "generation", max_new_tokens=128)
@@ -50,9 +50,10 @@ class BenchmarkOptions(CommandOptions):
         (),
         "measure this drafter: heads (default), blockwise, model:NAME, ngram, rest:DIR, lookahead, mix:A+B "
         "(docs/drafters.md); repeatable: results call the first one `medusa`",
-        metavar="NAME[:OPTIONS]",
+        metavar="NAME",
+        brief="measure heads (default), ngram, ...; repeatable",
     )
-    rounds: int = count(3, "decode all prompts N times by each method")
+    rounds: int = count(3, "decode all prompts N times by each method", brief="decode all prompts N times")
     prompt_lookup: bool = option(False, "also measure model.generate with prompt lookup")
     draft_model: str | None = option(None, "also measure model.generate with this draft model, or demo", metavar="B")
     temperatures: tuple[float, ...] = option(
@@ -60,13 +61,17 @@ class BenchmarkOptions(CommandOptions):
     )
     lossy: bool = option(False, "also measure the lossy acceptance rules, and the probability of their texts")
     report: str | None = option(
-        None, "write an HTML page, or a folder with page, pictures and JSON", metavar="FILE.html|DIR"
+        None,
+        "write an HTML page, or a folder with page, pictures and JSON",
+        metavar="PATH",
+        brief="write an HTML page, or a folder with its pictures",
     )
     compare: tuple[str, ...] = option(
         (),
         "compare with earlier runs on the same prompts; without --backbone, the first file with the others",
-        metavar="OLD.json",
+        metavar="OLD",
         nargs="+",
+        brief="compare with results of earlier runs (--json)",
     )
     overwrite: bool = option(False, "replace an existing report")
 
@@ -78,6 +83,10 @@ class BenchmarkOptions(CommandOptions):
             require_absent(Path(self.report), self.overwrite)
         if self.report is not None and not self.reports_page:
             require_of_kind("report", Path(self.report), "a report", "report.html", "benchmark.json")
+
+    def completed(self) -> Self:
+        """Return the options with the backbone that the heads record, unless only files are compared."""
+        return self if self.compare and self.models.heads is None else super().completed()
 
     @property
     def reports_page(self) -> bool:

@@ -1,7 +1,7 @@
 """Find the fastest tree for these heads on this machine, and save the tree for --tree auto.
 
-  medusa calibrate --backbone demo --heads demo --prompts demo
-  medusa calibrate --backbone org/model --heads runs/heads --batch-size 8 --plot calibration.png
+  medusa calibrate demo --prompts demo
+  medusa calibrate runs/heads --batch-size 8 --plot calibration.png
 
 The backbone continues the prompts. Without prompts, it generates whole texts. The command counts the right guesses of
 the heads in these texts, builds trees of several sizes from the counts, and times one step of each tree. It saves the
@@ -21,13 +21,21 @@ DRAFTING = ("acceptance", "draft", "stop_drafting", "epsilon", "delta")
 
 
 class CalibrateOptions(CommandOptions):
+    shown = "heads prompts max-prompts temperature batch-size rounds plot backbone device dtype threads json"
     models: Models = group(Models, "models", only=("backbone", "heads"), heads=REQUIRED)
     prompts: Prompts = group(Prompts, "prompts", without=("prompt",))
     settings: Settings = group(Settings, "generation", without=DRAFTING, max_new_tokens=128)
-    batch_size: int = count(1, "find the fastest tree for decoding N texts at a time")
+    batch_size: int = count(
+        1, "find the fastest tree for decoding N texts at a time", brief="find the tree for batches of N texts"
+    )
     contrasting: Contrasting = NO_CONTRAST
     rounds: int = count(3, "time every tree N times")
-    plot: str | None = option(None, "plot tau, step time and speed over the number of nodes", metavar="FILE.png")
+    plot: str | None = option(
+        None,
+        "plot tau, step time and speed over the number of nodes",
+        metavar="FILE.png",
+        brief="plot tau, step time and speed over the nodes",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +63,7 @@ def run(options: CalibrateOptions) -> None:
     models.hint_at_bfloat16(loaded, output)
     model, tokenizer = loaded.model, loaded.tokenizer
     assert heads is not None  # --heads is required
-    with output.progress.status("generating") as status:
+    with output.stage("generating") as status:
         if prompts:
             texts = continued_texts(model, tokenizer, prompts, settings, seed)
         else:

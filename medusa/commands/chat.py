@@ -1,7 +1,7 @@
 """Chat with the backbone, in the terminal or in the browser; drafted tokens that the backbone accepted are green.
 
-  medusa chat --backbone demo --heads demo          # in the terminal: type /help for the commands
-  medusa chat --backbone demo --heads demo --web    # in the browser, side by side with plain decoding
+  medusa chat demo          # in the terminal: type /help for the commands
+  medusa chat demo --web    # in the browser, side by side with plain decoding
 
 The backbone's chat template formats the conversation. A backbone without a template continues your text."""
 
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from medusa.commands.options import CommandOptions, Network, require_extra, speed_line, warn, warn_if_useless
+from medusa.commands.network import Network
+from medusa.commands.options import CommandOptions, require_extra, speed_line, warn, warn_if_useless
 from medusa.errors import RequestError
 from medusa.options import group, option
 
@@ -36,7 +37,11 @@ Ctrl-C stops an answer."""
 
 
 class Page(Network):
-    web: bool = option(False, "chat in the browser instead of the terminal (needs pip install 'medusa-heads[web]')")
+    web: bool = option(
+        False,
+        "chat in the browser instead of the terminal (needs pip install 'medusa-heads[web]')",
+        brief="chat in the browser instead of the terminal",
+    )
 
     def check_given(self, names: Sequence[str]) -> None:
         if names and not self.web:
@@ -44,8 +49,11 @@ class Page(Network):
 
 
 class ChatOptions(CommandOptions):
+    shown = "heads web system plain max-new-tokens temperature top-p tree drafter backbone device dtype"
     batch_size: int = 1
-    system: str | None = option(None, "start the conversation with this system message", metavar="TEXT")
+    system: str | None = option(
+        None, "start the conversation with this system message", metavar="TEXT", brief="start with this system message"
+    )
     plain: bool = option(False, "start without a drafter: one token a step")
     page: Page = group(Page, "the page in the browser", port=8765)
 

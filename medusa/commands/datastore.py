@@ -1,7 +1,7 @@
 """Build a datastore: text in which `--drafter rest:DIR` looks up the next tokens.
 
-  medusa datastore build --backbone org/model --data own.jsonl --output runs/datastore
-  medusa datastore build --backbone org/model --data src --suffix .py --output runs/code
+  medusa datastore build --backbone org/model --data own.jsonl --output store
+  medusa datastore build --backbone demo --data src --suffix .py --output code
 
 Choose text that resembles the text to generate, such as the output of `medusa distill` or the sources of a project.
 Files have the formats of training data; with --suffix, each is a document. The same command continues a stopped build.
@@ -30,12 +30,18 @@ PIECE = 2**16  # characters tokenised at once; a longer text is cut after a line
 
 
 class DatastoreOptions(Options):
-    action: str = option(REQUIRED, "build a datastore, or continue to build it", positional=True, choices=["build"])
-    models: Models = group(Models, "models", only=("backbone",))
+    shown = "action backbone data output suffix max-bytes split overwrite json quiet"
+    action: str = option(
+        REQUIRED, "build a datastore, or continue to build it", positional=True, choices=["build"], metavar="build"
+    )
+    models: Models = group(Models, "models", only=("backbone",), backbone=REQUIRED)
     load: LoadOptions = group(LoadOptions, "loading", only=("revision", "trust_remote_code"))
     data: DataOptions = group(DataOptions, "data", without=("max_prompts",))
     suffix: tuple[str, ...] = option(
-        (), "read each file in --data that ends in .EXT as one document; repeatable", metavar=".EXT"
+        (),
+        "read each file in --data that ends in .EXT as one document; repeatable",
+        metavar=".EXT",
+        brief="read files that end in .EXT; repeatable",
     )
     max_bytes: int | None = count(None, "with --suffix: stop after N bytes of text")
     out: str = option(REQUIRED, "write the datastore to this folder", metavar="DIR", name="output")
@@ -68,7 +74,7 @@ def run(options: DatastoreOptions) -> None:
     }
     pieces = _files(options) if options.suffix else _records(options.data, tokenizer)
     start, progress = time.monotonic(), options.output.progress
-    with progress.status("reading") as status:
+    with options.output.stage("reading") as status:
         built = build(folder, pieces, lambda piece: _ids(piece, tokenizer), about, options.overwrite, status.update)
     size = sum(path.stat().st_size for path in folder.iterdir())
     summary = f"{options.out}: {built['documents']} documents, {built['tokens']} tokens, {readable(size)}"

@@ -35,6 +35,7 @@ TEXT_SECONDS = 50  # time limit for generating text; a slower machine trains on 
 
 
 class DemoOptions(Options):
+    shown = "output overwrite minutes texts prompts device dtype threads seed json quiet"
     out: str = option("medusa-demo", "write text, heads and results to this folder", metavar="DIR", name="output")
     overwrite: bool = option(False, "replace the results of an earlier demo")
     minutes: float = option(3.0, "train the heads for M minutes", "above 0", lambda value: value > 0, "M")

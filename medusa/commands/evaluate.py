@@ -1,6 +1,6 @@
 """Measure how often the token that the backbone generates is among each head's best guesses.
 
-  medusa evaluate --backbone demo --heads demo --data demo
+  medusa evaluate demo --data demo
 
 The backbone first continues every prompt greedily. Of a document or a conversation, it continues the first 16 tokens.
 The heads' guesses are compared with the generated text, not with the text of the file."""
@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import islice
 
-from rich.progress import track
 from rich.table import Table
 
 from decode.settings import Settings
@@ -24,7 +23,10 @@ OPENING = 16  # number of tokens that the backbone continues, of a record that i
 
 class DataOptions(Options):
     data: str = option(
-        REQUIRED, "read a .jsonl, .json, .txt or .parquet file, a folder, a Hub dataset, or demo (shipped)", metavar="D"
+        REQUIRED,
+        "read a .jsonl, .json, .txt or .parquet file, a folder, a Hub dataset, or demo (shipped)",
+        metavar="D",
+        brief="read records from a file, a folder or a Hub dataset",
     )
     max_prompts: int = count(100, "read only the first N records")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
@@ -32,6 +34,7 @@ class DataOptions(Options):
 
 
 class EvaluateOptions(CommandOptions):
+    shown = "heads data max-prompts max-new-tokens split backbone device dtype threads json quiet"
     models: Models = group(Models, "models", only=("backbone", "heads"), heads=REQUIRED)
     settings: Settings = group(Settings, "generation (greedy)", only=("max_new_tokens",), max_new_tokens=128)
     batch_size: int = 1
@@ -60,7 +63,7 @@ def run(options: EvaluateOptions) -> None:
         prompts.append(ids if record.is_prompt or record.prompt_tokens else ids[:OPENING])
     require_fitting(prompts, backbone)
     method, texts = plain_method(loaded.model, options.settings, loaded.tokenizer), []
-    for prompt in track(prompts, "generating", console=output.progress, disable=output.quiet):
+    for prompt in output.track(prompts, "generating"):
         result = method([prompt])[0]
         texts.append(OwnText(result.input_ids + result.new_ids, len(result.input_ids)))
     accuracy = head_accuracy(backbone, heads, texts)

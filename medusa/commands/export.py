@@ -1,7 +1,7 @@
 """Convert heads to the format of a server or another toolkit, and read the result again to compare the weights.
 
-  medusa export --heads runs/heads --to original-v1 --output exported
-  medusa export --heads runs/heads --to hub --output exported --backbone org/model --benchmark bench.json
+  medusa export runs/heads --to vllm --output exported
+  medusa export runs/heads --to hub --output repository --benchmark bench.json
 
 TGI, TensorRT-LLM and vLLM load heads of kind `medusa` with `heads.block=square`. vLLM and SGLang load kind `eagle` with
 `heads.block=gated`. The command prints how to serve the exported heads, and what decoding in that server lacks."""
@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from medusa.commands.options import Output, require_of_kind, warn
-from medusa.errors import RequestError, RunError
+from medusa.errors import RequestError, RunError, choose_one_of
 from medusa.export import FORMATS
 from medusa.files import readable, replacing_folder, require_absent
 from medusa.options import DTYPE_NAMES, REQUIRED, LoadOptions, Options, group, option
@@ -25,27 +25,49 @@ if TYPE_CHECKING:
 
 
 class ExportOptions(Options):
-    heads: str = option(REQUIRED, "export these heads: a folder, a Hub id, or demo (shipped)", metavar="H")
+    shown = "heads to output backbone dtype overwrite benchmark license repo-id json quiet"
+    by_position = ("heads",)
+    heads: str = option(
+        REQUIRED,
+        "export these heads: a folder, a Hub id, or demo (shipped)",
+        metavar="H",
+        brief="export these heads: a folder, a Hub id, or demo",
+    )
     to: str = option(REQUIRED, f"write this format: {', '.join(FORMATS)}", metavar="FORMAT")
     out: str = option(REQUIRED, "write the export to this folder", metavar="DIR", name="output")
     overwrite: bool = option(False, "replace an earlier export in the folder")
     backbone: str | None = option(
-        None, "name this backbone, a folder or a Hub id (default: the one that the heads record)", metavar="B"
+        None,
+        "name this backbone, a folder or a Hub id (default: the one that the heads record)",
+        metavar="B",
+        brief="name this backbone (default: the heads' own)",
     )
     dtype: str | None = option(
         None,
         f"write weights as {' or '.join(DTYPE_NAMES)} (default: unchanged)",
         f"one of {', '.join(DTYPE_NAMES)}",
         lambda value: value in DTYPE_NAMES,
+        brief="write weights as float32, bfloat16 or float16",
     )
     load: LoadOptions = group(LoadOptions, "loading", only=("revision", "trust_remote_code"))
     benchmark: str | None = option(
-        None, "with --to hub: quote these results of medusa benchmark --json in the model card", metavar="FILE"
+        None,
+        "with --to hub: quote these results of medusa benchmark --json in the model card",
+        metavar="FILE",
+        brief="with --to hub: quote these results of the benchmark",
     )
     license: str | None = option(
-        None, "with --to hub: the license in the model card, by the Hub's name, such as apache-2.0", metavar="ID"
+        None,
+        "with --to hub: the license in the model card, by the Hub's name, such as apache-2.0",
+        metavar="ID",
+        brief="with --to hub: the license, such as apache-2.0",
     )
-    repo_id: str | None = option(None, "with --to hub: name this repository in the model card", metavar="ORG/NAME")
+    repo_id: str | None = option(
+        None,
+        "with --to hub: name this repository in the model card",
+        metavar="ORG/NAME",
+        brief="with --to hub: the name of the repository",
+    )
     output: Output = group(Output, "output")
 
 
@@ -58,7 +80,7 @@ def run(options: ExportOptions) -> None:
     from medusa.loading import DTYPES
 
     if options.to not in FORMATS:
-        raise RequestError(f"--to is {options.to!r}; choose one of {', '.join(FORMATS)}")
+        raise RequestError(f"--to is {options.to!r}; {choose_one_of(options.to, FORMATS)}")
     write: Callable[[Export], Written] = resolve_name(f"medusa.export.{FORMATS[options.to]}")
     facts = _facts(options)
     source, place = find_folder(options.heads), Path(options.out)

@@ -1,18 +1,17 @@
 """Generate text with heads or another drafter: the same output as without a drafter, faster.
 
-  medusa generate --backbone demo --heads demo --prompt "Once upon a time"
-  medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --json out.json
-  medusa generate --backbone org/model --drafter ngram --prompts questions.jsonl
-  medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --amateur org/small
-  medusa generate --backbone org/model --heads org/heads --prompts questions.jsonl --record recorded
-  medusa generate --backbone org/model --strategy best-first-beam --prompts questions.jsonl
+  medusa generate demo "Once upon a time"
+  medusa generate org/heads --prompts questions.jsonl --json out.json
+  medusa generate --backbone org/model --drafter ngram --prompts own.jsonl
+  medusa generate org/heads --prompts own.jsonl --record recorded
 
---amateur decodes contrastively. --record saves the texts with their hidden states, to train heads on them later.
-docs/drafters.md describes the drafters, docs/strategies.md the strategies."""
+HEADS may be left out with --plain, --drafter ngram or --strategy, which need --backbone. --record saves the texts with
+their hidden states, to train heads on them later. --amateur decodes contrastively. docs/drafters.md describes the
+drafters, docs/strategies.md the strategies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,10 +30,23 @@ if TYPE_CHECKING:
 
 
 class GenerateOptions(CommandOptions):
+    shown = "heads prompt prompts max-new-tokens temperature top-p tree drafter plain record backbone dtype json quiet"
+    by_position = ("heads", "prompt...")
     prompts: Prompts = group(Prompts, "prompts")
     strategy: search.Strategy = group(search.Strategy, "strategy (docs/strategies.md)")
     plain: bool = option(False, "decode without a drafter: one token per step")
-    record: str | None = option(None, "add texts and hidden states to this folder, for medusa train", metavar="DIR")
+    record: str | None = option(
+        None,
+        "add texts and hidden states to this folder, for medusa train",
+        metavar="DIR",
+        brief="save texts and hidden states here, for training",
+    )
+
+    @classmethod
+    def filled_by_position(cls, given: Collection[str]) -> Sequence[str]:
+        """Return what words without `--` fill: heads, then prompts; only prompts if the backbone decodes alone."""
+        without_heads = "backbone" in given and not {"plain", "drafter", "strategy"}.isdisjoint(given)
+        return ["prompt..."] if without_heads or "heads" in given else ["heads", "prompt..."]
 
     def __post_init__(self) -> None:
         super().__post_init__()

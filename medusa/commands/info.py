@@ -1,8 +1,9 @@
 """Describe a set of heads: kind, shapes, tree, backbone and training.
 
-medusa info demo
-medusa info runs/my-heads --json info.json
-"""
+  medusa info demo
+  medusa info runs/my-heads --json info.json
+
+HEADS may have any published format (docs/formats.md), which is recognised from the tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from medusa.options import REQUIRED, Options, group, option
 
 
 class InfoOptions(Options):
-    heads: str = option(REQUIRED, "describe heads: a folder, a Hub id, or demo", metavar="HEADS", positional=True)
+    by_position = ("heads",)
+    heads: str = option(REQUIRED, "describe these heads: a folder, a Hub id, or demo (shipped)", metavar="H")
     output: Output = group(Output, "output")
 
 

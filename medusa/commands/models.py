@@ -194,7 +194,7 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
         return replace(asked, temperatures=fitted)
     found, kept = stored(files, situation(loaded.model, heads, settings, command.batch_size)), ""
     if found is None:
-        with command.output.progress.status("choosing a tree"):
+        with command.output.stage("choosing a tree"):
             texts = own_texts(loaded.model, settings, loaded.bos_token_id)
             found = calibrate.calibrate(loaded.model, heads, texts, settings, command.batch_size, rounds=2)
         kept = f"; calibrated now, saved in {store(files, found)}"

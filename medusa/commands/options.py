@@ -3,43 +3,56 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from decode.settings import Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
 from medusa.errors import RequestError
 from medusa.files import write_json
-from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
+from medusa.options import LoadOptions, Options, count, group, option
 from medusa.records.record import Record
 from medusa.records.sources import read_records
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from medusa.progress import Stage
+
 
 Item = TypeVar("Item")
 
 
 class Models(Options):
-    backbone: str = option(REQUIRED, "use this backbone: a folder, a Hub id, or demo (shipped)", metavar="B")
-    heads: str | None = option(None, "use these heads: a folder, a Hub id, or demo (shipped)", metavar="H")
+    backbone: str = option(
+        "",
+        "use this backbone: a folder, a Hub id, or demo (shipped) (default: the one that the heads record)",
+        metavar="B",
+        brief="use this backbone (default: the heads' own)",
+    )
+    heads: str | None = option(
+        None,
+        "use these heads: a folder, a Hub id, or demo (shipped)",
+        metavar="H",
+        brief="use these heads: a folder, a Hub id, or demo",
+    )
     drafter: str | None = option(
         None,
         "draft with heads (default), blockwise, model:NAME, ngram, rest:DIR, lookahead or mix:A+B (docs/drafters.md)",
-        metavar="NAME[:OPTIONS]",
+        metavar="NAME",
+        brief="draft with heads (default), ngram, model:B or others",
     )
     tree: str | None = option(
         None,
         "arrange the heads' guesses in this tree: auto, chain, topk:3,3,2, dynamic:N, the name of a shipped tree, or a "
         "file (default: the tree saved with the heads, else auto)",
         metavar="FILE|NAME",
+        brief="use this tree: auto, chain, topk:3,2, ... or a file",
     )
 
 
@@ -49,6 +62,7 @@ class Prompts(Options):
         None,
         "read a .jsonl, .json, .parquet or .txt (one per line) file, a folder, a Hub dataset, or demo (shipped)",
         metavar="FILE",
+        brief="read prompts from a file, a folder or a Hub dataset",
     )
     max_prompts: int | None = count(None, "use only the first N prompts")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
@@ -72,8 +86,11 @@ class RuntimeOptions(Options):
         f"a whole number from 0 to {2**32 - 1}",
         lambda value: 0 <= value < 2**32,
         "N",
+        brief="seed all random numbers with N",
     )
-    threads: int | None = count(None, "use N CPU threads; fewer can be faster (default: PyTorch's choice)")
+    threads: int | None = count(
+        None, "use N CPU threads; fewer can be faster (default: PyTorch's choice)", brief="use N CPU threads"
+    )
 
     def prepare(self) -> None:
         """Set the number of threads and the seed, and switch off messages and progress bars of transformers."""
@@ -113,15 +130,29 @@ class Output(Options):
     @contextlib.contextmanager
     def progress_bars(self) -> Iterator[Callable[[str, int], Callable[..., None]]]:
         """Show progress bars. Yield a function that starts a bar and returns a function that advances this bar."""
-        from rich.progress import Progress
+        from medusa.progress import ProgressLines
 
-        with Progress(console=self.progress, disable=self.quiet, transient=True) as progress:
+        with ProgressLines(*ProgressLines.get_default_columns(), quiet=self.quiet, transient=True) as progress:
 
             def start(title: str, total: int) -> Callable[..., None]:
                 task = progress.add_task(title, total=total)
                 return lambda n=1: progress.advance(task, n)
 
             yield start
+
+    def track(self, items: Sequence[Item], title: str) -> Iterator[Item]:
+        """Yield items, and show a progress bar that counts them."""
+        with self.progress_bars() as start:
+            advance = start(title, len(items))
+            for item in items:
+                yield item
+                advance()
+
+    def stage(self, message: str) -> contextlib.AbstractContextManager[Stage]:
+        """Show a message while work of unknown length runs. The context's `update` changes the message."""
+        from medusa.progress import stage
+
+        return stage(message, self.quiet)
 
     def note(self, message: str) -> None:
         """Print a line on standard error, unless --quiet is given."""
@@ -153,6 +184,7 @@ NO_CONTRAST = Contrasting()
 class CommandOptions(Options):
     """Base class of the options of commands that decode. Each command's subclass adds, replaces or omits options."""
 
+    by_position = ("heads",)
     models: Models = group(Models, "models")
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     settings: Settings = group(Settings, "generation")
@@ -166,10 +198,32 @@ class CommandOptions(Options):
         super().__post_init__()
         require_uncontrasted(self.settings.compile, self.contrasting.amateur)
 
+    def completed(self) -> Self:
+        """Return the options with the backbone that the heads record, if the user named none.
+
+        Raise RequestError if the heads record no backbone, or if the backbone cannot be found."""
+        models, load = self.models, self.load
+        if models.backbone:
+            return self
+        if models.heads is None:
+            raise RequestError("there is no backbone; add --backbone B, or give heads that record theirs")
+        from medusa.checkpoints.folder import recorded_backbone
+        from medusa.loading import load_config
+
+        name, revision = recorded_backbone(models.heads)
+        if name is None:
+            raise RequestError(f"the heads {models.heads} do not record their backbone; add --backbone B")
+        load = replace(load, revision=load.revision or revision)
+        try:
+            load_config(name, load)
+        except RequestError as error:
+            raise RequestError(f"the heads {models.heads} record a backbone, but {error}; add --backbone B") from None
+        return replace(self, models=replace(models, backbone=name), load=load)
+
     def warming_up(self) -> contextlib.AbstractContextManager[object]:
         """Show a message while the first tokens are generated and, with --compile, the steps are compiled."""
         slow = "compiling the decoding steps, which takes half a minute or more"
-        return self.output.progress.status(slow if self.settings.compile else "warming up")
+        return self.output.stage(slow if self.settings.compile else "warming up")
 
 
 def require_writable(path: str | None) -> None:
@@ -211,52 +265,3 @@ def warn_if_useless(tokens: int, tokens_per_step: float) -> None:
     """Warn if at least 65 tokens were generated, but fewer than 1.15 per step: hardly any guess was accepted."""
     if tokens > 64 and tokens_per_step < 1.15:
         warn("hardly any guess was accepted: these heads do not fit this backbone (another model, or another dtype?)")
-
-
-class Network(Options):
-    host: str = option("127.0.0.1", "listen on this address; 0.0.0.0 is open to other machines", metavar="A")
-    port: int = option(8000, "listen on port N", "a whole number from 1 to 65535", lambda value: 0 < value < 2**16, "N")
-
-    def require_free(self) -> None:
-        """Raise RequestError if a server cannot listen on the host and port; called before models are loaded."""
-        try:
-            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-            for family, *_, address in found:
-                try:
-                    trial = socket.socket(family, socket.SOCK_STREAM)
-                except OSError:
-                    if len(found) == 1:
-                        raise
-                    continue  # a machine without IPv6, for example: the server leaves this address out, too
-                with trial:
-                    if family == socket.AF_INET6:  # otherwise it would take the port of IPv4, too
-                        trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                    trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    trial.bind(address)
-        except OSError as error:
-            reason = f"{error.strerror or error}; choose another --port or --host"
-            raise RequestError(f"cannot listen at {self.host}, port {self.port}: {reason}") from None
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only programs on this machine can reach the server's address."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
-
-    @property
-    def allowed_hosts(self) -> list[str]:
-        """The values of the HTTP header Host that the server accepts; `*` means all.
-
-        On a loopback address, only the names of this machine are accepted. Otherwise a web page could reach the
-        server through a domain that resolves to this machine (DNS rebinding)."""
-        return ["127.0.0.1", "localhost", "[::1]"] if self.is_loopback else ["*"]
-
-    def announce(self, command: str) -> None:
-        """Print the address of a running server on standard error, even with --quiet."""
-        address = f"http://localhost:{self.port}"
-        if not self.is_loopback:
-            host = f"[{self.host}]" if ":" in self.host else self.host
-            address = f"http://{host}:{self.port}, open to every machine that can reach this address"
-        print(f"{command}: {address} (Ctrl-C ends it)", file=sys.stderr, flush=True)

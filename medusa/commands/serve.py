@@ -1,24 +1,31 @@
 """Serve a backbone with its heads by an OpenAI-compatible API: /v1/completions, /v1/chat/completions, /v1/models.
 
-  medusa serve --backbone demo --heads demo
-  medusa serve --backbone org/model --heads org/heads --batch-size 4 --port 8080
+  medusa serve demo
+  medusa serve org/heads --batch-size 4 --port 8080
 
 Waiting requests are decoded in batches of prompts of similar length. A request may set its own length, temperature and
 so on; the options below set the defaults."""
 
 from __future__ import annotations
 
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Network, Output, require_extra
+from medusa.commands.network import Network
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Output, require_extra
 from medusa.errors import RequestError
 from medusa.options import count, group, option
 
 
 class ServeOptions(CommandOptions):
+    shown = "heads host port name batch-size max-new-tokens temperature tree drafter plain backbone device dtype"
     batch_size: int = count(8, "decode at most N texts at a time")
     contrasting: Contrasting = NO_CONTRAST
     output: Output = group(Output, "output", without=("json",))
     network: Network = group(Network, "network")
-    name: str | None = option(None, "serve the model under this name (default: the name in --backbone)", metavar="NAME")
+    name: str | None = option(
+        None,
+        "serve the model under this name (default: the backbone's name)",
+        metavar="NAME",
+        brief="serve the model under this name",
+    )
     plain: bool = option(False, "decode without a drafter: one token per step")
 
     def __post_init__(self) -> None:

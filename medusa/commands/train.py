@@ -1,7 +1,8 @@
 """Train heads on a frozen backbone. A recipe, a YAML file, describes the run; `key=value` overrides any of its keys.
 
   medusa train medusa1
-  medusa train medusa1 backbone=org/model data=own.jsonl training.learning_rate=1e-3
+  medusa train medusa1 backbone=org/model data=own.jsonl
+  medusa train medusa1 training.learning_rate=1e-3 --resume
 
 Only the heads are trained and saved. --resume continues an interrupted run. --inspect shows the tokens that the heads
 would learn from the data. It does not train, and does not load the weights of the backbone:
@@ -18,23 +19,38 @@ from medusa.options import REQUIRED, Options, count, group, option
 
 
 class TrainOptions(Options):
+    shown = "config overrides resume overwrite inspect plan threads json quiet"
     config: str = option(
         REQUIRED,
         "read the backbone, data, output_dir, heads and training arguments from this YAML file; or take a recipe that "
         "is shipped: medusa1, medusa2, paper_medusa1_7b or paper_medusa2_7b",
+        brief="read the recipe from this file, or take a shipped one",
         metavar="RECIPE",
         positional=True,
     )
     overrides: tuple[str, ...] = option(
-        (), "override a key of the file, for example heads.num=5", metavar="key=value", positional=True, nargs="*"
+        (),
+        "override a key of the file, for example heads.num=5",
+        metavar="key=value",
+        brief="set a key of the recipe, such as heads.num=5",
+        positional=True,
+        nargs="*",
     )
     resume: bool = option(False, "continue from the last checkpoint in output_dir")
     overwrite: bool = option(False, "replace the heads in output_dir")
     inspect: int | None = count(
-        None, "show the tokens to learn in N examples (default: 3) and count the data; do not train", nargs="?", const=3
+        None,
+        "show the tokens to learn in N examples (default: 3) and count the data; do not train",
+        brief="show the tokens to learn in N examples",
+        nargs="?",
+        const=3,
     )
     ids: bool = option(False, "with --inspect: print a line for every token")
-    plan: bool = option(False, "report, without training, the disk space of cache_features and the time it saves")
+    plan: bool = option(
+        False,
+        "report, without training, the disk space of cache_features and the time it saves",
+        brief="report the cost of cache_features, without training",
+    )
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime", only=("threads",))
     output: Output = group(Output, "output")
 

@@ -1,8 +1,8 @@
 """Test that decoding with heads does not change the output: compare greedy texts, and the distribution of samples.
 
-  medusa verify --backbone demo --heads demo --prompts demo
-  medusa verify --backbone demo --drafter ngram --prompts demo
-  medusa verify --backbone org/model --heads org/heads --prompts own.jsonl --full --report evidence.html
+  medusa verify demo --prompts demo
+  medusa verify --backbone org/model --drafter ngram --prompts own.jsonl
+  medusa verify org/heads --prompts own.jsonl --full --report evidence.html
 
 Greedy: every prompt is decoded with and without drafts. Sampling: after each of the first four prompts, a million steps
 are sampled with the best guesses as drafts, and with sampled drafts. Their tokens are tested against the backbone's own
@@ -23,15 +23,20 @@ GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile")
 
 
 class VerifyOptions(CommandOptions):
+    shown = "heads prompts max-prompts drafter tree draws full report overwrite backbone dtype json quiet"
     prompts: Prompts = group(Prompts, "prompts")
     settings: Settings = group(Settings, "generation (greedy; E and D: samples)", only=GREEDY, max_new_tokens=128)
     batch_size: int = count(1, "greedy: decode N prompts at a time with the drafter")
-    draws: int = count(1_000_000, "draw N samples by each acceptance rule")
+    draws: int = count(1_000_000, "draw N samples by each acceptance rule", brief="draw N samples for each rule")
     sampled_prompts: int = count(4, "draw samples after the first N prompts")
     full: bool = option(
-        False, "draw at temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9 (default: temperature 1, top-p 1)"
+        False,
+        "draw at temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9 (default: temperature 1, top-p 1)",
+        brief="draw at three temperatures and two values of top-p",
     )
-    report: str = option("verify.html", "write the report to this HTML file", metavar="FILE")
+    report: str = option(
+        "verify.html", "write the report to this HTML file", brief="write the report to FILE", metavar="FILE"
+    )
     overwrite: bool = option(False, "replace an existing report")
 
     def __post_init__(self) -> None:

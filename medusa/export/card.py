@@ -14,9 +14,9 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
 
 from medusa.checkpoints.checkpoint import Checkpoint
-from medusa.checkpoints.folder import HUB_ID
 from medusa.errors import RequestError
 from medusa.files import Json, read_json
+from medusa.places import HUB_ID
 from medusa.records.sources import SUFFIXES
 from medusa.tree import Tree
 

@@ -5,17 +5,16 @@ Records are read when they are needed, so that a file can be larger than the mem
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 from medusa.errors import RequestError, first_line
+from medusa.places import SHORT_HUB_ID, hub_is_reachable
 from medusa.records.record import Record, parse_json, parse_record
 from medusa.shipped import PROMPTS
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")  # of files with records
-HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 DOCUMENT_SEPARATOR = "<|endoftext|>"  # the usual line between two documents in a text file
 SETTINGS, FAILED = ".settings.json", ".failed.jsonl"  # endings of files without records that `medusa distill` writes
 
@@ -38,10 +37,11 @@ def read_records(
             raise RequestError(f"{source} holds no data; files end in {', '.join(SUFFIXES)}")
     elif path.is_file():
         files = [path]
-    elif path.suffix in SUFFIXES or (path.parent.is_dir() and len(path.parts) > 2) or not HUB_ID.fullmatch(source):
-        raise RequestError(
-            f"no data at {source}: give a file ({', '.join(SUFFIXES)}), a folder, a Hub dataset id or demo"
-        )
+    elif (
+        path.suffix in SUFFIXES or (path.parent.is_dir() and len(path.parts) > 2) or not SHORT_HUB_ID.fullmatch(source)
+    ):
+        kinds = f"a file ({', '.join(SUFFIXES)}), a folder, a Hub dataset id or demo"
+        raise RequestError(f"no data at {source}: give {kinds}")
     records = (r for file in files for r in _read_file(file, separator)) if files else _read_hub(source, split, subset)
     for record in records:
         yield record
@@ -123,6 +123,8 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
     """Stream the records of a Hub dataset."""
     from datasets import load_dataset
 
+    if not hub_is_reachable():
+        raise RequestError(f"no data at {name}: it is not on this machine, and the Hugging Face Hub cannot be reached")
     try:
         rows = load_dataset(name, split=split, streaming=True, **({"name": subset} if subset else {}))
     except Exception as error:  # datasets raises errors of many types

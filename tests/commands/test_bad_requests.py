@@ -579,7 +579,7 @@ def test_missing_heads_are_rejected(refused: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["generate"], ["generate", "--batch-size", "0"], ["train"], ["generate", "--temperature", "warm"], ["nonsense"]],
+    [["distill"], ["generate", "--batch-sizes", "1"], ["train"], ["generate", "--temperature", "warm"], ["nonsense"]],
     ids=" ".join,
 )
 def test_usage_errors_are_one_line_with_status_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from decode.results import DecodingRun
 from medusa.__main__ import main
-from medusa.commands.options import Network, require_extra
+from medusa.commands.network import Network
+from medusa.commands.options import require_extra
 from medusa.errors import RequestError
 
 CHAT = ("chat", "--backbone", "demo", "--max-new-tokens", "16", "--threads", "1")

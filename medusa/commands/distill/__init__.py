@@ -1,8 +1,9 @@
 """Generate training data with the backbone, because heads must predict the text that the backbone generates.
 
-  medusa distill --backbone org/model --prompts questions.jsonl --output own.jsonl
-  medusa distill --backbone demo --self-talk 500 --temperature 1 --output own.jsonl
-  medusa distill --backbone org/model --prompts chats.jsonl --server http://localhost:8000 --output own.jsonl
+  medusa distill --backbone org/model --prompts chats.jsonl --output own.jsonl
+  medusa distill --backbone demo --self-talk 500 --output own.jsonl
+  medusa distill --backbone org/model --prompts chats.jsonl --output own.jsonl \\
+                 --server http://localhost:8000
 
 The backbone answers all questions of a conversation in turn, and reads its own earlier answers instead of the file's.
 Each line of the output holds one answer: the index of its prompt, its turn, the ids of prompt and answer, the number of
@@ -35,6 +36,9 @@ BYTES_PER_TOKEN = 12  # of one answer: an id, a comma, a space, and the text of 
 class DistillOptions(CommandOptions):
     """Options of `medusa distill`."""
 
+    by_position = ()
+    shown = "backbone prompts output max-prompts max-new-tokens temperature batch-size self-talk server heads overwrite"
+
     models: Models = group(Models, "models", without=("drafter",))
     prompts: Prompts = group(Prompts, "prompts", without=("prompt",))
     settings: Settings = group(Settings, "generation", max_new_tokens=512)
@@ -42,7 +46,9 @@ class DistillOptions(CommandOptions):
     contrasting: Contrasting = NO_CONTRAST
     out: str = option(REQUIRED, "write the generated data to this file", metavar="F.jsonl", name="output")
     overwrite: bool = option(False, "replace the file if it exists")
-    self_talk: int | None = count(None, "generate N texts after the BOS token alone, without prompts")
+    self_talk: int | None = count(
+        None, "generate N texts after the BOS token alone, without prompts", brief="generate N texts without prompts"
+    )
     self_talk_seeds: str | None = option(
         None, "with --self-talk: continue the texts in FILE, in turn, instead of the BOS token", metavar="FILE"
     )
@@ -52,6 +58,7 @@ class DistillOptions(CommandOptions):
         None,
         "generate with this OpenAI-compatible server (vLLM, SGLang, ...), and load only the backbone's tokenizer",
         metavar="URL",
+        brief="generate with this OpenAI-compatible server",
     )
     model: str | None = option(
         None, "use this model of the server (default: the only model that it serves)", metavar="NAME"

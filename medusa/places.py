@@ -1,0 +1,58 @@
+"""Names of models, heads and datasets: what is shipped, what is a folder, and what can be on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import re
+import threading
+from functools import cache
+from pathlib import Path
+
+SHIPPED = "demo"  # the name of the backbone, the heads and the draft model that come with the package
+HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")  # owner/name
+SHORT_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")  # some old models and datasets have no owner
+PATIENCE = 3.0  # seconds to wait for an answer of the Hub
+
+
+def may_be_on_hub(name: str, needs_owner: bool = False) -> bool:
+    """Whether a name can be a Hub id: it has the form of an id, and does not look like a path on this machine.
+
+    A name looks like a path if it starts with `.`, `~` or `/`, or if the folder that contains it exists."""
+    if not (HUB_ID if needs_owner else SHORT_HUB_ID).fullmatch(name):
+        return False
+    path = Path(name)
+    return not path.exists() and not (len(path.parts) > 1 and path.parent.is_dir())
+
+
+def hub_keywords(name: str) -> dict[str, bool]:
+    """Return the keyword arguments with which to load `name`: only local files if the name or the network needs it.
+
+    Without a network, transformers and huggingface_hub try for half a minute before they read their cache."""
+    return {} if Path(name).exists() or hub_is_reachable() else {"local_files_only": True}
+
+
+def why_missing(name: str, needs_owner: bool = False) -> str:
+    """Return why nothing can be loaded by a name that does not exist as a file or folder; empty if the Hub answers."""
+    if not may_be_on_hub(name, needs_owner):
+        return "there is no such folder"
+    return "" if hub_is_reachable() else "it is not on this machine, and the Hugging Face Hub cannot be reached"
+
+
+@cache
+def hub_is_reachable() -> bool:
+    """Whether the Hugging Face Hub answers within 3 seconds; false if `HF_HUB_OFFLINE` is set. Asked once."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered: list[object] = []
+
+    def ask() -> None:
+        try:
+            answered.append(get_session().head(constants.ENDPOINT, timeout=PATIENCE))
+        except Exception:  # httpx and its proxies raise errors of many types, which all mean: not reachable
+            return
+
+    asking = threading.Thread(target=ask, daemon=True)  # looking up a name in DNS has no time limit of its own
+    asking.start()
+    asking.join(PATIENCE)
+    return bool(answered)

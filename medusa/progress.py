@@ -1,0 +1,117 @@
+"""Progress of long work on standard error: bars and spinners in a terminal, else a line every ten seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn
+
+EVERY = 10.0  # seconds between two lines
+
+
+class Stage(Protocol):
+    """Work of unknown length, whose message can be changed while it runs."""
+
+    def update(self, status: str) -> None:
+        """Show another message."""
+
+
+class ProgressLines(Progress):
+    """A rich `Progress` that prints a line every ten seconds if its console is no terminal."""
+
+    def __init__(
+        self, *columns: str | ProgressColumn, quiet: bool = False, title: str = "", transient: bool = False
+    ) -> None:
+        """Make a progress display on standard error, or none with `quiet`.
+
+        `title` starts the lines if the descriptions of the tasks do not name the work."""
+        console = Console(stderr=True, quiet=quiet)
+        self._title, self._ticker = title, _Ticker(self._describe)
+        self._prints_lines = not quiet and not console.is_terminal
+        super().__init__(*columns, console=console, disable=quiet or self._prints_lines, transient=transient)
+
+    def start(self) -> None:
+        """Start the display."""
+        super().start()
+        if self._prints_lines:
+            self._ticker.start()
+
+    def stop(self) -> None:
+        """Stop the display. It can be started again."""
+        super().stop()
+        self._ticker.stop()
+
+    def _describe(self) -> str:
+        """Describe the tasks that are not finished, in one line."""
+        parts = []
+        for task in self.tasks:
+            if task.finished:
+                continue
+            name = f"{self._title}: " if self._title else f"{task.description}: "
+            left = "" if task.time_remaining is None else f", about {_clock(task.time_remaining)} left"
+            done = f"{task.completed:,.0f}" + ("" if task.total is None else f" of {task.total:,.0f}")
+            further = f"  {task.description}" if self._title and task.description else ""
+            parts.append(f"{name}{done}, {_clock(task.elapsed or 0)} elapsed{left}{further}")
+        return "; ".join(parts)
+
+
+@contextlib.contextmanager
+def stage(message: str, quiet: bool = False) -> Iterator[Stage]:
+    """Show a message while work of unknown length runs: with a spinner in a terminal, else every ten seconds."""
+    console = Console(stderr=True, quiet=quiet)
+    if console.is_terminal:
+        with console.status(message) as status:
+            yield status
+        return
+    lines = _StageLines(message)
+    ticker = _Ticker(lambda: f"{lines.message} ...")
+    if not quiet:
+        ticker.start()
+    try:
+        yield lines
+    finally:
+        ticker.stop()
+
+
+class _StageLines:
+    """The latest message of a stage."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def update(self, status: str) -> None:
+        """Store another message for the next line."""
+        self.message = status
+
+
+class _Ticker:
+    """A thread that prints a description every ten seconds, so that slow steps are seen as well."""
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+        self._ending: threading.Event | None = None
+
+    def start(self) -> None:
+        if self._ending is None:
+            self._ending = threading.Event()
+            threading.Thread(target=self._print, args=(self._ending,), daemon=True).start()
+
+    def stop(self) -> None:
+        if self._ending is not None:
+            self._ending.set()
+            self._ending = None
+
+    def _print(self, ending: threading.Event) -> None:
+        while not ending.wait(EVERY):
+            if line := self._describe():
+                print(line, file=sys.stderr, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    """Format a time in seconds as minutes and seconds, such as 2:05."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

@@ -1,0 +1,339 @@
+"""The command line as people expect it: heads by position, help on one screen, nearest names, closed pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa import progress
+from medusa.__main__ import COMMANDS, main
+from medusa.commandline import until_pipe_closes
+from medusa.commands import models
+from medusa.commands.options import CommandOptions, Output
+from tests.commands.test_cli import Outcome, Place, build
+
+Medusa = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """The files of `test_cli`, with heads that record their backbone."""
+    place = build(tmp_path_factory.mktemp("place"))
+    record(place.heads, place.backbone)
+    return place
+
+
+@pytest.fixture
+def medusa(capsys: pytest.CaptureFixture[str]) -> Medusa:
+    """Run the command in this process."""
+
+    def run(*argv: object) -> Outcome:
+        capsys.readouterr()
+        try:
+            status = main([str(word) for word in argv])
+        except SystemExit as end:  # the parser ends the program
+            status = int(end.code or 0)
+        return Outcome(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(medusa: Medusa) -> Callable[..., str]:
+    """Run a wrong request; gives its one-line error."""
+
+    def run(*argv: object) -> str:
+        status, out, err = medusa(*argv)
+        assert (status, out, len(err.splitlines())) == (2, "", 1), err
+        return err.strip()
+
+    return run
+
+
+def record(heads: str, backbone: str | None) -> None:
+    """Write a backbone into the config of heads."""
+    path = Path(heads) / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["base_model_name_or_path"], content["backbone"] = backbone, {}
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def copied(place: Place, folder: Path, backbone: str | None) -> str:
+    """A copy of the heads that records another backbone."""
+    shutil.copytree(place.heads, folder)
+    record(str(folder), backbone)
+    return str(folder)
+
+
+# --- heads by position and the backbone that they record --------------------------------------------------------------
+
+SHORT = ("--max-new-tokens", "6")
+
+
+def test_generate_with_heads_and_prompts_by_position(medusa: Medusa, place: Place, tmp_path: Path) -> None:
+    def results(*argv: Any) -> Any:
+        done = medusa("generate", *argv, *SHORT, "--json", tmp_path / "out.json")
+        assert done.status == 0, done.err
+        content = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+        assert content["settings"]["backbone"] == place.backbone
+        return [result["new_ids"] for result in content["results"]]
+
+    named = ("--backbone", place.backbone, "--heads", place.heads)
+    expected = results(*named, "--prompt", "abc", "--prompt", "d")
+    assert results(place.heads, "abc", "d") == expected
+    assert results(place.heads, "abc", "--seed", "1", "d") == expected
+    assert results("--heads", place.heads, "abc", "d") == expected
+    assert results("abc", *named, "--prompt", "d") == expected
+    assert results("--backbone", place.backbone, "--drafter", "ngram", "abc", "d") == expected
+    assert results("--backbone", place.backbone, "--plain", "abc", "d") == expected
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("benchmark", "HEADS", "--prompts", "PROMPTS", "--rounds", "1", "--max-prompts", "1", *SHORT),
+        ("evaluate", "HEADS", "--data", "PROMPTS", "--max-prompts", "2", *SHORT),
+        ("export", "HEADS", "--to", "hub", "--output", "OUT"),
+        ("info", "HEADS"),
+        ("info", "--heads", "HEADS"),
+    ],
+    ids=lambda argv: " ".join(argv[:2]),
+)
+def test_commands_take_heads_by_position(medusa: Medusa, place: Place, tmp_path: Path, argv: tuple[str, ...]) -> None:
+    words = {"HEADS": place.heads, "PROMPTS": place.prompts, "OUT": str(tmp_path / "out")}
+    done = medusa(*(words.get(word, word) for word in argv))
+    assert done.status == 0, done.err
+
+
+@pytest.mark.parametrize("argv", [("chat",), ("serve",), ("calibrate",), ("verify", "--prompts", "PROMPTS")])
+def test_commands_find_the_backbone_of_the_heads(
+    medusa: Medusa, place: Place, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
+) -> None:
+    opened = []
+
+    def note(command: CommandOptions, *_: Any, **__: Any) -> None:
+        opened.append((command.models.backbone, command.models.heads))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "open_models", note)
+    assert medusa(argv[0], place.heads, *(place.prompts if w == "PROMPTS" else w for w in argv[1:])).status == 130
+    assert opened == [(place.backbone, place.heads)]
+
+
+def test_the_backbone_on_the_command_line_comes_first(medusa: Medusa, place: Place, tmp_path: Path) -> None:
+    heads = copied(place, tmp_path / "heads", "/no/such/backbone")
+    assert medusa("generate", heads, "abc", "--backbone", place.backbone, *SHORT).status == 0
+
+
+@pytest.mark.parametrize(
+    ("recorded", "told"),
+    [
+        (None, "do not record their backbone; add --backbone B"),
+        ("./gone", "record a backbone, but no backbone at ./gone: there is no such folder"),
+        ("/no/such/backbone", "record a backbone, but no backbone at /no/such/backbone: there is no such folder"),
+    ],
+)
+def test_a_backbone_that_cannot_be_found(
+    refused: Any, place: Place, tmp_path: Path, recorded: str | None, told: str
+) -> None:
+    said = refused("generate", copied(place, tmp_path / "heads", recorded), "abc")
+    assert told in said
+    assert said.endswith("add --backbone B")
+
+
+def test_a_relative_backbone_is_found_from_its_folder(
+    medusa: Medusa, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = copied(place, tmp_path / "heads", Path(place.backbone).name)
+    monkeypatch.chdir(Path(place.backbone).parent)
+    assert medusa("generate", heads, "abc", *SHORT).status == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("generate", "--plain", "--prompt", "a"), "there is no backbone; add --backbone B"),
+        (("generate", "--drafter", "ngram", "--prompt", "a"), "there is no backbone; add --backbone B"),
+        (("calibrate",), "HEADS is missing"),
+        (("info",), "HEADS is missing"),
+        (("info", "demo", "demo"), "unexpected argument 'demo'"),
+        (("benchmark", "demo", "a"), "unexpected argument 'a'"),
+        (("chat", "--heads", "demo", "demo"), "unexpected argument 'demo'"),
+    ],
+)
+def test_too_few_and_too_many_words(refused: Any, argv: tuple[str, ...], told: str) -> None:
+    assert told in refused(*argv)
+
+
+# --- help ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_one_screen(medusa: Medusa, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, text, err = medusa(*command.split(), "--help")
+    assert (status, err) == (0, "")
+    lines = text.splitlines()
+    assert len(lines) <= 30, text
+    assert max(map(len, lines)) <= 80, [line for line in lines if len(line) > 80]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_purpose_examples_and_main_options(medusa: Medusa, command: str) -> None:
+    text = medusa(command, "--help").out
+    usage, purpose, *_ = text.split("\n\n")
+    assert usage.startswith(f"usage: medusa {command}")
+    assert purpose.strip()[0].isupper()
+    assert f"\n  medusa {command}" in text, "an example"
+    assert f"medusa {command} --help-all" in text
+    assert len(re.findall(r"^  [-\w{]", text.partition("options:")[2], re.MULTILINE)) <= 16
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_all_shows_every_option(medusa: Medusa, command: str) -> None:
+    brief, full = medusa(command, "--help").out, medusa(command, "--help-all").out
+    named = r"^  (--[\w-]+)"
+    assert {*re.findall(named, brief, re.MULTILINE)} <= {*re.findall(named, full, re.MULTILINE)}
+    assert "--json FILE" in full or command == "serve"
+
+
+def test_help_all_shows_options_that_help_leaves_out_in_groups(medusa: Medusa) -> None:
+    brief, full = medusa("generate", "--help").out, medusa("generate", "--help-all").out
+    for option in ("--contrast-beta", "--stop-drafting", "--num-beams", "--attention"):
+        assert option not in brief
+        assert option in full
+    assert "\ngeneration:\n" in full
+    assert "\nmodels:\n" in full
+
+
+def test_help_of_medusa_lists_all_commands(medusa: Medusa) -> None:
+    text = medusa("--help").out
+    for command, summary in COMMANDS.items():
+        assert re.search(rf"^ +{command} +{re.escape(summary)}$", text, re.MULTILINE), command
+    assert medusa("--help-all") == medusa("--help")
+
+
+# --- the nearest name ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("genrate", "demo"), "there is no command 'genrate'; choose one of demo"),
+        (("genrate", "demo"), "(did you mean generate?)"),
+        (
+            ("generate", "demo", "--max-newtokens", "3"),
+            "unknown option --max-newtokens; did you mean --max-new-tokens?",
+        ),
+        (("generate", "demo", "a", "--tempratur=1"), "unknown option --tempratur; did you mean --temperature?"),
+        (("train", "x.yaml", "--overwritte"), "did you mean --overwrite?"),
+        (("generate", "demo", "a", "--zzz"), "unknown option --zzz; see medusa generate --help"),
+        (("generate", "demo", "a", "-x"), "-x"),
+        (("generate", "demo", "a", "--strategy", "beems"), "(did you mean beam?)"),
+        (("generate", "demo", "a", "--drafter", "ngrm"), "(did you mean ngram?)"),
+        (("generate", "demo", "a", "--drafter", "ngram:token=3"), "did you mean tokens?"),
+        (("generate", "demo", "a", "--dtype", "bflot16"), "(did you mean bfloat16?)"),
+        (("generate", "demo", "a", "--attention", "spda"), "(did you mean sdpa?)"),
+        (("generate", "demo", "a", "--acceptance", "typicl"), "(did you mean typical?)"),
+        (("generate", "demo", "a", "--draft", "sampel"), "(did you mean sample?)"),
+        (("generate", "demo", "a", "--tree", "chian"), "; did you mean chain?"),
+        (("generate", "demo", "a", "--tree", "mc_sim_7b_36"), "; did you mean mc_sim_7b_63?"),
+        (("generate", "demo", "a", "--device", "cdua"), "; did you mean cuda?"),
+        (("export", "demo", "--to", "vlm", "--output", "x"), "(did you mean vllm?)"),
+        (("datastore", "biuld", "--data", "x", "--output", "y"), "(did you mean build?)"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_mistyped_name_is_answered_with_the_nearest(refused: Any, argv: tuple[str, ...], told: str) -> None:
+    assert told in refused(*argv)
+
+
+# --- closed pipes and progress without a terminal ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--help",),
+        ("export", "--help-all"),
+        ("info", "demo"),
+        ("generate", "demo", "Once", "--max-new-tokens", "8"),
+        ("evaluate", "demo", "--data", "PROMPTS", "--max-new-tokens", "4"),
+    ],
+    ids=" ".join,
+)
+def test_a_closed_pipe_ends_quietly(place: Place, argv: tuple[str, ...]) -> None:
+    prompts = str(Path(__file__).parents[2] / "medusa" / "assets" / "prompts.jsonl")
+    words = [prompts if word == "PROMPTS" else word for word in argv]
+    if argv[0] == "evaluate":
+        words += ["--max-prompts", "1"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = [sys.executable, "-m", "medusa", *words]
+    done = subprocess.run(program, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=200)
+    os.close(writing)
+    assert done.returncode == 0, done.stderr
+    for wrong in ("Traceback", "Broken pipe", "BrokenPipeError"):
+        assert wrong not in done.stderr
+
+
+def test_a_broken_pipe_to_another_program_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write() -> int:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        until_pipe_closes(write)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of progress come every 20 ms."""
+    monkeypatch.setattr(progress, "EVERY", 0.02)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_progress_without_a_terminal_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Output().progress_bars() as start:
+        advance = start("generating", 50)
+        advance(20)
+        time.sleep(0.15)
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert 1 <= len(lines) <= 8
+    assert all(re.match(r"generating: 20 of 50, 0:00 elapsed", line) for line in lines), lines
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_stage_without_a_terminal_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with Output().stage("reading") as stage:
+        stage.update("sorting")
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert set(lines) == {"sorting ..."}
+
+
+@pytest.mark.usefixtures("hurried")
+def test_quiet_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(quiet=True)
+    with output.stage("reading"), output.progress_bars() as start:
+        start("generating", 50)(20)
+        time.sleep(0.1)
+    assert [*output.track([1, 2], "counting")] == [1, 2]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_short_work_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [*Output().track([1, 2], "counting")] == [1, 2]
+    assert capsys.readouterr() == ("", "")
