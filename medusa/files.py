@@ -1,4 +1,4 @@
-"""Atomic replacement of files and folders, JSON files, and checks of disk space."""
+"""Atomic replacement of files and folders, JSON files, and checks of output paths and disk space."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from medusa.errors import RequestError, RunError
+from medusa.errors import RequestError, RunError, first_line
 
 ASSETS = Path(__file__).parent / "assets"  # a small backbone with heads and a draft model for it, and prompts
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, an exceeded quota, a too large file
+PICTURES = (".png", ".pdf", ".svg", ".jpg")  # the formats of plots
 Json = dict[str, Any]  # a JSON object whose content has not been checked
 
 
@@ -73,6 +75,44 @@ def require_absent(path: Path, overwrite: bool) -> None:
     """Raise RequestError if a file or folder exists and `overwrite` is false."""
     if path.exists() and not overwrite:
         raise RequestError(f"{path} exists already; choose another place or add --overwrite")
+
+
+def require_writable(path: str | Path | None, option: str = "") -> None:
+    """Raise RequestError if no file can be written at `path`; `None` is always valid.
+
+    `option` is the name of the option that gives the path, such as `--json`, for the message."""
+    if path is None:
+        return
+    path, named = Path(path), f"{option} {path}".strip()
+    if path.is_dir():
+        raise RequestError(f"{named} is a folder; name a file")
+    if not path.absolute().parent.is_dir():
+        raise RequestError(f"{named}: there is no folder {path.parent}; create it, or name a file elsewhere")
+    require_writable_folder(path.absolute().parent, path, option)
+
+
+def require_writable_folder(folder: str | Path, path: str | Path | None = None, option: str = "") -> None:
+    """Raise RequestError if a folder does not exist and cannot be made, or if nothing can be written in it.
+
+    `path` is what is to be written, by default the folder itself, and `option` the name of the option that gives it."""
+    folder, named = Path(folder), f"{option} {folder if path is None else path}".strip()
+    if folder.exists() and not folder.is_dir():
+        raise RequestError(f"{named} is a file; choose a folder")
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not existing.is_dir():
+        raise RequestError(f"{named}: {existing} is a file; choose another place")
+    try:  # only an attempt shows whether a file system takes files: root may write everywhere, but not in /proc
+        os.rmdir(tempfile.mkdtemp(prefix=".medusa-", dir=existing))
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        raise RequestError(f"{named}: nothing can be written in {existing} ({reason}); choose another place") from None
+
+
+def require_picture(path: str | Path | None, option: str = "") -> None:
+    """Raise RequestError if no picture can be written at `path`: its format is unknown, or as in `require_writable`."""
+    if path is not None and Path(path).suffix.lower() not in PICTURES:
+        raise RequestError(f"{option} {path} is no picture; its name must end in {', '.join(PICTURES)}".strip())
+    require_writable(path, option)
 
 
 @contextlib.contextmanager

@@ -56,7 +56,14 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
         settings = quantization_config(options.quantization)
         placed = {"device_map": placed.get("device_map", {"": device}), "quantization_config": settings}
     try:
-        keywords = {"dtype": dtype, "attn_implementation": options.attention, **placed, **_hub(path, options)}
+        keywords: dict[str, object] = {
+            "dtype": dtype,
+            "attn_implementation": options.attention,
+            **placed,
+            **_hub(path, options),
+        }
+        if offline := hub_keywords(path):
+            keywords["adapter_kwargs"] = offline  # transformers also looks for an adapter of peft
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **keywords)
     except Exception as error:  # transformers raises errors of many types here
         raise _missing(name_or_path, error) from error

@@ -17,7 +17,7 @@ def may_be_on_hub(name: str, needs_owner: bool = False) -> bool:
     """Whether a name can be a Hub id: it has the form of an id, and does not look like a path on this machine.
 
     A name looks like a path if it starts with `.`, `~` or `/`, or if the folder that contains it exists."""
-    if not (HUB_ID if needs_owner else SHORT_HUB_ID).fullmatch(name):
+    if name == SHIPPED or not (HUB_ID if needs_owner else SHORT_HUB_ID).fullmatch(name):
         return False
     path = Path(name)
     return not path.exists() and not (len(path.parts) > 1 and path.parent.is_dir())
@@ -34,7 +34,16 @@ def why_missing(name: str, needs_owner: bool = False) -> str:
     """Return why nothing can be loaded by a name that does not exist as a file or folder; empty if the Hub answers."""
     if not may_be_on_hub(name, needs_owner):
         return "there is no such folder"
-    return "" if hub_is_reachable() else "it is not on this machine, and the Hugging Face Hub cannot be reached"
+    return "" if hub_is_reachable() else f"it is not on this machine, and {unreachable()}"
+
+
+def unreachable() -> str:
+    """Return the part of an error message that says that the Hub cannot be reached, and what to do."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE=1 forbids to load it from the Hugging Face Hub; unset it, or give a local path"
+    return "the Hugging Face Hub cannot be reached; check the network, or give a local path"
 
 
 @cache

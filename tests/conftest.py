@@ -14,6 +14,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from medusa import places
 from tests.helpers import LETTERS, shared_model
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
@@ -38,6 +39,12 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs ../shared")
     return SHARED.resolve()
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub seems to answer; what a test then loads from it must be replaced, too."""
+    monkeypatch.setattr(places, "hub_is_reachable", lambda: True)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.files import Json
+from medusa.files import Json, require_writable_folder
 from medusa.loading import head_sizes, load_config
 from medusa.shipped import shipped_configs
 from medusa.tree import load_tree
@@ -26,6 +26,9 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
 
     Raise RequestError if the data or the backbone do not exist, or if two keys exclude each other. With `quiet`,
     training will show no progress bar."""
+    require_writable_folder(config.output_dir, option="output_dir")
+    if config.features_dir is not None:
+        require_writable_folder(config.features_dir, option="features_dir")
     data = config.data
     if is_features(data.path):
         unused = {f"data.{key}": getattr(data, key) for key in ("exclude", "max_examples", "streaming")}

@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from decode.settings import Settings
-from medusa.commands.options import CommandOptions, Models, Prompts, require_of_kind, require_writable, warn_if_useless
+from medusa.commands.options import CommandOptions, Models, Prompts, require_of_kind, warn_if_useless
 from medusa.errors import RequestError
-from medusa.files import read_json, replacing_folder, require_absent, write_json
+from medusa.files import (
+    read_json,
+    replacing_folder,
+    require_absent,
+    require_writable,
+    require_writable_folder,
+    write_json,
+)
 from medusa.options import count, group, option
 
 if TYPE_CHECKING:
@@ -78,15 +85,21 @@ class BenchmarkOptions(CommandOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reports_page:
-            require_writable(self.report)
+            require_writable(self.report, "--report")
         if self.report is not None:
             require_absent(Path(self.report), self.overwrite)
         if self.report is not None and not self.reports_page:
+            require_writable_folder(self.report, option="--report")
             require_of_kind("report", Path(self.report), "a report", "report.html", "benchmark.json")
 
     def completed(self) -> Self:
         """Return the options with the backbone that the heads record, unless only files are compared."""
         return self if self.compare and self.models.heads is None else super().completed()
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether options such as --top-p have an effect; --temperatures may contain temperatures above 0."""
+        return super().may_sample or any(self.temperatures)
 
     @property
     def reports_page(self) -> bool:

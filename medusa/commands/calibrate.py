@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from decode.settings import Settings
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts
 from medusa.errors import RequestError
+from medusa.files import require_picture
 from medusa.options import REQUIRED, count, group, option
 
 DRAFTING = ("acceptance", "draft", "stop_drafting", "epsilon", "delta")
@@ -39,7 +40,7 @@ class CalibrateOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_writable(self.plot)
+        require_picture(self.plot, "--plot")
         if self.settings.compile:
             raise RequestError(
                 "--compile would compile every tree that is tried, for minutes; leave it out: --tree auto uses "

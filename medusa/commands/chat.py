@@ -57,6 +57,11 @@ class ChatOptions(CommandOptions):
     plain: bool = option(False, "start without a drafter: one token a step")
     page: Page = group(Page, "the page in the browser", port=8765)
 
+    @property
+    def may_sample(self) -> bool:
+        """Whether options such as --top-p have an effect; on the page, the reader can change the temperature."""
+        return self.page.web or super().may_sample
+
     def __post_init__(self) -> None:
         super().__post_init__()
         web = self.page.web

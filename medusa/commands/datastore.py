@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from medusa.commands.effects import require_revisions
 from medusa.commands.evaluate import DataOptions
 from medusa.commands.options import Models, Output, warn
 from medusa.errors import RequestError
-from medusa.files import readable
+from medusa.files import readable, require_writable_folder
 from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
 from medusa.records.sources import read_records
 
@@ -50,6 +51,8 @@ class DatastoreOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_writable_folder(self.out, option="--output")
+        require_revisions(self.models.backbone, self.load.revision)
         if self.max_bytes and not self.suffix:
             raise RequestError("--max-bytes works only with --suffix; add --suffix .EXT, or leave it out")
 

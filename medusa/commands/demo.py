@@ -22,7 +22,7 @@ from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task
 from medusa.commands.options import Models, Output, Prompts, RuntimeOptions
 from medusa.errors import RequestError
-from medusa.files import ASSETS, write_json
+from medusa.files import ASSETS, require_writable_folder, write_json
 from medusa.options import LoadOptions, Options, count, group, option
 from medusa.records.record import prompt_ids
 
@@ -47,6 +47,7 @@ class DemoOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_writable_folder(self.out, option="--output")
         if self.folder.exists() and not self.overwrite:
             raise RequestError(f"{self.folder} exists already; choose another folder with --output or add --overwrite")
 

@@ -7,12 +7,14 @@ The heads' guesses are compared with the generated text, not with the text of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
 
 from rich.table import Table
 
 from decode.settings import Settings
+from medusa.commands.effects import require_splits
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models
 from medusa.options import REQUIRED, Options, count, group, option
 from medusa.records.record import prompt_ids
@@ -31,6 +33,10 @@ class DataOptions(Options):
     max_prompts: int = count(100, "read only the first N records")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
     document_separator: str = option(DOCUMENT_SEPARATOR, "split .txt files into documents at this line", metavar="LINE")
+
+    def check_given(self, names: Sequence[str]) -> None:
+        if "split" in names:
+            require_splits(self.data)
 
 
 class EvaluateOptions(CommandOptions):

@@ -14,10 +14,11 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from medusa.commands.effects import require_revisions
 from medusa.commands.options import Output, require_of_kind, warn
 from medusa.errors import RequestError, RunError, choose_one_of
 from medusa.export import FORMATS
-from medusa.files import readable, replacing_folder, require_absent
+from medusa.files import readable, replacing_folder, require_absent, require_writable_folder
 from medusa.options import DTYPE_NAMES, REQUIRED, LoadOptions, Options, group, option
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ class ExportOptions(Options):
         brief="with --to hub: the name of the repository",
     )
     output: Output = group(Output, "output")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_writable_folder(self.out, option="--output")
+        require_revisions(self.backbone, self.load.revision)
 
 
 def run(options: ExportOptions) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from medusa.commands import search
 from medusa.commands.options import CommandOptions, Prompts, batches, speed_line, warn_if_useless
 from medusa.errors import RequestError
-from medusa.files import disk_may_fill, readable
+from medusa.files import disk_may_fill, readable, require_writable_folder
 from medusa.options import group, option
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class GenerateOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.record is not None:
+            require_writable_folder(self.record, option="--record")
         self.strategy.require_fitting(self, {"plain": self.plain, "record": self.record})
         if self.models.heads is None and self.models.drafter is None and not (self.plain or self.strategy.is_search):
             raise RequestError("there are no heads; give --heads H, --drafter ngram, or --plain to decode without them")

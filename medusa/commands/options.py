@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from decode.settings import Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
+from medusa.commands.effects import require_revisions, require_splits
 from medusa.errors import RequestError
-from medusa.files import write_json
+from medusa.files import require_writable, write_json
 from medusa.options import LoadOptions, Options, count, group, option
+from medusa.places import may_be_on_hub
 from medusa.records.record import Record
 from medusa.records.sources import read_records
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from medusa.progress import Stage
 
 
+SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # options that only change sampling, with the values that do not
 Item = TypeVar("Item")
 
 
@@ -66,6 +69,10 @@ class Prompts(Options):
     )
     max_prompts: int | None = count(None, "use only the first N prompts")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
+
+    def check_given(self, names: Sequence[str]) -> None:
+        if "split" in names:
+            require_splits(self.prompts)
 
     def read(self) -> list[Record]:
         """Read the prompts of --prompt and --prompts; raise a `RequestError` if there is none, or one is empty."""
@@ -111,7 +118,7 @@ class Output(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_writable(self.json)
+        require_writable(self.json, "--json")
 
     @property
     def progress(self) -> Console:
@@ -197,6 +204,16 @@ class CommandOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_uncontrasted(self.settings.compile, self.contrasting.amateur)
+        require_revisions(self.models.backbone, self.load.revision)
+        sampling = [name for name in SAMPLING if getattr(self.settings, name) != SAMPLING[name]]
+        if sampling and not self.may_sample:
+            flag = f"--{sampling[0].replace('_', '-')}"
+            raise RequestError(f"{flag} has no effect at --temperature 0; add --temperature 1, or leave out {flag}")
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether the command samples tokens, so that options such as --top-p have an effect."""
+        return self.settings.do_sample
 
     def completed(self) -> Self:
         """Return the options with the backbone that the heads record, if the user named none.
@@ -213,7 +230,7 @@ class CommandOptions(Options):
         name, revision = recorded_backbone(models.heads)
         if name is None:
             raise RequestError(f"the heads {models.heads} do not record their backbone; add --backbone B")
-        load = replace(load, revision=load.revision or revision)
+        load = replace(load, revision=load.revision or (revision if may_be_on_hub(name) else None))
         try:
             load_config(name, load)
         except RequestError as error:
@@ -224,12 +241,6 @@ class CommandOptions(Options):
         """Show a message while the first tokens are generated and, with --compile, the steps are compiled."""
         slow = "compiling the decoding steps, which takes half a minute or more"
         return self.output.stage(slow if self.settings.compile else "warming up")
-
-
-def require_writable(path: str | None) -> None:
-    """Raise a `RequestError` if no file can be written at `path`: it is a folder, or its folder does not exist."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise RequestError(f"cannot write {path}: it is a folder, or its folder does not exist; name a file elsewhere")
 
 
 def require_of_kind(option: str, folder: Path, kind: str, *names: str) -> None:

@@ -28,6 +28,11 @@ class ServeOptions(CommandOptions):
     )
     plain: bool = option(False, "decode without a drafter: one token per step")
 
+    @property
+    def may_sample(self) -> bool:
+        """True, because each request may set its own temperature."""
+        return True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.models.heads is None and self.models.drafter is None and not self.plain:

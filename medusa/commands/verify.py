@@ -15,8 +15,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from decode.settings import Settings
-from medusa.commands.options import CommandOptions, Prompts, require_writable
-from medusa.files import require_absent
+from medusa.commands.options import CommandOptions, Prompts
+from medusa.files import require_absent, require_writable
 from medusa.options import count, group, option
 
 GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile")
@@ -41,7 +41,7 @@ class VerifyOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_writable(self.report)
+        require_writable(self.report, "--report")
         require_absent(Path(self.report), self.overwrite)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+from medusa import places
 from medusa.errors import RequestError, first_line
-from medusa.places import SHORT_HUB_ID, hub_is_reachable
 from medusa.records.record import Record, parse_json, parse_record
 from medusa.shipped import PROMPTS
 
@@ -38,7 +38,9 @@ def read_records(
     elif path.is_file():
         files = [path]
     elif (
-        path.suffix in SUFFIXES or (path.parent.is_dir() and len(path.parts) > 2) or not SHORT_HUB_ID.fullmatch(source)
+        path.suffix in SUFFIXES
+        or (path.parent.is_dir() and len(path.parts) > 2)
+        or not places.SHORT_HUB_ID.fullmatch(source)
     ):
         kinds = f"a file ({', '.join(SUFFIXES)}), a folder, a Hub dataset id or demo"
         raise RequestError(f"no data at {source}: give {kinds}")
@@ -123,8 +125,8 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
     """Stream the records of a Hub dataset."""
     from datasets import load_dataset
 
-    if not hub_is_reachable():
-        raise RequestError(f"no data at {name}: it is not on this machine, and the Hugging Face Hub cannot be reached")
+    if not places.hub_is_reachable():
+        raise RequestError(f"no data at {name}: it is not on this machine, and {places.unreachable()}")
     try:
         rows = load_dataset(name, split=split, streaming=True, **({"name": subset} if subset else {}))
     except Exception as error:  # datasets raises errors of many types

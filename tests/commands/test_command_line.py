@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from decode.settings import Settings
 from medusa import progress
 from medusa.__main__ import COMMANDS, main
 from medusa.commandline import until_pipe_closes
 from medusa.commands import models
+from medusa.commands.benchmark import BenchmarkOptions
 from medusa.commands.options import CommandOptions, Output
+from medusa.commands.serve import ServeOptions
+from medusa.errors import RequestError
 from tests.commands.test_cli import Outcome, Place, build
 
 Medusa = Callable[..., Outcome]
@@ -337,3 +342,110 @@ def test_quiet_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> No
 def test_short_work_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert [*Output().track([1, 2], "counting")] == [1, 2]
     assert capsys.readouterr() == ("", "")
+
+
+# --- output paths ----------------------------------------------------------------------------------------------------
+
+COMMON = ("HEADS", "--prompts", "PROMPTS")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("generate", *COMMON, "--json", "FOLDER"), "--json FOLDER is a folder; name a file"),
+        (("generate", *COMMON, "--json", "FOLDER/x/y.json"), "--json FOLDER/x/y.json: there is no folder FOLDER/x"),
+        (("generate", *COMMON, "--json", "/proc/x.json"), "--json /proc/x.json: nothing can be written in /proc"),
+        (("generate", *COMMON, "--record", "FILE"), "--record FILE is a file; choose a folder"),
+        (
+            ("calibrate", *COMMON, "--plot", "FOLDER/x.xyz"),
+            "--plot FOLDER/x.xyz is no picture; its name must end in .png",
+        ),
+        (("calibrate", *COMMON, "--plot", "/proc/x.png"), "--plot /proc/x.png: nothing can be written in /proc"),
+        (("verify", *COMMON, "--report", "FOLDER"), "--report FOLDER is a folder; name a file"),
+        (("verify", *COMMON, "--report", "/proc/x.html"), "--report /proc/x.html: nothing can be written"),
+        (("benchmark", *COMMON, "--report", "FOLDER/x/y.html"), "there is no folder FOLDER/x"),
+        (("benchmark", *COMMON, "--report", "/proc/x"), "--report /proc/x: nothing can be written in /proc"),
+        (("benchmark", *COMMON, "--report", "FILE/x"), "--report FILE/x: FILE is a file"),
+        (("distill", "--backbone", "demo", "--self-talk", "1", "--output", "FOLDER"), "--output FOLDER is a folder"),
+        (("distill", "--backbone", "demo", "--self-talk", "1", "--output", "/proc/x"), "nothing can be written"),
+        (("export", "HEADS", "--to", "vllm", "--output", "FILE"), "--output FILE is a file; choose a folder"),
+        (
+            ("export", "HEADS", "--to", "vllm", "--output", "/proc/x"),
+            "--output /proc/x: nothing can be written in /proc",
+        ),
+        (("demo", "--output", "FILE"), "--output FILE is a file; choose a folder"),
+        (
+            ("datastore", "build", "--backbone", "demo", "--data", "PROMPTS", "--output", "/proc/x"),
+            "--output /proc/x: nothing can be written in /proc",
+        ),
+        (("train", "RECIPE", "output_dir=FILE"), "output_dir FILE is a file; choose a folder"),
+        (("train", "RECIPE", "output_dir=/proc/x"), "output_dir /proc/x: nothing can be written in /proc"),
+        (("train", "RECIPE", "output_dir=FOLDER", "features_dir=FILE"), "features_dir FILE is a file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_output_paths_are_checked_first(
+    refused: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...], told: str
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("a backbone was loaded"))
+    names = {"FILE": tmp_path / "file", "FOLDER": tmp_path / "folder", "RECIPE": tmp_path / "recipe.yaml"}
+    names["FILE"].write_text("content", encoding="utf-8")
+    names["FOLDER"].mkdir()
+    names["RECIPE"].write_text(f"{{backbone: demo, data: {place.prompts}, output_dir: x}}", encoding="utf-8")
+
+    def filled(text: str) -> str:
+        text = text.replace("HEADS", place.heads).replace("PROMPTS", place.prompts)
+        return re.sub("FILE|FOLDER|RECIPE", lambda match: str(names[match[0]]), text)
+
+    assert filled(told) in refused(*map(filled, argv))
+    assert len([*tmp_path.rglob("*")]) == 3, "nothing was left behind"
+
+
+def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)  # the tests may run as root, who may write everywhere
+    with pytest.raises(RequestError, match=r"--json .*x\.json: nothing can be written in .* \(Permission denied\)"):
+        Output(json=str(tmp_path / "x.json"))
+
+
+# --- options without an effect ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("generate", *COMMON, "--split", "test"), "--split chooses a part of a Hub dataset, and PROMPTS is local"),
+        (("generate", "HEADS", "a", "--split", "train"), "--split chooses a part of a dataset, and none is given"),
+        (("evaluate", "HEADS", "--data", "PROMPTS", "--split", "test"), "PROMPTS is local; leave out --split"),
+        (
+            ("generate", "demo", "a", "--revision", "main"),
+            "and demo is shipped with this package; leave out --revision",
+        ),
+        (("generate", "a", "--backbone", "BACKBONE", "--plain", "--revision", "main"), "BACKBONE is a folder"),
+        (("distill", "--backbone", "demo", "--self-talk", "1", "--output", "x", "--revision", "a"), "demo is shipped"),
+        (("generate", "HEADS", "a", "--top-p", "0.9"), "--top-p has no effect at --temperature 0; add --temperature 1"),
+        (("generate", "HEADS", "a", "--top-k", "5"), "leave out --top-k"),
+        (
+            ("distill", "--backbone", "demo", "--self-talk", "1", "--output", "x", "--min-p", "0.1"),
+            "--min-p has no effect",
+        ),
+        (("benchmark", *COMMON, "--top-p", "0.9", "--temperatures", "0"), "--top-p has no effect"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_options_without_an_effect_are_refused(refused: Any, place: Place, argv: tuple[str, ...], told: str) -> None:
+    names = {"HEADS": place.heads, "PROMPTS": place.prompts, "BACKBONE": place.backbone}
+
+    def filled(text: str) -> str:
+        return re.sub("HEADS|PROMPTS|BACKBONE", lambda match: names[match[0]], text)
+
+    assert filled(told) in refused(*map(filled, argv))
+
+
+def test_sampling_options_have_an_effect_where_a_temperature_may_follow() -> None:
+    settings = Settings(top_p=0.9)
+    assert ServeOptions(settings=settings, plain=True).may_sample
+    assert BenchmarkOptions(settings=settings, temperatures=(0.0, 1.0)).may_sample
+    assert not BenchmarkOptions(temperatures=(0.0,)).may_sample

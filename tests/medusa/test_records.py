@@ -203,6 +203,7 @@ def test_a_folder_of_distill_is_read_as_data(tmp_path: Path) -> None:
     assert [record.input_ids for record in read_records(str(tmp_path))] == [[1, 2, 3]]
 
 
+@pytest.mark.usefixtures("online")
 def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
@@ -216,6 +217,7 @@ def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == {"name": "org/questions", "split": "test", "streaming": True}
 
 
+@pytest.mark.usefixtures("online")
 def test_a_hub_dataset_with_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
@@ -340,6 +342,7 @@ def test_a_missing_file_is_refused_without_asking_the_hub(
         list(read_records(str(tmp_path / name)))
 
 
+@pytest.mark.usefixtures("online")
 def test_a_dataset_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, **kwargs: Any) -> None:
         raise ConnectionError("no network\nand more")

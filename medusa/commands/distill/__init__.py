@@ -22,9 +22,9 @@ from medusa.commands.distill.client import Server
 from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task, digest, tasks_of
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, require_writable, warn
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, warn
 from medusa.errors import RequestError, RunError
-from medusa.files import Json, disk_may_fill, free_bytes, read_json, readable, write_json
+from medusa.files import Json, disk_may_fill, free_bytes, read_json, readable, require_writable, write_json
 from medusa.options import REQUIRED, count, group, option
 from medusa.records.record import Record
 from medusa.records.sources import SETTINGS
@@ -67,7 +67,7 @@ class DistillOptions(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_writable(self.out)
+        require_writable(self.out, "--output")
         if bool(self.self_talk) == bool(self.prompts.prompts):
             raise RequestError("give either --prompts FILE or --self-talk N")
         if self.self_talk_seeds and not self.self_talk:

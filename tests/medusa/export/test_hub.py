@@ -391,6 +391,7 @@ def test_heads_of_a_hub_id(llama: Any, tmp_path: Path) -> None:
     assert min(lengths[:-1]) > 1
 
 
+@pytest.mark.usefixtures("online")
 def test_requests_to_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     repository(random_heads(llama, 2), tmp_path / "heads", [[0]])
     asked: dict[str, Any] = {}
