@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -447,7 +448,6 @@ cache_features=maybe -> cache_features
 ALONE = """
 nonsense -> nonsense
 generat --prompt abc -> generate
-info ./nodir -> ./nodir
 info full -> full
 info notes.txt -> notes.txt
 info broken -> broken
@@ -494,12 +494,28 @@ def test_there_are_at_least_200_wrong_calls_and_none_twice() -> None:
     assert len(NAMES) == len(set(NAMES)) >= 200
 
 
+def test_a_text_that_the_context_ends_says_so(filled: Path, capsys: Any) -> None:
+    """Asking for more tokens than fit is no wrong call, but the user learns why the text ends."""
+    assert main(shlex.split(f"{VALID['generate']} --max-new-tokens 100000 --ignore-eos --json out.json")) == 0
+    assert capsys.readouterr().err.count("the context of 128 tokens ends the text after 125 new tokens\n") == 1
+    (result,) = json.loads(Path("out.json").read_text(encoding="utf-8"))["results"]
+    assert (len(result["new_ids"]), result["finish_reason"]) == (125, "length")
+
+
+@pytest.mark.usefixtures("filled")
+def test_a_datastore_survives_a_build_from_data_that_cannot_be_read(capsys: Any) -> None:
+    assert main(shlex.split(VALID["datastore"])) == 0
+    before = content(Path("new"))
+    assert main(shlex.split(f"{VALID['datastore']} --data other.jsonl --overwrite")) == 2
+    assert content(Path("new")) == before
+
+
 def test_every_wrong_call_that_waits_is_in_the_table() -> None:
     assert set(OWNERS) <= set(NAMES)
 
 
 @pytest.fixture
-def folder(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder of a user, with models, files of all forms, and nothing that a command may change."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     hub_is_reachable.cache_clear()
@@ -509,7 +525,8 @@ def folder(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     for name in ("backbone", "heads", "prompts"):
         target = Path(getattr(place, name))
         (home / target.name).symlink_to(target)
-    return home
+    yield home
+    hub_is_reachable.cache_clear()  # other tests may have a network
 
 
 @pytest.fixture
