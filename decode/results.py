@@ -58,6 +58,19 @@ def tau(results: Sequence[Result]) -> float:
     return sum(lengths) / len(lengths) if lengths else 0.0
 
 
+def end_of_context(results: Sequence[Result], max_new_tokens: int) -> str | None:
+    """Return a sentence that names the context if it ended texts before `max_new_tokens`, else `None`."""
+    ended = [one for one in results if one.finish_reason == "length" and len(one.new_ids) < max_new_tokens]
+    if not ended:
+        return None
+    context = len(ended[0].input_ids) + len(ended[0].new_ids)
+    if len(results) == 1:
+        return f"the context of {context} tokens ends the text after {len(ended[0].new_ids)} new tokens"
+    return (
+        f"the context of {context} tokens ends {len(ended)} of {len(results)} texts before {max_new_tokens} new tokens"
+    )
+
+
 def prompt_seeds(seed: int, indices: Iterable[int]) -> list[int]:
     """Derive one seed for each prompt from `seed` and the prompt's index in its file; index 0 gets `seed` itself."""
     return [seed if index == 0 else random.Random(f"{seed} {index}").getrandbits(63) for index in indices]

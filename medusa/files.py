@@ -62,11 +62,13 @@ def write_json(path: Path, content: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; raise RequestError if the file is missing or not JSON."""
+    """Read a JSON file; raise RequestError if the file is missing, cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RequestError(f"no such file: {path}") from None
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read ({error.strerror}); give a JSON file") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} is not JSON ({error})") from None
 

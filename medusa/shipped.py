@@ -8,8 +8,9 @@ from pathlib import Path
 
 from medusa.errors import RequestError, did_you_mean
 from medusa.files import ASSETS
+from medusa.places import SHIPPED
 
-PROMPTS = {"demo": ASSETS / "prompts.jsonl"}  # files of prompts, by the names that --prompts and --data take
+PROMPTS = {SHIPPED: ASSETS / "prompts.jsonl"}  # files of prompts, by the names that --prompts and --data take
 
 
 def shipped_configs() -> Path:

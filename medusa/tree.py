@@ -187,8 +187,9 @@ def load_tree(spec: str, num_heads: int) -> Tree:
     if Path(spec).is_file() or spec in files:
         return Tree.from_paths(_read_paths(Path(spec) if Path(spec).is_file() else files[spec]))
     names = sorted([*named, *files])
-    ways = f"give a file, auto, chain, chain:3, topk:3,3,2 or one of {', '.join(names)}"
-    raise RequestError(f"no tree {spec!r}: {ways}{did_you_mean(Path(spec).stem, ['auto', 'chain', *names])}")
+    near = did_you_mean(Path(name).stem, ["auto", "chain", "topk", "dynamic", *names])
+    known = "" if near else f": give a file, auto, chain, chain:3, topk:3,3,2 or one of {', '.join(names)}"
+    raise RequestError(f"there is no tree {spec!r}{near}{known}")
 
 
 def _whole_numbers(spec: str, text: str) -> list[int]:

@@ -73,9 +73,8 @@ def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
     if name and Path(name).is_dir():
         return Path(name)
     if not may_be_on_hub(name, needs_owner=True):
-        raise RequestError(
-            f"no heads at {name or repr(name)}: give a folder that exists, a Hub id such as org/name, or demo"
-        )
+        ways = "give a folder that exists, a Hub id such as org/name, or demo"
+        raise RequestError(f"no heads at {name or repr(name)}: {ways}")
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:

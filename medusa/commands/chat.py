@@ -173,7 +173,7 @@ class _Terminal:
             warn(f"there is no command {command.split()[0]}; choose /plain, /reset, /help or /quit")
 
     def _answer(self, turn: Turn) -> None:
-        from decode.results import prompt_seeds, tau
+        from decode.results import end_of_context, prompt_seeds, tau
         from decode.serve.texts import TextStream
 
         seed = prompt_seeds(self.options.runtime.seed, [len(self.results)])[0]
@@ -194,6 +194,8 @@ class _Terminal:
         tokens, per_step = len(result.new_ids), tau([result])
         line = speed_line(tokens, result.seconds, per_step) + " (stopped)" * bool(interrupts)
         self.notes.print(line, style="dim", highlight=False)
+        if (ended := end_of_context([result], self.settings.max_new_tokens)) is not None:
+            self.notes.print(ended, style="dim", highlight=False)
         source = self.generator.source
         if source is not None and source.heads is not None and not self.plain:
             warn_if_useless(tokens, per_step, source.num_nodes)

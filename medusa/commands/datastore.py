@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from medusa.commands.options import Models, Output, warn
 from medusa.errors import RequestError
 from medusa.files import readable, require_writable_folder
 from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
-from medusa.records.sources import read_records
+from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +56,9 @@ class DatastoreOptions(Options):
         require_revisions(self.models.backbone, self.load.revision)
         if self.max_bytes and not self.suffix:
             raise RequestError("--max-bytes works only with --suffix; add --suffix .EXT, or leave it out")
+        for name, default in (("split", "train"), ("document_separator", DOCUMENT_SEPARATOR)):
+            if self.suffix and getattr(self.data, name) != default:
+                raise RequestError(f"--{name.replace('_', '-')} has no effect with --suffix; leave it out")
 
 
 def run(options: DatastoreOptions) -> None:
@@ -76,9 +80,12 @@ def run(options: DatastoreOptions) -> None:
         "document_separator": options.data.document_separator,
     }
     pieces = _files(options) if options.suffix else _records(options.data, tokenizer)
+    first = list(islice(pieces, 1))  # data that cannot be read is refused before a folder is made, or replaced
     start, progress = time.monotonic(), options.output.progress
     with options.output.stage("reading") as status:
-        built = build(folder, pieces, lambda piece: _ids(piece, tokenizer), about, options.overwrite, status.update)
+        built = build(
+            folder, chain(first, pieces), lambda piece: _ids(piece, tokenizer), about, options.overwrite, status.update
+        )
     size = sum(path.stat().st_size for path in folder.iterdir())
     summary = f"{options.out}: {built['documents']} documents, {built['tokens']} tokens, {readable(size)}"
     progress.print(summary, highlight=False, soft_wrap=True)

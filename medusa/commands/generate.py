@@ -58,7 +58,7 @@ class GenerateOptions(CommandOptions):
 
 
 def run(options: GenerateOptions) -> None:
-    from decode.results import tau
+    from decode.results import end_of_context, tau
     from medusa.commands import models
 
     drafts = not options.plain and not options.strategy.is_search
@@ -71,6 +71,8 @@ def run(options: GenerateOptions) -> None:
     tokens, per_step = sum(len(result.new_ids) for result in results), tau(results)
     seconds = sum(result.seconds for result in results[:: options.batch_size])  # every result has its batch's time
     options.output.note(speed_line(tokens, seconds, per_step))
+    if (ended := end_of_context(results, opened.settings.max_new_tokens)) is not None:
+        options.output.note(ended)
     if opened.source is not None and opened.source.heads is not None and not options.output.quiet:
         warn_if_useless(tokens, per_step, opened.source.num_nodes, len(results))
     options.output.write(models.results_json(options, opened, results))

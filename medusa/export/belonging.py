@@ -9,7 +9,6 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import PretrainedConfig
 
 from medusa.checkpoints.checkpoint import Checkpoint
-from medusa.checkpoints.folder import HUB_ID
 from medusa.checkpoints.stored import Stored
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
@@ -17,6 +16,7 @@ from medusa.export.base import is_whole_model, on_meta, stored_tensor
 from medusa.fingerprint import differs, embedding_sample, unlike, weight_sample
 from medusa.loading import DEMO, LoadOptions, head_sizes, load_backbone, load_config
 from medusa.options import DTYPE_NAMES
+from medusa.places import SHIPPED, may_be_on_hub
 
 
 def require_own_backbone(heads: Checkpoint, name: str, options: LoadOptions) -> str | None:
@@ -53,9 +53,9 @@ def _way_out(known: Fingerprint) -> str:
 
 def _local_folder(name: str, options: LoadOptions) -> Path | None:
     """Return the folder of a backbone on this machine, also in the Hub's cache; `None` if it is not here."""
-    if name == "demo" or Path(name).is_dir():
-        return DEMO if name == "demo" else Path(name)
-    if not HUB_ID.fullmatch(name):
+    if name == SHIPPED or Path(name).is_dir():
+        return DEMO if name == SHIPPED else Path(name)
+    if not may_be_on_hub(name):
         return None
     config = try_to_load_from_cache(name, "config.json", revision=options.revision)
     folder = Path(config).parent if isinstance(config, str) else None

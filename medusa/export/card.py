@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from huggingface_hub import ModelCardData
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.errors import RequestError
+from medusa.export.figures import Benchmark, Calibration, Provenance, require_figures
 from medusa.files import Json, read_json
 from medusa.places import HUB_ID
 from medusa.records.sources import SUFFIXES
@@ -73,6 +74,7 @@ def read_benchmark(path: str | Path) -> Json:
     drafter = content["settings"].get("drafter", "heads")
     if drafter != "heads":
         raise RequestError(f"{path} measured drafter {drafter!r} first, not these heads; run it without --drafter")
+    require_figures(Benchmark, content, str(path))
     return content
 
 
@@ -99,7 +101,10 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
 
     Args:
         heads: the heads as they are written into the repository.
-        with_code: whether the repository contains `custom_generate/generate.py`."""
+        with_code: whether the repository contains `custom_generate/generate.py`.
+
+    Raise RequestError if a file of the facts lacks a figure that the card quotes."""
+    _require_quotable(facts)
     base = heads.config.base_model_name_or_path
     name, base_is_on_hub = base or "an unknown backbone", is_hub_id(base)
     loader = FileSystemLoader(Path(__file__).parent)
@@ -113,24 +118,37 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
         pipeline_tag="text-generation",
         tags=["medusa", "speculative-decoding", *(["custom_generate"] if with_code else [])],
     )
-    try:
-        return environment.get_template("card.md.j2").render(
-            metadata=metadata.to_yaml(),
-            bookkeeping=BOOKKEEPING,
-            base=name if base_is_on_hub else Path(name).name,
-            base_is_on_hub=base_is_on_hub,
-            heads=heads,
-            config=heads.config,
-            facts=facts,
-            tree=Tree.from_paths(heads.config.tree) if heads.config.tree else None,
-            repo=facts.repo_id or "ORG/NAME-OF-THESE-HEADS",
-            with_code=with_code,
-            made=without_folders(facts.provenance),
-            settings=without_folders((facts.benchmark or {}).get("settings")),
-        )
-    except (UndefinedError, TypeError) as error:
-        files = "the benchmark, provenance.json or calibration.json"
-        raise RequestError(f"{files} lacks a figure of the model card ({error}); make that file again") from None
+    return environment.get_template("card.md.j2").render(
+        metadata=metadata.to_yaml(),
+        bookkeeping=BOOKKEEPING,
+        base=name if base_is_on_hub else Path(name).name,
+        base_is_on_hub=base_is_on_hub,
+        heads=heads,
+        config=heads.config,
+        facts=facts,
+        tree=Tree.from_paths(heads.config.tree) if heads.config.tree else None,
+        repo=facts.repo_id or "ORG/NAME-OF-THESE-HEADS",
+        with_code=with_code,
+        made=without_folders(facts.provenance),
+        settings=without_folders((facts.benchmark or {}).get("settings")),
+    )
+
+
+def _require_quotable(facts: Facts) -> None:
+    """Raise RequestError if a file of the facts lacks a figure that the card quotes. The message names the figure."""
+    if facts.benchmark is not None:
+        require_figures(Benchmark, facts.benchmark, "the benchmark")
+    for number, found in enumerate(facts.calibrations, 1):
+        require_figures(Calibration, found, f"calibration.json, entry {number}")
+    if facts.provenance is None:
+        return
+    require_figures(Provenance, facts.provenance, "provenance.json")
+    for name, share in (facts.provenance.get("result") or {}).items():
+        if name.startswith("head") and name.endswith("_top1") and not isinstance(share, int | float):
+            raise RequestError(f"provenance.json: result.{name} is {share!r}, no number; train the heads again")
+    tree = facts.provenance.get("tree") or {}
+    if missing := [name for name in ("nodes", "texts") if "expected_tau" in tree and name not in tree]:
+        raise RequestError(f"provenance.json: tree.{missing[0]} is missing; train the heads again")
 
 
 def _machine(machine: Json) -> str:

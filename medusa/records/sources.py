@@ -48,9 +48,8 @@ def read_records(
         or (path.parent.is_dir() and len(path.parts) > 2)
         or not places.SHORT_HUB_ID.fullmatch(source)
     ):
-        raise RequestError(
-            f"no data at {source}: give a file ({', '.join(SUFFIXES)}), a folder, a Hub dataset id or demo"
-        )
+        kinds = f"a file ({', '.join(SUFFIXES)}), a folder, a Hub dataset id or demo"
+        raise RequestError(f"no data at {source}: give {kinds}")
     records = (r for file in files for r in _read_file(file, separator)) if files else _read_hub(source, split, subset)
     for record in records:
         yield record

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode.results import Result, tau, text_of
+from decode.results import Result, end_of_context, tau, text_of
 
 
 def test_the_text_holds_no_special_tokens(tokenizer: Any) -> None:
@@ -40,3 +40,12 @@ def test_tau_counts_tokens_before_the_cut() -> None:
     results = [Result([1], [2], [1], [4]), Result([1], [2, 3, 4], [2, 1], [2, 1])]
     assert tau(results) == pytest.approx(7 / 3)
     assert tau([]) == 0.0
+
+
+def test_a_text_that_the_context_ends_is_noted() -> None:
+    cut, whole, ended = (Result([1] * 3, [2] * 5, finish_reason=why) for why in ("length", "length", "eos"))
+    whole.new_ids = [2] * 9
+    assert end_of_context([cut], 9) == "the context of 8 tokens ends the text after 5 new tokens"
+    assert end_of_context([cut, whole, ended], 9) == "the context of 8 tokens ends 1 of 3 texts before 9 new tokens"
+    assert end_of_context([whole, ended], 9) is None
+    assert end_of_context([Result([1], [2], finish_reason="stopped")], 9) is None, "the user stopped it"

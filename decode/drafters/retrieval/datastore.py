@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -176,10 +177,16 @@ def build(
     Raise a `RequestError` if `folder` holds other files or, without `overwrite`, a finished datastore or another build,
     or if the text is empty or has ids of another tokenizer; raise a `RunError` if the disk is full."""
     settings = json.loads(json.dumps(about | {"format": FORMAT, "depth": DEPTH}))  # as building.json returns them
+    is_new = not folder.exists()
     builder = _Builder(folder, settings, overwrite)
     with disk_may_fill(folder, lambda: "the progress is kept: make room and run the same command again"):
-        if not builder.state["read"]:
-            builder.read(pieces, encode, tell)
+        try:
+            if not builder.state["read"]:
+                builder.read(pieces, encode, tell)
+        except RequestError:
+            if is_new and not read_json(folder / BUILDING)["pieces"]:  # nothing that another run could continue
+                shutil.rmtree(folder)
+            raise
         builder.sort(tell)
         return builder.finish()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -529,6 +530,9 @@ BENCHMARK = {
 }
 
 
+METHODS: dict[str, Any] = BENCHMARK["methods"]  # type: ignore[assignment]
+
+
 def test_card_shows_the_measurements(llama: Any) -> None:
     heads = random_heads(llama, 3, base_model_name_or_path="org/model")
     made = {
@@ -570,13 +574,34 @@ def test_card_shows_the_measurements(llama: Any) -> None:
     assert "/home" not in card
 
 
-def test_a_benchmark_without_a_figure_of_the_card_is_rejected(llama: Any) -> None:
-    part = BENCHMARK | {"settings": {"heads": "heads"}}
-    with pytest.raises(RequestError, match=r"the benchmark, .* lacks a figure of the model card .*"):
-        model_card(random_heads(llama, 3).checkpoint(), Facts(benchmark=part), with_code=True)
-    part = BENCHMARK | {"methods": BENCHMARK["methods"] | {"medusa": BENCHMARK["methods"]["medusa"] | {"tau": None}}}
-    with pytest.raises(RequestError, match="lacks a figure of the model card"):
-        model_card(random_heads(llama, 3).checkpoint(), Facts(benchmark=part), with_code=True)
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"benchmark": BENCHMARK | {"settings": {"heads": "h"}}}, "the benchmark: settings.prompts is missing"),
+        (
+            {"benchmark": BENCHMARK | {"methods": METHODS | {"medusa": METHODS["medusa"] | {"tau": None}}}},
+            "the benchmark: methods.medusa.tau is None",
+        ),
+        (
+            {"benchmark": BENCHMARK | {"methods": METHODS | {"plain": {"tau": 1.0}}}},
+            "the benchmark: methods.plain.tokens_per_second is missing",
+        ),
+        ({"calibrations": [{"points": [], "chosen": 0}]}, "calibration.json, entry 1: holds_for is missing"),
+        ({"provenance": {"result": {"head1_top1": "high"}}}, "result.head1_top1 is 'high', no number"),
+        ({"provenance": {"config": "x"}}, "provenance.json: config is 'x'"),
+        ({"provenance": {"tree": {"expected_tau": 2.0, "nodes": 8}}}, "provenance.json: tree.texts is missing"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_missing_figure_of_the_card_is_named(llama: Any, facts: dict[str, Any], told: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(told)):
+        model_card(random_heads(llama, 3).checkpoint(), Facts(**facts), with_code=True)
+
+
+def test_a_mistake_in_our_own_template_is_not_blamed_on_a_file(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa.export.card._listed", lambda *a, **k: 1 + None)  # type: ignore[operator]
+    with pytest.raises(TypeError):
+        model_card(random_heads(llama, 3).checkpoint(), Facts(provenance={}, benchmark=BENCHMARK), with_code=True)
 
 
 def test_card_lists_unknown_values(llama: Any) -> None:

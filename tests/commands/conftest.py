@@ -1,0 +1,25 @@
+"""Fixtures for the tests of commands: a small backbone on disk with heads and prompts, and no loading of weights."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.commands.test_cli import Place, build
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return build(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture
+def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading large weights takes minutes, so wrong requests must be refused before loading."""
+
+    def load(*args: object, **keywords: object) -> NoReturn:
+        pytest.fail("a backbone was loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)

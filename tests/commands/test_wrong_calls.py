@@ -1,0 +1,598 @@
+"""More than 200 wrong command lines: each prints one line, ends with status 2, loads no backbone and changes no file.
+
+A line is `arguments -> part of the message`. All lines of a command follow the arguments in `VALID`, a request that
+would work; argparse takes the last of two equal options, so that a line replaces a valid value by a wrong one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from medusa.__main__ import main
+from medusa.places import hub_is_reachable
+from tests.commands.test_cli import Place
+
+LATER = {
+    "cli": """
+generate --max-prompts 2
+generate --record full
+generate --prompts long.jsonl
+""",
+    "honest": """
+benchmark --report x.pdf
+""",
+    "chat": """
+distill --prefix-tokens 4
+distill --concurrency 4
+""",
+    "train": """
+train data=bad.jsonl
+train training.learning_rate=-1
+train training.per_device_train_batch_size=0
+train training.gradient_accumulation_steps=0
+train training.max_steps=0
+train training.num_train_epochs=0
+train training.weight_decay=-1
+train training.max_grad_norm=-1
+train training.save_steps=0
+train training.report_to=wandb
+train training.report_to=wndb
+train objective=text
+train --ids
+train --inspect --plan
+""",
+}
+"""Wrong calls that are not refused yet, by the part of the project that will refuse them."""
+
+MODELS = "--backbone backbone --heads heads"
+VALID = {
+    "generate": f"generate {MODELS} --prompt abc",
+    "chat": f"chat {MODELS}",
+    "serve": f"serve {MODELS} --port 8765",
+    "evaluate": f"evaluate {MODELS} --data prompts.jsonl",
+    "calibrate": f"calibrate {MODELS} --prompts prompts.jsonl",
+    "benchmark": f"benchmark {MODELS} --prompts prompts.jsonl",
+    "verify": f"verify {MODELS} --prompts prompts.jsonl",
+    "distill": "distill --backbone backbone --prompts prompts.jsonl --output new.jsonl",
+    "export": "export --heads heads --to original-v1 --output new --backbone backbone",
+    "datastore": "datastore build --backbone backbone --data prompts.jsonl --output new",
+    "train": "train recipe.yaml",
+    "info": "info heads",
+    "demo": "demo --output new",
+}
+
+LOADING = """
+--backbone ./nodir -> ./nodir
+--backbone /no/such/folder -> /no/such/folder
+--backbone full -> full
+--backbone notes.txt -> notes.txt
+--backbone no/model -> no/model
+--device abacus -> abacus
+--device cuda:99 -> cuda:99
+--dtype float8 -> float8
+--attention flash -> flash
+--revision -> revision
+"""
+HEADS = """
+--heads ./nodir -> ./nodir
+--heads full -> full
+--heads notes.txt -> notes.txt
+--heads broken -> broken
+"""
+SAMPLING = """
+--temperature -1 -> temperature is -1
+--temperature warm -> 'warm'
+--top-k -3 -> top-k is -3
+--top-k 1.5 -> '1.5'
+--top-p 0 -> top-p is 0
+--top-p 2 -> top-p is 2
+--min-p 1.5 -> min-p is 1.5
+--repetition-penalty 0 -> repetition-penalty is 0
+--max-new-tokens 0 -> max-new-tokens is 0
+--max-new-tokens many -> 'many'
+--stop '' -> stop string is empty
+"""
+RUNTIME = """
+--seed -1 -> seed is -1
+--seed x -> 'x'
+--threads 0 -> threads is 0
+--json /no/such/folder/x.json -> /no/such/folder/x.json
+--json full -> full
+--jsno x.json -> did you mean --json
+"""
+DRAFTING = """
+--tree oak -> 'oak'
+--tree cain -> did you mean chain
+--tree ./no-tree.json -> no-tree.json
+--tree topk:0 -> width
+--tree topk:x -> topk:x
+--tree chain:9 -> 9 deep but there are 3 heads
+--tree dynamic:x -> dynamic
+--tree notes.txt -> notes.txt
+--tree loose.json -> has no parent
+--tree twice.json -> twice
+--tree topk:200,100 -> nodes
+"""
+ACCEPTING = """
+--acceptance hopeful -> greedy, rejection, typical
+--acceptance typical -> temperature above 0
+--acceptance topk -> topk:2
+--acceptance topk:0 -> at least 1
+--acceptance distance:-1 -> at least 0
+--draft guess -> topk, sample
+--draft sample -> temperature above 0
+--temperature 1 --acceptance greedy -> greedy
+--temperature 1 --acceptance topk:2 -> draws nothing
+--temperature 1 --draft sample --acceptance typical -> typical
+--temperature 1 --acceptance typical --epsilon 1.5 -> epsilon is 1.5
+--temperature 1 --acceptance typical --delta -1 -> delta is -1
+--stop-drafting -1 --tree dynamic:8 -> stop-drafting is -1
+--stop-drafting 0.1 --tree chain -> dynamic:N
+--stop-drafting 0.1 --tree dynamic:8 --compile -> leave one out
+--acceptance distance:3 --compile -> cannot be compiled
+"""
+DRAFTERS = """
+--drafter oracle -> 'oracle'
+--drafter ngram:size=3 -> size=3
+--drafter ngram:n=x -> n is 'x'
+--drafter ngram --tree chain -> leave it out
+--drafter ngram --compile -> cannot be compiled
+--drafter rest:./no-store -> no-store
+--drafter rest:full -> full
+--drafter blockwise:tokens=99 -> tokens is 99
+--drafter mix:heads -> +
+--drafter model:./nodir -> ./nodir
+--drafter model:demo -> 4096 tokens
+--drafter ngram --temperature 1 --draft sample -> use --draft topk
+"""
+CONTRASTING = """
+--amateur ./nodir -> ./nodir
+--amateur demo -> 4096 tokens
+--amateur demo --compile -> --compile
+--contrast-alpha 0.2 -> add --amateur
+--amateur backbone --contrast-alpha 2 -> contrast-alpha is 2
+--amateur backbone --contrast-beta -1 -> contrast-beta is -1
+--amateur backbone --amateur-temperature 0 -> amateur-temperature is 0
+"""
+RECORDS = """
+{} ./none.jsonl -> none.jsonl
+{} /no/such/file.jsonl -> /no/such/file.jsonl
+{} empty.jsonl -> empty.jsonl is empty
+{} bad.jsonl -> bad.jsonl:2: not JSON
+{} other.jsonl -> other.jsonl:1: none of
+{} latin.txt -> latin.txt:2: not UTF-8
+{} bare -> bare holds no data
+{} bad.parquet -> bad.parquet is damaged
+{} object.json -> object.json must hold a JSON array
+{} table.csv -> table.csv
+"""
+PROMPTS = RECORDS.format(*["--prompts"] * 10)
+DATA = RECORDS.format(*["--data"] * 10)
+BATCH = """
+--batch-size 0 -> batch-size is 0
+--batch-size 1.5 -> '1.5'
+"""
+
+LINES = {
+    "generate": LOADING
+    + HEADS
+    + SAMPLING
+    + RUNTIME
+    + DRAFTING
+    + ACCEPTING
+    + DRAFTERS
+    + CONTRASTING
+    + PROMPTS
+    + BATCH
+    + """
+--prompt '' -> prompt is empty
+--max-prompts 0 -> max-prompts is 0
+--max-prompts 2 -> --max-prompts
+--split test -> --split
+--prompts prompts.jsonl --split test -> --split
+--top-p 0.9 -> --temperature
+--top-k 5 -> --temperature
+--min-p 0.1 -> --temperature
+--record full -> are not features
+--record notes.txt -> --record notes.txt is a file
+--strategy beam -> leave out --heads
+--strategy bean -> beam
+--strategy sample -> temperature above 0
+--strategy greedy --temperature 1 -> leave one out
+--num-beams 3 -> add --strategy
+--num-beams 0 --strategy beam -> num-beams is 0
+--length-penalty 0 -> belongs to beam search
+--max-queued 0 --strategy best-first-beam -> max-queued is 0
+--tempratur 1 -> did you mean --temperature
+--prompts long.jsonl -> 129 tokens
+""",
+    "chat": """
+--backbone ./nodir -> ./nodir
+--heads ./nodir -> ./nodir
+--temperature -1 -> temperature is -1
+--tree oak -> 'oak'
+--host 0.0.0.0 -> --web
+--port 9000 -> --web
+--web --port 0 -> port is 0
+--web --port 70000 -> port is 70000
+--web --host no.such.host.invalid -> no.such.host.invalid
+--web --json x.json -> --json
+--json full -> full
+""",
+    "serve": """
+--backbone ./nodir -> ./nodir
+--heads ./nodir -> ./nodir
+--port 0 -> port is 0
+--port http -> 'http'
+--host no.such.host.invalid -> no.such.host.invalid
+--batch-size 0 -> batch-size is 0
+--temperature -1 -> temperature is -1
+--tree oak -> 'oak'
+--amateur demo -> --amateur
+""",
+    "evaluate": LOADING
+    + HEADS
+    + RUNTIME
+    + DATA
+    + """
+--max-new-tokens 0 -> max-new-tokens is 0
+--max-prompts 0 -> max-prompts is 0
+--temperature 1 -> --temperature
+--split test -> --split
+""",
+    "calibrate": HEADS
+    + RUNTIME
+    + PROMPTS
+    + """
+--compile -> --compile would compile every tree
+--rounds 0 -> rounds is 0
+--plot x.xyz -> x.xyz
+--plot full -> full
+--plot /no/such/folder/x.png -> /no/such/folder/x.png
+--split test -> --split
+--tree chain -> --tree
+""",
+    "benchmark": LOADING
+    + HEADS
+    + RUNTIME
+    + DRAFTING
+    + DRAFTERS
+    + PROMPTS
+    + """
+--rounds 0 -> rounds is 0
+--drafter ngram --drafter ngram -> given twice
+--temperatures x -> temperatures
+--temperatures -1 -> temperatures
+--temperature 1 --draft sample --lossy -> use draft 'topk'
+--report x.pdf -> x.pdf
+--report notes.txt -> notes.txt
+--report /no/such/folder/r.html -> /no/such/folder/r.html
+--report old.html -> --overwrite
+--compare ./none.json -> none.json
+--compare notes.txt -> notes.txt
+--compare old.json -> old.json
+--top-p 0.9 -> --temperature
+--split test -> --split
+""",
+    "verify": HEADS
+    + RUNTIME
+    + DRAFTING
+    + PROMPTS
+    + """
+--draws 0 -> draws is 0
+--sampled-prompts 0 -> sampled-prompts is 0
+--epsilon 2 -> epsilon is 2
+--report /no/such/folder/r.html -> /no/such/folder/r.html
+--report full -> full
+--report old.html -> --overwrite
+--batch-size 0 -> batch-size is 0
+--temperature 1 -> --temperature
+--split test -> --split
+""",
+    "distill": LOADING
+    + SAMPLING
+    + RUNTIME
+    + PROMPTS
+    + BATCH
+    + """
+--self-talk 2 -> either --prompts FILE or --self-talk N
+--output full -> full
+--output /no/such/folder/own.jsonl -> /no/such/folder/own.jsonl
+--output /proc/own.jsonl -> /proc/own.jsonl
+--output prompts.jsonl -> prompts.jsonl
+--self-talk 0 -> self-talk is 0
+--prefix-tokens 4 -> --prefix-tokens
+--self-talk-seeds prompts.jsonl -> --self-talk
+--max-turns 0 -> max-turns is 0
+--concurrency 4 -> --server
+--concurrency 0 --server http://localhost:1 -> concurrency is 0
+--model x -> --server
+--heads ./nodir -> ./nodir
+--split test -> --split
+""",
+    "export": """
+--heads ./nodir -> ./nodir
+--heads full -> full
+--heads broken -> broken
+--heads notes.txt -> notes.txt
+--to vlm -> did you mean vllm
+--to '' -> --to
+--dtype float8 -> float8
+--output full -> full exists already
+--output notes.txt -> notes.txt
+--output notes.txt --overwrite -> notes.txt
+--output full --overwrite -> is not an export
+--output heads --overwrite -> heads
+--output . --overwrite -> .
+--output notes.txt/new -> notes.txt/new
+--output /proc/new -> /proc/new
+--license mit -> --license is for the model card
+--benchmark old.json -> --benchmark is for the model card
+--repo-id a/b -> --repo-id is for the model card
+--to hub --benchmark ./none.json -> none.json
+--to hub --benchmark notes.txt -> notes.txt is not JSON
+--to hub --benchmark old.json -> old.json is no benchmark
+--to hub --benchmark full -> full
+--to hub --benchmark thin.json -> thin.json
+--to hub --license 'Apache 2' -> 'Apache 2'
+--to hub --repo-id heads -> 'heads'
+--to hub --backbone demo -> --backbone demo
+--to sglang -> eagle
+--to modelopt --backbone no/model -> whole local folder
+--json full -> full
+--revison x -> did you mean --revision
+""",
+    "datastore": DATA
+    + """
+--backbone ./nodir -> ./nodir
+--backbone bare -> bare
+--suffix .cobol --data full -> .cobol
+--max-bytes 9 -> --max-bytes works only with --suffix
+--max-bytes 0 --suffix .txt -> max-bytes is 0
+--suffix .txt --data ./nodir -> nodir
+--suffix .jsonl --split test -> --split
+--suffix .jsonl --document-separator x -> --document-separator has no effect
+--split test -> --split
+--output full -> full
+--output notes.txt -> notes.txt
+--output notes.txt --overwrite -> notes.txt
+--output notes.txt/new -> notes.txt/new
+--output /proc/new -> /proc/new
+--json full -> full
+""",
+    "train": """
+heads.num=0 -> heads.num is 0
+heads.num=four -> heads.num is 'four'
+heads.nun=3 -> did you mean heads.num
+heads.kind=medsa -> heads.kind
+heads.block=round -> heads.block
+heads.expansion=0 -> heads.expansion
+headz.num=3 -> did you mean heads
+heads.num -> key=value
+=3 -> key=value
+backbone=./nodir -> ./nodir
+backbone=full -> full
+backbone= -> backbone is missing
+data=./none.jsonl -> none.jsonl
+data=empty.jsonl -> empty.jsonl is empty
+data=bad.jsonl -> bad.jsonl
+data.sequence_length=0 -> data.sequence_length
+data.long_documents=shred -> split, truncate, drop
+data.path=[1] -> data.path
+eval_data=./none.jsonl -> none.jsonl
+dtype=float8 -> float8
+device=abacus -> abacus
+training.learning_rate=-1 -> training.learning_rate
+training.learning_rate=fast -> learning_rate
+training.learning_rate=.nan -> learning_rate
+training.learning_rat=1 -> did you mean training.learning_rate
+training.per_device_train_batch_size=0 -> per_device_train_batch_size
+training.gradient_accumulation_steps=0 -> gradient_accumulation_steps
+training.max_steps=0 -> max_steps
+training.num_train_epochs=0 -> num_train_epochs
+training.weight_decay=-1 -> weight_decay
+training.warmup_steps=-1 -> warmup_steps
+training.max_grad_norm=-1 -> max_grad_norm
+training.save_steps=0 -> save_steps
+training.logging_steps=0 -> logging_steps
+training.report_to=wandb -> wandb
+training.report_to=wndb -> wndb
+training.optim=adma -> adma
+training.lr_scheduler_type=cosin -> cosin
+training.objective=both -> training.objective
+training.max_minutes=-1 -> max_minutes is -1
+training.seed=lucky -> seed
+training.seed=-1 -> seed
+training.eval_strategy=steps -> eval_data
+training.eval_tree=oak -> 'oak'
+objective=text -> training.objective
+output_dir=notes.txt -> notes.txt
+output_dir=notes.txt/new -> notes.txt
+output_dir=/proc/x -> /proc/x
+output_dir=heads -> --overwrite
+--resume -> nothing to resume
+--resume --overwrite -> give one of them
+--ids -> --inspect
+--inspect 0 -> inspect is 0
+--inspect --plan -> --plan
+--json full -> full
+--threds 2 -> did you mean --threads
+quantization=3bit -> quantization
+adapter.rank=0 -> adapter.rank
+cache_features=maybe -> cache_features
+""",
+    "info": """
+./nodir -> nodir
+--json full -> full
+--backbone demo -> --backbone
+""",
+    "demo": """
+--minutes 0 -> minutes
+--minutes soon -> 'soon'
+--texts 0 -> texts is 0
+--prompts ./none.jsonl -> none.jsonl
+--revision main -> --revision
+--output full -> full
+--output notes.txt -> notes.txt
+--backbone org/model -> --backbone
+""",
+}
+ALONE = """
+nonsense -> nonsense
+generat --prompt abc -> generate
+info full -> full
+info notes.txt -> notes.txt
+info broken -> broken
+train -> RECIPE
+train medsua1 -> did you mean medusa1
+train configs/medusa1.yaml -> did you mean medusa1
+train ./none.yaml -> none.yaml
+train full -> full
+train notes.txt -> must hold a mapping
+train broken.yaml -> broken.yaml is not YAML
+generate -> --heads H
+generate --heads heads --backbone backbone -> --prompts FILE or --prompt TEXT
+generate --backbone backbone --prompt abc -> --heads H
+evaluate --backbone backbone --heads heads -> data
+benchmark --backbone backbone --prompts prompts.jsonl -> --heads
+benchmark heads --backbone backbone -> --prompts FILE
+verify heads --backbone backbone -> --prompts FILE
+distill --backbone backbone --output new.jsonl -> either --prompts FILE or --self-talk N
+distill --backbone backbone --prompts prompts.jsonl -> output
+distill --output new.jsonl --prompts prompts.jsonl -> backbone
+export --to hub --output new -> heads
+export --heads demo --to original-v1 --output new --backbone backbone -> hidden size 32 and 61 tokens
+export --heads heads --output new -> to
+export --heads heads --to hub -> output
+datastore --backbone backbone --data prompts.jsonl --output new -> build
+datastore drop --backbone backbone --data prompts.jsonl --output new -> drop
+datastore build --data prompts.jsonl --output new -> backbone
+datastore build --backbone backbone --output new -> data
+"""
+
+
+def lines(text: str) -> list[tuple[str, str]]:
+    """Return the command lines of a block, with the part of the message that each must hold."""
+    return [tuple(line.split(" -> ", 1)) for line in text.strip().splitlines() if line]  # type: ignore[misc]
+
+
+OWNERS = {line: owner for owner, text in LATER.items() for line in text.strip().splitlines()}
+CALLS = [(command, line, told) for command, text in LINES.items() for line, told in lines(text)]
+CALLS += [("", line, told) for line, told in lines(ALONE)]
+NAMES = [f"{command} {line}".strip() for command, line, _ in CALLS]
+
+
+def test_there_are_at_least_200_wrong_calls_and_none_twice() -> None:
+    assert len(NAMES) == len(set(NAMES)) >= 200
+
+
+def test_a_text_that_the_context_ends_says_so(filled: Path, capsys: Any) -> None:
+    """Asking for more tokens than fit is no wrong call, but the user learns why the text ends."""
+    assert main(shlex.split(f"{VALID['generate']} --max-new-tokens 100000 --ignore-eos --json out.json")) == 0
+    assert capsys.readouterr().err.count("the context of 128 tokens ends the text after 125 new tokens\n") == 1
+    (result,) = json.loads(Path("out.json").read_text(encoding="utf-8"))["results"]
+    assert (len(result["new_ids"]), result["finish_reason"]) == (125, "length")
+
+
+@pytest.mark.usefixtures("filled")
+def test_a_datastore_survives_a_build_from_data_that_cannot_be_read(capsys: Any) -> None:
+    assert main(shlex.split(VALID["datastore"])) == 0
+    before = content(Path("new"))
+    assert main(shlex.split(f"{VALID['datastore']} --data other.jsonl --overwrite")) == 2
+    assert content(Path("new")) == before
+
+
+def test_every_wrong_call_that_waits_is_in_the_table() -> None:
+    assert set(OWNERS) <= set(NAMES)
+
+
+@pytest.fixture
+def folder(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder of a user, with models, files of all forms, and nothing that a command may change."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub_is_reachable.cache_clear()
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    for name in ("backbone", "heads", "prompts"):
+        target = Path(getattr(place, name))
+        (home / target.name).symlink_to(target)
+    yield home
+    hub_is_reachable.cache_clear()  # other tests may have a network
+
+
+@pytest.fixture
+def filled(folder: Path) -> Path:
+    """The folder with its files."""
+    for name in ("full", "bare", "broken"):
+        (folder / name).mkdir()
+    texts = {
+        "full/keep.txt": "work of years\n",
+        "bare/readme": "no data\n",
+        "broken/medusa_lm_head.safetensors": "garbage",
+        "broken/config.json": "{}",
+        "notes.txt": "some words\n",
+        "old.html": "<p>an old report</p>",
+        "old.json": '{"results": []}',
+        "thin.json": json.dumps(THIN),
+        "recipe.yaml": "backbone: backbone\ndata: prompts.jsonl\noutput_dir: out\n",
+        "broken.yaml": "a: [1",
+        "empty.jsonl": "",
+        "bad.jsonl": '{"prompt": "a"}\n{"prompt": "b"\n',
+        "other.jsonl": '{"story": "b"}\n',
+        "long.jsonl": json.dumps({"prompt": "b" * 129}),
+        "bad.parquet": "garbage",
+        "object.json": '{"prompt": "a"}',
+        "table.csv": "a,b\n",
+        "loose.json": '{"paths": [[0, 0]]}',
+        "twice.json": '{"paths": [[0], [0]]}',
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "latin.txt").write_bytes("a\ncafé".encode("latin-1"))
+    return folder
+
+
+RATE = {"median": 1.0, "min": 1.0, "max": 1.0}
+THIN: dict[str, Any] = {
+    "machine": {},
+    "settings": {"heads": "heads", "drafter": "heads"},
+    "methods": {"transformers": {"tokens_per_second": RATE}, "medusa": {"tokens_per_second": RATE}},
+}
+"""A benchmark of heads that lacks most figures of a model card."""
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Return the paths in a folder, with the hashes of the files."""
+    paths = sorted(folder.rglob("*"))
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for p in paths}
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize(("command", "line", "told"), CALLS, ids=NAMES)
+def test_a_wrong_call_is_one_line_with_status_2(
+    command: str, line: str, told: str, filled: Path, place: Place, capsys: Any, request: pytest.FixtureRequest
+) -> None:
+    if (owner := OWNERS.get(f"{command} {line}")) is not None:
+        request.applymarker(pytest.mark.xfail(reason=f"not refused yet: {owner}", strict=False))
+    before = content(filled) | content(Path(place.heads).parent)
+    capsys.readouterr()
+    try:
+        status = main(shlex.split(f"{VALID.get(command, '')} {line}"))
+    except SystemExit as ending:  # argparse
+        status = int(ending.code or 0)
+    out, err = capsys.readouterr()
+    assert status == 2, err
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("medusa"), err
+    assert told in err
+    assert content(filled) | content(Path(place.heads).parent) == before, "a refused call changes nothing"
