@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn
+from rich.progress import Progress, ProgressColumn, TaskID
 
 EVERY = 10.0  # seconds between two lines
 
@@ -22,7 +23,9 @@ class Stage(Protocol):
 
 
 class ProgressLines(Progress):
-    """A rich `Progress` that prints a line every ten seconds if its console is no terminal."""
+    """A rich `Progress` that prints a line if its console is no terminal: at most one every ten seconds.
+
+    A line is printed when a task advances, not by a thread, so that a run that fails leaves nothing behind."""
 
     def __init__(
         self, *columns: str | ProgressColumn, quiet: bool = False, title: str = "", transient: bool = False
@@ -31,20 +34,26 @@ class ProgressLines(Progress):
 
         `title` starts the lines if the descriptions of the tasks do not name the work."""
         console = Console(stderr=True, quiet=quiet)
-        self._title, self._ticker = title, _Ticker(self._describe)
+        self._title, self._printed = title, time.monotonic()
         self._prints_lines = not quiet and not console.is_terminal
         super().__init__(*columns, console=console, disable=quiet or self._prints_lines, transient=transient)
 
-    def start(self) -> None:
-        """Start the display."""
-        super().start()
-        if self._prints_lines:
-            self._ticker.start()
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Advance a task by a number of items."""
+        super().advance(task_id, advance)
+        self._print()
 
-    def stop(self) -> None:
-        """Stop the display. It can be started again."""
-        super().stop()
-        self._ticker.stop()
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Change a task, with the keywords of `rich.progress.Progress.update`."""
+        super().update(task_id, **changes)
+        self._print()
+
+    def _print(self) -> None:
+        """Print a line if the last one is at least ten seconds old."""
+        now = time.monotonic()
+        if self._prints_lines and now - self._printed >= EVERY and (line := self._describe()):
+            self._printed = now
+            print(line, file=sys.stderr, flush=True)
 
     def _describe(self) -> str:
         """Describe the tasks that are not finished, in one line."""
@@ -90,7 +99,7 @@ class _StageLines:
 
 
 class _Ticker:
-    """A thread that prints a description every ten seconds, so that slow steps are seen as well."""
+    """A thread that prints a description every ten seconds, because a stage may not change its message for long."""
 
     def __init__(self, describe: Callable[[], str]) -> None:
         self._describe = describe

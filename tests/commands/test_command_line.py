@@ -311,7 +311,9 @@ def test_progress_without_a_terminal_is_lines(capsys: pytest.CaptureFixture[str]
     with Output().progress_bars() as start:
         advance = start("generating", 50)
         advance(20)
-        time.sleep(0.15)
+        for _ in range(10):
+            time.sleep(0.01)
+            advance(0)
     out, err = capsys.readouterr()
     assert out == ""
     lines = err.splitlines()
