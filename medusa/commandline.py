@@ -7,7 +7,7 @@ import os
 import select
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from medusa.errors import RequestError, RunError, did_you_mean
@@ -23,7 +23,7 @@ class OneLineParser(argparse.ArgumentParser):
         hint = "" if message.endswith(("?", ")")) else f"; see {self.prog} --help"
         self.exit(2, f"{self.prog}: error: {message}{hint}\n")
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse arguments like argparse. Positional words after an option go to the positional that takes several."""
         words = list(sys.argv[1:] if args is None else args)
         if self._subparsers is not None:

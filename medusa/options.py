@@ -45,8 +45,8 @@ def option(
         check: a function that returns whether a value is valid. `None` (the option is not given) is always valid.
         name: the name of the argument, if it differs from the field's name.
         keywords: more keywords for `add_argument`, `positional=True` (no `--`) or `hidden=True` (only for Python)."""
-    about = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name, "brief": brief}
-    about["argparse"] = keywords
+    about: dict[str, object] = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name}
+    about |= {"brief": brief, "argparse": keywords}
     return field(default=default, metadata=about)
 
 

@@ -89,8 +89,8 @@ class BenchmarkOptions(CommandOptions):
         if self.report is not None:
             require_absent(Path(self.report), self.overwrite)
         if self.report is not None and not self.reports_page:
-            require_writable_folder(self.report, option="--report")
             require_of_kind("report", Path(self.report), "a report", "report.html", "benchmark.json")
+            require_writable_folder(self.report, option="--report")
 
     def completed(self) -> Self:
         """Return the options with the backbone that the heads record, unless only files are compared."""

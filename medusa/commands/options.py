@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from decode.settings import Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
@@ -191,7 +191,7 @@ NO_CONTRAST = Contrasting()
 class CommandOptions(Options):
     """Base class of the options of commands that decode. Each command's subclass adds, replaces or omits options."""
 
-    by_position = ("heads",)
+    by_position: ClassVar[tuple[str, ...]] = ("heads",)
     models: Models = group(Models, "models")
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     settings: Settings = group(Settings, "generation")
@@ -223,7 +223,7 @@ class CommandOptions(Options):
         if models.backbone:
             return self
         if models.heads is None:
-            raise RequestError("there is no backbone; add --backbone B, or give heads that record theirs")
+            raise RequestError("--backbone is missing; add --backbone B, or give heads that record theirs")
         from medusa.checkpoints.folder import recorded_backbone
         from medusa.loading import load_config
 

@@ -331,7 +331,7 @@ def test_misplaced_recordings_are_rejected(
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
     assert "are not features" in refused(*generate(place, "--record", str(tmp_path / "thesis")))
-    assert "are not features" in refused(*generate(place, "--record", str(tmp_path / "thesis" / "chapter1.txt")))
+    assert "is a file" in refused(*generate(place, "--record", str(tmp_path / "thesis" / "chapter1.txt")))
     other = fingerprint(tiny_model("llama", seed=99), "other")
     recorder = Recorder(tmp_path / "theirs", other, HIDDEN, torch.float32)
     recorder.add([1, 2], torch.zeros(2, HIDDEN))

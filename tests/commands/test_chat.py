@@ -117,7 +117,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(say: Any, monkeypatch: pytes
         ((*WITH_HEADS, "--temperature", "-1"), "temperature is -1.0; it must be 0"),
         ((*WITH_HEADS, "--acceptance", "typical"), "needs a temperature above 0"),
         ((*CHAT, "--drafter", "nobody"), "nobody"),
-        ((*WITH_HEADS, "--json", "/no/such/folder/x.json"), "cannot write /no/such/folder/x.json"),
+        ((*WITH_HEADS, "--json", "/no/such/folder/x.json"), "--json /no/such/folder/x.json: there is no folder"),
     ],
 )
 def test_wrong_requests_print_a_one_line_error(say: Any, words: tuple[str, ...], told: str) -> None:

@@ -943,11 +943,11 @@ OPTIONS = {
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_help_of_every_command_mentions_its_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
-        main([command, "--help"])
+        main([command, "--help-all"])
     text = capsys.readouterr().out
     assert ending.value.code == 0
     for option in OPTIONS.get(command, ()):
-        assert option in text, f"medusa {command} --help does not mention {option}"
+        assert option in text, f"medusa {command} --help-all does not mention {option}"
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

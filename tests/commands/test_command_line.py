@@ -167,8 +167,8 @@ def test_a_relative_backbone_is_found_from_its_folder(
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (("generate", "--plain", "--prompt", "a"), "there is no backbone; add --backbone B"),
-        (("generate", "--drafter", "ngram", "--prompt", "a"), "there is no backbone; add --backbone B"),
+        (("generate", "--plain", "--prompt", "a"), "--backbone is missing; add --backbone B"),
+        (("generate", "--drafter", "ngram", "--prompt", "a"), "--backbone is missing; add --backbone B"),
         (("calibrate",), "HEADS is missing"),
         (("info",), "HEADS is missing"),
         (("info", "demo", "demo"), "unexpected argument 'demo'"),
