@@ -34,7 +34,7 @@ SMALLER = {
     "generate": ["--max-new-tokens", "16"],
     "evaluate": ["--max-prompts", "2", "--max-new-tokens", "16"],
     "benchmark": ["--max-prompts", "1", "--rounds", "1", "--max-new-tokens", "8"],
-    "calibrate": ["--max-prompts", "2", "--max-new-tokens", "12", "--rounds", "1"],
+    "calibrate": ["--max-prompts", "8", "--max-new-tokens", "96", "--rounds", "1"],
     "verify": ["--max-prompts", "1", "--draws", "500", "--max-new-tokens", "12"],
     "train": ["training.max_steps=1", "output_dir=trained"],
 }
