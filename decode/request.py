@@ -17,6 +17,7 @@ from decode.sequences import Request
 from decode.target import WARPERS
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
+from medusa.loading import TextLimits
 
 EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 """Model inputs that `generate` itself adds to the ids. Others would change the text, and tree decoding refuses them."""
@@ -166,7 +167,7 @@ def with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
     return kwargs
 
 
-def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone, model: str = "backbone") -> None:
+def require_fitting(prompts: Sequence[Sequence[int]], backbone: Backbone | TextLimits, model: str = "backbone") -> None:
     """Raise a `RequestError` if a prompt is empty, exceeds the context or has an unknown id; errors name `model`."""
     context = backbone.context
     for prompt in prompts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -112,6 +112,19 @@ def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
     """Return the size of the hidden states that a backbone's LM head reads, and the number of tokens."""
     text = config.get_text_config(decoder=True)
     return getattr(text, "word_embed_proj_dim", None) or text.hidden_size, text.vocab_size  # OPT projects its states
+
+
+class TextLimits(NamedTuple):
+    """What bounds the texts of a backbone: its context length in tokens (`None`: unknown), and its vocabulary size."""
+
+    context: int | None
+    vocab_size: int
+
+
+def text_limits(config: PretrainedConfig) -> TextLimits:
+    """Return the context length and the vocabulary size of a backbone."""
+    text = config.get_text_config(decoder=True)
+    return TextLimits(getattr(text, "max_position_embeddings", None), text.vocab_size)
 
 
 def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PreTrainedTokenizerBase | None:

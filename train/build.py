@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel, set_seed
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.loading import Loaded, load_backbone
+from medusa.loading import Loaded, load_backbone, load_tokenizer, text_limits
 from medusa.options import LoadOptions
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
@@ -51,15 +51,17 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
 
     Raise RequestError if the recipe has errors, or if `checkpoint`, from which the run resumes, holds other heads."""
     arguments, sizes = check(config, quiet)
+    limits = text_limits(sizes)
+    reading = (load_tokenizer(config.backbone, config.load_options), limits.vocab_size, limits.context)
+    dataset: Rows | None = None
+    if not is_features(config.data.path):  # before the weights are loaded, because the data may have mistakes
+        dataset = load_dataset(config.data, *reading, arguments.seed)
     loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
     backbone = Backbone(loaded.model)
     if checkpoint is not None:
         require_same_heads(checkpoint, config, loaded.model)
-    reading = (loaded.tokenizer, backbone.vocab_size, backbone.context)
-    if is_features(config.data.path):
-        dataset: Rows = open_features(Path(config.data.path), config.data.sequence_length, backbone)
-    else:
-        dataset = load_dataset(config.data, *reading, arguments.seed)
+    if dataset is None:
+        dataset = open_features(Path(config.data.path), config.data.sequence_length, backbone)
     evaluated = None if config.eval_data is None else load_dataset(config.eval_data, *reading)
     quality_rows = dataset
     if config.adapter is not None and config.adapter.quality_data is not None:

@@ -61,6 +61,10 @@ def run(options: GenerateOptions) -> None:
     from decode.results import end_of_context, tau
     from medusa.commands import models
 
+    if options.record is not None:
+        from train.features.files import require_features_or_new
+
+        require_features_or_new(Path(options.record))  # before the backbone is loaded
     drafts = not options.plain and not options.strategy.is_search
     opened = models.open_models(options, options.prompts.read(), [options.models.drafter] if drafts else [])
     if options.strategy.is_search:

@@ -31,7 +31,7 @@ from medusa.commands.prompting import PromptForm, prompt_form
 from medusa.errors import RequestError
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads
-from medusa.loading import Loaded, head_sizes, load_backbone, load_config, load_tokenizer
+from medusa.loading import Loaded, head_sizes, load_backbone, load_config, load_tokenizer, text_limits
 from medusa.options import LoadOptions
 from medusa.records.record import Record
 
@@ -99,12 +99,13 @@ def open_models(
     configs = [_drafter_config(command, drafter, len(drafters) == 1) for drafter in drafters]
     check_models(command, configs)
     command.runtime.prepare()
+    tokenizer = load_tokenizer(command.models.backbone, command.load)
+    form, prompts = form_of(command, tokenizer), encode_prompts(command, records, tokenizer)
+    require_fitting(prompts, text_limits(load_config(command.models.backbone, command.load)))
     loaded = load_backbone(command.models.backbone, command.load)
     settings, contrasting = command.settings, command.contrasting
     if configs:
         require_tree_support(loaded.model)
-    form, prompts = form_of(command, loaded.tokenizer), encode_prompts(command, records, loaded.tokenizer)
-    require_fitting(prompts, Backbone(loaded.model))
     if settings.stop:
         require_tokenizer(loaded, "--stop")
     if contrasting.amateur is not None:

@@ -75,6 +75,8 @@ class Prompts(Options):
     def check_given(self, names: Sequence[str]) -> None:
         if "split" in names:
             require_splits(self.prompts)
+        if "max-prompts" in names and self.prompts is None:
+            raise RequestError("--max-prompts counts prompts of --prompts FILE; add --prompts, or leave it out")
 
     def read(self) -> list[Record]:
         """Read the prompts of --prompt and --prompts; raise a `RequestError` if there is none, or one is empty."""

@@ -17,7 +17,7 @@ import shlex
 from pathlib import Path
 
 from medusa.commands.options import Output, RuntimeOptions
-from medusa.errors import Interrupted
+from medusa.errors import Interrupted, RequestError
 from medusa.options import REQUIRED, Options, count, group, option
 
 
@@ -56,6 +56,13 @@ class TrainOptions(Options):
     )
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime", only=("threads",))
     output: Output = group(Output, "output")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ids and not self.inspect:
+            raise RequestError("--ids shows the tokens of --inspect; add --inspect, or leave it out")
+        if self.inspect and self.plan:
+            raise RequestError("--inspect and --plan each replace training; leave one out")
 
 
 def run(options: TrainOptions) -> None:

@@ -7,6 +7,8 @@ from typing import NoReturn
 import pytest
 from transformers import AutoModelForCausalLM
 
+from decode.bench.calibration import calibrate
+from medusa.commands.fit import stages
 from tests.commands.test_cli import Place, build
 
 
@@ -23,3 +25,12 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("a backbone was loaded")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+
+
+@pytest.fixture
+def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make calibration and benchmark short: no figure of these tests is a measurement."""
+    monkeypatch.setattr(stages, "CALIBRATION_TOKENS", 24)
+    monkeypatch.setattr(stages, "CALIBRATED_ON", 1500)
+    monkeypatch.setattr(stages, "BENCHMARK_TOKENS", 16)
+    monkeypatch.setattr(calibrate, "SIZES", (1, 4, 8))

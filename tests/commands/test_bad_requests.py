@@ -240,9 +240,9 @@ def test_a_report_never_replaces_another_file(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("--plot", "x.xyz"), "--plot x.xyz does not end in the name of a picture format: "),
-        (("--plot", "x"), "--plot x does not end"),
-        (("--plot", "no/x.png"), "cannot write no/x.png"),
+        (("--plot", "x.xyz"), "--plot x.xyz is no picture; its name must end in .png"),
+        (("--plot", "x"), "--plot x is no picture"),
+        (("--plot", "no/x.png"), "--plot no/x.png: there is no folder no"),
         (("--plot", "x.png", "--json", "x.png"), "--json and --plot both write x.png"),
         (("--max-new-tokens", "9"), "3 prompts with --max-new-tokens 9 give at most 27"),
     ],

@@ -1037,7 +1037,7 @@ SAMPLING += ("--batch-size", "--ignore-eos")
 TREES = ("--acceptance", "--epsilon", "--delta", "--tree")
 OPTIONS = {
     "info": ("HEADS", "--json", "--quiet"),
-    "train": ("CONFIG.yaml", "key=value", "--resume", "--overwrite", "--threads", "--json", "--quiet"),
+    "train": ("RECIPE", "key=value", "--resume", "--overwrite", "--threads", "--json", "--quiet"),
     "generate": (*BACKBONE, "--heads", "--prompt", "--prompts", *SAMPLING, *TREES, *MACHINE),
     "evaluate": (*BACKBONE, "--heads", "--data", *MACHINE),
     "benchmark": (*BACKBONE, "--heads", "--prompts", *SAMPLING, *TREES, *MACHINE, "--report", "--compare"),

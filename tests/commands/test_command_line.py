@@ -234,7 +234,7 @@ def test_help_of_medusa_lists_all_commands(medusa: Medusa) -> None:
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (("genrate", "demo"), "there is no command 'genrate'; choose one of demo"),
+        (("genrate", "demo"), "there is no command 'genrate'; choose one of fit, demo"),
         (("genrate", "demo"), "(did you mean generate?)"),
         (
             ("generate", "demo", "--max-newtokens", "3"),
@@ -273,7 +273,7 @@ def test_a_mistyped_name_is_answered_with_the_nearest(refused: Any, argv: tuple[
         ("export", "--help-all"),
         ("info", "demo"),
         ("generate", "demo", "Once", "--max-new-tokens", "8"),
-        ("evaluate", "demo", "--data", "PROMPTS", "--max-new-tokens", "4"),
+        ("evaluate", "demo", "--data", "PROMPTS", "--max-new-tokens", "8"),
     ],
     ids=" ".join,
 )

@@ -1,4 +1,4 @@
-"""The whole demo, shortened: the embedded backbone writes, heads are trained, the text stays the same."""
+"""The whole demo, shortened: `medusa fit` on the embedded model, and the story."""
 
 from __future__ import annotations
 
@@ -7,42 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from decode.settings import Settings
 from medusa.__main__ import main
+from medusa.commands import demo
 
 
-@pytest.fixture
-def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut every text at 32 tokens: nothing but tau depends on the length."""
-    checked = Settings.__post_init__
-
-    def cut(self: Settings) -> None:
-        object.__setattr__(self, "max_new_tokens", min(self.max_new_tokens, 32))
-        checked(self)
-
-    monkeypatch.setattr(Settings, "__post_init__", cut)
-
-
-@pytest.mark.usefixtures("short_texts")
-def test_demo_runs_from_writing_to_speedup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_fit")
+def test_demo_runs_from_text_to_speedup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "STORY_TOKENS", 32)
     output, report = tmp_path / "demo", tmp_path / "report.json"
-    command = f"demo --output {output} --texts 16 --minutes 0.02 --max-prompts 2 --threads 1 --json {report}"
+    command = f"demo --output {output} --minutes 0.1 --max-new-tokens 24 --threads 1 --json {report}"
     assert main(command.split()) == 0
     told = capsys.readouterr().out
-    for stage in ("1/4", "2/4", "3/4", "4/4"):
+    for stage in ("1/4", "2/4", "3/4", "4/4", "The same story", "Equal texts: yes"):
         assert stage in told
-    figures = json.loads(report.read_text())["methods"]["medusa"]
-    assert figures["equal_to_plain"] == 1.0
-    assert f"{figures['speedup_vs_generate']:.2f} times as fast as model.generate" in told
-    assert {file.name for file in (output / "heads").iterdir()} == {
-        "config.json",
-        "medusa_lm_head.safetensors",
-        "provenance.json",
-        "training.png",
-    }
-    assert json.loads((output / "benchmark.json").read_text()) == json.loads(report.read_text())
+    figures = json.loads(report.read_text())
+    assert figures["benchmark"]["methods"]["medusa"]["equal_to_plain"] == 1.0
+    assert figures["headline"]["text"] in told
+    assert {"config.json", "medusa_lm_head.safetensors", "report.html"} <= {path.name for path in output.iterdir()}
+    assert main(command.split()) == 0
+    assert "is finished" in capsys.readouterr().err
 
 
-def test_demo_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--output", str(tmp_path)]) == 2
-    assert "--overwrite" in capsys.readouterr().err
+def test_demo_overwrites_nothing_but_a_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").write_text("mine")
+    assert main(["demo", "--output", str(tmp_path), "--overwrite"]) == 2
+    assert "is not a folder of medusa fit" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from decode.bench.calibration import calibrate
 from medusa import MedusaHeads
 from medusa.__main__ import main
 from medusa.arguments import add_arguments, as_arguments, read
@@ -206,15 +205,6 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest
 # A whole run
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make calibration and benchmark short: no figure of these tests is a measurement."""
-    monkeypatch.setattr(stages, "CALIBRATION_TOKENS", 24)
-    monkeypatch.setattr(stages, "CALIBRATED_ON", 1500)
-    monkeypatch.setattr(stages, "BENCHMARK_TOKENS", 16)
-    monkeypatch.setattr(calibrate, "SIZES", (1, 4, 8))
-
-
 def command(folder: Path, *further: str) -> list[str]:
     numbers = ["--minutes", "0.1", "--max-new-tokens", "24", "--threads", "1"]
     return ["fit", "demo", "--prompts", str(OPENINGS), "--output", str(folder), *numbers, *further]
@@ -224,7 +214,7 @@ STAGES = (stages.TextStage, stages.TrainingStage, stages.CalibrationStage, stage
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("short_fit")
 def test_a_run_that_is_stopped_in_every_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +267,7 @@ def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("short_fit")
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 def test_heads_for_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str], server: str) -> None:

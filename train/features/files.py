@@ -157,3 +157,9 @@ def open_features(folder: Path, row_length: int, backbone: Backbone) -> Features
     if not features.counts.taught:
         raise RequestError(f"nothing to train on in {folder}: {features.counts}")
     return features
+
+
+def require_features_or_new(folder: Path) -> None:
+    """Raise RequestError if a folder exists and holds anything but features."""
+    if not is_features(folder) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RequestError(f"{folder} holds files that are not features; give another folder")

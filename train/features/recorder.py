@@ -12,7 +12,7 @@ from medusa.config import Fingerprint
 from medusa.errors import RequestError
 from medusa.files import free_bytes, readable
 from train.features import files
-from train.features.files import Manifest, is_features, shards, token_bytes, write_shard
+from train.features.files import Manifest, is_features, require_features_or_new, shards, token_bytes, write_shard
 
 
 class Recorder:
@@ -43,8 +43,7 @@ class Recorder:
             if {held.raw_prompts, raw_prompts} == {True, False}:
                 here, there = ("plain text", "templated") if raw_prompts else ("templated", "plain text")
                 raise RequestError(f"the prompts are {here}, and those in {folder} are {there}; give another folder")
-        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise RequestError(f"{folder} holds files that are not features; give another folder")
+        require_features_or_new(folder)
 
     def size(self, tokens: int) -> int:
         """Number of bytes that the features of `tokens` tokens take on disk."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -82,6 +83,10 @@ class DistillOptions(CommandOptions):
             raise RequestError("--model names a model of --server; add --server URL, or leave it out")
         if self.models.tree and not self.models.heads:
             raise RequestError("--tree works only with --heads; add --heads H, or leave it out")
+
+    def check_given(self, names: Sequence[str]) -> None:
+        if "concurrency" in names and not self.server:
+            raise RequestError("--concurrency counts requests to --server; add --server URL, or use --batch-size")
 
 
 @dataclass(frozen=True)

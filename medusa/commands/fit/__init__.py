@@ -2,7 +2,7 @@
 
   medusa fit org/model --prompts questions.jsonl
   medusa fit org/model --prompts questions.jsonl --plan
-  medusa fit ./model --prompts chats.jsonl --output heads --minutes 60 --for vllm
+  medusa fit ./model --prompts chats.jsonl --minutes 60 --for vllm
 
 A fifth of the prompts is set aside for the measurement. Every stage keeps its result, and the same command continues an
 interrupted run. At the end, the output folder holds the heads, a report (report.html) and all figures (fit.json)."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from medusa.commands.effects import require_revisions
 from medusa.commands.options import Output, Prompts, RuntimeOptions, require_of_kind
 from medusa.commands.prompting import raw_option
-from medusa.errors import RequestError
-from medusa.files import Json
+from medusa.errors import RequestError, choose_one_of
+from medusa.files import Json, require_writable_folder
 from medusa.heads import KINDS
 from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
 
@@ -21,14 +22,26 @@ class FitOptions(Options):
 
     shown = "model prompts output for minutes kind compare plan overwrite max-new-tokens device dtype threads json"
     model: str = option(
-        REQUIRED, "speed up this model: a folder, a Hub id, or demo (shipped)", metavar="MODEL", positional=True
+        REQUIRED,
+        "speed up this model: a folder, a Hub id, or demo (shipped)",
+        metavar="MODEL",
+        positional=True,
+        brief="speed up this model: a folder, a Hub id, or demo",
     )
     prompts: Prompts = group(Prompts, "prompts", without=("prompt",), prompts=REQUIRED)
     out: str | None = option(
-        None, "write heads, report and all files of the run to DIR (default: NAME-heads)", metavar="DIR", name="output"
+        None,
+        "write heads, report and all files of the run to DIR (default: NAME-heads)",
+        metavar="DIR",
+        name="output",
+        brief="write all results to DIR (default: NAME-heads)",
     )
     purpose: str = option(
-        "transformers", f"make heads for {', '.join(PURPOSES[:-1])} or {PURPOSES[-1]}", metavar="SERVER", name="for"
+        "transformers",
+        f"make heads for {', '.join(PURPOSES[:-1])} or {PURPOSES[-1]}",
+        metavar="SERVER",
+        name="for",
+        brief="make heads for transformers, vllm or sglang",
     )
     minutes: float | None = option(
         None,
@@ -37,15 +50,24 @@ class FitOptions(Options):
         lambda value: 0 < value < float("inf"),
         "M",
         type=float,
+        brief="generate text and train for M minutes in total",
     )
     kind: str | None = option(
-        None, f"train heads of this kind: {', '.join(KINDS)} (default: chosen for the model)", metavar="NAME"
+        None,
+        f"train heads of this kind: {', '.join(KINDS)} (default: chosen for the model)",
+        metavar="NAME",
+        brief="train heads of this kind (default: chosen for the model)",
     )
     compare: bool = option(False, "train heads of several kinds, and keep the fastest")
     plan: bool = option(False, "print the cost in time, memory and disk, and stop")
     overwrite: bool = option(False, "delete an earlier fit in DIR and start again")
     raw: bool | None = raw_option()
-    tokens: int = count(256, "generate at most N tokens of text per answer", name="max_new_tokens")
+    tokens: int = count(
+        256,
+        "generate at most N tokens of text per answer",
+        name="max_new_tokens",
+        brief="generate at most N tokens per answer",
+    )
     load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
@@ -53,14 +75,16 @@ class FitOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.purpose not in PURPOSES:
-            raise RequestError(f"--for is {self.purpose!r}; choose one of {', '.join(PURPOSES)}")
+            raise RequestError(f"--for is {self.purpose!r}; {choose_one_of(self.purpose, PURPOSES)}")
         if self.kind is not None and self.kind not in KINDS:
-            raise RequestError(f"--kind is {self.kind!r}; choose one of {', '.join(KINDS)}")
+            raise RequestError(f"--kind is {self.kind!r}; {choose_one_of(self.kind, KINDS)}")
         if self.kind is not None and self.compare:
             raise RequestError("--compare trains several kinds, and --kind names one; leave one out")
         if self.purpose != "transformers" and (self.compare or self.kind not in (None, "eagle")):
             raise RequestError(f"--for {self.purpose} needs heads of kind eagle; leave --kind and --compare out")
+        require_revisions(self.model, self.load.revision)
         if not self.plan:
+            require_writable_folder(self.folder, option="--output")
             require_of_kind("output", self.folder, "a folder of medusa fit", STATE)
 
     @property
