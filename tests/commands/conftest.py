@@ -31,6 +31,6 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make calibration and benchmark short: no figure of these tests is a measurement."""
     monkeypatch.setattr(stages, "CALIBRATION_TOKENS", 24)
-    monkeypatch.setattr(stages, "CALIBRATED_ON", 1500)
+    monkeypatch.setattr(stages, "CALIBRATED_ON", 1300)
     monkeypatch.setattr(stages, "BENCHMARK_TOKENS", 16)
     monkeypatch.setattr(calibrate, "SIZES", (1, 4, 8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +30,8 @@ from medusa.errors import RequestError
 from medusa.files import ASSETS
 from medusa.records.record import Record, parse_record
 from medusa.records.sources import read_records
+from tests.commands.test_cli import Place
+from tests.helpers import LETTERS
 
 OPENINGS = ASSETS / "openings.jsonl"
 PROBE = Probe(
@@ -205,18 +208,28 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest
 # A whole run
 
 
-def command(folder: Path, *further: str) -> list[str]:
-    numbers = ["--minutes", "0.1", "--max-new-tokens", "24", "--threads", "1"]
-    return ["fit", "demo", "--prompts", str(OPENINGS), "--output", str(folder), *numbers, *further]
+@pytest.fixture
+def command(place: Place, tmp_path: Path) -> Callable[..., list[str]]:
+    """Return a function that makes the words of a short `medusa fit`, with more options if given."""
+    letters = random.Random(0)
+    questions = ["".join(letters.choices(LETTERS, k=6)) for _ in range(80)]
+    file = tmp_path / "questions.txt"
+    file.write_text("\n".join(questions), encoding="utf-8")
+    numbers = ["--minutes", "0.03", "--max-new-tokens", "24", "--threads", "1"]
+    words = ["fit", place.backbone, "--prompts", str(file), "--output", str(tmp_path / "heads"), *numbers]
+    return lambda *further: [*words, *further]
 
 
 STAGES = (stages.TextStage, stages.TrainingStage, stages.CalibrationStage, stages.BenchmarkStage)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("short_fit")
 def test_a_run_that_is_stopped_in_every_stage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., list[str]],
+    place: Place,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SIGTERM before each stage's end; the same command continues, and no finished stage runs twice."""
     folder, ran = tmp_path / "heads", list[str]()
@@ -234,13 +247,13 @@ def test_a_run_that_is_stopped_in_every_stage(
     for stopped in STAGES:
         for kind, work in works.items():
             monkeypatch.setattr(kind, "work", counting(work, kind.__name__, kind is stopped))
-        assert main(command(folder)) == 143
+        assert main(command()) == 143
         told = capsys.readouterr().err
-        assert f"the same command continues: medusa fit demo --prompts {OPENINGS}" in told
+        assert f"the same command continues: medusa fit {place.backbone} --prompts" in told
     for kind, work in works.items():
         monkeypatch.setattr(kind, "work", counting(work, kind.__name__, False))
     report = tmp_path / "fit.json"
-    assert main(command(folder, "--json", str(report))) == 0
+    assert main(command("--json", str(report))) == 0
     told = capsys.readouterr()
     assert ran == [name for kind in STAGES for name in (kind.__name__, kind.__name__)]
 
@@ -252,26 +265,29 @@ def test_a_run_that_is_stopped_in_every_stage(
     assert {"report.html", "benchmark.json", "fit.json", "provenance.json"} <= {path.name for path in folder.iterdir()}
 
     ran.clear()
-    assert main(command(folder)) == 0
+    assert main(command()) == 0
     assert "is finished; --overwrite starts again" in capsys.readouterr().err
     assert not ran
 
 
-def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_alone_writes_nothing(
+    command: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = tmp_path / "plan.json"
-    assert main(command(tmp_path / "heads", "--plan", "--json", str(report))) == 0
+    assert main(command("--plan", "--json", str(report))) == 0
     told = capsys.readouterr().out
     for word in ("model", "heads", "text", "training", "calibration", "benchmark", "memory", "disk", "total"):
         assert f"\n{word} " in f"\n{told}"
-    assert json.loads(report.read_text())["plan"]["minutes"] == 0.1
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    assert json.loads(report.read_text())["plan"]["minutes"] == 0.03
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "questions.txt"}
 
 
 @pytest.mark.usefixtures("short_fit")
-@pytest.mark.slow
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
-def test_heads_for_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str], server: str) -> None:
-    assert main(command(tmp_path / "heads", "--for", server)) == 0
+def test_heads_for_a_server(
+    command: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], server: str
+) -> None:
+    assert main(command("--for", server)) == 0
     told = capsys.readouterr().out
     assert "Serve: " in told
     assert str(tmp_path / "heads" / server) in told
