@@ -25,7 +25,7 @@ def test_demo_runs_from_text_to_speedup(
         assert stage in told
     figures = json.loads(report.read_text())
     assert figures["benchmark"]["methods"]["medusa"]["equal_to_plain"] == 1.0
-    assert figures["headline"]["text"] in told
+    assert figures["headline"]["title"] in told
     assert {"config.json", "medusa_lm_head.safetensors", "report.html"} <= {path.name for path in output.iterdir()}
     assert main(command.split()) == 0
     assert "is finished" in capsys.readouterr().err

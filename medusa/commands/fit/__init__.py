@@ -67,7 +67,7 @@ def fit(options: FitOptions) -> FitState | None:
 def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     """Check the model and plan the run, or take both from the `state`; print the plan."""
     from medusa.commands.fit.choices import HeadsChoice, choose_heads
-    from medusa.commands.fit.plan import Plan, costs_of, default_minutes, describe, make_plan, require_disk
+    from medusa.commands.fit.plan import LEAST_MINUTES, Plan, costs_of, describe, make_plan, require_disk
     from medusa.commands.fit.probe import Probe, probe
     from medusa.commands.options import warn
     from medusa.loading import load_backbone
@@ -80,12 +80,13 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
         options.runtime.prepare()
         with options.output.stage("loading and timing the model"):
             loaded = load_backbone(options.model, options.load)
-            found = probe(loaded)
-            minutes = options.minutes or default_minutes(found, len(sides.train), options.tokens)
-            choices = choose_heads(options, found.parameters, found.device != "cpu", minutes)
-            costs = [costs_of(choice, loaded, found) for choice in choices]
+            found, minutes = probe(loaded), options.minutes or LEAST_MINUTES
+            for _ in range(2):  # the default of the minutes depends on the heads, and the heads on the minutes
+                choices = choose_heads(options, found.parameters, found.device != "cpu", minutes)
+                costs = [costs_of(choice, loaded, found) for choice in choices]
+                plan = make_plan(options, found, costs, len(sides.train), len(sides.test))
+                minutes = plan.minutes
         del loaded
-        plan = make_plan(options, found, costs, len(sides.train), len(sides.test))
     for line in describe(plan, found, choices, options):
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
     if warning := require_disk(plan, options.folder):

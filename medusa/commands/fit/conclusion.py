@@ -40,7 +40,7 @@ def conclude(options: FitOptions, state: FitState) -> None:
     """Print the speedup, the tree and the next commands, and write the results of --json."""
     folder, results = options.folder, read_json(options.folder / RESULTS)
     kind = state.content["kind"]
-    lines = ["", results.get("headline", {"text": "?"})["text"], f"Tree: {tree_of(state.stages[f'calibrate {kind}'])}"]
+    lines = ["", results["headline"]["title"], f"Tree: {tree_of(state.stages[f'calibrate {kind}'])}"]
     lines.append(f"Heads: {folder} (kind {kind})    Report: {folder / REPORT}")
     if "export" in state.stages:
         lines.append(f"Serve: {state.stages['export']['serve']}")
@@ -52,7 +52,7 @@ def conclude(options: FitOptions, state: FitState) -> None:
 
 def summary(options: FitOptions, state: FitState, results: Json) -> Json:
     """Return the results of a finished run for --json."""
-    about = {"heads": str(options.folder), "kind": state.content["kind"], "headline": results.get("headline")}
+    about = {"heads": str(options.folder), "kind": state.content["kind"], "headline": results["headline"]}
     return about | {"request": state.content["request"], "stages": state.stages, "benchmark": results}
 
 

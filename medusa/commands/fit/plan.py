@@ -17,7 +17,8 @@ from medusa.loading import Loaded
 from train.config import HeadsConfig
 from train.heads import new_config
 
-TEXT_SHARE = 1 / 3  # of the minutes; the rest is training
+TRAINING_SHARE = 2.0  # seconds of training for each second of generating text
+EPOCHS = 10  # passes over the text, at most: further passes teach little
 LEAST_MINUTES, MOST_MINUTES = 4.0, 480.0  # limits of the default
 REPEATS = 8  # a prompt is answered at most so many times, each time with other random numbers
 FEWEST_TEXTS = 32
@@ -30,7 +31,7 @@ TEXT_BYTES = 12  # of a token in the file of texts
 LOGITS_AT_ONCE = 2048  # positions whose logits are in memory at the same time
 CALIBRATION_STEPS, CALIBRATION_TOKENS = 1500, 6000  # steps that are timed, and tokens that are generated before
 BENCHMARK_TOKENS, FEWEST_TEST = 128, 20
-BENCHMARK_SHARE, BENCHMARK_SECONDS = 0.5, 120.0  # the benchmark may take this share of the minutes, or 2 minutes
+BENCHMARK_SHARE, BENCHMARK_SECONDS = 0.25, 120.0  # the benchmark may take this share of the minutes, or 2 minutes
 METHODS = 2.7  # plain decoding, generate, and the heads, which take less
 
 
@@ -74,11 +75,6 @@ class Plan:
         return asdict(self) | {"seconds": self.seconds}
 
 
-def default_minutes(probe: Probe, prompts: int, tokens: int) -> float:
-    """Return the default of --minutes: enough to answer every prompt once, and to train for twice as long."""
-    return min(max(_text_seconds(probe, prompts, tokens) / TEXT_SHARE / 60, LEAST_MINUTES), MOST_MINUTES)
-
-
 def costs_of(choice: HeadsChoice, loaded: Loaded, probe: Probe) -> Costs:
     """Compute what training the heads of `choice` costs for a model, without allocating the heads."""
     config = new_config(HeadsConfig(**choice.heads), loaded.model, loaded.name, loaded.revision)
@@ -91,16 +87,22 @@ def costs_of(choice: HeadsChoice, loaded: Loaded, probe: Probe) -> Costs:
 def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_prompts: int, test_prompts: int) -> Plan:
     """Plan a run from the probe of its model, the costs of each kind of heads, and the numbers of prompts."""
     tokens = min(options.tokens, probe.context - 1) if probe.context else options.tokens
+    slowest = max(cost.token_seconds for cost in costs)
+    one_text = tokens * probe.batch_step_seconds / probe.batch_size
+    learning = min(TRAINING_SHARE * one_text, EPOCHS * tokens * slowest)  # from one text
     minutes, reason = options.minutes, "--minutes asks for it"
     if minutes is None:
-        minutes = default_minutes(probe, train_prompts, tokens)
-        reason = "one answer to each prompt, and twice that time for training"
-        if minutes in (LEAST_MINUTES, MOST_MINUTES):
+        minutes = train_prompts * (one_text + learning) / 60
+        reason = "one answer to each prompt, and training on it"
+        if not LEAST_MINUTES <= minutes <= MOST_MINUTES:
+            minutes = min(max(minutes, LEAST_MINUTES), MOST_MINUTES)
             reason = f"the {'least' if minutes == LEAST_MINUTES else 'most'} that fit takes without --minutes"
-    one_text = _text_seconds(probe, 1, tokens)
-    texts = min(max(int(60 * minutes * TEXT_SHARE / one_text), FEWEST_TEXTS), REPEATS * train_prompts)
-    training = max(60 * minutes - texts * one_text, 60 * minutes / 2)
-    slowest = max(cost.token_seconds for cost in costs)
+    texts = min(max(int(60 * minutes / (one_text + learning)), FEWEST_TEXTS), REPEATS * train_prompts)
+    training = max(60 * minutes - texts * one_text, texts * learning)
+    most = EPOCHS * texts * tokens * slowest
+    if training > 1.05 * most:
+        reason += "; with more prompts, training would use the rest"
+    training = min(training, most)
     per_round = METHODS * BENCHMARK_TOKENS * probe.step_seconds
     at_most = max(60 * minutes * BENCHMARK_SHARE, BENCHMARK_SECONDS)
     rounds = 3 if 3 * FEWEST_TEST * per_round <= at_most else 2
@@ -127,11 +129,6 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
         disk_bytes=TEXT_BYTES * texts * tokens + 4 * trained * (1 + 3 * CHECKPOINTS) * len(costs),
         kinds=len(costs),
     )
-
-
-def _text_seconds(probe: Probe, texts: int, tokens: int) -> float:
-    """Estimate the seconds to generate texts of `tokens` tokens in batches."""
-    return texts * tokens * probe.batch_step_seconds / probe.batch_size
 
 
 def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitOptions) -> list[str]:

@@ -13,8 +13,12 @@ from medusa.backbone import Backbone
 from medusa.loading import Loaded
 from medusa.memory import bytes_of
 
-LARGE = 100_000_000  # parameters of a model that answers fewer prompts at a time
-READ, WRITE = 8, 3  # tokens that the probe reads in each row, and then writes one by one
+SMALL = 30_000_000  # parameters; a smaller model answers more prompts at a time
+ROWS = 64, 16  # prompts that small and other models answer at a time
+# Small models copy their KV cache for longer than they compute, so the cache must hold as much as half an answer. Other
+# models would read so many tokens for minutes.
+READ = 128, 8  # tokens that the probe reads in each row, of small and other models
+WRITE = 3  # tokens that it then writes one by one
 ENOUGH, REPEATS = 1.0, 5  # the probe of one thing ends after so many seconds, or repetitions
 
 
@@ -35,7 +39,7 @@ class Probe:
     @property
     def batch_size(self) -> int:
         """The number of prompts that are answered at a time."""
-        return _rows(self.parameters)
+        return ROWS[self.parameters >= SMALL]
 
 
 @torch.inference_mode()
@@ -46,8 +50,10 @@ def probe(loaded: Loaded) -> Probe:
     require_tree_forward(loaded.model)
     backbone = Backbone(loaded.model)
     parameters = loaded.model.num_parameters()
-    read, batch_step = _times(backbone, _rows(parameters))
-    _, step = _times(backbone, 1)
+    size = parameters >= SMALL
+    length = min(READ[size], (backbone.context or READ[size] + WRITE) - WRITE)
+    read, batch_step = _times(backbone, ROWS[size], length)
+    _, step = _times(backbone, 1, length)
     return Probe(
         parameters=parameters,
         model_bytes=bytes_of(loaded.model),
@@ -55,26 +61,22 @@ def probe(loaded: Loaded) -> Probe:
         vocab_size=backbone.vocab_size,
         context=backbone.context,
         device=backbone.device.type,
-        read_seconds=read / (_rows(parameters) * READ),
+        read_seconds=read / (ROWS[size] * length),
         batch_step_seconds=batch_step,
         step_seconds=step,
     )
 
 
-def _rows(parameters: int) -> int:
-    return 16 if parameters >= LARGE else 64
-
-
-def _times(backbone: Backbone, rows: int) -> tuple[float, float]:
-    """Return the least seconds to read `READ` tokens in each of `rows` rows, and to write one token in each."""
+def _times(backbone: Backbone, rows: int, length: int) -> tuple[float, float]:
+    """Return the least seconds to read `length` tokens in each of `rows` rows, and to write one more in each."""
     reads, writes = list[float](), list[float]()
     generator = torch.Generator().manual_seed(0)
     while len(reads) < 2 or (sum(reads) + sum(writes) < ENOUGH and len(reads) < REPEATS):
         cache = DynamicCache(config=backbone.model.config)
-        ids = torch.randint(backbone.vocab_size, (rows, READ + WRITE), generator=generator).to(backbone.device)
-        for part in (ids[:, :READ], *ids[:, READ:].split(1, dim=1)):
+        ids = torch.randint(backbone.vocab_size, (rows, length + WRITE), generator=generator).to(backbone.device)
+        for part in (ids[:, :length], *ids[:, length:].split(1, dim=1)):
             start = perf_counter()
-            logits = backbone.model(input_ids=part, past_key_values=cache, logits_to_keep=1).logits
+            logits = backbone.lm_head(backbone.hidden_states(part, past_key_values=cache, use_cache=True)[:, -1:])
             logits[0, -1, -1].item()  # waits until the device has computed it
             (reads if part.shape[1] > 1 else writes).append(perf_counter() - start)
         if sum(reads) + sum(writes) > 10 * ENOUGH:  # a large model: one repetition must do
