@@ -91,6 +91,8 @@ def notebook(content: dict[str, Any]) -> str:
 def shown(output: dict[str, Any]) -> str:
     """One output of a cell, in its richest saved form."""
     data = output.get("data", {})
+    if "text/markdown" in data:
+        return "".join(data["text/markdown"])
     for kind in ("text/html", "image/svg+xml"):
         if kind in data:
             return f'<div class="output">{"".join(data[kind])}</div>'

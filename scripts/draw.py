@@ -2,11 +2,12 @@
 
     python scripts/draw.py kinds docs/images/kinds         what each kind of head reads, one picture per kind
     python scripts/draw.py exactness docs/images           rejection sampling, and an experiment of medusa verify
-    medusa benchmark --backbone demo --heads demo --prompts demo --json b.json
-    python scripts/draw.py benchmark b.json docs/images/benchmark.png
+    medusa benchmark demo --prompts demo --json b.json
+    python scripts/draw.py benchmark b.json b.png          a benchmark
+    python scripts/draw.py benchmark docs/results/fit_tinystories.json docs/images/benchmark.png
 
-The picture of a benchmark shows the speed of each method, the depth of accepted guesses, and the time of each stage of
-a step. `medusa benchmark --report` writes a page with these and more pictures.
+The picture of a benchmark shows each method's speedup over plain decoding and its tokens per second, the depth of
+accepted guesses, and the time of each stage of a step. `medusa benchmark --report` writes a page with more pictures.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from decode.bench.figures import BenchmarkResult
+from decode.bench.headline import counted
 from decode.bench.losslessness.cases import RULES
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.report import plots
@@ -115,14 +117,15 @@ def draw_experiment(line: int, draws: int) -> Figure:
 def draw_benchmark(result: BenchmarkResult) -> Figure:
     """Draw speeds, speedups, accepted depths and step times of a benchmark, with the machine below them."""
     figure = Figure(figsize=(11, 5.6), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.12, hspace=0.04)
     panels = figure.subplots(2, 2)
-    plots.rates(panels[0, 0], result.methods)
-    plots.speedups(panels[0, 1], result.methods)
+    plots.speedups(panels[0, 0], result.methods)
+    plots.rates(panels[0, 1], result.methods)
     plots.depths(panels[1, 0], result.medusa)
     plots.stages(panels[1, 1], {name: of.step_ms for name, of in result.methods.items() if of.step_ms})
     machine, settings = result.machine, result.settings
-    note = f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature {settings.temperature:g}, "
-    note += f"{settings.nodes} nodes; {machine.device}, {machine.threads} thread(s), {machine.dtype}, "
+    note = f"{result.subject}; {settings.prompts} prompts, {settings.max_new_tokens} new tokens, "
+    note += f"temperature {settings.temperature:g}, {settings.nodes} nodes; {machine.device}, {counted(machine.threads, 'thread')}, {machine.dtype}, "
     figure.supxlabel(f"{note}torch {machine.torch}", fontsize=8, color=INK["faint"])
     return plots.without_frames(figure)
 

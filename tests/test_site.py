@@ -49,10 +49,16 @@ def test_links_out_of_docs_resolve_on_the_site(site: Path) -> None:
     home = (site / "index.html").read_text(encoding="utf-8")
     assert 'href="exactness.html"' in home
     assert 'href="notebooks/tour.html"' in home
-    assert 'src="images/benchmark.png"' in home
+    assert 'src="images/chat.png"' in home
     training = (site / "training.html").read_text(encoding="utf-8")
     (recipe,) = set(re.findall(r'href="(source/configs/medusa2[^"]*)"', training))
     assert (site / recipe).read_bytes() == (ROOT / "configs" / "medusa2.yaml").read_bytes()
+
+
+def test_saved_tables_of_notebooks_are_shown(site: Path) -> None:
+    page = (site / "notebooks" / "train.html").read_text(encoding="utf-8")
+    assert re.search(r"<th>times plain decoding</th>\s*<th>times <code>model.generate</code></th>", page)
+    assert "IPython.core.display" not in page
 
 
 def test_the_api_page_has_docstrings(site: Path) -> None:
@@ -68,8 +74,8 @@ def test_every_script_is_on_the_map() -> None:
         assert re.search(rf"\b{path.stem}\b", around), f"scripts/{path.name} is not on docs/map.md"
 
 
-def test_the_readme_stays_short_and_shows_the_speedup() -> None:
+def test_the_readme_stays_short_and_shows_the_chat_page() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("\n") < 250
-    assert "images/benchmark.png" in text
+    assert "images/chat.png" in text
     assert "## The map" in text

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from decode.bench.calibration.stored import Calibration
-from decode.bench.headline import Evidence, Headline, Interval, headline
+from decode.bench.headline import Evidence, Headline, Interval, counted, headline
 from decode.bench.machine import Machine
 from decode.settings import is_lossy
 from medusa.errors import RequestError
@@ -190,12 +190,13 @@ class BenchmarkResult:
     def headline(self) -> Headline:
         """The gain over plain decoding in words, or that there is none, or why none was measured."""
         medusa, settings, machine = self.medusa, self.settings, self.machine
-        counts = f"{settings.prompts} prompts of at most {settings.max_new_tokens} new tokens"
-        options = f"batch size {settings.batch_size}, {settings.rounds} rounds, temperature {settings.temperature:g}"
+        threads, prompts = counted(machine.threads, "thread"), counted(settings.prompts, "prompt")
+        counts = f"{prompts} of at most {settings.max_new_tokens} new tokens, batch size {settings.batch_size}"
+        options = f"{counted(settings.rounds, 'round')}, temperature {settings.temperature:g}"
         return headline(
             Evidence(
                 subject=self.subject,
-                conditions=f"{machine.dtype} on {machine.device}, {machine.threads} thread(s), {counts}, {options}",
+                conditions=f"{machine.dtype} on {machine.device}, {threads}, {counts}, {options}",
                 texts=self._equal_texts(),
                 batches=-(-settings.prompts // settings.batch_size),
                 rounds=settings.rounds,

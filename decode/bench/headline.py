@@ -24,6 +24,16 @@ class Headline:
     text: str  # sentences with intervals, tau, equal texts, model, hardware and prompts; or the reason for no headline
     confidence: float = CONFIDENCE  # of the intervals in the text
 
+    @property
+    def claim(self) -> str:
+        """The first sentence of the text, which pages and terminals emphasise."""
+        return self.text.partition(". ")[0].removesuffix(".") + "."
+
+    @property
+    def details(self) -> str:
+        """The text after its first sentence."""
+        return self.text.partition(". ")[2]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -116,6 +126,11 @@ def _title(verdict: str, speedup: float) -> str:
     if verdict == FASTER:
         return f"{speedup:.2f} times as fast as plain decoding"
     return "Slower than plain decoding" if verdict == SLOWER else "No measurable gain over plain decoding"
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number with its noun, such as `1 round` or `2 rounds`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def interval_in_words(interval: Interval | None) -> str:

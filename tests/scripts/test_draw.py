@@ -17,7 +17,7 @@ def test_the_picture_contains_the_figures_of_the_json() -> None:
     step_ms = {"propose": 0.5, "verify": 2.0, "accept": 0.25, "compact": 0.25, "other": 0.25}
     medusa = replace(method, speedup=1.75, tau=2.5, accepted_by_depth=[0.8, 0.5], step_ms=step_ms)
     figure = draw.draw_benchmark(result_of({"plain": method, "transformers": method, "medusa": medusa}))
-    rates, speedups, depth, stages = figure.axes
+    speedups, rates, depth, stages = figure.axes
     assert [bar.get_width() for bar in rates.patches] == [100.0] * 3
     assert [text.get_text() for text in speedups.texts] == ["1.00 x", "1.00 x", "1.75 x"]
     assert [bar.get_height() for bar in depth.patches] == [0.8, 0.5]

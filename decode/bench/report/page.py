@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.bench.compare import Comparison
 from decode.bench.figures import BenchmarkResult
-from decode.bench.headline import interval_in_words
+from decode.bench.headline import counted, interval_in_words
 from decode.bench.losslessness.cases import FALSE_ALARM, Case, figures_table, threshold
 from decode.bench.losslessness.verify import VerificationResult
 from decode.bench.report import plots
@@ -35,6 +35,7 @@ class ReportPage:
     title: str
     content: Mapping[str, object]
     figures: Mapping[str, Figure]
+    subject: str = ""  # what was measured, shown below the title
 
     def save(self, path: Path) -> None:
         """Render the page as HTML, and write it to the file `path`."""
@@ -42,11 +43,12 @@ class ReportPage:
         jinja = Environment(
             autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader
         )
-        jinja.filters |= {"interval": interval_in_words, "bytes": readable}
+        jinja.filters |= {"interval": interval_in_words, "bytes": readable, "counted": counted}
         jinja.filters["fixed"] = lambda value, digits=0: f"{value:.{digits}f}"
         html = jinja.get_template(self.template).render(
             self.content,
             title=self.title,
+            subject=self.subject,
             drawn={name: partial(themed_svg, name, figure) for name, figure in self.figures.items()},
             colors=plots.COLORS,
             css=Markup((plots.FOLDER / "report.css").read_text(encoding="utf-8")),
@@ -83,15 +85,15 @@ def themed_svg(name: str, figure: Figure, caption: str) -> Markup:
 def benchmark_page(result: BenchmarkResult | None, comparisons: list[Comparison]) -> ReportPage:
     """Make the report of a benchmark run, of comparisons between runs, or of both."""
     content: dict[str, object] = {"result": result, "comparisons": comparisons}
-    title, figures = "Benchmarks compared", {}
+    title, subject, figures = "Benchmarks compared", "", {}
     if result is not None:
-        title = f"{result.headline.title}: {result.subject}"
+        title, subject = result.headline.title, result.subject
         content["is_lossy"] = is_lossy(result.settings.acceptance)
         figures = benchmark_figures(result)
     for number, found in enumerate(comparisons, 1):
         name = "changes" if number == 1 else f"changes {number}"
         figures[name] = plots.alone(plots.changes, found, bars=len(found.changes))
-    return ReportPage("benchmark.html.j2", title, content, figures)
+    return ReportPage("benchmark.html.j2", title, content, figures, subject)
 
 
 def benchmark_figures(result: BenchmarkResult) -> dict[str, Figure]:

@@ -10,7 +10,7 @@ from rich.text import Text
 from decode.bench.calibration.stored import Calibration
 from decode.bench.compare import Comparison
 from decode.bench.figures import BenchmarkResult
-from decode.bench.headline import FASTER, interval_in_words
+from decode.bench.headline import FASTER, counted, interval_in_words
 from decode.bench.losslessness.cases import figures_table
 from decode.bench.losslessness.verify import VerificationResult
 from decode.settings import is_lossy
@@ -47,7 +47,7 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
     shares = ", ".join(f"{stage} {value / total:.0%}" for stage, value in stages.items())
     console.print(f"a step takes {total:.2f} ms: {shares}")
     versions = f"torch {machine.torch}, transformers {machine.transformers}"
-    console.print(f"{machine.device}, {machine.threads} thread(s), {machine.dtype}, {versions}")
+    console.print(f"{machine.device}, {counted(machine.threads, 'thread')}, {machine.dtype}, {versions}")
     if is_lossy(settings.acceptance):
         console.print(f"acceptance '{settings.acceptance}' is lossy: the text may differ from the backbone's")
 
@@ -55,10 +55,9 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
 def print_headline(console: Console, result: BenchmarkResult) -> None:
     """Print the headline of a benchmark: the gain over plain decoding, or that there is none. Print it last."""
     told = result.headline
-    claim, dot, rest = told.text.partition(". ")
     style = "bold green" if told.verdict == FASTER else "bold yellow"
     console.print()
-    console.print(Text.assemble((claim + dot, style), rest))
+    console.print(Text.assemble((told.claim, style), " ", told.details))
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:

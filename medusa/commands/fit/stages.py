@@ -248,7 +248,8 @@ class BenchmarkStage:
         return command_line("benchmark", self.options)
 
     def work(self) -> Json:
-        benchmark.run(self.options)
+        output = replace(self.options.output, command_line=self.command)  # the report shows it
+        benchmark.run(replace(self.options, output=output))
         return read_json(self.run.options.folder / RESULTS)["methods"]["medusa"]
 
 

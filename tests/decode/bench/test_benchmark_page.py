@@ -77,10 +77,11 @@ def assert_figures_are_the_jsons(html: str, content: dict[str, Any]) -> None:
         rate = figures["tokens_per_second"]
         expected = [
             name,
-            *(f"{rate[k]:.1f}" for k in ("median", "min", "max")),
-            *(f"{figures['tau']:.3f}", f"{figures['speedup']:.3f}", interval_in_words(figures["speedup_interval"])),
+            *(f"{figures['speedup']:.3f}", interval_in_words(figures["speedup_interval"])),
             f"{figures['speedup_vs_generate']:.3f}",
             interval_in_words(figures["speedup_vs_generate_interval"]),
+            f"{figures['tau']:.3f}",
+            *(f"{rate[k]:.1f}" for k in ("median", "min", "max")),
             f"{figures['equal_to_plain']:.0%}",
         ]
         assert expected in seen.rows
@@ -148,7 +149,17 @@ def test_only_a_gain_is_shown_as_a_big_number() -> None:
     assert "<span>times plain decoding</span>" in written(gain)
     page = written(none)
     assert "<span>times plain decoding</span>" not in page
-    assert "<h1>No measurable gain over plain decoding: demo" in page
+    assert "<h1>No measurable gain over plain decoding</h1>" in page
+    assert "<title>No measurable gain over plain decoding: demo" in page
+
+
+def test_a_page_without_a_command_has_no_empty_box() -> None:
+    result = outcome([0.5, 0.4])
+    assert "<pre>" in written(result)
+    result.settings.command = ""
+    page = written(result)
+    assert "<pre>" not in page
+    assert "<tr></tr>" not in page.replace("<th></th>", ""), "a table without headings has no row for them"
 
 
 def test_a_page_can_compare_files_only() -> None:

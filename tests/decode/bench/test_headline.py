@@ -30,7 +30,16 @@ def test_a_gain_is_claimed_over_plain_decoding_first() -> None:
     assert told.text.index("plain decoding") < told.text.index("model.generate")
     for fact in ("is 3.00", "8 of 8 texts equal", "demo with the heads", "a processor", "8 prompts", "2 rounds"):
         assert fact in told.text
+    assert told.claim.endswith(f"(95 % interval {low}).")
+    assert f"{told.claim} {told.details}" == told.text
     assert result.to_json()["headline"] == vars(told)
+
+
+@pytest.mark.parametrize(("number", "words"), [(1, "1 thread"), (2, "2 threads")])
+def test_a_number_agrees_with_its_noun(number: int, words: str) -> None:
+    result = outcome(FAST)
+    result.machine.threads = number
+    assert f", {words}, 8 prompts of at most" in result.headline.text
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(SAME, NO_GAIN), (SLOW, SLOWER)])
