@@ -125,8 +125,9 @@ def draw_benchmark(result: BenchmarkResult) -> Figure:
     plots.stages(panels[1, 1], {name: of.step_ms for name, of in result.methods.items() if of.step_ms})
     machine, settings = result.machine, result.settings
     note = f"{result.subject}; {settings.prompts} prompts, {settings.max_new_tokens} new tokens, "
-    note += f"temperature {settings.temperature:g}, {settings.nodes} nodes; {machine.device}, {counted(machine.threads, 'thread')}, {machine.dtype}, "
-    figure.supxlabel(f"{note}torch {machine.torch}", fontsize=8, color=INK["faint"])
+    note += f"temperature {settings.temperature:g}, {settings.nodes} nodes; {machine.device}, "
+    note += f"{counted(machine.threads, 'thread')}, {machine.dtype}, torch {machine.torch}"
+    figure.supxlabel(note, fontsize=8, color=INK["faint"])
     return plots.without_frames(figure)
 
 

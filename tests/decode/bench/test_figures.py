@@ -35,9 +35,7 @@ def test_names_of_what_was_not_measured_are_left_out() -> None:
     assert result.medusa.to_json()["calibration"] is None, "a report has looked, and found none"
 
 
-@pytest.mark.parametrize(
-    "name", ["demo_shipped", "demo_live", "compiled_demo", "stories260k_original_auto", "fit_tinystories"]
-)
+@pytest.mark.parametrize("name", ["demo_shipped", "demo_live", "compiled_demo", "stories260k_original_auto"])
 def test_files_of_earlier_versions_are_read_completely(name: str) -> None:
     content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     written: Any = json.loads(json.dumps(BenchmarkResult.from_json(content, name).to_json()))
