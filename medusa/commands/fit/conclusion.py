@@ -44,6 +44,9 @@ def conclude(options: FitOptions, state: FitState) -> None:
     lines.append(f"Heads: {folder} (kind {kind})    Report: {folder / REPORT}")
     if "export" in state.stages:
         lines.append(f"Serve: {state.stages['export']['serve']}")
+    if results["headline"]["verdict"] != "faster":
+        more = f"--minutes {3 * state.stages['plan']['plan']['minutes']:.2g} --overwrite"
+        lines.append(f"More text and training may help ({more}), or another kind of heads (--compare --overwrite).")
     lines.append(f'Next: medusa generate {quote(str(folder))} "Once upon a time"')
     for line in lines:
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -31,7 +31,7 @@ TEXT_BYTES = 12  # of a token in the file of texts
 LOGITS_AT_ONCE = 2048  # positions whose logits are in memory at the same time
 CALIBRATION_STEPS, CALIBRATION_TOKENS = 1500, 6000  # steps that are timed, and tokens that are generated before
 BENCHMARK_TOKENS, FEWEST_TEST = 128, 20
-BENCHMARK_SHARE, BENCHMARK_SECONDS = 0.25, 120.0  # the benchmark may take this share of the minutes, or 2 minutes
+BENCHMARK_SHARE, BENCHMARK_SECONDS = 0.25, 75.0  # the benchmark may take this share of the minutes, or so many seconds
 METHODS = 2.7  # plain decoding, generate, and the heads, which take less
 
 
