@@ -82,7 +82,7 @@ def require_adaptable(config: TrainConfig, heads: HeadsConfig | MedusaConfig) ->
 
 
 def _require_modules(adapter: AdapterConfig, backbone: PretrainedConfig) -> None:
-    """Raise RequestError if the backbone lacks layers to adapt; a backbone with code of its own is checked later."""
+    """Raise RequestError if the backbone lacks layers to adapt; a backbone that brings its code is checked later."""
     if type(backbone) in MODEL_FOR_CAUSAL_LM_MAPPING:
         with torch.device("meta"):  # layers without memory
             add_lora(AutoModelForCausalLM.from_config(backbone), adapter)
