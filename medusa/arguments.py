@@ -36,7 +36,7 @@ def add_help(parser: argparse.ArgumentParser, kind: type[Options], doc: str) -> 
     """Add `--help`, which fits one screen, and `--help-all`, which lists all options in groups, to a command's parser.
 
     `doc` is the docstring of the command's module: its purpose, indented examples and, for `--help-all`, the rest."""
-    parser.usage, parser.description = _usage(parser.prog, kind), doc
+    parser.usage, parser.description = _usage(parser.prog, kind), _wrapped(doc)
     parser.add_argument("-h", "--help", action=_Help, text=partial(_brief_help, parser.prog, kind, doc))
     parser.add_argument("--help-all", action=_Help, text=parser.format_help, help="list all options")
 
@@ -71,11 +71,17 @@ def _usage(program: str, kind: type[Options]) -> str:
     return " ".join([program, *words, "[options]"])
 
 
+def _wrapped(doc: str) -> str:
+    """Wrap the paragraphs of a docstring to the terminal's width, except indented examples."""
+    paragraphs = doc.strip("\n").split("\n\n")
+    return "\n\n".join(part if part.startswith("  ") else textwrap.fill(part, width()) for part in paragraphs)
+
+
 def _brief_help(program: str, kind: type[Options], doc: str) -> str:
     """Return the text of `--help`: usage, purpose, examples, and the options that `kind.shown` names."""
     purpose, *further = doc.strip().split("\n\n")
     examples = next((part for part in further if part.startswith("  ")), "").splitlines()[:MAX_EXAMPLES]
-    about = "\n".join([*textwrap.wrap(" ".join(purpose.split()), width()), "", *examples])
+    about = "\n".join([_wrapped(purpose), "", *examples])
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         program, _usage(program, kind), about.rstrip(), formatter_class=formatter, add_help=False

@@ -89,7 +89,7 @@ class MedusaConfig:
                     f"heads.{name} is {getattr(self, name)!r}; {choose_one_of(getattr(self, name), allowed)}"
                 )
         if self.block == ORIGINAL_HYDRA and (self.kind != "hydra" or self.lm_head != "own"):
-            raise RequestError("heads.block hydra belongs to kind hydra with LM heads of its own; take square or mlp")
+            raise RequestError("heads.block hydra belongs to kind hydra with heads.lm_head=own; take square or mlp")
         if self.block == GATED and (self.kind != "eagle" or self.num_layers != 1):
             raise RequestError(f"heads.block {GATED} belongs to kind eagle with heads.layers 1; take square or mlp")
         for name, least in MINIMA.items():

@@ -96,7 +96,7 @@ def require_writable(path: str | Path | None, option: str = "") -> None:
 def require_writable_folder(folder: str | Path, path: str | Path | None = None, option: str = "") -> None:
     """Raise RequestError if a folder does not exist and cannot be made, or if nothing can be written in it.
 
-    `path` is what is to be written, by default the folder itself, and `option` the name of the option that gives it."""
+    `path` is the file or folder to write (default: the folder itself), and `option` the option that names it."""
     folder, named = Path(folder), f"{option} {folder if path is None else path}".strip()
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"{named} is a file; choose a folder")

@@ -138,7 +138,8 @@ class LoadOptions(Options, kw_only=False):
 
     dtype: str | None = option(
         None,
-        f"load weights as {' or '.join(DTYPE_NAMES)} (default: float32 on a CPU, the checkpoint's dtype on a GPU)",
+        f"load weights as {', '.join(DTYPE_NAMES[:-1])} or {DTYPE_NAMES[-1]} (default: float32 on a CPU, the "
+        "checkpoint's dtype on a GPU)",
         brief="load weights as float32, bfloat16 or float16",
     )
     device: str | None = option(

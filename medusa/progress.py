@@ -25,7 +25,7 @@ class Stage(Protocol):
 class ProgressLines(Progress):
     """A rich `Progress` that prints a line if its console is no terminal: at most one every ten seconds.
 
-    A line is printed when a task advances, not by a thread, so that a run that fails leaves nothing behind."""
+    A line is printed when a task advances, not by a thread, so that a failed run leaves no thread running."""
 
     def __init__(
         self, *columns: str | ProgressColumn, quiet: bool = False, title: str = "", transient: bool = False

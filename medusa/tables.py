@@ -46,7 +46,7 @@ def _parts(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str
 
 
 def _fits(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], part: Sequence[int]) -> bool:
-    """Whether the columns with the indices `part` fit beside each other without wrapping."""
+    """Whether the columns with the indices `part` fit next to each other without wrapping."""
     table = _table(columns, rows, part, len(part), "left", (), wraps=False)
     unlimited = console.options.update(width=10_000)
     return Measurement.get(console, unlimited, table).maximum <= console.width

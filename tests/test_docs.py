@@ -35,7 +35,7 @@ NEEDS_BELOW = re.compile(r"\s*\(Not run here: needs ([^.:;]+)")
 PROGRAMS = re.compile(r"^(?:[A-Z_]+=\S+ +)*(medusa|python3?|pip|make|torchrun|accelerate|mkdocs|\S+/bin/\w+) ")
 RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that runs it
     "medusa demo": "tests/commands/test_demo.py",
-    "medusa chat --backbone demo --heads demo": "tests/commands/test_chat.py, with somebody who types",
+    "medusa chat demo": "tests/commands/test_chat.py, with typed input",
     "make demo": "tests/commands/test_demo.py, which runs what it runs",
     "make check": ".ci/run, in parts",
     "make test": ".ci/run",

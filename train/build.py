@@ -104,7 +104,7 @@ def build_trainer(run: LoadedRun) -> MedusaTrainer:
 
 
 def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> LoadOptions:
-    """Return `options` with the backbone's device for this process; of several processes, each uses a GPU of its own.
+    """Return `options` with the backbone's device for this process; of several processes, each uses another GPU.
 
     With `shard` on GPUs, the device is the CPU, on which the backbone is loaded before it is split over the GPUs.
     In this case, a dtype missing in `options` is taken from `config`, the backbone's configuration."""

@@ -47,7 +47,7 @@ class LogSums(TrainerCallback, ExportableState):
         self.sums = new if self.sums is None else self.sums + new
 
     def take(self) -> Tensor | None:
-        """Return the sums and start anew; `None` if nothing was added."""
+        """Return the sums and reset them; `None` if nothing was added."""
         sums, self.sums = self.sums, None
         return sums
 
@@ -107,7 +107,7 @@ class ProgressBar(TrainerCallback):
     """Callback that shows a progress bar, which counts training steps or, with a time budget, seconds."""
 
     def __init__(self, lines: bool = True, budget: Callable[[], TimeBudget | None] = lambda: None) -> None:
-        """Make a progress bar. With `lines`, all lines of the log stand above the bar, else only the latest beside it.
+        """Make a progress bar. With `lines`, all log lines are printed above the bar, else only the latest next to it.
 
         `budget` returns the time budget of the run, or `None` if the run has none."""
         self.lines, self._budget = lines, budget

@@ -63,7 +63,7 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
         say(f"warning: {fault}; use --config_file {settings}, or torchrun")
     arguments = _training_arguments(config, sizes[0], quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
-        raise RequestError("data.streaming has no end of its own; give training.max_steps or training.max_minutes")
+        raise RequestError("data.streaming reads without end; give training.max_steps or training.max_minutes")
     load_tree(arguments.eval_tree, num_heads)
     require_usable(arguments, num_heads)
     if config.adapter is not None:
@@ -78,11 +78,11 @@ def require_adaptable(config: TrainConfig, heads: HeadsConfig | MedusaConfig) ->
         wanted = "adapter.teacher_tilt needs heads that guess among all tokens"
         raise RequestError(f"{wanted}; add adapter.teacher_tilt=0, or leave heads.vocabulary out")
     if adapter is not None and adapter.lm_head and heads.lm_head == "shared":
-        raise RequestError("adapter.lm_head needs heads with LM heads of their own; add heads.lm_head=own")
+        raise RequestError("adapter.lm_head needs one LM head per head; add heads.lm_head=own")
 
 
 def _require_modules(adapter: AdapterConfig, backbone: PretrainedConfig) -> None:
-    """Raise RequestError if the backbone lacks layers to adapt; a backbone with code of its own is checked later."""
+    """Raise RequestError if the backbone lacks layers to adapt; a backbone that brings its code is checked later."""
     if type(backbone) in MODEL_FOR_CAUSAL_LM_MAPPING:
         with torch.device("meta"):  # layers without memory
             add_lora(AutoModelForCausalLM.from_config(backbone), adapter)

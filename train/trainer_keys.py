@@ -17,7 +17,7 @@ LAST_SEED = 2**32 - 1
 
 
 class Key(NamedTuple):
-    """A key's meaning, in words, and the limits of its values, as annotations of its type."""
+    """The meaning of a key, and the limits of its values, as annotations of its type."""
 
     meaning: str
     limits: tuple[Any, ...] = ()
@@ -33,10 +33,10 @@ GROUPS: dict[str, dict[str, Key]] = {
     },
     "Optimiser": {
         "learning_rate": Key("Peak learning rate; by default chosen by the backbone's hidden size.", (Gt(0),)),
-        "lr_scheduler_type": Key("Schedule of the learning rate. A time budget has its own, a linear one."),
-        "lr_scheduler_kwargs": Key("Further settings of the schedule."),
-        "warmup_steps": Key("Number of steps in which the rate rises; below 1: their share of the run.", (Ge(0),)),
-        "optim": Key("Optimiser."),
+        "lr_scheduler_type": Key("Schedule of the learning rate. With a time budget, the schedule is always linear."),
+        "lr_scheduler_kwargs": Key("Further arguments of the schedule, as a mapping."),
+        "warmup_steps": Key("Number of steps in which the learning rate rises; below 1: a share of the run.", (Ge(0),)),
+        "optim": Key("Name of the optimiser."),
         "optim_args": Key("Further settings of the optimiser."),
         "optim_target_modules": Key("Layers that an optimiser such as GaLore projects."),
         "weight_decay": Key("Weight decay of AdamW.", (Ge(0),)),
@@ -57,20 +57,22 @@ GROUPS: dict[str, dict[str, Key]] = {
         "torch_compile_backend": Key("Backend of torch.compile."),
         "torch_compile_mode": Key("Mode of torch.compile."),
         "torch_empty_cache_steps": Key("Number of steps after which unused GPU memory is freed.", (Ge(1),)),
-        "skip_memory_metrics": Key("Do not measure the memory of each phase."),
+        "skip_memory_metrics": Key("Skip the measurement of each phase's memory."),
     },
     "Log": {
         "logging_steps": Key("Number of steps between lines of the log; below 1: a share of the run.", (Gt(0),)),
         "logging_strategy": Key("When to log."),
-        "logging_first_step": Key("Log the first step, too."),
+        "logging_first_step": Key("Also log the first step."),
         "logging_nan_inf_filter": Key("Leave losses that are not finite out of the log's means."),
         "log_on_each_node": Key("With several machines, log on each of them."),
-        "log_level": Key("Level of transformers' messages.", (one_of(*LOG_LEVELS),)),
-        "log_level_replica": Key("The same for all processes but the first.", (one_of(*LOG_LEVELS),)),
+        "log_level": Key("Level of transformers' messages in the first process.", (one_of(*LOG_LEVELS),)),
+        "log_level_replica": Key(
+            "Level of transformers' messages in all processes except the first.", (one_of(*LOG_LEVELS),)
+        ),
         "include_num_input_tokens_seen": Key("Log the number of tokens read: all, non_padding or no."),
         "disable_tqdm": Key("Show no progress bar."),
         "report_to": Key("Programs that also receive the log, such as tensorboard or wandb; they must be installed."),
-        "run_name": Key("Name of the run in these programs."),
+        "run_name": Key("Name of the run in the programs of `report_to`."),
         "project": Key("Name of the project in trackio."),
         "trackio_space_id": Key("Space on the Hub for trackio."),
         "trackio_bucket_id": Key("Bucket on the Hub for trackio."),
@@ -79,12 +81,14 @@ GROUPS: dict[str, dict[str, Key]] = {
     "Evaluation": {
         "eval_strategy": Key("When to evaluate; by default every `eval_steps` if there is `eval_data`."),
         "eval_steps": Key("Number of steps between evaluations, by default 500.", (Gt(0),)),
-        "eval_delay": Key("Number of steps (or passes) before the first evaluation.", (Ge(0),)),
+        "eval_delay": Key("Number of steps (with eval_strategy epoch: passes) before the first evaluation.", (Ge(0),)),
         "eval_on_start": Key("Evaluate before the first step."),
         "per_device_eval_batch_size": Key("Number of rows in a batch of an evaluation, for each device.", (Ge(1),)),
         "load_best_model_at_end": Key("Save the heads of the best evaluation, not the last ones."),
         "metric_for_best_model": Key("Metric that ranks evaluations, such as eval_loss or eval_tau."),
-        "greater_is_better": Key("Whether a greater metric is better; by default not for losses."),
+        "greater_is_better": Key(
+            "Rank evaluations with a greater metric higher; by default false for losses, else true."
+        ),
     },
     "Checkpoints": {
         "save_strategy": Key("When to save checkpoints. Rescue checkpoints (`save_minutes`) come in addition."),
@@ -92,32 +96,36 @@ GROUPS: dict[str, dict[str, Key]] = {
         "save_total_limit": Key("Number of checkpoints to keep; null: all.", (Ge(1),)),
         "save_only_model": Key("Save only the heads in checkpoints, which `--resume` then cannot use."),
         "save_on_each_node": Key("With several machines, save on each of them."),
-        "ignore_data_skip": Key("A resumed run starts the data again, and does not look for its place in them."),
-        "restore_callback_states_from_checkpoint": Key("A resumed run has the rest of its time budget and patience."),
+        "ignore_data_skip": Key(
+            "Start a resumed run at the first row of the data, instead of the row after its last step."
+        ),
+        "restore_callback_states_from_checkpoint": Key(
+            "Continue a resumed run with what is left of its time budget and patience."
+        ),
     },
     "Seeds and devices": {
-        "seed": Key("Seed of the heads' start and of the order of the rows.", (Ge(0), Le(LAST_SEED))),
+        "seed": Key("Seed of the heads' first weights and of the order of the rows.", (Ge(0), Le(LAST_SEED))),
         "data_seed": Key("Seed of the order of the rows alone.", (Ge(0), Le(LAST_SEED))),
         "full_determinism": Key("Use only deterministic operations, which are slower."),
-        "use_cpu": Key("Train on the CPU; the recipe's key `device` sets it."),
+        "use_cpu": Key("Train on the CPU; set by the recipe's key `device`."),
         "debug": Key("Debugging aids of transformers, such as underflow_overflow."),
     },
     "Reading data": {
         "train_sampling_strategy": Key("Order of the rows.", (one_of("random", "sequential", "group_by_length"),)),
         "dataloader_num_workers": Key("Number of processes that read data; 0: the training process.", (Ge(0),)),
-        "dataloader_prefetch_factor": Key("Number of batches that each of these processes reads ahead.", (Ge(1),)),
-        "dataloader_persistent_workers": Key("Keep these processes between passes."),
+        "dataloader_prefetch_factor": Key("Number of batches that each data process reads ahead.", (Ge(1),)),
+        "dataloader_persistent_workers": Key("Keep the data processes between passes."),
         "dataloader_multiprocessing_context": Key(
-            "How these processes are started.", (one_of(*multiprocessing.get_all_start_methods()),)
+            "How data processes are started.", (one_of(*multiprocessing.get_all_start_methods()),)
         ),
-        "dataloader_in_order": Key("Return batches in the order in which they were asked for."),
+        "dataloader_in_order": Key("Return batches in the order in which they were requested."),
         "dataloader_pin_memory": Key("Pin batches in memory, for faster copies to a GPU."),
         "dataloader_drop_last": Key("Leave out a last batch that is not full."),
     },
     "Several processes": {
         "ddp_backend": Key("Backend of torch.distributed, such as nccl or gloo."),
         "ddp_bucket_cap_mb": Key("Size of the buckets in which gradients are exchanged, in MB.", (Ge(1),)),
-        "ddp_broadcast_buffers": Key("Copy the first process's buffers to the others in every step."),
+        "ddp_broadcast_buffers": Key("Copy the first process's buffers to all processes in every step."),
         "ddp_find_unused_parameters": Key("Look for parameters without a gradient in every step."),
         "ddp_static_graph": Key("Assume that the same parameters are used in every step."),
         "ddp_timeout": Key("Time limit of an exchange, in seconds.", (Ge(1),)),

@@ -63,7 +63,7 @@ def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> C
     require_plausible(tensors, source)
     _require_same_layer(tensors, published, source)
     if "lm_head.weight" in stored and "medusa_num_heads" not in published:
-        raise RequestError(f"{source} has an LM head of its own; only layers with the backbone's LM head can be loaded")
+        raise RequestError(f"{source} includes an LM head; only layers that use the backbone's LM head can be loaded")
     offsets = tensors.pop("d2t", None)
     size = len(tensors["norm.weight"])
     config = MedusaConfig(

@@ -1,4 +1,4 @@
-"""Run `medusa fit` offline on the embedded language model, and show a story that grows with and without heads.
+"""Run `medusa fit` offline on the included language model, and show a story that grows with and without heads.
 
   medusa demo
   medusa demo --output runs/demo --minutes 1

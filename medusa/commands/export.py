@@ -45,7 +45,7 @@ class ExportOptions(Options):
     )
     dtype: str | None = option(
         None,
-        f"write weights as {' or '.join(DTYPE_NAMES)} (default: unchanged)",
+        f"write weights as {', '.join(DTYPE_NAMES[:-1])} or {DTYPE_NAMES[-1]} (default: unchanged)",
         f"one of {', '.join(DTYPE_NAMES)}",
         lambda value: value in DTYPE_NAMES,
         brief="write weights as float32, bfloat16 or float16",

@@ -1,4 +1,4 @@
-"""The options of servers: the address and port where a server listens, and who may reach it."""
+"""The options of servers: the address and port where a server listens, and the machines that can connect."""
 
 from __future__ import annotations
 

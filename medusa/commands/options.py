@@ -246,7 +246,7 @@ class CommandOptions(Options):
         if models.backbone:
             return self
         if models.heads is None:
-            raise RequestError("--backbone is missing; add --backbone B, or give heads that record theirs")
+            raise RequestError("--backbone is missing; add --backbone B, or give heads that record their backbone")
         from medusa.checkpoints.folder import recorded_backbone
         from medusa.loading import load_config
 

@@ -32,7 +32,7 @@ def raw_option() -> Any:
 
 @dataclass(frozen=True)
 class PromptForm:
-    """The form of a command's prompts, with the words that tell the user about it."""
+    """The form of a command's prompts, with the sentence that the command prints about this form."""
 
     raw: bool
     """Whether prompts are plain text."""

@@ -217,7 +217,7 @@ def test_a_run_continues_only_with_its_own_request(tmp_path: Path) -> None:
     request = options(minutes=3.0).request("digest")
     FitState(tmp_path, request).finish("plan", {"a": 1})
     assert FitState(tmp_path, request).stages == {"plan": {"a": 1}}
-    for changed, told in ({"minutes": 4.0}, "minutes 3.0, not 4.0"), ({"prompts": "other"}, "other prompts"):
+    for changed, told in ({"minutes": 4.0}, "--minutes 3.0, not 4.0"), ({"prompts": "other"}, "other prompts"):
         with pytest.raises(RequestError, match=f"holds a run with {told}; .*--overwrite"):
             FitState(tmp_path, request | changed)
 

@@ -465,7 +465,7 @@ def test_the_lm_head_can_be_adapted_too(recipe: Any, seen: Any, tmp_path: Path) 
     expected = perplexity(Backbone(seen[0].backbone.model), rows)
     assert figures["perplexity_after"] == pytest.approx(expected, rel=1e-6), "with the adapter of the LM head"
     assert figures["perplexity_after"] != pytest.approx(figures["perplexity_before"], rel=1e-3)
-    with pytest.raises(RequestError, match=r"adapter\.lm_head needs heads with LM heads of their own"):
+    with pytest.raises(RequestError, match=r"adapter\.lm_head needs one LM head per head"):
         recipe("shared", heads={"num": 2, "lm_head": "shared"}, adapter={"lm_head": True})
 
 

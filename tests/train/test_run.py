@@ -133,7 +133,7 @@ def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
         ({"adapter": {"quality_data": "absent.jsonl"}}, r"absent\.jsonl"),
         ({"training": {"eval_tree": "typo"}}, "no tree 'typo'"),
         ({"adapter": {}, "heads": {"vocabulary": 32}}, "teacher_tilt needs heads that guess among all tokens"),
-        ({"adapter": {"lm_head": True}, "heads": {"lm_head": "shared"}}, "needs heads with LM heads of their own"),
+        ({"adapter": {"lm_head": True}, "heads": {"lm_head": "shared"}}, "needs one LM head per head"),
         ({"heads": {"start": "absent/heads"}}, "absent/heads"),
         ({"training": {"report_to": "wandb"}}, r"training\.report_to is 'wandb', which is not installed; install it"),
         ({"training": {"report_to": "wanb"}}, r"training\.report_to is 'wanb'; choose one of .*did you mean wandb"),

@@ -45,12 +45,12 @@ class FitOptions(Options):
     )
     minutes: float | None = option(
         None,
-        "generate text and train for about M minutes in total (default: chosen by the probe)",
+        "generate text and train for about M minutes in total (default: one answer per prompt; 4 to 480 minutes)",
         "above 0",
         lambda value: 0 < value < float("inf"),
         "M",
         type=float,
-        brief="generate text and train for M minutes in total",
+        brief="generate text and train for M minutes (default: see --plan)",
     )
     kind: str | None = option(
         None,
@@ -81,7 +81,11 @@ class FitOptions(Options):
         if self.kind is not None and self.compare:
             raise RequestError("--compare trains several kinds, and --kind names one; leave one out")
         if self.purpose != "transformers" and (self.compare or self.kind not in (None, "eagle")):
-            raise RequestError(f"--for {self.purpose} needs heads of kind eagle; leave --kind and --compare out")
+            given = "--compare" if self.compare else f"--kind {self.kind}"
+            raise RequestError(
+                f"--for {self.purpose} needs heads of kind eagle, and {given} asks for others; leave --kind and "
+                "--compare out"
+            )
         require_revisions(self.model, self.load.revision)
         if not self.plan:
             require_writable_folder(self.folder, option="--output")

@@ -30,7 +30,7 @@ class FitState:
             raise RequestError(f"{self.path} was not written by medusa fit; choose another --output")
         for name, value in request.items():
             if held.get(name) != value:
-                option = {"purpose": "for", "tokens": "max-new-tokens"}.get(name, name)
+                option = {"model": "MODEL", "purpose": "--for", "tokens": "--max-new-tokens"}.get(name, f"--{name}")
                 what = "other prompts" if name == "prompts" else f"{option} {held.get(name)!r}, not {value!r}"
                 raise RequestError(
                     f"{folder} holds a run with {what}; type the same command to continue it, choose another --output, "
