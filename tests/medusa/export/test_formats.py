@@ -913,6 +913,20 @@ def test_export_output_and_json(tmp_path: Path, backbone: Path, capsys: pytest.C
     assert asked == {"method": "medusa", "model": str(place), "num_speculative_tokens": K}
 
 
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_a_servers_command_works_in_every_folder(
+    tmp_path: Path, backbone: Path, monkeypatch: pytest.MonkeyPatch, server: str
+) -> None:
+    gated_heads(base_model_name_or_path=str(backbone)).save_pretrained(tmp_path / "heads")
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "--heads", "heads", "--to", server, "--output", "out", "--json", "result.json"]) == 0
+    about = read_json(Path("result.json"))
+    assert str(tmp_path / "out") in about["serve"]
+    notes = " ".join(about["notes"])
+    assert ("python -m vllm.entrypoints.openai.api_server --model" in notes) == (server == "vllm")
+    assert ("temperature 0" in notes) == (server == "vllm")
+
+
 # The backbone's LM head
 
 
