@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from decode.settings import Settings
-from medusa.commands.effects import require_distinct
+from medusa.commands.effects import require_distinct, require_of_kind
 from medusa.commands.options import (
     PAGE_SUFFIXES,
     CommandOptions,
     Models,
     Prompts,
-    require_of_kind,
     warn_if_useless,
 )
 from medusa.errors import RequestError

@@ -1,4 +1,4 @@
-"""Checks of options that have no effect, because of the models, the data or other options."""
+"""Checks of options that have no effect, or that name a file or folder with other content."""
 
 from __future__ import annotations
 
@@ -33,3 +33,11 @@ def require_distinct(**paths: str | None) -> None:
     for (one, path), (other, place) in combinations(given, 2):
         if Path(path).resolve() == Path(place).resolve():
             raise RequestError(f"--{one} and --{other} both write {path}; give them different names")
+
+
+def require_of_kind(option: str, folder: Path, kind: str, *names: str) -> None:
+    """Raise a `RequestError` if a folder to replace has content, but not the files `names` of a folder of its kind."""
+    if folder.is_dir() and (all((folder / name).is_file() for name in names) or not any(folder.iterdir())):
+        return
+    if folder.exists():
+        raise RequestError(f"--{option} {folder} is not {kind}, so it is not replaced; choose another folder")

@@ -14,8 +14,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from medusa.commands.effects import require_revisions
-from medusa.commands.options import Output, require_of_kind, warn
+from medusa.commands.effects import require_of_kind, require_revisions
+from medusa.commands.options import Output, warn
 from medusa.errors import RequestError, RunError, choose_one_of
 from medusa.export import FORMATS
 from medusa.files import readable, replacing_folder, require_absent, require_writable_folder

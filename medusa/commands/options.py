@@ -266,14 +266,6 @@ class CommandOptions(Options):
         return self.output.stage(slow if self.settings.compile else "warming up")
 
 
-def require_of_kind(option: str, folder: Path, kind: str, *names: str) -> None:
-    """Raise a `RequestError` if a folder to replace has content, but not the files `names` of a folder of its kind."""
-    if folder.is_dir() and (all((folder / name).is_file() for name in names) or not any(folder.iterdir())):
-        return
-    if folder.exists():
-        raise RequestError(f"--{option} {folder} is not {kind}, so it is not replaced; choose another folder")
-
-
 def require_extra(extra: str, *modules: str) -> None:
     """Raise a `RequestError` if a module of the optional dependencies `medusa-heads[extra]` is not installed."""
     if missing := [module for module in modules if find_spec(module) is None]:

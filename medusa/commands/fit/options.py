@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from medusa.commands.effects import require_revisions
-from medusa.commands.options import Output, Prompts, RuntimeOptions, require_of_kind
+from medusa.commands.effects import require_of_kind, require_revisions
+from medusa.commands.options import Output, Prompts, RuntimeOptions
 from medusa.commands.prompting import raw_option
 from medusa.errors import RequestError, choose_one_of
 from medusa.files import Json, require_writable_folder
