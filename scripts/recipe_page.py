@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from medusa.files import Json, write_text
+from script_tools import run_script, script_parser
 from train.arguments import MedusaTrainingArguments, training_section
 from train.config import AdapterConfig, DataConfig, HeadsConfig, TrainConfig
 from train.sections import Section
@@ -147,5 +148,11 @@ def _own_meanings() -> dict[str, str]:
     return found
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page; there are no options."""
+    script_parser(__doc__).parse_args(argv)
     write_text(PAGE, recipe_page())
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -28,6 +28,7 @@ WRONG = {
     "make_shipped_heads": ["--data no.txt --work {tmp} --output {tmp}/x"],
     "measure_step": ["", "--random 2xbig"],
     "plant_faults": ["--only nothing-like-this"],
+    "recipe_page": ["--fast"],
     "reproduce_stories260k": ["--backbone b --reference no.json --openings t.txt --output {tmp}"],
     "../.ci/check_wheel": ["--fast"],
     "../notebooks/run": ["no.ipynb"],

@@ -177,6 +177,7 @@ def rows_of(dataset: Any, count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.txt", "d.parquet", "org/set"])
+@pytest.mark.usefixtures("online")
 def test_a_stream_gives_the_rows_of_the_packed_data_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

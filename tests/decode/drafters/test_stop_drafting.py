@@ -154,5 +154,5 @@ def test_unsupported_thresholds_are_rejected(llama: Any) -> None:
         DecodingOptions(draft="sample", stop_drafting=0.1).rule_for(True)
     with pytest.raises(RequestError, match="use typical-sampled"):
         DecodingOptions(acceptance="typical", stop_drafting=0.1).rule_for(True)
-    with pytest.raises(RequestError, match="--compile needs steps of one shape"):
+    with pytest.raises(RequestError, match="compile= needs steps of one shape"):
         generate(llama, heads, ids, tree="dynamic:8", stop_drafting=0.1, compile=True, max_new_tokens=4)
