@@ -31,7 +31,7 @@ class DemoOptions(Options):
     out: str = option("medusa-demo", "write text, heads and report to DIR", metavar="DIR", name="output")
     overwrite: bool = option(False, "delete an earlier demo in DIR and start again")
     minutes: float = option(
-        2.7, "generate text and train for M minutes in total", "above 0", lambda value: 0 < value < float("inf"), "M"
+        2.4, "generate text and train for M minutes in total", "above 0", lambda value: 0 < value < float("inf"), "M"
     )
     tokens: int = count(256, "generate at most N tokens of text per answer", name="max_new_tokens")
     load: LoadOptions = group(LoadOptions, "loading", only=("dtype", "device", "attention"))

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from decode.bench.calibration import calibrate
-from medusa.commands.fit import stages
+from medusa.commands.fit import plan, stages
 from tests.commands.test_cli import Place, build
 
 
@@ -32,5 +32,6 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make calibration and benchmark short: no figure of these tests is a measurement."""
     monkeypatch.setattr(stages, "CALIBRATION_TOKENS", 24)
     monkeypatch.setattr(stages, "CALIBRATED_ON", 1300)
-    monkeypatch.setattr(stages, "BENCHMARK_TOKENS", 16)
+    monkeypatch.setattr(plan, "BENCHMARK_TOKENS", 16)
+    monkeypatch.setattr(plan, "FEWEST_BENCHMARK_TOKENS", 16)
     monkeypatch.setattr(calibrate, "SIZES", (1, 4, 8))

@@ -46,6 +46,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)  # numbers of nodes of the tr
 WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
 NODES = 256  # of a batch, all rows together: the most with which a step on a CPU can pay
 WARM_UP = 2  # steps at the beginning of each timing that do not count
+PROMISING = 0.8  # of the highest speed after one round: slower trees are not timed again, as no error is so large
 
 
 def calibrate(
@@ -74,17 +75,12 @@ def calibrate(
     # With drawn drafts, the choice of nodes must not depend on the drawn tokens, so dynamic trees are excluded.
     dynamic = settings.draft == "topk" and backbone.vocab_size > TOP
     trees = _trees(recording, sizes, temperatures if dynamic else (), on_progress)
+    taus = [predictable_tau(tree, heads, recording) for tree in trees]
     on_progress("timing")
-    seconds = time_steps(model, heads, prompts, trees, settings, batch_size, rounds)
-
-    points, unknown = [], []
-    for tree, of_step in zip(trees, seconds, strict=True):
-        if isinstance(tree, Tree):
-            points.append(_point(tree, of_step, predicted_tau_held_out(tree.num_nodes, recording)))
-        elif not heads.follows_path:  # one temperature per head cannot overfit the texts
-            points.append(_point(tree, of_step, predicted_tau(tree, recording)))
-        else:  # these heads guess differently on each path, which the recording cannot show
-            unknown.append((tree, of_step))
+    seconds = time_steps(model, heads, prompts, trees, taus, settings, batch_size, rounds)
+    timed = list(zip(trees, seconds, taus, strict=True))
+    points = [_point(tree, of_step, predicted) for tree, of_step, predicted in timed if predicted is not None]
+    unknown = [(tree, of_step) for tree, of_step, predicted in timed if predicted is None]
 
     def measured_tau(tree: Layout) -> float:
         on_progress(f"decoding with a dynamic tree of {tree.num_nodes} nodes")
@@ -104,6 +100,15 @@ def require_steps(recording: Recording) -> None:
             f"tokens of {len(recording.ranks)} texts; give more prompts, or a larger --max-new-tokens if the texts did "
             "not end by themselves"
         )
+
+
+def predictable_tau(tree: Layout, heads: MedusaHeads, recording: Recording) -> float | None:
+    """Predict the mean number of tokens per step with `tree`; `None` if only decoding can show it."""
+    if isinstance(tree, Tree):
+        return predicted_tau_held_out(tree.num_nodes, recording)
+    if heads.follows_path:  # these heads guess differently on each path, which the recording cannot show
+        return None
+    return predicted_tau(tree, recording)  # one temperature per head cannot overfit the texts
 
 
 def _point(tree: Layout, seconds: float, tau: float) -> CalibrationPoint:
@@ -176,6 +181,7 @@ def time_steps(
     heads: MedusaHeads,
     prompts: Sequence[list[int]],
     trees: Sequence[Layout],
+    taus: Sequence[float | None],
     settings: Settings,
     batch_size: int = 1,
     rounds: int = 3,
@@ -184,7 +190,9 @@ def time_steps(
     """Measure the seconds of a decoding step with each tree. The trees take turns, with `steps` steps in each round.
 
     The result is the lower quartile of the measured times, because other work on the machine only makes steps slower.
-    The batch holds the first `batch_size` prompts, repeated if there are fewer. RequestError: they leave no room."""
+    Trees that are not `PROMISING` are timed in one round only; `taus` are the mean numbers of tokens per step, `None`
+    where unknown. The batch holds the first `batch_size` prompts, repeated if there are fewer. RequestError: they leave
+    no room."""
     kwargs = settings.generate_kwargs() | {"max_new_tokens": 8 * steps, "eos_token_id": None}
     batch, clock = [prompts[row % len(prompts)] for row in range(batch_size)], stopwatch(model.device)
 
@@ -201,13 +209,30 @@ def time_steps(
         return times[WARM_UP:]
 
     times: list[list[float]] = [[] for _ in trees]
+    taking_part = list(range(len(trees)))
     for number in range(rounds):
-        for turn in range(len(trees)):
-            index = (number + turn) % len(trees)
+        for turn in range(len(taking_part)):
+            index = taking_part[(number + turn) % len(taking_part)]
             times[index] += times_of(trees[index])
-    if not all(times):
-        raise RequestError(f"the prompts leave room for at most {WARM_UP} steps, too few to time; give shorter prompts")
-    return [sorted(found)[len(found) // 4] for found in times]
+        if not all(times):
+            raise RequestError(
+                f"the prompts leave room for at most {WARM_UP} steps, too few to time; give shorter prompts"
+            )
+        taking_part = promising([_lower_quartile(found) for found in times], taus)
+    return [_lower_quartile(found) for found in times]
+
+
+def promising(seconds: Sequence[float], taus: Sequence[float | None]) -> list[int]:
+    """Return the indices of the trees that may be the fastest: plain decoding, unknown taus, and all near the best."""
+    speeds = [
+        None if predicted is None else predicted / of_step for of_step, predicted in zip(seconds, taus, strict=True)
+    ]
+    least = PROMISING * max(speed for speed in speeds if speed is not None)
+    return [index for index, speed in enumerate(speeds) if index == 0 or speed is None or speed >= least]
+
+
+def _lower_quartile(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 4]
 
 
 def best_of(points: Sequence[CalibrationPoint]) -> int:

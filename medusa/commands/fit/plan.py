@@ -30,7 +30,8 @@ CHECKPOINTS = 3  # two kept, and one that is being written; each holds weights a
 TEXT_BYTES = 12  # of a token in the file of texts
 LOGITS_AT_ONCE = 2048  # positions whose logits are in memory at the same time
 CALIBRATION_STEPS, CALIBRATION_TOKENS = 1500, 6000  # steps that are timed, and tokens that are generated before
-BENCHMARK_TOKENS, FEWEST_TEST = 128, 20
+BENCHMARK_TOKENS, FEWEST_BENCHMARK_TOKENS = 128, 64  # that each method writes to a prompt, if time allows
+FEWEST_TEST = 20
 BENCHMARK_SHARE, BENCHMARK_SECONDS = 0.25, 75.0  # the benchmark may take this share of the minutes, or so many seconds
 METHODS = 2.7  # plain decoding, generate, and the heads, which take less
 
@@ -58,6 +59,7 @@ class Plan:
     rows: int  # packed rows in a training step
     test_prompts: int
     rounds: int
+    benchmark_tokens: int  # that each method writes to a prompt, at most
     calibration_seconds: float  # for each kind of heads
     benchmark_seconds: float
     memory_bytes: int
@@ -103,10 +105,11 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
     if training > 1.05 * most:
         reason += "; with more prompts, training would use the rest"
     training = min(training, most)
-    per_round = METHODS * BENCHMARK_TOKENS * probe.step_seconds
     at_most = max(60 * minutes * BENCHMARK_SHARE, BENCHMARK_SECONDS)
-    rounds = 3 if 3 * FEWEST_TEST * per_round <= at_most else 2
-    measured = min(max(int(at_most / (rounds * per_round)), FEWEST_TEST), test_prompts)
+    steps = at_most / (METHODS * probe.step_seconds)  # for which the benchmark has time, in all rounds
+    rounds = 3 if steps >= 3 * FEWEST_TEST * BENCHMARK_TOKENS else 2
+    length = min(max(int(steps / (rounds * FEWEST_TEST)), FEWEST_BENCHMARK_TOKENS), BENCHMARK_TOKENS)
+    measured = min(max(int(steps / (rounds * length)), FEWEST_TEST), test_prompts)
     trained = max(cost.trained for cost in costs)
     step_tokens = training / slowest / STEPS
     sequence = SEQUENCES[step_tokens >= ROWS[0] * SEQUENCES[1]]
@@ -123,8 +126,9 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
         rows=min(max(int(step_tokens / sequence), ROWS[0]), ROWS[1]),
         test_prompts=measured,
         rounds=rounds,
+        benchmark_tokens=length,
         calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds,
-        benchmark_seconds=rounds * measured * per_round,
+        benchmark_seconds=rounds * measured * length * METHODS * probe.step_seconds,
         memory_bytes=probe.model_bytes + ADAM_BYTES * trained + 8 * LOGITS_AT_ONCE * probe.vocab_size,
         disk_bytes=TEXT_BYTES * texts * tokens + 4 * trained * (1 + 3 * CHECKPOINTS) * len(costs),
         kinds=len(costs),
@@ -138,6 +142,7 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
     training = f"{plan.training_minutes:.3g} minutes, about {plan.training_tokens:,} tokens"
     each = f", for each of {len(choices)} kinds" if len(choices) > 1 else ""
     free = readable(free_bytes(options.folder))
+    rounds = f"{plan.rounds} rounds of up to {plan.benchmark_tokens} tokens"
     return [
         f"model        {probe.parameters:,} parameters, {readable(probe.model_bytes)}, on {probe.device}: holds a tree",
         f"heads        {names} ({choices[0].reason})",
@@ -145,7 +150,7 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
         f"text         {text}: {clock(plan.text_seconds)}",
         f"training     {training}{each}",
         f"calibration  about {clock(plan.calibration_seconds)}{each}",
-        f"benchmark    {plan.test_prompts} prompts set aside, {plan.rounds} rounds: {clock(plan.benchmark_seconds)}",
+        f"benchmark    {plan.test_prompts} prompts set aside, {rounds}: {clock(plan.benchmark_seconds)}",
         f"memory       about {readable(plan.memory_bytes)} for training",
         f"disk         up to {readable(plan.disk_bytes)} in {options.folder}, where {free} are free",
         f"total        about {clock(plan.seconds)}",

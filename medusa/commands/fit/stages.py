@@ -22,7 +22,7 @@ from medusa.commands.distill import DistillOptions
 from medusa.commands.export import ExportOptions
 from medusa.commands.fit.choices import HeadsChoice
 from medusa.commands.fit.options import FitOptions
-from medusa.commands.fit.plan import BENCHMARK_TOKENS, Plan
+from medusa.commands.fit.plan import Plan
 from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import Split, write_prompts
 from medusa.commands.fit.state import FitState
@@ -235,7 +235,7 @@ class BenchmarkStage:
             models=Models(backbone=run.options.model, heads=str(folder), tree="auto"),
             load=run.options.load,
             prompts=replace(run.prompts(TEST), max_prompts=run.plan.test_prompts),
-            settings=Settings(max_new_tokens=BENCHMARK_TOKENS),
+            settings=Settings(max_new_tokens=run.plan.benchmark_tokens),
             rounds=run.plan.rounds,
             report=str(folder / REPORT),
             overwrite=True,

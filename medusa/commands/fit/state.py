@@ -9,7 +9,7 @@ from medusa.commands.fit.options import STATE
 from medusa.errors import RequestError
 from medusa.files import Json, read_json, write_json
 
-WORK = "work"  # the folder for prompts, text and training runs, inside the output folder
+WORK = "stages"  # the folder for prompts, text and training runs, inside the output folder
 
 
 class FitState:

@@ -261,9 +261,16 @@ def test_large_batches_on_a_cpu_try_small_trees() -> None:
 def test_steps_are_timed_for_every_tree(decoded: Any) -> None:
     model, heads, texts = decoded
     trees = [Tree.chain(0), Tree.chain(3), DynamicTree.over_heads(4, 3)]
-    seconds = time_steps(model, heads, [texts[0][0]], trees, SETTINGS, batch_size=2, rounds=1, steps=6)
+    seconds = time_steps(
+        model, heads, [texts[0][0]], trees, [1.0, None, None], SETTINGS, batch_size=2, rounds=1, steps=6
+    )
     assert len(seconds) == 3
     assert all(0 < value < 1 for value in seconds)
+
+
+def test_slow_trees_are_timed_once() -> None:
+    """Plain decoding is the baseline, and a tree whose tau is unknown may be the fastest: both are timed again."""
+    assert calibrate.promising([1.0, 1.0, 1.0, 9.0, 1.0], [1.0, 2.0, 1.7, None, 1.5]) == [0, 1, 2, 3]
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -278,7 +285,7 @@ def test_one_head_has_no_large_dynamic_trees(llama: Any, monkeypatch: pytest.Mon
 def test_prompts_without_room_for_a_timed_step_are_refused(llama: Any) -> None:
     heads, end = random_heads(llama, 3), llama.config.max_position_embeddings
     with pytest.raises(RequestError, match="leave room for at most 2 steps"):
-        time_steps(llama, heads, [random_ids(end - 2)], [Tree.chain(0)], SETTINGS, rounds=1)
+        time_steps(llama, heads, [random_ids(end - 2)], [Tree.chain(0)], [1.0], SETTINGS, rounds=1)
 
 
 def test_too_few_steps_are_refused(llama: Any) -> None:
