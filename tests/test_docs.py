@@ -11,6 +11,7 @@ import ast
 import importlib
 import importlib.util
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Iterator
@@ -48,12 +49,7 @@ RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that 
     "mkdocs build --strict": "tests/test_site.py",
     "python -m scripts.gpu_battery --rehearse --output runs/rehearsal": "tests/scripts/test_gpu_battery.py",
 }
-SMALLER = {
-    "generate": ["--max-new-tokens", "16"],
-    "evaluate": ["--max-prompts", "2", "--max-new-tokens", "16"],
-    "benchmark": ["--max-prompts", "1", "--rounds", "1", "--max-new-tokens", "8"],
-    "calibrate": ["--max-prompts", "8", "--max-new-tokens", "96", "--rounds", "1"],
-    "verify": ["--max-prompts", "1", "--draws", "500", "--max-new-tokens", "12"],
+SMALLER = runpy.run_path(str(ROOT / ".ci" / "check_wheel.py"))["SMALLER"] | {
     "distill": ["--self-talk", "4", "--max-new-tokens", "32"],
     "train": ["training.max_steps=2"],
 }

@@ -78,7 +78,8 @@ def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return _download(name, {**hub_keywords(name), **hub})  # type: ignore[typeddict-item]
+        offline = HubOptions(local_files_only=True) if hub_keywords(name) else HubOptions()
+        return _download(name, {**offline, **hub})
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = why_missing(name, needs_owner=True) or f"neither a local folder nor on the Hub ({first_line(error)})"
         raise RequestError(f"no heads at {name}: {reason}") from None

@@ -110,6 +110,8 @@ def _require_placement(dtype: object, device: object) -> None:
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise RequestError(f"dtype is {dtype!r}; give a torch.dtype, such as torch.float32")
     try:
-        torch.empty(0, device=device)  # type: ignore[call-overload]
+        if device is not None and not isinstance(device, torch.device | str | int):
+            raise TypeError
+        torch.empty(0, device=device)
     except (RuntimeError, TypeError, AssertionError):  # AssertionError: PyTorch was built without this backend
         raise RequestError(f"device is {device!r}, which PyTorch does not have here; give cpu, cuda or mps") from None

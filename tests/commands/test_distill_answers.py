@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,5 +215,5 @@ def test_a_signal_keeps_finished_answers_and_the_same_command_continues(
     assert sorted(line["index"] for line in lines) == list(range(24))
     assert main([*command, "--quiet"]) == 0
     whole = [json.loads(line) for line in output.read_text().splitlines()]
-    by_index: Callable[[Any], int] = lambda line: line["index"]  # noqa: E731
+    by_index = itemgetter("index")
     assert sorted(lines, key=by_index) == sorted(whole, key=by_index)

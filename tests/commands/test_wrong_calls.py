@@ -475,7 +475,8 @@ datastore build --backbone backbone --output new -> data
 
 def lines(text: str) -> list[tuple[str, str]]:
     """Return the command lines of a block, with the part of the message that each must hold."""
-    return [tuple(line.split(" -> ", 1)) for line in text.strip().splitlines() if line]  # type: ignore[misc]
+    parts = (line.partition(" -> ") for line in text.strip().splitlines() if line)
+    return [(command, told) for command, _, told in parts]
 
 
 CALLS = [(command, line, told) for command, text in LINES.items() for line, told in lines(text)]

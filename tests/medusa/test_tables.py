@@ -16,9 +16,9 @@ ROWS = [
 ]
 
 
-def printed(width: int, **options: object) -> list[str]:
+def printed(width: int, title: str | None = None, keys: int = 1) -> list[str]:
     out = io.StringIO()
-    print_table(Console(file=out, width=width), COLUMNS, ROWS, **options)  # type: ignore[arg-type]
+    print_table(Console(file=out, width=width), COLUMNS, ROWS, title=title, keys=keys)
     return out.getvalue().splitlines()
 
 

@@ -111,7 +111,7 @@ def demo() -> Any:
 
 @pytest.mark.parametrize("tree", ["eight", "dynamic:16"])
 def test_trees_of_real_steps(demo: Any, tree: str) -> None:
-    """The texts of an accepted path are the text of the step, in a static tree and in one that is drawn anew."""
+    """The tokens on the accepted path are those that the step wrote, with a static and with a dynamic tree."""
     heads, tokenizer = MedusaHeads.from_pretrained("demo"), demo.tokenizer
     factory = drafter_factory(None, DrafterContext(demo.model, heads, tree))
     ids = torch.tensor([tokenizer("Once upon a time")["input_ids"]])
