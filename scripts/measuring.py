@@ -63,9 +63,9 @@ def show(options: MeasuringOptions, *parts: str) -> None:
 def peak_meter(device: torch.device | str) -> Callable[[], int]:
     """Return a meter of peak memory since now, in bytes: tensors on a GPU, resident memory on a CPU (Linux only)."""
     if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        return lambda: torch.cuda.max_memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        return lambda: torch.cuda.max_memory_allocated(device) - before
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the high-water mark
     before = _resident("VmRSS")
     return lambda: _resident("VmHWM") - before

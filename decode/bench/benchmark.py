@@ -10,12 +10,13 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from decode.bench.compare import Sample, interval
 from decode.bench.figures import AcceptedNode, MethodFigures, PositionFigures, PromptFigures, Rate
+from decode.bench.machine import Moment
 from decode.bench.methods import Method
 from decode.loop import Timer
 from decode.results import Result, prompt_seeds, tau
@@ -28,20 +29,33 @@ STAGES = ("propose", "verify", "accept", "compact", "other")
 class StageTimer(Timer):
     """Timer of a decoding loop: adds up the seconds that its steps spend in each stage (`STAGES`).
 
-    `synchronize` waits until the GPU has finished its work. Without it, this work may count for a later stage."""
+    The timer never waits for a GPU during a step, because such waits would slow down the steps that it measures."""
 
-    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Make a timer of steps on `device`, by default the CPU."""
+        self._device = device or torch.device("cpu")
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._synchronize, self._last = synchronize, 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds of each stage so far. Reading them waits until the GPU has finished these steps."""
+        for stage, start, end in self._laps:
+            self._seconds[stage] += end.seconds_since(start)
+        self._laps.clear()
+        return self._seconds
+
+    @seconds.setter
+    def seconds(self, seconds: dict[str, float]) -> None:
+        self._seconds, self._laps = seconds, list[tuple[str, Moment, Moment]]()
 
     def start(self) -> None:
-        self._synchronize()
-        self._last = perf_counter()
+        if self._laps and self._laps[-1][-1].is_past:
+            _ = self.seconds  # reads the laps of earlier steps, so that they do not add up
+        self._last = Moment(self._device)
 
     def lap(self, stage: str) -> None:
-        before = self._last
-        self.start()
-        self.seconds[stage] += self._last - before
+        before, self._last = self._last, Moment(self._device)
+        self._laps.append((stage, before, self._last))
 
 
 @dataclass

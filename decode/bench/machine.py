@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,9 +47,9 @@ def machine() -> Machine:
 
 
 def commit() -> str | None:
-    """Return the git commit of the checkout that contains this code; `None` for an installed package."""
+    """Return the git commit of the checkout that contains this code; `None` for an installed package or without git."""
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
+    if not (root / ".git").exists() or shutil.which("git") is None:
         return None
     command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip() or None
@@ -72,14 +73,37 @@ def stopwatch(device: torch.device) -> Callable[[], float]:
     """Choose a clock for timing work on `device`. Calling the clock returns seconds since an arbitrary moment.
 
     For a CPU with one thread, the clock counts the CPU time of this thread, which other programs do not change. For a
-    GPU, the clock first waits until the GPU has finished its work."""
+    GPU, the clock first waits until `device` has finished its work, which need not be PyTorch's current device."""
     if device.type == "cpu" and torch.get_num_threads() == 1:
         return thread_time
     if device.type != "cuda":
         return perf_counter
 
     def waited() -> float:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         return perf_counter()
 
     return waited
+
+
+class Moment:
+    """A moment in the work of a device. On a GPU it is an event in the queue of work, so the host does not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Note the moment when `device` has finished the work that it was given so far."""
+        self.time, self.event = perf_counter(), None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the device has reached this moment."""
+        return self.event is None or self.event.query()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Compute the seconds from `earlier`, a moment of the same device, to this one, once this one is past."""
+        if self.event is None or earlier.event is None:
+            return self.time - earlier.time
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1000

@@ -82,8 +82,8 @@ def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> figure
 
 def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict[str, figures.MethodFigures]:
     """Measure plain decoding, `model.generate`, the contenders in `others` and the drafter; return metrics by name."""
-    waits = [torch.cuda.synchronize] if job.loaded.model.device.type == "cuda" else []
-    plain, medusa = StageTimer(*waits), StageTimer(*waits)
+    device = job.loaded.model.device
+    plain, medusa = StageTimer(device), StageTimer(device)
     contenders = [
         Contender("plain", job.plain(job.settings, plain), plain),
         job.by_transformers("transformers", job.settings),
