@@ -60,7 +60,8 @@ def measure(variant: Variant) -> dict[str, float]:
     hidden_size, vocab_size = variant.hidden_size, variant.vocab_size
     options = {"device": device, "dtype": torch.float32 if device == "cpu" else torch.bfloat16}
     config = MedusaConfig(hidden_size, vocab_size, variant.heads, block="square", lm_head=variant.lm_head)
-    heads = MedusaHeads(config).to(**options)
+    with torch.device(device):  # where large heads take no time to make
+        heads = MedusaHeads(config).to(**options)
     lm_head = torch.nn.Linear(hidden_size, vocab_size, bias=False, **options).requires_grad_(False)
     heads.start_from(lm_head.weight)
     hidden = torch.randn(positions + variant.heads, hidden_size, **options)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -15,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 
 import torch
@@ -25,13 +22,13 @@ import yaml
 from medusa.__main__ import main as medusa
 from medusa.files import read_json
 from medusa.memory import peak_memory
+from scripts.gpu_battery.clocks import gpu_state
 
 Figure = dict[str, object]
 FIGURES = "figures.jsonl"
-CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")  # MHz, MHz, W, degrees Celsius
 # Sizes of everything that the battery measures. scale.yaml says what each one means.
 SIZES = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text(encoding="utf-8"))
-FULL, TOY = SimpleNamespace(**SIZES["full"]), SimpleNamespace(**SIZES["toy"])
+FULL, TOY = (SimpleNamespace(ways=SIZES["ways"], **SIZES[size]) for size in ("full", "toy"))
 
 
 def append(output: Path, figure: Figure) -> None:
@@ -64,10 +61,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.end = time.monotonic() + self.seconds
-        self.clocks: dict[str, float] = {}  # and power and temperature, which nvidia-smi reports five times a second
-        if shutil.which("nvidia-smi") and torch.cuda.is_available():
-            Thread(target=self._follow_gpu, daemon=True).start()
-        self.on_gpu = self.device.startswith("cuda")
+        self.on_gpu = self.device != "cpu"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.backbone, self.prompts = self.output / "backbone", self.output / "prompts.jsonl"
@@ -75,27 +69,34 @@ class Run:
         self.errors: list[str] = []  # of attempts
         self.succeeded = False  # whether an attempt ended without an error
 
-    def _follow_gpu(self) -> None:
-        command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits", "-lms", "200"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout or ():
-                values = zip(CLOCKS, line.replace(" ", "").split(","), strict=False)
-                self.clocks = {name: float(value) for name, value in values if value[:1].isdigit()}
+    def clocks(self) -> Figure:
+        """Read the GPU's clock, power and temperature, for work that has just ended; {} on a CPU."""
+        return gpu_state(torch.device(self.device)) if self.on_gpu else {}
 
     def keep(self, **figure: object) -> None:
-        """Append a figure of this stage to the file of figures, with the GPU's clocks, power and temperature."""
-        append(self.output, {"stage": self.stage} | figure | self.clocks)
+        """Append a figure of this stage to the file of figures, with the GPU's clocks unless it holds them already."""
+        clocks = {} if "celsius" in figure else self.clocks()
+        append(self.output, {"stage": self.stage} | figure | clocks)
 
     @contextmanager
     def attempt(self, **about: object) -> Iterator[None]:
-        """Record an exception inside the block as a figure, so that the stage goes on with its other figures."""
+        """Record an exception inside the block as a figure, so that the stage goes on with its other figures.
+
+        An error of the GPU itself, such as a wrong address, is raised: after it, no kernel can run in this process."""
         earlier = len(self.errors)
         try:
             yield
         except Exception as error:
             self.errors.append(f"{type(error).__name__}: {error}".splitlines()[0][:300])
-            self.keep(**about, error=self.errors[-1])
+            append(self.output, {"stage": self.stage} | about | {"error": self.errors[-1]})
+            if "CUDA error" in self.errors[-1] and "out of memory" not in self.errors[-1]:
+                raise
         self.succeeded |= len(self.errors) == earlier  # an attempt inside this one may have failed
+
+    def require_no_errors(self) -> None:
+        """Raise RuntimeError with the last error of an attempt, for stages whose attempts must all succeed."""
+        if self.errors:
+            raise RuntimeError(self.errors[-1])
 
     def medusa(self, command: str, *more: object, result: str | None = None) -> dict[str, object]:
         """Run a `medusa` command; return the JSON file named `result`. RuntimeError: it failed and wrote no JSON."""
@@ -139,19 +140,21 @@ def run_stage(name: str, stage: Stage, output: Path, toy: bool, device: str, sec
 
 
 def watch(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> Figure:
-    """Run the stage in a new process; after `seconds`, end the process with all its children."""
+    """Run the stage in a new process; after `seconds`, or if this process is interrupted, end it with its children."""
     # A forked process need not import anything again, but CUDA cannot be used in one.
     context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     log = output / "logs" / f"{name}.log"
     log.parent.mkdir(exist_ok=True)
     process = context.Process(target=in_process, args=(name, stage, output, toy, device, seconds, log))
     process.start()
-    process.join(seconds)
-    in_time = process.exitcode is not None
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # also children that a finished stage left running
-    process.kill()
-    process.join()
+    try:
+        process.join(seconds)
+        in_time = process.exitcode is not None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also children that a finished stage left running
+        process.kill()
+        process.join()
     if not in_time:
         return {"status": "cut off", "error": f"not finished after {seconds:.0f} s"}
     if process.exitcode:
@@ -161,6 +164,12 @@ def watch(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds
     return {"status": "done"}
 
 
+def use_gpu(device: str) -> None:
+    """Make the GPU the current one of this process, without cuDNN's attention, as the `medusa` commands run."""
+    torch.cuda.set_device(torch.device(device).index or 0)  # which refuses "cuda"
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it prepares a plan for each length of the text (stage `checks`)
+
+
 def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float, log: Path) -> None:
     """Run the stage in this process, with its output in the file `log`."""
     os.setpgid(0, 0)  # a new group, so that its children can be ended with it
@@ -168,8 +177,9 @@ def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, se
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # a parent may replace them
-    os.environ["HF_HUB_OFFLINE"] = "1"
     transformers.set_seed(0)
+    if device != "cpu":
+        use_gpu(device)
     if toy:
         torch.set_num_threads(1)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # not allowed after a fork

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from decode.settings import Settings
 from medusa.config import KINDS
 from medusa.errors import RequestError
 from scripts.gpu_battery import __main__ as battery
-from scripts.gpu_battery import curves, models, run
+from scripts.gpu_battery import bench, clocks, curves, run
 from scripts.gpu_battery.__main__ import CALL_SECONDS, STAGES
+from scripts.gpu_battery.checks import cudnn_attention
+from scripts.gpu_battery.report import REPORT
 from scripts.gpu_battery.run import FULL, TOY, Run, Stage, run_stage
+from scripts.gpu_battery.steps import profile_steps, target_of
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -36,20 +44,27 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     assert [figure["error"] for kept in figures.values() for figure in kept if "error" in figure] == []
 
     timed = [figure for figure in figures["curves"] if "ms" in figure]
-    points = 2 * len(TOY.kv_heads) * len(TOY.contexts) * len(TOY.batches) * len(TOY.nodes)
-    assert len(timed) == points
-    assert [figure["how"] for figure in timed] == ["compiled"] * (points // 2) + ["eager"] * (points // 2)
+    points = len(TOY.kv_heads) * sum(len(point["nodes"]) for point in TOY.points)
+    assert [figure["how"] for figure in timed] == ["compiled"] * points + ["eager"] * points
     assert all(figure["launches"] > 0 and "attention" in figure["attention"] for figure in timed)
+    made = {figure["check"] for figure in figures["checks"] if "check" in figure}
+    assert made == {"other_threads", "ending_rows", "waits", "cudnn", "mask_offsets"}
     assert {figure["backend"] for figure in figures["losses"] if "backend" in figure} == {"plain", "chunked"}
     methods = {figure["method"]: figure for figure in figures["benchmark"] if "method" in figure}
     assert {"plain, compiled", "generate, eager", "generate, static cache", "generate, compiled"} < set(methods)
     assert all(figure["equal_texts"] == "2 of 2" for figure in methods.values())
     assert methods["medusa, 7 nodes, compiled"]["tau"] > 1
+    (compared,) = [figure for figure in figures["benchmark"] if "compared" in figure]
+    forwards = compared["forward_of_1_ms"] / compared["forward_ms"]
+    assert compared["target"] == pytest.approx(0.9 * compared["tau"] * forwards)
+    assert compared["met"] == (compared["speedup"] >= compared["target"])
+    traces = [tmp_path / figure["trace"] for figure in figures["benchmark"] if "missed" in figure]
+    assert [place.is_file() for place in traces] == [True] * (not compared["met"])
     assert [figure["passed"] for figure in figures["verify"] if "passed" in figure] == [True, True]
     for kind in KINDS:
         assert any(figure.get("method", "").startswith(f"{kind}, ") for figure in figures["kinds"])
 
-    told = (tmp_path / battery.REPORT).read_text()
+    told = (tmp_path / REPORT).read_text()
     assert all(f"## {name}\n" in told for name in STAGES)
     assert "T(n)/T(1)" in told
     assert f"{methods['medusa, 7 nodes, compiled']['tau']:.4g}" in told
@@ -63,7 +78,9 @@ def test_a_call_has_time_for_its_stages() -> None:
 
 
 def test_the_most_important_cases_come_first() -> None:
-    assert FULL.nodes[0] == 64
+    assert next(iter(FULL.ways)) == "compiled"
+    assert all(point["nodes"][0] == 64 and 1 in point["nodes"] for point in FULL.points)
+    assert FULL.points[0] == {"context": 2000, "batch": 1, "nodes": [64, 1, 16, 8]}
     assert next(iter(FULL.trees)) == "64 nodes"
     assert (FULL.prompts, FULL.prompt_tokens) == (6, 64)
     assert set(FULL.kv_heads.values()) == {8, FULL.curve_shape["num_attention_heads"]}  # one GQA and one MHA model
@@ -100,6 +117,20 @@ def test_a_stage_ends_at_its_limit_and_keeps_its_figures(tmp_path: Path, monkeyp
         assert not place.exists() or place.read_text().split()[2] == "Z", "its child went on"
 
 
+def test_an_interrupted_battery_ends_its_stage_and_writes_a_report(tmp_path: Path) -> None:
+    """`timeout 540 python -m scripts.gpu_battery ...` sends SIGTERM when the time of the call is over."""
+    command = [sys.executable, "-m", "scripts.gpu_battery", "--rehearse", "--stage", "backbone", "--output", tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPO) as process:
+        until = time.monotonic() + 120
+        while not (tmp_path / "logs" / "backbone.log").is_file() and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, told
+    assert b"figures.jsonl keeps" in told
+    assert "| backbone | interrupted |" in (tmp_path / REPORT).read_text()
+
+
 def failing(stage: Run) -> None:
     stage.keep(ms=1.5)
     raise ValueError("out of luck")
@@ -133,7 +164,7 @@ def verifying(stage: Run) -> None:
         return found
 
     with patch.object(stage, "medusa", crash_in_bfloat16):
-        models.verify(stage)
+        bench.verify(stage)
 
 
 @pytest.mark.parametrize(
@@ -183,37 +214,123 @@ def test_full_sizes_need_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         battery.main(["--call", "1", "--output", str(tmp_path)])
 
 
-def test_figures_carry_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script in place of nvidia-smi that reports no power, as some GPUs do."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 1980, 2619, '[N/A]', 41\nsleep 0.3\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    stage = Run("curves", tmp_path, TOY, "cpu", 60)
-    until = time.monotonic() + 20
-    while not stage.clocks and time.monotonic() < until:
-        time.sleep(0.01)
-    stage.keep(ms=1.0)
+def on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run.Figure:
+    """Keep a figure of a stage on a made-up GPU, and return it."""
+    uuid = SimpleNamespace(uuid="5e1f")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: uuid)
+    Run("curves", tmp_path, TOY, "cuda", 60).keep(ms=1.0)
     (figure,) = run.read_figures(tmp_path)["curves"]
-    assert figure == {
-        "stage": "curves",
-        "ms": 1.0,
-        "clocks.sm": 1980.0,
-        "clocks.mem": 2619.0,
-        "temperature.gpu": 41.0,
-    }
+    return figure
+
+
+def test_figures_carry_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"clock_rate": 1980, "power_draw": 412_500, "temperature": 41}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    figure = on_the_gpu(tmp_path, monkeypatch)
+    assert figure == {"stage": "curves", "ms": 1.0, "sm_mhz": 1980, "watts": 412.5, "celsius": 41}
+
+
+def without_nvml(monkeypatch: pytest.MonkeyPatch, nvidia_smi: Path) -> None:
+    """Take away the library that PyTorch reads clocks with, and put a program in place of nvidia-smi."""
+
+    def missing(device: object) -> int:
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(torch.cuda, "power_draw", missing)
+    monkeypatch.setenv("PATH", f"{nvidia_smi.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_without_nvml_nvidia_smi_tells_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program asks for one GPU and reports no power, as some GPUs do."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\ncase \"$*\" in *--id=GPU-5e1f*) echo 1980, '[N/A]', 41;; *) exit 6;; esac\n")
+    program.chmod(0o755)
+    without_nvml(monkeypatch, program)
+    figure = on_the_gpu(tmp_path, monkeypatch)
+    assert figure == {"stage": "curves", "ms": 1.0, "sm_mhz": 1980.0, "watts": None, "celsius": 41.0}
+
+
+def test_unknown_clocks_are_recorded_with_the_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_nvml(monkeypatch, tmp_path / "nvidia-smi")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    figure = on_the_gpu(tmp_path, monkeypatch)
+    assert [figure[name] for name in clocks.NAMES] == [None, None, None]
+    assert "nvidia-ml-py does not seem to be installed; FileNotFoundError" in figure["no_clocks"]
+
+
+# -- what a GPU needs
+
+
+class Started(Exception):
+    """Raised in place of starting a process, with the way to start it."""
+
+
+@pytest.mark.parametrize(("device", "way"), [("cpu", "fork"), ("cuda", "spawn"), ("cuda:0", "spawn")])
+def test_cuda_is_not_used_after_a_fork(device: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(method: str) -> None:
+        raise Started(method)
+
+    monkeypatch.setattr(multiprocessing, "get_context", started)
+    with pytest.raises(Started, match=way):
+        run_stage("losses", STAGES["losses"], tmp_path, True, device, 60)
+
+
+def test_a_stage_reaches_a_new_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawning = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: spawning)
+    outcome = run_stage("losses", STAGES["losses"], tmp_path, True, "cpu", 120)
+    assert outcome["status"] == "done", (tmp_path / "logs" / "losses.log").read_text()
+    assert any("peak_mb" in figure for figure in run.read_figures(tmp_path)["losses"])
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 0), ("cuda:1", 1)])
+def test_the_gpu_is_chosen_by_its_index(device: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.set_device("cuda")` is a ValueError."""
+    chosen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with cudnn_attention(True):
+        run.use_gpu(device)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert chosen == [index]
+
+
+def test_an_error_of_the_gpu_ends_the_stage(tmp_path: Path) -> None:
+    """After it every kernel of the process fails, which would be reported as errors of the other figures."""
+    stage = Run("curves", tmp_path, TOY, "cpu", 60)
+    with stage.attempt(nodes=64):
+        raise RuntimeError("CUDA error: out of memory")
+    with pytest.raises(RuntimeError, match="misaligned"), stage.attempt(nodes=16):
+        raise RuntimeError("CUDA error: misaligned address")
+    assert [figure["nodes"] for figure in run.read_figures(tmp_path)["curves"]] == [64, 16]
+
+
+# -- steps and the target
+
+
+def test_a_missed_target_has_a_profile(tmp_path: Path) -> None:
+    stage = Run("curves", tmp_path, TOY, "cpu", 60)
+    method = curves.random_method(stage, curves.random_model(stage, "MHA"), 8, Settings(max_new_tokens=24))
+    trace = tmp_path / "traces" / "steps.json.gz"
+    found = profile_steps(method, [[1, 2, 3]], on_gpu=False, trace=trace)
+    assert found["launches"] > 0
+    with gzip.open(trace) as file:
+        assert len(json.load(file)["traceEvents"]) > found["launches"]
+
+
+def test_the_target_is_nine_tenths_of_a_step_without_heads() -> None:
+    """tau 2.5; a forward over the tree takes 1.25 times a forward over one token: 2 without heads, so 1.8."""
+    assert target_of(2.5, forward_of_one=4.0, forward=5.0) == pytest.approx(1.8)
 
 
 def test_an_aborted_run_has_a_report(tmp_path: Path) -> None:
     about = {"model": "MHA", "how": "compiled", "context": 2000, "batch": 1}
     run.append(tmp_path, {"stage": "machine", "gpu": "a GPU", "torch": "2", "date": "today"})
     run.append(tmp_path, {"stage": "curves", "event": "start"})
-    run.append(tmp_path, {"stage": "curves", **about, "nodes": 64, "ms": 7.5, "clocks.sm": 1980.0})
+    run.append(tmp_path, {"stage": "curves", **about, "nodes": 64, "ms": 7.5, "sm_mhz": 1980.0})
     run.append(tmp_path, {"stage": "curves", **about, "nodes": 1, "ms": 5.0})
     run.append(tmp_path, {"stage": "curves", **about, "nodes": 16, "error": "out of memory"})
     assert battery.main(["--report", "--output", str(tmp_path)]) == 0
-    told = (tmp_path / battery.REPORT).read_text()
+    told = (tmp_path / REPORT).read_text()
     assert "a GPU" in told
     assert "| curves | interrupted |" in told
     assert "| MHA | compiled | 2000 | 1 | 64 | 7.5 | 1980 | 1.5 |  |" in told

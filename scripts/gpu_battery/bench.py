@@ -1,0 +1,140 @@
+"""Stages of the third call: the trained heads compared with plain decoding and `generate`, and `medusa verify`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
+from decode.compiled.region import Regions
+from decode.results import tau
+from decode.settings import Settings
+from medusa import Tree
+from medusa.config import KINDS
+from medusa.heads.independent import MedusaHeads
+from medusa.loading import LoadOptions, load_backbone
+from medusa.records.sources import read_records
+from scripts.gpu_battery.run import Figure, Run
+from scripts.gpu_battery.steps import SKIPPED, StepClock, forward_ms, profile_steps, target_of
+
+FIRST_KIND = next(iter(KINDS))  # whose heads most stages use
+BASELINE = "plain, compiled"
+
+
+def benchmark(run: Run) -> None:
+    """Measure tau and tokens per second of plain decoding, of decoding with medusa heads, and of `generate`."""
+    bench = Bench(run)
+    for how, way in run.scale.ways.items():
+        settings = replace(bench.eager, **way)
+        bench.measure(f"plain, {how}", lambda settings=settings: plain_method(bench.model, settings))
+        for tree in run.scale.trees:
+            figure = bench.measure_heads(FIRST_KIND, tree, how, settings)
+            if figure is not None and settings.compile:
+                with run.attempt(target=figure["method"]):
+                    bench.compare_with_target(figure, tree, settings)
+    static = {"cache_implementation": "static"}
+    for name, options in {"compiled": static, "eager": {}, "static cache": static | {"disable_compile": True}}.items():
+        bench.measure(
+            f"generate, {name}", lambda options=options: transformers_method(bench.model, bench.eager, **options)
+        )
+
+
+def kinds(run: Run) -> None:
+    """Measure tau and tokens per second of compiled decoding with heads of each kind."""
+    bench = Bench(run)
+    how, way = next(iter(run.scale.ways.items()))
+    settings = replace(bench.eager, **way)
+    bench.measure(BASELINE, lambda: plain_method(bench.model, settings))
+    for tree in run.scale.trees:
+        for kind in reversed(KINDS):  # the first kind is in `benchmark`, too
+            bench.measure_heads(kind, tree, how, settings)
+
+
+class Bench:
+    """Measures decoding methods, one after another, on the prompts that the stage `backbone` wrote."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.model = load_backbone(str(run.backbone), LoadOptions(run.dtype_name, run.device)).model
+        self.prompts = [record.input_ids for record in read_records(str(run.prompts))]
+        self.eager = Settings(max_new_tokens=run.scale.new_tokens, ignore_eos=True)
+        self.baseline: Figure | None = None  # the figure of compiled plain decoding
+        self.texts: list[list[int]] | None = None  # of the first method: plain decoding
+        self.forward_of_one: dict[int, float] = {}  # by the capacity of the cache
+
+    def method_of(self, kind: str, tree: str, settings: Settings) -> Method:
+        """Load the heads of this kind; make a method that decodes with them on the tree that the scale calls `tree`."""
+        heads = MedusaHeads.from_pretrained(self.run.heads / kind).to(self.run.device, self.model.dtype)
+        return medusa_method(self.model, heads, settings, tree=self.run.scale.trees[tree])
+
+    def measure_heads(self, kind: str, tree: str, how: str, settings: Settings) -> Figure | None:
+        """Measure the heads of this kind; return the figure, or `None` after an error."""
+        return self.measure(f"{kind}, {tree}, {how}", lambda: self.method_of(kind, tree, settings))
+
+    def measure(self, name: str, make: Callable[[], Method]) -> Figure | None:
+        """Decode one prompt as a warm-up, then all prompts in several rounds; record and return the figure.
+
+        Tokens per second count the prefill, `step_ms` does not. Speedups are over compiled plain decoding."""
+        with self.run.attempt(method=name):
+            method, start, clock, rates = make(), time.monotonic(), StepClock(), []
+            method(self.prompts[:1])
+            figure: Figure = {"method": name, "first_seconds": round(time.monotonic() - start, 1)}
+            for _ in range(self.run.scale.rounds):
+                results = [result for prompt in self.prompts for result in method([prompt], clock.start())]
+                rates.append(sum(len(r.new_ids) for r in results) / sum(r.seconds for r in results))
+            figure |= {"tokens_per_second": statistics.median(rates), "slowest": min(rates), "fastest": max(rates)}
+            figure |= self.run.clocks() | {"tau": tau(results) or None, "step_ms": clock.ms}
+            if name == BASELINE:
+                self.baseline = figure
+            if self.baseline is not None:
+                figure["speedup"] = figure["tokens_per_second"] / self.baseline["tokens_per_second"]
+            texts = [result.new_ids for result in results]
+            self.texts = self.texts or texts
+            equal = sum(a == b for a, b in zip(texts, self.texts, strict=True))
+            self.run.keep(**figure, equal_texts=f"{equal} of {len(texts)}")
+            return figure
+        return None
+
+    def compare_with_target(self, figure: Figure, tree_name: str, settings: Settings) -> None:
+        """Record the speedup beside 0.9 tau T(1) / T(n); if it is lower, profile a few steps and keep the trace.
+
+        Call it right after the measurement of `figure`: T is measured in the shapes of the model's last region."""
+        if self.baseline is None:
+            raise RuntimeError("there is no figure of compiled plain decoding to compare with")
+        region, start = Regions.of(self.model)[-1][1], len(self.prompts[0])
+        tree = region.drafter.tree
+        count = min(self.run.scale.new_tokens, region.cache.capacity - start - SKIPPED - tree.num_nodes)
+        if region.cache.capacity not in self.forward_of_one:
+            self.forward_of_one[region.cache.capacity] = forward_ms(region, Tree.chain(0), start, count)
+        one, forward = self.forward_of_one[region.cache.capacity], forward_ms(region, tree, start, count)
+        target = target_of(figure["tau"], one, forward)
+        found = {"compared": figure["method"], "tau": figure["tau"], "speedup": figure["speedup"]}
+        found |= {"nodes": tree.num_nodes, "forward_ms": forward, "forward_of_1_ms": one, "target": target}
+        found["steps_alone"] = figure["tau"] * self.baseline["step_ms"] / figure["step_ms"]  # speedup without prefills
+        found["met"] = figure["speedup"] >= target
+        self.run.keep(**found)
+        if not found["met"]:
+            trace = self.run.output / "traces" / f"{figure['method'].replace(', ', '-').replace(' ', '_')}.json.gz"
+            method = self.method_of(FIRST_KIND, tree_name, settings)
+            seen = profile_steps(method, self.prompts[:1], self.run.on_gpu, trace)
+            self.run.keep(missed=figure["method"], trace=str(trace.relative_to(self.run.output)), **seen)
+
+
+def verify(run: Run) -> None:
+    """Run `medusa verify` in float32 and bfloat16: equal greedy texts, and chi-square tests of sampled tokens."""
+    for dtype in ("float32", "bfloat16"):
+        tree, report = next(iter(run.scale.trees.values())), run.output / f"verify_{dtype}.html"
+        argv = ["--backbone", run.backbone, "--heads", run.heads / FIRST_KIND, "--prompts", run.prompts]
+        argv += ["--tree", tree, "--max-new-tokens", run.scale.new_tokens, "--draws", run.scale.draws]
+        argv += ["--sampled-prompts", run.scale.sampled_prompts, "--dtype", dtype, "--device", run.device]
+        argv += ["--report", report, "--overwrite", "--quiet"]
+        with run.attempt(dtype=dtype):
+            found = run.medusa("verify", *argv, result=f"verify_{dtype}")
+            greedy, about = found["greedy"], {"dtype": dtype, "passed": found["passed"]}
+            equal = f"{greedy['equal']} of {greedy['prompts']}"
+            run.keep(**about, equal_texts=equal, rounding_ties=greedy["rounding_ties"])
+            if not found["passed"]:
+                raise RuntimeError(f"there is evidence against equality; see {report}")
+    run.require_no_errors()
