@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
-from decode.compiled.region import Regions
 from decode.results import tau
 from decode.settings import Settings
 from medusa import Tree
@@ -17,7 +16,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from medusa.records.sources import read_records
 from scripts.gpu_battery.run import Figure, Run
-from scripts.gpu_battery.steps import SKIPPED, StepClock, forward_ms, profile_steps, target_of
+from scripts.gpu_battery.steps import StepClock, forward_ms, profile_steps, target_of
 
 FIRST_KIND = next(iter(KINDS))  # whose heads most stages use
 BASELINE = "plain, compiled"
@@ -62,12 +61,15 @@ class Bench:
         self.eager = Settings(max_new_tokens=run.scale.new_tokens, ignore_eos=True)
         self.baseline: Figure | None = None  # the figure of compiled plain decoding
         self.texts: list[list[int]] | None = None  # of the first method: plain decoding
-        self.forward_of_one: dict[int, float] = {}  # by the capacity of the cache
+        self.heads: dict[str, MedusaHeads] = {}  # by their kind
+        self.forward_of_one: float | None = None  # T(1) in milliseconds
 
     def method_of(self, kind: str, tree: str, settings: Settings) -> Method:
-        """Load the heads of this kind; make a method that decodes with them on the tree that the scale calls `tree`."""
-        heads = MedusaHeads.from_pretrained(self.run.heads / kind).to(self.run.device, self.model.dtype)
-        return medusa_method(self.model, heads, settings, tree=self.run.scale.trees[tree])
+        """Make a method that decodes with the heads of this kind, on the tree that the scale calls `tree`."""
+        if kind not in self.heads:  # loaded once, because compiled steps belong to the heads that they were made for
+            heads = MedusaHeads.from_pretrained(self.run.heads / kind)
+            self.heads[kind] = heads.to(self.run.device, self.model.dtype)
+        return medusa_method(self.model, self.heads[kind], settings, tree=self.run.scale.trees[tree])
 
     def measure_heads(self, kind: str, tree: str, how: str, settings: Settings) -> Figure | None:
         """Measure the heads of this kind; return the figure, or `None` after an error."""
@@ -98,17 +100,14 @@ class Bench:
         return None
 
     def compare_with_target(self, figure: Figure, tree_name: str, settings: Settings) -> None:
-        """Record the speedup beside 0.9 tau T(1) / T(n); if it is lower, profile a few steps and keep the trace.
-
-        Call it right after the measurement of `figure`: T is measured in the shapes of the model's last region."""
+        """Record the speedup beside 0.9 tau T(1) / T(n); if it is lower, profile a few steps and keep the trace."""
         if self.baseline is None:
             raise RuntimeError("there is no figure of compiled plain decoding to compare with")
-        region, start = Regions.of(self.model)[-1][1], len(self.prompts[0])
-        tree = region.drafter.tree
-        count = min(self.run.scale.new_tokens, region.cache.capacity - start - SKIPPED - tree.num_nodes)
-        if region.cache.capacity not in self.forward_of_one:
-            self.forward_of_one[region.cache.capacity] = forward_ms(region, Tree.chain(0), start, count)
-        one, forward = self.forward_of_one[region.cache.capacity], forward_ms(region, tree, start, count)
+        method = self.method_of(FIRST_KIND, tree_name, settings)
+        tree, times = method.source.tree, (1, len(self.prompts[0]), self.run.scale.new_tokens)
+        if self.forward_of_one is None:
+            self.forward_of_one = forward_ms(self.model, Tree.chain(0), *times)
+        one, forward = self.forward_of_one, forward_ms(self.model, tree, *times)
         target = target_of(figure["tau"], one, forward)
         found = {"compared": figure["method"], "tau": figure["tau"], "speedup": figure["speedup"]}
         found |= {"nodes": tree.num_nodes, "forward_ms": forward, "forward_of_1_ms": one, "target": target}
@@ -117,7 +116,6 @@ class Bench:
         self.run.keep(**found)
         if not found["met"]:
             trace = self.run.output / "traces" / f"{figure['method'].replace(', ', '-').replace(' ', '_')}.json.gz"
-            method = self.method_of(FIRST_KIND, tree_name, settings)
             seen = profile_steps(method, self.prompts[:1], self.run.on_gpu, trace)
             self.run.keep(missed=figure["method"], trace=str(trace.relative_to(self.run.output)), **seen)
 

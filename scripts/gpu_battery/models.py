@@ -24,13 +24,14 @@ PROMPT = 400  # characters of a source that a prompt is cut from
 def backbone(run: Run) -> None:
     """Train a backbone on Python files of this machine, and write prompts from files that it did not train on."""
     folders = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
-    files = sorted({path for folder in folders for path in folder.rglob("*.py") if path.is_file()})
+    files = sorted({path for folder in folders for path in folder.rglob("*.py")})
     random.Random(0).shuffle(files)
     texts, taken, limit = [], 0, run.scale.source_bytes
     for path in files:
         if taken >= limit:
             break
-        text = path.read_text(encoding="utf-8", errors="ignore").replace(DOCUMENT_SEPARATOR, "").strip()
+        text = path.read_text(encoding="utf-8", errors="ignore") if path.is_file() else ""
+        text = text.replace(DOCUMENT_SEPARATOR, "").strip()
         text = text[: min(20_000, limit // 100)]
         if len(text) > SHORTEST:
             texts.append(text)

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
+from transformers import LlamaForCausalLM
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decode.bench.methods import Method
-from decode.compiled.fixed_cache import FixedCache
-from decode.compiled.region import Region
-from decode.draft import Draft, Frontier
-from decode.masks import visible_slots
+from decode.compiled.fixed_cache import static
 from decode.ops.fast_topk import most_probable
-from decode.topology import Topology
+from decode.ops.grouped_attention import grouped
 from medusa import Tree
-from medusa.tree_support import additive
 
 SKIPPED = 4  # steps before those that are timed: they compile, warm up and capture
 PROFILED = 4  # steps
@@ -88,54 +86,69 @@ def profile_steps(
     return found
 
 
-class Repeated:
-    """A drafter whose draft holds the root at every node of a tree, so that only the shape of the tree counts."""
+class Placed(CacheLayerMixin):
+    """One layer of a KV cache of fixed size, whose next keys and values go to the cache slots `slots` [N]."""
 
-    def __init__(self, tree: Tree, device: torch.device) -> None:
-        self.topology = Topology.of(tree.to(device))
+    is_compileable = True
 
-    def propose(self, frontier: Frontier) -> Draft:
-        return Draft(frontier.root[:, None].expand(-1, self.topology.num_nodes), self.topology)
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.slots, self.is_initialized = keys, values, slots, True
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise RuntimeError("the layer is made with its memory")
 
-class Forwards(Region):
-    """A compiled region that only runs the backbone over the nodes of a tree: no heads, acceptance or compaction.
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **more: object) -> tuple[Tensor, Tensor]:
+        """Write keys and values [B, heads, N, head size], and return those of all slots."""
+        self.keys.index_copy_(2, self.slots, key_states)
+        self.values.index_copy_(2, self.slots, value_states)
+        return self.keys, self.values
 
-    Each call adds one token to the texts. All else is as in the region of a decoding step: cache, masks, attention."""
+    def get_seq_length(self) -> int:
+        return 0  # unused: positions and masks are given
 
-    def __init__(self, like: Region, tree: Tree) -> None:
-        """Make a region with the batch size, the capacity and the texts of the region `like`."""
-        drafter = Repeated(tree, like.backbone.device)
-        super().__init__(
-            like.backbone, FixedCache(like.cache, like.cache.capacity), None, drafter, like.sampler, like.hidden
-        )
-        self.load(like.cache, None, like.frontier(), [True] * like.cache.rows)
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2], 0
 
-    def _step(self, u: Tensor) -> Tensor:
-        cache, draft = self.cache, self.drafter.propose(self.frontier())
-        topology, lengths = draft.topology, cache.lengths
-        positions = lengths[:, None] + topology.depth
-        cache.append_next(topology.num_nodes)
-        masks = self.layers.masks(
-            lambda kind: additive(visible_slots(topology, lengths, cache.capacity, kind), self.backbone.dtype)[:, None]
-        )
-        readout = self.backbone.forward(draft.ids, cache, position_ids=positions, attention_mask=masks)
-        lengths.add_(1)
-        return most_probable(readout.logits)
+    def get_max_cache_shape(self) -> int:
+        return self.keys.shape[2]
+
+    get_max_length = get_max_cache_shape
 
 
 @torch.inference_mode()
-def forward_ms(like: Region, tree: Tree, start: int, count: int) -> float:
-    """Time one compiled forward over the nodes of `tree`, as in the decoding step of the region `like`: T(n).
+def forward_ms(model: LlamaForCausalLM, tree: Tree, rows: int, start: int, count: int) -> float:
+    """Time one compiled forward of the stock model over the nodes of `tree` for each of `rows` texts: T(n).
 
-    The texts have `start` tokens, and one more after each of `count` forwards; the result is the median in milliseconds
-    until the most probable tokens are on the host."""
-    forwards = Forwards(like, tree)
-    forwards.cache.lengths.fill_(start)
-    u, times = torch.zeros(forwards.cache.rows, 1, dtype=torch.float64, device=forwards.root.device), []
-    for _ in range(SKIPPED + count):
+    The texts have `start` tokens, and one more after each of `count` forwards. As in decoding, attention is `grouped`.
+    The result is the median in milliseconds until the most probable tokens are on the host."""
+    config, device, nodes = model.config, model.device, tree.num_nodes
+    capacity = -(-(start + SKIPPED + count + nodes) // 256) * 256
+    shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
+    slots = static(torch.arange(nodes, device=device))
+    states = [
+        [static(torch.randn(shape, dtype=model.dtype, device=device)) for _ in range(2)] for _ in model.model.layers
+    ]
+    cache = Cache(layers=[Placed(keys, values, slots) for keys, values in states])
+    column, depth, ancestors = torch.arange(capacity, device=device), tree.depth.to(device), tree.ancestors.to(device)
+    ids = torch.zeros(rows, nodes, dtype=torch.long, device=device)
+
+    def forward() -> Tensor:
+        node = column - slots[0]
+        seen = (node < 0) | ((node < nodes) & ancestors[:, node.clamp(0, nodes - 1)])
+        mask = torch.where(seen, 0.0, torch.finfo(model.dtype).min).to(model.dtype).expand(rows, 1, -1, -1)
+        positions = (slots[0] + depth).expand(rows, -1)
+        out = model(ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True)
+        return most_probable(out.logits)
+
+    options = {"triton.cudagraphs": device.type == "cuda"}
+    compiled = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
+    times = []
+    for length in range(start, start + SKIPPED + count):
+        slots.copy_(torch.arange(length, length + nodes))
         begin = time.perf_counter()
-        forwards(u)
+        with grouped(config):
+            compiled().tolist()
         times.append(time.perf_counter() - begin)
     return 1000 * statistics.median(times[SKIPPED:])
 
