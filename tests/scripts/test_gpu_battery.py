@@ -88,6 +88,21 @@ def test_the_most_important_cases_come_first() -> None:
         assert curves.tree_of(nodes).num_nodes == nodes
 
 
+def test_pages_have_figures_of_a_gpu_only_with_their_file() -> None:
+    """docs/gpu.md states the rule: either nothing has run, or the figures are those of a full run of a commit."""
+    told = {name: (REPO / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("results", "gpu")}
+    place = REPO / "docs" / "results" / "gpu_battery.jsonl"
+    if not place.exists():
+        assert "## On a GPU\n\nNothing has run on a GPU yet." in told["results"]
+        assert "Nothing in this repository has run on a GPU yet." in told["gpu"]
+        return
+    about = [figure for figure in map(json.loads, place.read_text().splitlines()) if figure["stage"] == "machine"]
+    assert about
+    assert all(figure["gpu"] and figure["commit"] and not figure["toy"] for figure in about)
+    assert "results/gpu_battery.jsonl" in told["results"]
+    assert "has run on a GPU yet" not in told["results"] + told["gpu"]
+
+
 # -- stages made by the tests
 
 

@@ -26,7 +26,8 @@ def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_clock_waits_for_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "synchronize", waited.append)
     stopwatch(torch.device("cuda:1"))()
     assert waited == [torch.device("cuda:1")]
 
