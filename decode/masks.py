@@ -16,15 +16,16 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from decode.topology import Topology
-from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additive
+from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additive, aligned
 
 
 class TreeMasks:
     """Attention masks of drafts, for rows of any length.
 
     Whether a draft node sees a cache slot depends only on the slot's distance from the text's end. So a static tree
-    needs one wide mask [N, S + N + S] for texts of up to S tokens: S columns of text, N of nodes, and S that no node
-    sees, for the padding of shorter rows. For a text of L tokens, the columns from S - L on are used."""
+    needs one wide mask [N, S + N + S + 8] for texts of up to S tokens: S columns of text, N of nodes, and S + 8 that no
+    node sees, for the padding of shorter rows and of aligned masks. For a text of L tokens, the columns from S - L on
+    are copied, because attention on a GPU needs aligned masks (`medusa.tree_support.additive`)."""
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -44,18 +45,18 @@ class TreeMasks:
             return additive(visible(topology, lengths, kind), self.dtype)
         if not topology.is_static:
             if kind.window is None and min(lengths) == longest:  # all of the text, and the tree
-                tree = additive(topology.ancestors, self.dtype)
-                return F.pad(tree, (longest, 0)).expand(len(lengths), -1, -1)
+                width, tree = longest + topology.num_nodes, additive(topology.ancestors, self.dtype)
+                return F.pad(tree, (longest, aligned(width) - width))[:, :, :width].expand(len(lengths), -1, -1)
             return additive(visible(topology, lengths, kind), self.dtype)
         if topology is not self.wide_of or longest > self.capacity:
             self._build(topology, max(2 * self.capacity, longest + 256) if longest > self.capacity else self.capacity)
         wide, width = self.wide[kind.name], longest + topology.num_nodes
-        rows = [wide[:, self.capacity - length :][:, :width] for length in lengths]
-        return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+        rows = [wide.narrow(1, self.capacity - length, aligned(width)) for length in lengths]
+        return torch.stack(rows)[:, :, :width]
 
     def _build(self, topology: Topology, capacity: int) -> None:
         self.wide_of, self.capacity = topology, capacity
-        nothing = torch.zeros(topology.num_nodes, capacity, dtype=torch.bool, device=self.device)
+        nothing = torch.zeros(topology.num_nodes, capacity + 8, dtype=torch.bool, device=self.device)
         for kind in self.layers.kinds:
             if kind.chunk is None:
                 seen = visible(topology, [capacity], kind)[0]

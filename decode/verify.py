@@ -54,7 +54,7 @@ class Verifier:
             positions = positions.clamp(max=end - 1)
         sees_all = self.cache.is_even and topology.num_nodes == 1  # a root alone, in rows of one length
         masks = None if sees_all else self.masks(lengths, topology)
-        with grouped(self.backbone.config):
+        with grouped(self.backbone.config, masks):
             return self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=masks)
 
     def depth_limit(self, draft: Draft) -> Tensor | None:

@@ -95,6 +95,15 @@ class LayerKinds:
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make an additive mask: 0 where `allowed` is true, else the least finite number of `dtype`."""
-    zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    """Make an additive mask: 0 where `allowed` is true, else the least finite number of `dtype`; its rows are aligned.
+
+    Kernels of scaled_dot_product_attention on a GPU read masks in blocks of 16 bytes. They need a first element at a
+    multiple of 16 bytes, and rows that are a multiple of 8 elements apart."""
+    width = allowed.shape[-1]
+    zeros = torch.zeros(*allowed.shape[:-1], aligned(width), dtype=dtype, device=allowed.device)[..., :width]
     return zeros.masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+def aligned(width: int) -> int:
+    """Return the number of elements that a row of an attention mask occupies: `width`, or the next multiple of 8."""
+    return -(-width // 8) * 8

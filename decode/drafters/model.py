@@ -217,9 +217,10 @@ class ModelDrafter(LevelwiseDrafter):
         self.levels_read.append((tokens, parent))
         seen = torch.cat([above, itself], dim=-1)  # [B, W, A + 1]
         positions = torch.tensor(self.text_lengths, device=self.device)[:, None] + (depth - 1)
-        with grouped(self.backbone.config):
+        masks = self._masks(seen)
+        with grouped(self.backbone.config, masks):
             logits = self.backbone.forward(
-                tokens, self.cache, position_ids=positions.expand(-1, width), attention_mask=self._masks(seen)
+                tokens, self.cache, position_ids=positions.expand(-1, width), attention_mask=masks
             ).logits
         self.cache.commit_prompt([width] * rows)
         return self._candidates(logits), (seen,)

@@ -10,13 +10,16 @@ Shapes: B rows of the batch, H query heads on H / g key heads, N tokens, S cache
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -46,35 +49,55 @@ def sdpa_grouped(
     if not grouped or any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap")):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     assert attention_mask is not None
-    out = torch.nn.functional.scaled_dot_product_attention(
+    out = F.scaled_dot_product_attention(
         query.reshape(batch, key.shape[1], groups * tokens, size),
         key,
         value,
-        attn_mask=torch.cat([attention_mask] * groups, dim=2),
+        attn_mask=_repeated(attention_mask, groups),
         dropout_p=dropout,
         scale=scaling,
     )
     return out.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
+def _repeated(mask: Tensor, groups: int) -> Tensor:
+    """Repeat a mask [B, 1, N, S] for g = `groups` query heads: [B, 1, g N, S]. A forward repeats a shared mask once."""
+    # In compiled code, the compiler finds the equal masks of the layers.
+    known = None if torch.compiler.is_compiling() else _shared.get().get(id(mask))
+    if known is not None and groups in known:
+        return known[groups]
+    slots = mask.shape[-1]
+    # Kernels on a GPU need rows that are a multiple of 8 elements apart, or copy the mask in every layer.
+    repeated = torch.cat([F.pad(mask, (0, -slots % 8))] * groups, dim=2)[..., :slots]
+    if known is not None:
+        known[groups] = repeated
+    return repeated
+
+
 _LOCK = Lock()
 _active = 0  # contexts of `grouped` that are open, in all threads
+_shared: ContextVar[Mapping[int, dict[int, Tensor]]] = ContextVar("_shared", default=MappingProxyType({}))
+"""For each mask that all layers of this thread's forward share, by its id: the repeated mask for each g, once made."""
 
 
 @contextmanager
-def grouped(config: PretrainedConfig) -> Iterator[None]:
+def grouped(config: PretrainedConfig, masks: Tensor | Mapping[str, Tensor] | None = None) -> Iterator[None]:
     """While the context is open, run sdpa attention by `sdpa_grouped`, if the model with this `config` uses sdpa.
 
-    The context replaces transformers' own function in the global registry, also for other threads; their results stay
-    equal up to rounding, and their gradients the same. A function that the user has registered stays."""
+    `masks` [B, 1, N, S] are those of one forward: one for all layers, or one for each kind of layer. The context
+    replaces transformers' own function in the global registry, also for other threads; their results stay equal up to
+    rounding, and their gradients the same. A function that the user has registered stays."""
     if config._attn_implementation != SDPA:
         yield
         return
+    shared = masks.values() if isinstance(masks, Mapping) else () if masks is None else (masks,)
+    token = _shared.set({id(mask): {} for mask in shared})
     _count(1)
     try:
         yield
     finally:
         _count(-1)
+        _shared.reset(token)
 
 
 def _count(change: int) -> None:

@@ -97,12 +97,13 @@ class OnTree:
         paths = [[p.slots + p.slots[-1:] * (deepest - len(p.slots)) for p in partials]]
         seen, of_slot = torch.tensor(paths, device=device), torch.tensor(self.depths, device=device)
         starts = torch.tensor([prompt_length], device=device)
-        with grouped(backbone.config):
+        masks = grown_masks(self.layers, backbone.dtype, starts, seen, depth, of_slot)
+        with grouped(backbone.config, masks):
             logits = backbone.forward(
                 torch.tensor([[partial.ids[-1] for partial in partials]], device=device),
                 self.cache,
                 position_ids=prompt_length + depth,
-                attention_mask=grown_masks(self.layers, backbone.dtype, starts, seen, depth, of_slot),
+                attention_mask=masks,
             ).logits
         self.cache.commit_prompt([len(partials)])
         return logits[0]

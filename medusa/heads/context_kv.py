@@ -44,7 +44,10 @@ class ContextKV:
         self.angles = rope_angles(position_ids[..., None] + ahead, self.size, keys.dtype)  # [..., steps, D] each
         self.extra = -(-steps // 8) * 8  # attention kernels are faster with multiples of 8
         hidden = F.pad(~seen, (0, self.extra))[:, None]
-        self.mask = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device).masked_fill_(hidden, -torch.inf)
+        # Kernels on a GPU need rows that are a multiple of 8 elements apart, or copy the mask in every call.
+        shape, width = hidden.shape[:-1], hidden.shape[-1]
+        mask = torch.zeros(*shape, -(-width // 8) * 8, dtype=keys.dtype, device=keys.device)[..., :width]
+        self.mask = mask.masked_fill_(hidden, -torch.inf)
         unit = F.pad(torch.eye(self.extra, dtype=keys.dtype, device=keys.device), (self.size, 0))
         self.keys, self.values = (_extended(states, unit) for states in (keys, values))
 
