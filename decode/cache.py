@@ -20,10 +20,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 MIN_GROWTH, MAX_GROWTH = 256, 4096
 """Bounds on the cache slots that a growing cache adds: its size doubles, but it grows by at most MAX_GROWTH slots."""
+SMALL_BYTES, SHARE = 2**26, 0.1
+"""A copied arena is in memory twice, so in a cache above SMALL_BYTES an arena holds only this share of the layers."""
 
 
 class Arena:
-    """One tensor for all layers' keys and values that have the same shape. One copy then moves a node in all layers."""
+    """One tensor for the keys and values of several layers. One copy then moves a node in all these layers.
+
+    All keys and values of a small cache are in one arena, if they have the same shape."""
 
     def __init__(self, count: int, like: Tensor, capacity: int) -> None:
         batch, heads, _, size = like.shape
@@ -55,6 +59,13 @@ class TreeLayer(CacheLayerMixin):
     def bind(self) -> None:
         """Make the layer's `keys` and `values` views of its arenas' buffers, after a buffer was made or replaced."""
         self.keys, self.values = (arena.buffer[index] for arena, index in self.places)
+
+    def grow(self) -> None:
+        """Move the keys and values to new arenas of the owner, which have the owner's present capacity."""
+        old = self.keys, self.values
+        self.lazy_initialization(*old)
+        for states, grown in zip(old, (self.keys, self.values), strict=True):
+            grown[:, :, : states.shape[2]] = states
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, heads, N, head size] of N tokens to B rows; returns those of the whole rows."""
@@ -109,34 +120,34 @@ class TreeCache(Cache):
     def place(self, states: Tensor, per_layer: int) -> tuple[Arena, int]:
         """Reserve a part of an arena for a layer's keys or values, shaped like `states`; returns arena and part index.
 
-        If no part is free, makes an arena for all uninitialised layers, with `per_layer` parts (1 or 2) for each."""
+        Each layer needs `per_layer` such parts (1 or 2). If no part is free, makes an arena for uninitialised layers:
+        all of them if the cache is small, else at most the share `SHARE` of all layers."""
         for arena in self.arenas:
             buffer = arena.buffer
             same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
             if same and buffer.dtype == states.dtype and buffer.device == states.device and arena.used < len(buffer):
                 break
         else:  # most models have one shape throughout, so allocate for all layers that have no place yet
-            left = sum(not layer.is_initialized for layer in self.tree_layers)
+            layers, left = len(self.tree_layers), sum(not layer.is_initialized for layer in self.tree_layers)
+            needed = layers * per_layer * states[:, :, :1].nbytes * self.capacity
+            if needed > SMALL_BYTES:
+                left = min(left, max(1, int(layers * SHARE)))
             arena = Arena(per_layer * left, states, self.capacity)
             self.arenas.append(arena)
         arena.used += 1
         return arena, arena.used - 1
 
     def reserve(self, slots: int) -> None:
-        """Grow the buffers of all layers to hold at least `slots` cache slots per row."""
+        """Grow the buffers of all layers, one after another, to hold at least `slots` cache slots per row."""
         if slots <= self.capacity:
             return
         self.capacity = max(slots + MIN_GROWTH, self.capacity + min(self.capacity, MAX_GROWTH))
-        for arena in self.arenas:
-            old = arena.buffer
-            arena.buffer = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
-            arena.buffer[..., : old.shape[3], :] = old
-        self._bind()
-
-    def _bind(self) -> None:
-        for layer in self.tree_layers:
-            if layer.is_initialized:
-                layer.bind()
+        self.arenas = []  # layers hold the old arenas; each arena is freed when its last layer has left it
+        moving = [layer for layer in self.tree_layers if layer.is_initialized]
+        for layer in moving:
+            layer.is_initialized = False
+        for layer in moving:
+            layer.grow()
 
     def appended(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The row indices [B, 1] and cache slots [B, count] where the next `count` tokens of each of B rows belong."""
@@ -195,8 +206,11 @@ class TreeCache(Cache):
 
     def select(self, rows: list[int]) -> None:
         """Keep only the rows with the indices `rows`, because the texts of the other rows have ended."""
-        index = torch.tensor(rows)
+        index, filled = torch.tensor(rows), [layer for layer in self.tree_layers if layer.is_initialized]
+        for layer in filled:
+            del layer.keys, layer.values  # these views would keep the memory of all old buffers until the last copy
         for arena in self.arenas:
             arena.buffer = arena.buffer.index_select(1, index.to(arena.buffer.device))
-        self._bind()
+        for layer in filled:
+            layer.bind()
         self._set([self.lengths[row] for row in rows])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from weakref import WeakSet, finalize
 
 import pytest
 import torch
-from transformers import DynamicCache
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, LlamaConfig
 
-from decode.cache import MAX_GROWTH, MIN_GROWTH, TreeCache
+from decode.cache import MAX_GROWTH, MIN_GROWTH, SMALL_BYTES, TreeCache
 from decode.draft import Draft
 from decode.topology import Topology
 from decode.verify import Verifier
@@ -94,9 +96,13 @@ def test_memory_is_allocated_once_and_grows_by_copying_all_that_was_written() ->
         assert layer.values[0, 0, :12, 0].tolist() == [-1, -2] * 5 + [-3, 0]
 
 
+@pytest.mark.parametrize("small_bytes", [SMALL_BYTES, 0])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_arenas_hold_only_keys_and_values_of_every_layer(family: str) -> None:
+def test_arenas_hold_only_keys_and_values_of_every_layer(
+    family: str, small_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When keys and values differ in size (MLA), each arena needs room for one of them per layer, not for both."""
+    monkeypatch.setattr("decode.cache.SMALL_BYTES", small_bytes)
     model = tiny_model(family)
     cache = cache_of(model, 1, capacity=10)
     Backbone(model).forward(torch.tensor([[1, 2, 3]]), cache)
@@ -117,11 +123,15 @@ def require_equal_to_a_fresh_prefill(model: Any, cache: TreeCache, texts: list[l
             torch.testing.assert_close(ours.values[row, :, : len(text)], theirs.values[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("small_bytes", [SMALL_BYTES, 0], ids=["one arena", "an arena a layer"])
 @pytest.mark.parametrize("lengths", [[9], [9, 9], [9, 4, 7]], ids=["one row", "even rows", "ragged rows"])
 @pytest.mark.parametrize("family", MODELS)
 @torch.no_grad()
-def test_after_random_steps_the_cache_equals_a_fresh_prefill(family: str, lengths: list[int]) -> None:
+def test_after_random_steps_the_cache_equals_a_fresh_prefill(
+    family: str, lengths: list[int], small_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Eight steps of random trees and paths cross the first allocation's end, and one row is dropped."""
+    monkeypatch.setattr("decode.cache.SMALL_BYTES", small_bytes)
     rng = random.Random(len(lengths))
     model = tiny_model(family, dtype=torch.float64)
     backbone = Backbone(model)
@@ -200,6 +210,101 @@ def test_a_chain_is_committed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         moved, lying = (cache.layers[0].keys[row, 0, :length, 0].tolist() for cache in caches)
         assert moved == lying
     assert caches[0].lengths == caches[1].lengths == [4, 4]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that were made in its context and still exist; `peak` is the most so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: WeakSet[torch.UntypedStorage] = WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and (storage := out.untyped_storage()) not in self.known:
+            self.known.add(storage)
+            self._add(storage.nbytes())
+            finalize(storage, self._add, -storage.nbytes())
+        return out
+
+    def _add(self, count: int) -> None:
+        self.now += count
+        self.peak = max(self.peak, self.now)
+
+
+def test_live_bytes_counts_views_once_and_forgets_what_is_freed() -> None:
+    with LiveBytes() as memory:
+        first = torch.zeros(1000)
+        view = first[1:]
+        del first
+        assert memory.now == 4000
+        second = torch.zeros(500)
+        del view
+        assert (memory.now, memory.peak) == (2000, 6000)
+        del second
+        assert memory.now == 0
+
+
+def filled_cache(layers: int, batch: int, capacity: int) -> TreeCache:
+    """A cache whose rows hold random numbers in all slots."""
+    cache = TreeCache(LlamaConfig(num_hidden_layers=layers), batch, capacity)
+    for index in range(layers):
+        cache.update(torch.randn(batch, 2, capacity, 4), torch.randn(batch, 2, capacity, 4), index)
+    cache.commit_prompt([capacity] * batch)
+    return cache
+
+
+def contents(cache: TreeCache, slots: int) -> list[torch.Tensor]:
+    return [states[:, :, :slots].clone() for layer in cache.tree_layers for states in (layer.keys, layer.values)]
+
+
+def bytes_of(cache: TreeCache) -> int:
+    return sum(arena.buffer.nbytes for arena in cache.arenas)
+
+
+def test_rows_that_end_need_no_second_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 rows end one after another; the peak is at most 1.1 times the full cache, and memory is given back."""
+    monkeypatch.setattr("decode.cache.SMALL_BYTES", 0)
+    with LiveBytes() as memory:
+        cache = filled_cache(layers=20, batch=16, capacity=64)
+        expected, full = contents(cache, 64), bytes_of(cache)
+        copies = memory.now - full
+        memory.peak = memory.now
+        rows = list(range(16))
+        for place in (3, 0, 13, 5, 5, 8, 0, 1, 7, 2, 2, 0, 3, 1, 0):
+            del rows[place]
+            cache.select([row for row in range(len(rows) + 1) if row != place])
+            assert memory.peak - copies <= 1.1 * full
+        assert memory.now - copies < 1.1 * full / 16
+    for found, before in zip(contents(cache, 64), expected, strict=True):
+        assert torch.equal(found, before[rows])
+
+
+def test_a_growing_cache_has_one_layer_in_memory_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode.cache.SMALL_BYTES", 0)
+    with LiveBytes() as memory:
+        cache = filled_cache(layers=20, batch=2, capacity=MIN_GROWTH)
+        expected, full = contents(cache, MIN_GROWTH), bytes_of(cache)
+        copies = memory.now - full
+        memory.peak = memory.now
+        cache.reserve(MIN_GROWTH + 1)
+        grown = bytes_of(cache)
+        assert grown > 1.9 * full
+        assert memory.peak - copies <= grown + 0.1 * full
+        assert memory.now - copies == grown
+    for found, before in zip(contents(cache, MIN_GROWTH), expected, strict=True):
+        assert torch.equal(found, before)
+
+
+def test_a_small_cache_is_one_arena_until_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One copy then moves a node in all layers; a larger cache is divided, also if it was small at first."""
+    cache = filled_cache(layers=20, batch=1, capacity=10)
+    assert len(cache.arenas) == 1
+    monkeypatch.setattr("decode.cache.SMALL_BYTES", bytes_of(cache))
+    assert len(filled_cache(layers=20, batch=1, capacity=10).arenas) == 1
+    cache.reserve(11)
+    assert [len(arena.buffer) for arena in cache.arenas] == [4] * 10
 
 
 def test_long_texts_grow_by_pieces() -> None:
