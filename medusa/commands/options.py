@@ -104,12 +104,17 @@ class RuntimeOptions(Options):
     )
 
     def prepare(self) -> None:
-        """Set the number of threads and the seed, and switch off messages and progress bars of transformers."""
+        """Set the number of threads and the seed; switch off messages of transformers, and attention by cuDNN.
+
+        cuDNN makes a plan for every length of keys (23 to 37 ms on an H100), and decoding changes it in every step. Its
+        attention was also wrong without an error (pytorch#193893, #196678). The switch is global, so only commands set
+        it, never the library."""
         import torch
         import transformers
 
         if self.threads:
             torch.set_num_threads(self.threads)
+        torch.backends.cuda.enable_cudnn_sdp(False)
         transformers.set_seed(self.seed)
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()

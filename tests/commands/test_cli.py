@@ -6,7 +6,7 @@ import errno
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import decode
 from decode.bench.benchmark import STAGES
 from decode.bench.calibration import calibrate
 from decode.bench.methods import Job
@@ -157,6 +158,38 @@ def test_generate_json_has_exactly_the_documented_fields(generate: Any, place: P
         assert result["seconds"] > 0
     assert content["results"][0]["finish_reason"] == "eos"
     assert content["settings"]["acceptance"] == "greedy"
+
+
+@pytest.fixture
+def cudnn_attention() -> Iterator[None]:
+    """Allow attention by cuDNN, as PyTorch does by default; the switch belongs to the whole process."""
+    allowed = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+
+
+@pytest.mark.usefixtures("cudnn_attention")
+@pytest.mark.parametrize("command", ["generate", "evaluate", "train"])
+def test_commands_switch_attention_by_cudnn_off(command: str, medusa: Any, place: Place, tmp_path: Path) -> None:
+    recipe = {"backbone": place.backbone, "data": {"path": place.prompts}, "output_dir": str(tmp_path / "out")}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
+    models = ("--backbone", place.backbone, "--heads", place.heads)
+    options = {
+        "generate": (*models, "--prompts", place.prompts, *GENERATION),
+        "evaluate": (*models, "--data", place.prompts, "--max-new-tokens", "8"),
+        "train": (str(tmp_path / "recipe.json"), "--inspect", "1"),
+    }
+    done = medusa(command, *options[command])
+    assert done.status == 0, done.err
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.usefixtures("cudnn_attention")
+def test_the_library_leaves_attention_by_cudnn_alone() -> None:
+    model = tiny_model("llama")
+    decode.generate(model, random_heads(model), torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize(
