@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shlex
 import sys
 from collections.abc import Sequence
@@ -104,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     """Parse the arguments of the `medusa` command, run its sub-command, and return the exit status."""
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which warns of missing CUDA kernels
+        logging.getLogger(name).setLevel(logging.ERROR)
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = build_parser(command)
     if command is not None and command not in COMMANDS:

@@ -34,6 +34,7 @@ class Fingerprint(TypedDict, total=False):
     dtype: str
     architecture: str  # the name of the model's class in transformers
     weights: list[float]  # some of the backbone's weights
+    quantization: str  # how it was quantised while it was loaded; absent if it was not
     embedding: list[float]  # values of the input embeddings; heads read from original Hydra files have no `weights`
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from medusa.config import Fingerprint
+from medusa.quantization import ProbedWeight, is_plain, quantization_of, quantized_layers
 
 SAMPLES = 64  # weights in a fingerprint
 
@@ -19,25 +20,32 @@ def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str |
     """Return the fingerprint of a backbone: its name, revision, dtype and class, and up to 64 single weights.
 
     Hashes of parameter names choose which weights. In contrast to a hash of all bytes, the weights change only
-    slightly with the dtype, but they differ between a model and its fine-tuned versions."""
-    parameters = dict(model.named_parameters())
-    names = [key for key, p in parameters.items() if p.is_floating_point() and p.device.type != "meta"]
-    return {
+    slightly with the dtype, but they differ between a model and its fine-tuned versions. Weights of quantised layers
+    are those that the layers compute with, however they are stored."""
+    parameters: dict[str, Tensor | ProbedWeight] = {
+        key: p for key, p in model.named_parameters() if is_plain(p) and p.device.type != "meta"
+    }
+    dtype = model.dtype
+    parameters |= {f"{key}.weight": ProbedWeight(layer, dtype) for key, layer in quantized_layers(model).items()}
+    found: Fingerprint = {
         "name": name or model.config._name_or_path or None,
         "revision": revision,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "architecture": type(model).__name__,
-        "weights": weight_sample(names, parameters.__getitem__),
+        "weights": weight_sample(parameters, parameters.__getitem__),
     }
+    quantization = quantization_of(model)
+    return found if quantization is None else {**found, "quantization": quantization}
 
 
-def weight_sample(names: Iterable[str], read: Callable[[str], Tensor]) -> list[float]:
+def weight_sample(names: Iterable[str], read: Callable[[str], Tensor | ProbedWeight]) -> list[float]:
     """Return up to 64 single weights of the parameters `names`; `read` returns the parameter with a name."""
     keys, values = sorted(names), []
     for index in range(min(SAMPLES, 8 * len(keys))):
         key = keys[index * len(keys) // SAMPLES if len(keys) > SAMPLES else index % len(keys)]
         digest = hashlib.sha256(f"{key}/{index}".encode()).digest()
-        flat = read(key).detach().reshape(-1)
+        weight = read(key)
+        flat = weight.detach().reshape(-1) if isinstance(weight, Tensor) else weight
         values.append(round(float(flat[int.from_bytes(digest[:8], "big") % flat.numel()]), 6))
     return values
 
@@ -57,8 +65,12 @@ def heads_fingerprint(heads: nn.Module) -> str:
 
 
 def differs(model: PreTrainedModel, known: Fingerprint) -> bool:
-    """Whether `model` is not the backbone of `known`; false if `known` has neither weights nor embedding."""
+    """Whether `model` is not the backbone of `known`, or was quantised in another way while it was loaded.
+
+    The result is false if `known` has neither weights nor embedding."""
     if known.get("weights"):
+        if known.get("quantization") != quantization_of(model):
+            return True
         return unlike(known["weights"], fingerprint(model)["weights"])
     if known.get("embedding"):
         embedding = cast("Tensor", model.get_input_embeddings().weight)

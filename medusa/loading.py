@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, read_json
 from medusa.options import DTYPE_NAMES, LoadOptions
 from medusa.places import SHIPPED, hub_keywords, may_be_on_hub, why_missing
+from medusa.quantization import layer_without_groups, quantization_config, quantized_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,18 +47,14 @@ def bos_token_id(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedCo
 def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Loaded:
     """Load a backbone in eval mode: `demo` (the built-in model), a folder (of a model or peft adapter) or a Hub id.
 
-    Raise RequestError if there is no such model, or a file is damaged."""
+    Raise RequestError if there is no such model, a file is damaged, or no layer can be quantised as `options` ask."""
     path = _path(name_or_path)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    on_cpu = not torch.cuda.is_available() if device == "auto" else torch.device(device).type == "cpu"
-    dtype = DTYPES[options.dtype] if options.dtype else (torch.float32 if on_cpu else "auto")
-    placed: dict[str, object] = {"device_map": "auto"} if device == "auto" else {}
-    if options.quantization is not None:
-        settings = quantization_config(options.quantization)
-        placed = {"device_map": placed.get("device_map", {"": device}), "quantization_config": settings}
+    kind = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device).type
+    placed = _placement(name_or_path, options, device, kind)
     try:
         keywords: dict[str, object] = {
-            "dtype": dtype,
+            "dtype": _dtype(options, kind),
             "attn_implementation": options.attention,
             **placed,
             **_hub(path, options),
@@ -72,8 +69,41 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
     lacking = sorted(info.get("missing_keys") or ()) or sorted(str(k) for k in info.get("mismatched_keys") or ())
     if lacking:
         raise RequestError(f"no backbone at {name_or_path}: its files lack the weights {lacking[0]}")
+    if options.quantization is not None and not quantized_layers(model):
+        raise RequestError(f"--quantization {options.quantization} changes no layer of {name_or_path}; leave it out")
     model = model.eval() if placed else model.eval().to(device)
     return Loaded(model, _tokenizer((path, model.config._name_or_path), options), name_or_path, options.revision)
+
+
+def _dtype(options: LoadOptions, kind: str) -> torch.dtype | str:
+    """Return the dtype of plain weights and of all inputs on a device of this kind; "auto": the checkpoint's."""
+    packed = options.quantization == "int4" and kind == "cuda"
+    if packed and options.dtype not in (None, "bfloat16"):
+        raise RequestError(f"--quantization int4 needs bfloat16 on a GPU, not --dtype {options.dtype}; leave it out")
+    if options.dtype is not None:
+        return DTYPES[options.dtype]
+    return torch.float32 if kind == "cpu" else torch.bfloat16 if packed else "auto"
+
+
+def _placement(name: str, options: LoadOptions, device: str, kind: str) -> dict[str, object]:
+    """Return the keywords of `from_pretrained` for quantisation and devices; none if a plain model goes to `device`.
+
+    Quantised weights are packed while they are loaded, on the device where they stay."""
+    config = load_config(name, options)
+    stored = getattr(config, "quantization_config", None)
+    if options.quantization is not None and stored is not None:
+        raise RequestError(f"the weights of {name} are quantised already; leave out --quantization")
+    if options.quantization == "int4":
+        with torch.device("meta"):  # layers without memory
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+        if (odd := layer_without_groups(model)) is not None:
+            raise RequestError(f"--quantization int4 of {name}: {odd}; choose int8")
+    if device == "auto" or stored is not None or options.quantization is not None:
+        placed: dict[str, object] = {"device_map": "auto" if device == "auto" else {"": device}}
+        if options.quantization is not None:
+            placed["quantization_config"] = quantization_config(options.quantization, kind)
+        return placed
+    return {}
 
 
 def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PretrainedConfig:
@@ -142,15 +172,3 @@ def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokeniz
             if any((Path(place) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
                 raise RequestError(f"the tokenizer at {place} cannot be loaded: {first_line(error)}") from error
     return None
-
-
-def quantization_config(kind: str) -> BitsAndBytesConfig:
-    """Return the settings of transformers that load a backbone as `4bit` or `8bit`."""
-    if kind == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        bnb_4bit_use_double_quant=True,
-    )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from medusa.quantization import quantized_layers
 
 
 def peak_memory() -> dict[str, int]:
@@ -26,5 +29,15 @@ def peak_memory() -> dict[str, int]:
 
 
 def bytes_of(module: nn.Module) -> int:
-    """Return the memory of a module's parameters in bytes."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    """Return the memory of a module's parameters in bytes; of quantised ones, that of the tensors that they consist of.
+
+    Layers that keep packed weights in buffers, such as those of GPTQ, count too."""
+    packed = (buffer for layer in quantized_layers(module).values() for buffer in layer.buffers(recurse=False))
+    return sum(_tensor_bytes(tensor) for tensor in (*module.parameters(), *packed))
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_tensor_bytes(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()

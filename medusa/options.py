@@ -21,7 +21,8 @@ from medusa.errors import RequestError, choose_one_of, did_you_mean
 REQUIRED = MISSING  # the default of an option that the user must give
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
 ATTENTIONS = ("sdpa", "eager")
-QUANTIZATIONS = ("4bit", "8bit")
+QUANTIZATIONS = {"int8": "torchao", "int4": "torchao", "8bit": "bitsandbytes", "4bit": "bitsandbytes"}
+"""Ways to quantise the weights of a backbone while it is loaded, each with the package that does it."""
 
 
 def option(
@@ -150,7 +151,12 @@ class LoadOptions(Options, kw_only=False):
     attention: str | None = option(None, "compute attention by sdpa or eager (default: sdpa if the model has it)")
     revision: str | None = option(None, "load this branch, tag or commit of the backbone from the Hub")
     trust_remote_code: bool = option(False, "run the Python code that comes with the backbone")
-    quantization: str | None = option(None, "load weights quantised by bitsandbytes: 4bit or 8bit")
+    quantization: str | None = option(
+        None,
+        "quantise weights while loading: int8 or int4 (by torchao), 8bit or 4bit (by bitsandbytes)",
+        metavar="NAME",
+        brief="quantise weights: int8, int4, 8bit or 4bit",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,12 +168,12 @@ class LoadOptions(Options, kw_only=False):
             _require_device(self.device)
         if self.quantization not in (None, *QUANTIZATIONS):
             raise RequestError(
-                f"quantization is {self.quantization!r}; {choose_one_of(self.quantization, QUANTIZATIONS)}"
+                f"quantization is {self.quantization!r}; {choose_one_of(self.quantization, [*QUANTIZATIONS])}"
             )
-        if self.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
+        if self.quantization is not None and importlib.util.find_spec(QUANTIZATIONS[self.quantization]) is None:
             raise RequestError(
-                f"quantization: {self.quantization} needs bitsandbytes, which is not installed; install it, or leave "
-                "quantization out"
+                f"quantization: {self.quantization} needs {QUANTIZATIONS[self.quantization]}, which is not installed; "
+                "install it, or leave quantization out"
             )
 
     @property

@@ -166,7 +166,7 @@ class CheckOptions(Options):
     only: tuple[str, ...] | None = option(None, "check only these rows", metavar="NAME", nargs="+")
     write: str | None = option(None, "put the tables into this Markdown file", metavar="PAGE")
     backbone: str | None = option(None, "check this model instead: demo, a folder or a Hub id", metavar="MODEL")
-    load: LoadOptions = group(LoadOptions, "loading of --backbone", without=("quantization",))
+    load: LoadOptions = group(LoadOptions, "loading of --backbone")
     output: Output = group(Output, "output", only=("json",))
 
 

@@ -162,7 +162,7 @@ class TrainConfig(Section):
     shard_backbone: bool = False
     """Shard the backbone's blocks over all processes (FSDP2), if the backbone is too large for a single GPU."""
     quantization: Annotated[str | None, one_of(*QUANTIZATIONS)] = None
-    """Load the backbone in 4 or 8 bits, with bitsandbytes; by default it is not quantised."""
+    """Quantise the backbone's weights while loading: int8 or int4 (by torchao), 8bit or 4bit (by bitsandbytes)."""
     trust_remote_code: bool = False
     """Allow code that comes with the backbone to run."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.eagle3 import from_eagle3, is_eagle3
@@ -102,8 +102,16 @@ def _download(name: str, hub: HubOptions) -> Path:
     return folder if any(folder.glob("*.safetensors")) else fetch("*.bin")
 
 
-def recorded_backbone(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> tuple[str | None, str | None]:
-    """Return the backbone that heads record, a folder or Hub id, and its revision; `None` for what they do not record.
+class RecordedBackbone(NamedTuple):
+    """The backbone that heads record; `None` for what they do not record."""
+
+    name: str | None  # a folder or Hub id
+    revision: str | None
+    quantization: str | None  # how it was quantised while it was loaded
+
+
+def recorded_backbone(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> RecordedBackbone:
+    """Return the backbone that heads record.
 
     Raise RequestError if there are no such heads."""
     folder = find_folder(name_or_path, **hub)
@@ -111,7 +119,8 @@ def recorded_backbone(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> tu
     if not isinstance(published, dict) or "kind" not in published:  # another format: its converter finds the backbone
         published = load(name_or_path, **hub).config.to_dict()
     known = published.get("backbone") or {}
-    return published.get("base_model_name_or_path") or known.get("name"), known.get("revision")
+    name = published.get("base_model_name_or_path") or known.get("name")
+    return RecordedBackbone(name, known.get("revision"), known.get("quantization"))
 
 
 def _stored_heads(folder: Path) -> Stored:

@@ -33,6 +33,7 @@ from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, head_sizes, load_backbone, load_config, load_tokenizer, text_limits
 from medusa.options import LoadOptions
+from medusa.quantization import quantization_of
 from medusa.records.record import Record
 
 
@@ -169,11 +170,18 @@ def open_heads(name: str, loaded: Loaded) -> MedusaHeads:
     backbone = Backbone(loaded.model)
     heads = MedusaHeads.from_pretrained(name, dtype=backbone.dtype, device=backbone.head_weight.device)
     require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
-    if differs(loaded.model, heads.config.backbone):
-        theirs = heads.config.backbone.get("name")
+    known, quantization = heads.config.backbone, quantization_of(loaded.model)
+    if known.get("weights") and known.get("quantization") != quantization:
+        asked = known.get("quantization")
         warn(
-            f"these heads were trained for {theirs}, which has the same shape as {loaded.name} but other weights; "
-            "the text stays correct, but few guesses will be accepted"
+            f"these heads were trained for {known.get('name')} with quantization {asked or 'none'}, and {loaded.name} "
+            f"is loaded with {quantization or 'none'}; the text stays correct, but fewer guesses may be accepted; "
+            + (f"add --quantization {asked}" if asked else "leave out --quantization")
+        )
+    elif differs(loaded.model, known):
+        warn(
+            f"these heads were trained for {known.get('name')}, which has the same shape as {loaded.name} but other "
+            "weights; the text stays correct, but few guesses will be accepted"
         )
     return heads
 

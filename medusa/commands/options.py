@@ -17,7 +17,7 @@ from medusa.commands.effects import require_revisions, require_splits
 from medusa.commands.prompting import raw_option
 from medusa.errors import RequestError
 from medusa.files import require_writable, write_json
-from medusa.options import LoadOptions, Options, count, group, option
+from medusa.options import QUANTIZATIONS, LoadOptions, Options, count, group, option
 from medusa.places import may_be_on_hub
 from medusa.records.record import Record
 from medusa.records.sources import read_records
@@ -204,7 +204,7 @@ class CommandOptions(Options):
 
     by_position: ClassVar[tuple[str, ...]] = ("heads",)
     models: Models = group(Models, "models")
-    load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
+    load: LoadOptions = group(LoadOptions, "loading")
     settings: Settings = group(Settings, "generation")
     raw: bool | None = raw_option()
     batch_size: int = count(1, "decode N prompts at a time")
@@ -255,10 +255,14 @@ class CommandOptions(Options):
         from medusa.checkpoints.folder import recorded_backbone
         from medusa.loading import load_config
 
-        name, revision = recorded_backbone(models.heads)
+        name, revision, quantization = recorded_backbone(models.heads)
         if name is None:
             raise RequestError(f"the heads {models.heads} do not record their backbone; add --backbone B")
-        load = replace(load, revision=load.revision or (revision if may_be_on_hub(name) else None))
+        load = replace(
+            load,
+            revision=load.revision or (revision if may_be_on_hub(name) else None),
+            quantization=load.quantization or (quantization if quantization in QUANTIZATIONS else None),
+        )
         try:
             load_config(name, load)
         except RequestError as error:

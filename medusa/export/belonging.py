@@ -33,7 +33,7 @@ def require_own_backbone(heads: Checkpoint, name: str, options: LoadOptions) -> 
         sizes = f"hidden size {config.hidden_size} and {config.vocab_size or 'any number of'} tokens"
         found = f"hidden size {hidden_size} and {vocab_size} tokens"
         raise RequestError(f"--backbone {name} has {found}, and these heads need {sizes}; {_way_out(config.backbone)}")
-    if ((heads.provenance or {}).get("config") or {}).get("quantization"):
+    if config.backbone.get("quantization") or ((heads.provenance or {}).get("config") or {}).get("quantization"):
         return f"the heads record quantised weights, which cannot be compared with those of {name}"
     if not (config.backbone.get("weights") or config.backbone.get("embedding")):
         return f"the heads do not record their backbone's weights, so this export cannot compare them with {name}"

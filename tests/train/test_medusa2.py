@@ -24,7 +24,8 @@ from medusa.files import replacing_folder
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from medusa.loading import LoadOptions, load_backbone, quantization_config
+from medusa.loading import LoadOptions, load_backbone
+from medusa.quantization import quantization_config
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer
 from train.arguments import MedusaTrainingArguments
@@ -495,5 +496,5 @@ def test_a_quantised_backbone_needs_bitsandbytes(recipe: Any, monkeypatch: pytes
     with pytest.raises(RequestError, match=r"quantization: 4bit needs bitsandbytes, which is not installed"):
         recipe(quantization="4bit")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert quantization_config("4bit").load_in_4bit
-    assert quantization_config("8bit").load_in_8bit
+    assert quantization_config("4bit", "cuda").load_in_4bit
+    assert quantization_config("8bit", "cuda").load_in_8bit

@@ -171,7 +171,7 @@ def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) 
         ("data.sequence_length=0", "sequence_length"),
         ("data.exclude_window=0", "exclude_window"),
         ("features_dtype=int8", "choose one of float64, float32, bfloat16, float16"),
-        ("quantization=3bit", "choose one of 4bit, 8bit"),
+        ("quantization=3bit", "choose one of int8, int4, 8bit, 4bit"),
         ("attention=flash", "choose one of sdpa, eager"),
         ("adapter.schedule=cosine", "choose one of constant, linear, sine"),
         ("adapter.lm_loss=mse", "choose one of kl, text"),

@@ -19,6 +19,7 @@ from medusa.files import Json, read_json, write_json
 from medusa.fingerprint import heads_fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import DTYPES
+from medusa.quantization import quantization_of
 from medusa.tree import Tree
 
 FILE = "calibration.json"
@@ -92,6 +93,7 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
         "acceptance": settings.rule.name,
         "version": 2,
         "heads": heads_fingerprint(heads),
+        **({"quantization": kind} if (kind := quantization_of(model)) else {}),
         **({"amateur": settings.amateur.to_dict()} if settings.amateur else {}),
         **{name: value for name in NEWER if (value := getattr(settings, name)) != getattr(Settings, name)},
     }

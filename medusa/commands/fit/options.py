@@ -68,7 +68,7 @@ class FitOptions(Options):
         name="max_new_tokens",
         brief="generate at most N tokens per answer",
     )
-    load: LoadOptions = group(LoadOptions, "loading", without=("quantization",))
+    load: LoadOptions = group(LoadOptions, "loading")
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
 
@@ -104,5 +104,5 @@ class FitOptions(Options):
         """Return what a continued run must have in common with the run that it continues; `prompts`: their digest."""
         names = ("purpose", "minutes", "kind", "compare", "tokens", "raw")
         about = {name: getattr(self, name) for name in names}
-        load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision")}
+        load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}
         return {"model": self.model, "prompts": prompts, "seed": self.runtime.seed} | about | load

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import cycle, islice
 from math import ceil
 from pathlib import Path
@@ -156,8 +156,7 @@ class TrainingStage:
 def recipe(run: Run, choice: HeadsChoice) -> Json:
     """Return the training recipe for one kind of heads."""
     options, plan = run.options, run.plan
-    load = {name: getattr(options.load, name) for name in ("dtype", "device", "attention", "revision")}
-    load["trust_remote_code"] = options.load.trust_remote_code
+    load = {known.name: getattr(options.load, known.name) for known in fields(options.load)}  # keys of the same names
     return {
         "backbone": options.model,
         "data": {"path": str(run.work / TEXT), "sequence_length": plan.sequence_length},
