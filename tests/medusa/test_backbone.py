@@ -14,7 +14,7 @@ from medusa import RequestError
 from medusa.backbone import Backbone, require_tree_support
 from medusa.fingerprint import differs, fingerprint
 from medusa.loading import LoadOptions, load_backbone, load_config
-from tests.helpers import COMMON, FAMILIES, HIDDEN, REFUSED, VOCAB, random_ids, tiny_model
+from tests.helpers import COMMON, FAMILIES, HIDDEN, REFUSED, VOCAB, random_heads, random_ids, tiny_model
 
 SPLITS = {family: family not in ("gemma2", "cohere", "llama4_text") for family in FAMILIES}
 IDS = torch.tensor([random_ids(9), random_ids(9, seed=1)])
@@ -81,6 +81,54 @@ def test_the_hook_is_removed_when_the_forward_fails() -> None:
     with pytest.raises(IndexError):
         backbone.forward(torch.tensor([[VOCAB]]), DynamicCache())
     assert not backbone.head._forward_pre_hooks
+
+
+def noisy(module: torch.nn.Module) -> None:
+    """Make a module's output differ by rounding noise in every forward, as kernels with atomic additions do."""
+
+    def add_noise(module: torch.nn.Module, args: Any, out: Any) -> Any:
+        states = out if isinstance(out, torch.Tensor) else out[0]
+        states.mul_(1 + 4 * torch.finfo(states.dtype).eps * (2 * torch.rand_like(states) - 1))
+
+    module.register_forward_hook(add_noise)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_rounding_noise_does_not_change_whether_the_lm_head_splits_off(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, dtype=dtype)
+    noisy(model.get_decoder())
+    noisy(model.get_output_embeddings())
+    assert not torch.equal(model(IDS).logits, model(IDS).logits)
+    assert Backbone(model).splits == SPLITS[family]
+
+
+def test_a_base_that_the_model_calls_in_another_way_does_not_split_off() -> None:
+    """The base alone must give what it gives in the model."""
+    model = tiny_model("llama")
+    call = type(model.model).forward
+
+    def with_other_positions(**kwargs: Any) -> Any:
+        inside = kwargs.get("attention_mask", "alone") is None  # a model passes its mask on; we pass none
+        shift = 3 if inside else 0
+        positions = torch.arange(kwargs["input_ids"].shape[1])[None] * (1 + shift)
+        return call(model.model, **kwargs | {"position_ids": positions})
+
+    model.model.forward = with_other_positions
+    assert not Backbone(model).splits
+
+
+def test_distillation_is_not_refused_because_of_rounding_noise() -> None:
+    from train.arguments import MedusaTrainingArguments
+    from train.module import HeadsOnBackbone
+
+    args = MedusaTrainingArguments(output_dir="unused", objective="distill", use_cpu=True)
+    model = tiny_model("llama")
+    noisy(model.get_output_embeddings())
+    HeadsOnBackbone(random_heads(model), model, args)
+    with pytest.raises(RequestError, match="caps or scales"):
+        HeadsOnBackbone(random_heads(tiny_model("gemma2")), tiny_model("gemma2"), args)
 
 
 def test_a_model_is_checked_only_once() -> None:
