@@ -16,6 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
+from medusa.clocks import synchronize
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import load_tree
 from train.arguments import MedusaTrainingArguments
@@ -136,10 +137,12 @@ class MedusaTrainer(InterruptibleTrainer):
             optimizer = torch.optim.AdamW(learning, lr=1e-4)
             for _, batch in zip(range(PROBE_STEPS + 1), self.get_train_dataloader(), strict=False):
                 inputs = prepare(self._prepare_inputs(batch))
+                synchronize(device)
                 start = time.perf_counter()
                 self.compute_loss(self.trained, inputs).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                synchronize(device)
                 times.append(time.perf_counter() - start)
         for parameter, old in zip(learning, before, strict=True):
             parameter.data.copy_(old)

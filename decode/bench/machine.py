@@ -13,6 +13,8 @@ from time import perf_counter, thread_time
 import torch
 import transformers
 
+from medusa.clocks import synchronize
+
 
 @dataclass
 class Machine:
@@ -74,13 +76,11 @@ def stopwatch(device: torch.device) -> Callable[[], float]:
 
     For a CPU with one thread, the clock counts the CPU time of this thread, which other programs do not change. For a
     GPU, the clock first waits until `device` has finished its work, which need not be PyTorch's current device."""
-    if device.type == "cpu" and torch.get_num_threads() == 1:
-        return thread_time
-    if device.type != "cuda":
-        return perf_counter
+    if device.type == "cpu":
+        return thread_time if torch.get_num_threads() == 1 else perf_counter
 
     def waited() -> float:
-        torch.cuda.synchronize(device)
+        synchronize(device)
         return perf_counter()
 
     return waited
