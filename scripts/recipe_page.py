@@ -27,7 +27,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
 SECTIONS: dict[str, type[Section]] = {"heads": HeadsConfig, "data": DataConfig, "adapter": AdapterConfig}
 TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-CHOSEN = "learning_rate"  # the key without a fixed default: the command chooses it
+READING = ("dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory")
+CHOSEN = ("learning_rate", "bf16", *READING)  # the keys without a fixed default: the command chooses it
 MOST_NAMES = 12  # more names than these are not listed on the page; an error lists them
 INTRODUCTION = """\
 # Recipe keys
@@ -119,7 +120,7 @@ def _plain_kind(schema: Json) -> str:
 
 def _default(value: Any, name: str = "") -> str:
     value = value.value if isinstance(value, Enum) else value
-    if value is None or value is MISSING or (name, value) in (("max_steps", -1), ("debug", "")) or name == CHOSEN:
+    if value is None or value is MISSING or (name, value) in (("max_steps", -1), ("debug", "")) or name in CHOSEN:
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 

@@ -22,7 +22,7 @@ from medusa.options import LoadOptions
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
 from train.check import check, require_adaptable
-from train.config import TrainConfig
+from train.config import FLASH, TrainConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.features.files import Features, is_features, open_features
 from train.heads import new_heads, require_same_heads
@@ -58,6 +58,8 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
         dataset = load_dataset(config.data, *reading, arguments.seed)
     loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
     backbone = Backbone(loaded.model)
+    if config.attention == FLASH:  # after Backbone's test, whose few tokens need no such kernel
+        loaded.model.set_attn_implementation(FLASH)
     if checkpoint is not None:
         require_same_heads(checkpoint, config, loaded.model)
     if dataset is None:

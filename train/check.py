@@ -6,6 +6,7 @@ import os
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import is_flash_attn_2_available
 
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
@@ -16,9 +17,10 @@ from medusa.tree import load_tree
 from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
-from train.config import NUM_HEADS, AdapterConfig, HeadsConfig, TrainConfig
+from train.config import FLASH, NUM_HEADS, AdapterConfig, HeadsConfig, TrainConfig
 from train.data.datasets import require_data
 from train.features.files import is_features
+from train.hardware import device_defaults, require_own_device
 from train.heads import require_startable
 from train.medusa2.adapter import add_lora
 from train.trainer_checks import require_usable
@@ -45,10 +47,9 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
     if config.adapter is not None and config.adapter.quality_data is not None:
         require_data(data.model_copy(update={"path": config.adapter.quality_data}))
     require_adaptable(config, config.heads)
-    own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    if (config.device or "").startswith("cuda:") and config.device != own:
-        way = "take device: cuda, and choose the GPU with the environment variable CUDA_VISIBLE_DEVICES"
-        raise RequestError(f"device is {config.device}, but this process trains on {own}; {way}")
+    require_own_device(config.device)
+    if config.attention == FLASH and not is_flash_attn_2_available():
+        raise RequestError(f"attention: {FLASH} needs a GPU and the package flash-attn; install it, or take sdpa")
     backbone = load_config(config.backbone, config.load_options)
     sizes = head_sizes(backbone)
     num_heads = config.heads.num or NUM_HEADS
@@ -91,10 +92,9 @@ def _require_modules(adapter: AdapterConfig, backbone: PretrainedConfig) -> None
 def _training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
     """Make the training arguments: the recipe's section `training` over defaults from other keys and `hidden_size`."""
     given: Json = {
-        "dataloader_pin_memory": config.device not in (None, "cpu"),
         "learning_rate": learning_rate(hidden_size),
-        "use_cpu": (config.device or "").startswith("cpu"),
         "disable_tqdm": quiet,  # its default depends on the log level of transformers
+        **device_defaults(config, config.cache_features or is_features(config.data.path)),
     }
     if config.eval_data is not None:
         given |= {"eval_strategy": "steps", "eval_steps": 500}

@@ -15,6 +15,7 @@ from medusa.records.sources import DOCUMENT_SEPARATOR
 from train.sections import Section, one_of
 
 NUM_HEADS = 4
+FLASH = "flash_attention_2"  # only for training, because its kernels read no tree's mask
 TEACHER_TILT = 0.06  # with lambda_0 = 0.1, the perplexity rises by less than 2 % (docs/training.md)
 
 
@@ -157,8 +158,9 @@ class TrainConfig(Section):
     """Dtype of the backbone, by default float32 on a CPU and the checkpoint's dtype on a GPU."""
     device: str | None = None
     """Device of the backbone, such as cpu or cuda; by default a GPU if there is one."""
-    attention: Annotated[str | None, one_of(*ATTENTIONS)] = None
-    """Attention implementation of the backbone, by default sdpa if the model supports it."""
+    attention: Annotated[str | None, one_of(*ATTENTIONS, FLASH)] = None
+    """Attention implementation of the backbone, by default sdpa if the model supports it. flash_attention_2 (of the
+    package flash-attn, on a GPU) computes nothing between the documents of a row."""
     shard_backbone: bool = False
     """Shard the backbone's blocks over all processes (FSDP2), if the backbone is too large for a single GPU."""
     quantization: Annotated[str | None, one_of(*QUANTIZATIONS)] = None
@@ -191,4 +193,5 @@ class TrainConfig(Section):
     @property
     def load_options(self) -> LoadOptions:
         """The options for loading the backbone, from the recipe's keys of the same names."""
-        return LoadOptions(**{field.name: getattr(self, field.name) for field in fields(LoadOptions)})
+        given = {field.name: getattr(self, field.name) for field in fields(LoadOptions)}
+        return LoadOptions(**given | {"attention": None if self.attention == FLASH else self.attention})

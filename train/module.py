@@ -20,6 +20,7 @@ from train.loss.chunks import chunk_rows
 from train.loss.heads import HeadLosses, head_losses
 from train.loss.labels import IGNORE, head_labels
 from train.loss.teacher import BackboneTeacher, backbone_choices
+from train.packed import packed_states
 
 
 class LabelledPositions(NamedTuple):
@@ -98,7 +99,7 @@ class HeadsOnBackbone(nn.Module):
         """Compute the backbone's hidden states [B, T, H] for a batch of B rows of T tokens; H is the hidden size."""
         # Without autocast, so that the heads read hidden states in the backbone's dtype, as in decoding.
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
-            return self.backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
+            return packed_states(self.backbone, input_ids, position_ids)
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:

@@ -29,6 +29,7 @@ from train.config import TrainConfig
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.features.cache import FeatureCache, FeaturePlan
 from train.features.files import is_features
+from train.hardware import describe_precision, precision_restored
 from train.heads import describe
 from train.interruptions import Signals
 from train.medusa2.adapter import write_merged
@@ -53,7 +54,8 @@ def train(config: TrainConfig, *, resume: Resume = False, overwrite: bool = Fals
     if resume == "auto" and (done := finished(config)) is not None:
         say(f"{output} holds the trained heads of this recipe already")
         return done
-    with Signals(lambda: kept(output)) as signals, disk_may_fill(output, lambda: way_out_of_full_disk(output)):
+    full = disk_may_fill(output, lambda: way_out_of_full_disk(output))
+    with Signals(lambda: kept(output)) as signals, full, precision_restored():
         checkpoint = checkpoint_to_resume(output, resume, overwrite)
         run = load(config, checkpoint, quiet)
         require_room(output, bytes_of(run.heads), run.arguments)
@@ -65,6 +67,7 @@ def train(config: TrainConfig, *, resume: Resume = False, overwrite: bool = Fals
             if not isinstance(run.dataset, StreamedDataset):
                 say(f"data: {run.dataset.counts}")
             say(describe(run.heads.config, run.heads.num_parameters, trainer.backbone))
+            say(describe_precision(run.arguments, trainer.backbone.dtype))
         if config.cache_features and isinstance(run.dataset, PackedDataset):  # not a stream or features
             _cache_features(_feature_cache(run, run.dataset, trainer.backbone), trainer, overwrite, quiet)
         metrics = _train(trainer, checkpoint, signals)

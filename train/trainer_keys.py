@@ -46,9 +46,9 @@ GROUPS: dict[str, dict[str, Key]] = {
         "max_grad_norm": Key("Norm to which gradients are clipped; 0 or .inf: no clipping.", (Ge(0),)),
     },
     "Precision and memory": {
-        "bf16": Key("Compute the heads in bfloat16, with weights in float32."),
+        "bf16": Key("Compute the heads in bfloat16, with weights in float32; by default on GPUs that have it."),
         "fp16": Key("Compute the heads in float16, with scaled losses."),
-        "tf32": Key("Multiply float32 matrices in TF32, on NVIDIA GPUs since Ampere."),
+        "tf32": Key("Multiply float32 matrices in TF32, on NVIDIA GPUs since Ampere, where it is the default."),
         "activation_checkpointing": Key("Recompute the backbone's activations; only with `adapter`."),
         "activation_checkpointing_kwargs": Key("Further settings of activation checkpointing."),
         "gradient_checkpointing": Key("Older name of `activation_checkpointing`."),
@@ -112,14 +112,19 @@ GROUPS: dict[str, dict[str, Key]] = {
     },
     "Reading data": {
         "train_sampling_strategy": Key("Order of the rows.", (one_of("random", "sequential", "group_by_length"),)),
-        "dataloader_num_workers": Key("Number of processes that read data; 0: the training process.", (Ge(0),)),
+        "dataloader_num_workers": Key(
+            "Number of processes that read data; by default 2 for features on disk and a GPU, else 0 (none).",
+            (Ge(0),),
+        ),
         "dataloader_prefetch_factor": Key("Number of batches that each data process reads ahead.", (Ge(1),)),
-        "dataloader_persistent_workers": Key("Keep the data processes between passes."),
+        "dataloader_persistent_workers": Key(
+            "Keep the data processes between passes, as those that are started by default."
+        ),
         "dataloader_multiprocessing_context": Key(
             "How data processes are started.", (one_of(*multiprocessing.get_all_start_methods()),)
         ),
         "dataloader_in_order": Key("Return batches in the order in which they were requested."),
-        "dataloader_pin_memory": Key("Pin batches in memory, for faster copies to a GPU."),
+        "dataloader_pin_memory": Key("Pin batches in memory, for faster copies to a GPU; by default if there is one."),
         "dataloader_drop_last": Key("Leave out a last batch that is not full."),
     },
     "Several processes": {

@@ -21,6 +21,7 @@ from train.data.datasets import PackedDataset
 from train.data.packing import Batch
 from train.features import files
 from train.features.files import PER_TOKEN, Features, Manifest, is_features
+from train.packed import packed_states
 from train.trainer import MedusaTrainer
 
 
@@ -150,7 +151,7 @@ class FeatureCache:
 
     @torch.no_grad()
     def _with_hidden(self, batch: Batch) -> Batch:
-        hidden = self.backbone.hidden_states(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        hidden = packed_states(self.backbone, batch["input_ids"], batch["position_ids"])
         return batch | {"hidden": hidden.to(self.dtype)}
 
     def write(self, batch_size: int, process: int = 0, processes: int = 1) -> Iterator[int]:

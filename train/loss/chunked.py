@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from train.loss.chunks import MIN_ROWS, MIN_ROWS_OWN, chunk_rows
+from train.loss.chunks import chunk_rows
 from train.loss.labels import IGNORE
 from train.loss.teacher import BackboneTeacher, SoftTargets
 from train.loss.weighting import Weighting
@@ -45,7 +45,7 @@ class ChunkedLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if learns_weight and own else None  # a shared LM head is frozen
         figures = x_KRH.new_zeros(3, num_heads, dtype=torch.float)
         counts = (labels != IGNORE).sum(1)
-        step = chunk_rows(num_heads, matrix.shape[-1], device, MIN_ROWS_OWN if own else MIN_ROWS)
+        step = chunk_rows(num_heads, matrix.shape[-1], device, own)
         with torch.autocast(device, enabled=False):
             for start in range(0, positions, step):
                 rows = slice(start, start + step)

@@ -36,6 +36,7 @@ from train.features.files import Features
 from train.loss.chunks import chunk_rows
 from train.loss.labels import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import adapter_disabled, without_adapter
+from train.packed import packed_states
 
 QUALITY_ROWS = 64  # number of rows on which the perplexity is measured
 Tilt = Callable[[slice], Tensor]
@@ -125,7 +126,7 @@ def perplexity(backbone: Backbone, rows: PackedDataset | Features, batch_size: i
     total, count = 0.0, 0
     for rows_together in DataLoader(Subset(rows, range(min(len(rows), QUALITY_ROWS))), batch_size):
         batch = {name: tensor.to(backbone.device) for name, tensor in rows_together.items()}
-        hidden = backbone.hidden_states(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        hidden = packed_states(backbone, batch["input_ids"], batch["position_ids"])
         labels = head_labels(batch["input_ids"], batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
         labelled = labels != IGNORE
         mean = lm_loss(backbone.head, hidden[labelled], labels[labelled], None)

@@ -27,6 +27,7 @@ from train.loss.labels import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import ADAPTER, ADAPTER_WEIGHTS, adapter_disabled
 from train.medusa2.lm_loss import lm_loss, tilt_towards
 from train.module import HeadsOnBackbone
+from train.packed import packed_states
 from train.trainer import MedusaTrainer
 
 
@@ -62,10 +63,10 @@ class HeadsAndAdapter(HeadsOnBackbone):
         ids, positions = batch["input_ids"], batch["position_ids"]
         if hidden is None and (self.lm_loss == "kl" or not self.joint):
             with torch.no_grad(), adapter_disabled(self.adapted):
-                hidden = backbone.hidden_states(ids, position_ids=positions, use_cache=False)
+                hidden = packed_states(backbone, ids, positions)
         lm, lm_labels = ids.new_zeros((), dtype=torch.float32), ids.new_zeros(())
         if self.joint:
-            adapted = backbone.hidden_states(ids, position_ids=positions, use_cache=False)
+            adapted = packed_states(backbone, ids, positions)
             labels = head_labels(ids, batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
             labelled = labels != IGNORE
             teacher = tilt = None

@@ -47,7 +47,9 @@ def fit(options: FitOptions) -> FitState | None:
     from medusa.commands.fit.prompts import split
     from medusa.commands.fit.stages import Run
     from medusa.commands.fit.state import FitState, remove_earlier
+    from train.hardware import require_own_device
 
+    require_own_device(options.load.device)
     records = options.prompts.read()
     sides = split(records, options.runtime.seed)
     if options.overwrite and not options.plan:
