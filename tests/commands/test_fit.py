@@ -19,11 +19,11 @@ from medusa.__main__ import main
 from medusa.arguments import add_arguments, as_arguments, read
 from medusa.commandline import OneLineParser
 from medusa.commands.benchmark import BenchmarkOptions
+from medusa.commands.fit import fit, stages
 from medusa.commands.fit import plan as plan_module
-from medusa.commands.fit import stages
 from medusa.commands.fit.choices import choose_heads
 from medusa.commands.fit.options import FitOptions
-from medusa.commands.fit.plan import EPOCHS, HEAD_COST, LEAST_MINUTES, REPEATS, Costs, describe, make_plan
+from medusa.commands.fit.plan import EPOCHS, HEAD_COST, LEAST_MINUTES, REPEATS, Costs, describe, make_plan, what_fits
 from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import split, to_json, write_prompts
 from medusa.commands.fit.state import FitState
@@ -31,12 +31,14 @@ from medusa.commands.options import Models, Prompts
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import ASSETS
+from medusa.options import LoadOptions
 from medusa.records.record import Record, parse_record
 from medusa.records.sources import read_records
 from tests.commands.test_cli import Place
 from tests.helpers import LETTERS
 from train.architecture import BackboneSizes, choose
 from train.config import HeadsConfig
+from train.footprint import HeadsSize, heads_size
 
 OPENINGS = ASSETS / "openings.jsonl"
 PROBE = Probe(
@@ -50,7 +52,8 @@ PROBE = Probe(
     batch_step_seconds=0.064,
     step_seconds=0.005,
 )
-COSTS = [Costs(trained=1_000_000, token_seconds=4e-4)]
+SIZE = HeadsSize(num_heads=4, trained=1_000_000, own=0, vocab_size=4096)
+COSTS = [Costs(SIZE, token_seconds=4e-4)]
 
 
 def prompts(count: int) -> list[Record]:
@@ -178,18 +181,39 @@ def test_compare_trains_several_kinds() -> None:
     ]
 
 
+def test_the_plan_names_the_gpus_that_hold_the_run() -> None:
+    """A model of 7 B parameters: its cache of 16 rows and 2,048 tokens takes 17 GB. And of 1.1 B: 22 kB a token."""
+    large = replace(PROBE, parameters=6_738_415_616, model_bytes=13_476_831_232, hidden_size=4096, vocab_size=32000)
+    large = replace(large, device="cuda", context=4096, cache_bytes=2 * 32 * 4096 * 2)
+    own = heads_size(MedusaConfig(4096, 32000, num_heads=5, block="square", num_layers=1, lm_head="own"), 32000)
+    plan = make_plan(options(minutes=400.0), large, [Costs(own, 5e-5)], train_prompts=1000, test_prompts=100)
+    assert plan.decoding_bytes == 13_476_831_232 + 4 * own.trained + 16 * 2048 * 524_288
+    assert what_fits(plan) == "24 GB: too small; 40 GB: training and decoding; 80 GB: training and decoding"
+    small = replace(large, parameters=1_100_048_384, model_bytes=2_200_096_768, hidden_size=2048, cache_bytes=22_528)
+    plan = make_plan(options(minutes=400.0), small, [Costs(SIZE, 5e-5)], train_prompts=1000, test_prompts=100)
+    assert what_fits(plan).startswith("24 GB: training and decoding; ")
+
+
+def test_a_gpu_that_cannot_train_is_refused_before_any_text_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    asked = replace(options(), load=LoadOptions(device="cuda:1"))
+    with pytest.raises(RequestError, match="device is cuda:1, but this process trains on cuda:0"):
+        fit(asked)
+
+
 def test_the_docs_show_what_the_planner_computes_for_7b(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example in docs/your-model.md: its assumptions are those of the page, and its lines come from the planner."""
     sizes = BackboneSizes(hidden_size=4096, vocab_size=32000, parameters=6_738_415_616)
-    found = Probe(sizes.parameters, 2 * sizes.parameters, 4096, 32000, 4096, "cuda", 1 / 20_000, 0.027, 0.025)
+    cached = 2 * 32 * 4096 * 2  # keys and values of 32 layers in bfloat16
+    found = Probe(sizes.parameters, 2 * sizes.parameters, 4096, 32000, 4096, "cuda", 1 / 20_000, 0.027, 0.025, cached)
     asked = FitOptions(model="org/model", prompts=Prompts(prompts=str(OPENINGS)), plan=True)
     (choice,) = choose_heads(asked, sizes.parameters, True, LEAST_MINUTES)
     shape = choose(sizes, HeadsConfig(**choice.heads))
     config = MedusaConfig(4096, 32000, kind=choice.heads["kind"], **shape._asdict())
-    with torch.device("meta"):
-        trained = sum(parameter.numel() for parameter in MedusaHeads.from_config(config).parameters())
-    read = trained + 4 * 4096 * 32000  # the shared LM head, once for each head
-    costs = Costs(trained, found.read_seconds * (1 + HEAD_COST * read / sizes.parameters))
+    size = heads_size(config, sizes.vocab_size)
+    read = size.trained + 4 * 4096 * 32000  # the shared LM head, once for each head
+    costs = Costs(size, found.read_seconds * (1 + HEAD_COST * read / sizes.parameters))
     monkeypatch.setattr(plan_module, "free_bytes", lambda path: 10**12)
     plan = make_plan(asked, found, [costs], train_prompts=4900, test_prompts=100)
     page = (Path(__file__).parents[2] / "docs" / "your-model.md").read_text(encoding="utf-8")

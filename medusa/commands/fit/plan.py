@@ -6,15 +6,13 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 
-import torch
-
 from medusa.commands.fit.choices import HeadsChoice
 from medusa.commands.fit.options import FitOptions
 from medusa.commands.fit.probe import Probe
 from medusa.files import Json, free_bytes, readable
-from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
 from train.config import HeadsConfig
+from train.footprint import CARDS, HeadsSize, fits, heads_size, training_bytes
 from train.heads import new_config
 
 TRAINING_SHARE = 2.0  # seconds of training for each second of generating text
@@ -25,10 +23,9 @@ FEWEST_TEXTS = 32
 STEPS = 500  # a run with fewer training steps learns less, so short runs take small steps
 SEQUENCES, ROWS = (256, 512), (2, 8)  # least and most tokens in a packed row, and rows in a training step
 HEAD_COST = 3  # a forward and twice as much for the backward; the frozen model needs the forward only
-ADAM_BYTES = 16  # of a trained weight in float32: itself, its gradient and two states of the optimiser
 CHECKPOINTS = 3  # two kept, and one that is being written; each holds weights and optimiser states
 TEXT_BYTES = 12  # of a token in the file of texts
-LOGITS_AT_ONCE = 2048  # positions whose logits are in memory at the same time
+CACHED_TOKENS = 2048  # of each row in the KV cache, prompt and answer together, for the estimate of memory
 CALIBRATION_STEPS, CALIBRATION_TOKENS = 1500, 6000  # steps that are timed, and tokens that are generated before
 BENCHMARK_TOKENS, FEWEST_BENCHMARK_TOKENS = 128, 64  # that each method writes to a prompt, if time allows
 FEWEST_TEST = 20
@@ -38,9 +35,9 @@ METHODS = 2.7  # plain decoding, generate, and the heads, which take less
 
 @dataclass(frozen=True)
 class Costs:
-    """What training costs with one choice of heads: trained weights, and the seconds to learn from one token."""
+    """What training costs with one choice of heads: the sizes of the heads, and the seconds to learn from one token."""
 
-    trained: int
+    size: HeadsSize
     token_seconds: float
 
 
@@ -62,7 +59,8 @@ class Plan:
     benchmark_tokens: int  # that each method writes to a prompt, at most
     calibration_seconds: float  # for each kind of heads
     benchmark_seconds: float
-    memory_bytes: int
+    memory_bytes: int  # for training
+    decoding_bytes: int  # to decode a batch of prompts with the heads, at most
     disk_bytes: int
     kinds: int
 
@@ -80,10 +78,9 @@ class Plan:
 def costs_of(choice: HeadsChoice, loaded: Loaded, probe: Probe) -> Costs:
     """Compute what training the heads of `choice` costs for a model, without allocating the heads."""
     config = new_config(HeadsConfig(**choice.heads), loaded.model, loaded.name, loaded.revision)
-    with torch.device("meta"):
-        trained = sum(parameter.numel() for parameter in MedusaHeads.from_config(config).parameters())
+    size = heads_size(config, probe.vocab_size)
     shared = config.num_heads * probe.hidden_size * probe.vocab_size if config.lm_head == "shared" else 0
-    return Costs(trained, probe.read_seconds * (1 + HEAD_COST * (trained + shared) / probe.parameters))
+    return Costs(size, probe.read_seconds * (1 + HEAD_COST * (size.trained + shared) / probe.parameters))
 
 
 def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_prompts: int, test_prompts: int) -> Plan:
@@ -110,9 +107,13 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
     rounds = 3 if steps >= 3 * FEWEST_TEST * BENCHMARK_TOKENS else 2
     length = min(max(int(steps / (rounds * FEWEST_TEST)), FEWEST_BENCHMARK_TOKENS), BENCHMARK_TOKENS)
     measured = min(max(int(steps / (rounds * length)), FEWEST_TEST), test_prompts)
-    trained = max(cost.trained for cost in costs)
+    trained = max(cost.size.trained for cost in costs)
     step_tokens = training / slowest / STEPS
     sequence = SEQUENCES[step_tokens >= ROWS[0] * SEQUENCES[1]]
+    sequence_length = min(sequence, probe.context or sequence)
+    rows = min(max(int(step_tokens / sequence), ROWS[0]), ROWS[1])
+    batch = (probe.model_bytes, probe.hidden_size, rows * sequence_length, probe.device)
+    cached = probe.batch_size * min(probe.context or CACHED_TOKENS, CACHED_TOKENS) * probe.cache_bytes
     written = CALIBRATION_TOKENS * probe.batch_step_seconds / probe.batch_size
     return Plan(
         minutes=minutes,
@@ -122,14 +123,15 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
         text_seconds=texts * one_text,
         training_minutes=training / 60,
         training_tokens=int(training / slowest),
-        sequence_length=min(sequence, probe.context or sequence),
-        rows=min(max(int(step_tokens / sequence), ROWS[0]), ROWS[1]),
+        sequence_length=sequence_length,
+        rows=rows,
         test_prompts=measured,
         rounds=rounds,
         benchmark_tokens=length,
         calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds,
         benchmark_seconds=rounds * measured * length * METHODS * probe.step_seconds,
-        memory_bytes=probe.model_bytes + ADAM_BYTES * trained + 8 * LOGITS_AT_ONCE * probe.vocab_size,
+        memory_bytes=max(training_bytes(cost.size, *batch) for cost in costs),
+        decoding_bytes=probe.model_bytes + 4 * trained + cached,
         disk_bytes=TEXT_BYTES * texts * tokens + 4 * trained * (1 + 3 * CHECKPOINTS) * len(costs),
         kinds=len(costs),
     )
@@ -143,6 +145,7 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
     each = f", for each of {len(choices)} kinds" if len(choices) > 1 else ""
     free = readable(free_bytes(options.folder))
     rounds = f"{plan.rounds} rounds of up to {plan.benchmark_tokens} tokens"
+    gpus = [] if probe.device == "cpu" else [f"GPUs         {what_fits(plan)} (computed, not measured)"]
     return [
         f"model        {probe.parameters:,} parameters, {readable(probe.model_bytes)}, on {probe.device}: holds a tree",
         f"heads        {names} ({choices[0].reason})",
@@ -151,10 +154,21 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
         f"training     {training}{each}",
         f"calibration  about {clock(plan.calibration_seconds)}{each}",
         f"benchmark    {plan.test_prompts} prompts set aside, {rounds}: {clock(plan.benchmark_seconds)}",
-        f"memory       about {readable(plan.memory_bytes)} for training",
+        f"memory       {readable(plan.memory_bytes)} for training, {readable(plan.decoding_bytes)} for decoding",
+        *gpus,
         f"disk         up to {readable(plan.disk_bytes)} in {options.folder}, where {free} are free",
         f"total        about {clock(plan.seconds)}",
     ]
+
+
+def what_fits(plan: Plan) -> str:
+    """Say for each usual size of a GPU's memory whether it holds the training and the decoding of a run."""
+    told = []
+    for size in CARDS:
+        needs = {"training": plan.memory_bytes, "decoding": plan.decoding_bytes}
+        fitting = [name for name, needed in needs.items() if fits(needed, size)]
+        told.append(f"{size} GB: {' and '.join(fitting) or 'too small'}")
+    return "; ".join(told)
 
 
 def require_disk(plan: Plan, folder: Path) -> str | None:

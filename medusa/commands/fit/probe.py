@@ -35,6 +35,7 @@ class Probe:
     read_seconds: float  # to read one token as part of a batch, as in training
     batch_step_seconds: float  # to write one token in each of `batch_size` rows
     step_seconds: float  # to write one token in one row: a plain decoding step
+    cache_bytes: int = 0  # of a token in the KV cache
 
     @property
     def batch_size(self) -> int:
@@ -52,8 +53,8 @@ def probe(loaded: Loaded) -> Probe:
     parameters = loaded.model.num_parameters()
     size = parameters >= SMALL
     length = min(READ[size], (backbone.context or READ[size] + WRITE) - WRITE)
-    read, batch_step = _times(backbone, ROWS[size], length)
-    _, step = _times(backbone, 1, length)
+    read, batch_step, _ = _times(backbone, ROWS[size], length)
+    _, step, cached = _times(backbone, 1, length)
     return Probe(
         parameters=parameters,
         model_bytes=bytes_of(loaded.model),
@@ -64,11 +65,14 @@ def probe(loaded: Loaded) -> Probe:
         read_seconds=read / (ROWS[size] * length),
         batch_step_seconds=batch_step,
         step_seconds=step,
+        cache_bytes=cached // (length + WRITE),
     )
 
 
-def _times(backbone: Backbone, rows: int, length: int) -> tuple[float, float]:
-    """Return the least seconds to read `length` tokens in each of `rows` rows, and to write one more in each."""
+def _times(backbone: Backbone, rows: int, length: int) -> tuple[float, float, int]:
+    """Return the least seconds to read `length` tokens in each of `rows` rows, and to write one more in each.
+
+    The third number is the size of the KV cache in bytes after `length` + `WRITE` tokens."""
     reads, writes = list[float](), list[float]()
     generator = torch.Generator().manual_seed(0)
     while len(reads) < 2 or (sum(reads) + sum(writes) < ENOUGH and len(reads) < REPEATS):
@@ -81,4 +85,5 @@ def _times(backbone: Backbone, rows: int, length: int) -> tuple[float, float]:
             (reads if part.shape[1] > 1 else writes).append(perf_counter() - start)
         if sum(reads) + sum(writes) > 10 * ENOUGH:  # a large model: one repetition must do
             break
-    return min(reads), min(writes)
+    layers = (layer for layer in cache.layers if layer.keys is not None and layer.values is not None)
+    return min(reads), min(writes), sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
