@@ -1,15 +1,15 @@
 """Acceptance rules, which decide from the target's scores which tokens of a draft tree are accepted.
 
-Every rule walks down the draft tree from the root, the token that is already decided, and accepts a node only together
-with its ancestors. The target is the distribution that the text must follow. A walk computes it only at the nodes that
-it reaches, for all rows of the batch at one depth together. docs/exactness.md has the proofs.
+Every rule starts at the root, the token that is already decided, and accepts a node only together with its ancestors.
+The target is the distribution that the text must follow. A walk computes it only at the nodes that it reaches, for all
+rows of the batch at one depth together; other rules read it at all nodes at once. docs/exactness.md has the proofs.
 
-Shapes: B rows of the batch, R of them whose walk has not ended, N draft nodes, M distributions of the target, each for
-one or more of the R rows, V vocabulary, D the depth of the tree, C the most children of a node."""
+Shapes: B rows of the batch, R of them that a walk looks at, N draft nodes, M distributions of the target, each for one
+or more of the R rows, V vocabulary, D the depth of the tree, C the most children of a node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from decode.draft import Draft
 
-Scores = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(rows [R], nodes [R]) -> scores [M, V] whose softmax is the target, and each row's index into scores [R]."""
+Scores = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""(rows [R], nodes [R], their depth) -> scores [M, V] whose softmax is the target, each row's index into scores [R]."""
 Decide = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows [R], scores [M, V], index [R]) -> the token that the target decides on in each row [R]."""
 Passes = Callable[[Tensor], Tensor]
-"""(the target's scores [V] after a node) -> which tokens a lossy rule accepts there [V]."""
+"""(the target's scores [..., V] after nodes) -> which tokens a lossy rule accepts there [..., V]."""
 
 
 class Truncation(NamedTuple):
@@ -55,49 +55,50 @@ def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None)
     return ended_at(draft, end, best.gather(1, end[:, None])[:, 0])
 
 
-def accept_walk(draft: Draft, target: Scores, decide: Decide, depth_limit: Tensor | None = None) -> Acceptance:
+def accept_walk(
+    draft: Draft, target: Scores, decide: Decide, depth_limit: Tensor | None = None, lazy: bool = True
+) -> Acceptance:
     """Decide on one token at a time from the target's scores, and walk down the tree to the child with this token.
 
     If no child holds the decided token, the walk ends, and the token is the next root. `target` gives the scores after
     nodes, and `decide` takes a token from them: the most probable one, or a draw. No decided token is thrown away, so
     the text has exactly the target's distribution, whatever the draft. If the draft tree itself is not drawn at random,
-    no lossless rule accepts more tokens on average."""
-    walk = TreeWalk(draft, depth_limit)
-    while len(walk.rows):
-        scores, index = target(walk.rows, walk.nodes)
-        token = decide(walk.rows, scores, index)
-        child = walk.child_that_holds(token)
-        walk.go_on(child, token[child < 0])
-    return ended_at(draft, walk.end, walk.root)
+    no lossless rule accepts more tokens on average. `lazy`: see `TreeWalk`."""
+    walk, root = TreeWalk(draft, depth_limit, lazy), torch.zeros_like(draft.ids[:, 0])
+    for depth in walk.depths():
+        scores, index = target(walk.rows, walk.nodes, depth)
+        token = decide(walk.rows, scores, index).to(root.device)
+        root[walk.rows] = torch.where(walk.walking, token, root[walk.rows])
+        walk.go_on(walk.child_that_holds(token))
+    return ended_at(draft, walk.end, root)
 
 
-def accept_longest(draft: Draft, target: Scores, passes: Passes, depth_limit: Tensor | None = None) -> Acceptance:
+def accept_longest(
+    draft: Draft, target: Iterable[Tensor], passes: Passes, depth_limit: Tensor | None = None
+) -> Acceptance:
     """Accept the longest path of tokens that pass a lossy rule; of equally long paths, the target's most probable one.
 
-    `passes` finds the tokens that the lossy rule accepts, from the target's scores after a node. The next root is the
-    target's most probable token after the path."""
-    topology, end, roots = draft.topology, [], []
-    tables = topology.children.tolist()
-    limits = [topology.max_depth] * len(draft.ids) if depth_limit is None else depth_limit.tolist()
-    for row, tokens in enumerate(draft.ids.tolist()):
-        children = tables[0 if topology.is_shared else row]
-        found: list[tuple[int, float, int, int]] = []  # length, log probability, node, next root
-        open_nodes = [(0, 0, 0.0)]  # node, depth, log probability
-        while open_nodes:
-            node, depth, log_p = open_nodes.pop()
-            scores, index = target(draft.ids.new_tensor([row]), draft.ids.new_tensor([node]))
-            here = scores[index[0]]
-            found.append((depth, log_p, node, int(here.argmax())))
-            if depth == limits[row] or children[node][:1] in ([], [-1]):
-                continue
-            fits, log_probabilities = passes(here), here.log_softmax(-1)
-            for child in children[node]:
-                if child >= 0 and fits[tokens[child]]:
-                    open_nodes.append((child, depth + 1, log_p + float(log_probabilities[tokens[child]])))
-        _, _, node, root = max(found, key=lambda entry: entry[:2])
-        end.append(node)
-        roots.append(root)
-    return ended_at(draft, torch.tensor(end, device=draft.ids.device), draft.ids.new_tensor(roots))
+    `target` gives the target's scores [b, N, V] after all nodes, for the B rows in order, in parts of b rows. `passes`
+    finds in them the tokens that the lossy rule accepts after each node. The next root is the target's most probable
+    token after the path."""
+    topology, ids = draft.topology, draft.ids
+    parent, found = topology.parent.expand_as(ids), []
+    start = 0
+    for scores in target:
+        rows = slice(start, start + len(scores))
+        of_node = parent[rows] * scores.shape[-1] + ids[rows]  # each node's token, after its parent
+        judged = (passes(scores), scores.log_softmax(-1))
+        found.append((*(each.flatten(1).gather(1, of_node) for each in judged), scores.argmax(-1)))
+        start = rows.stop
+    fits, log_p, best = map(torch.cat, zip(*found, strict=True))
+    no_part = topology.non_ancestors
+    accepted = (fits[:, None] | no_part).all(-1)
+    if depth_limit is not None:
+        accepted &= topology.depth <= depth_limit[:, None]
+    depth = torch.where(accepted, topology.depth, -1)
+    path_log_p = torch.where(no_part, 0.0, log_p[:, None]).sum(-1)
+    end = torch.where(depth == depth.amax(-1, keepdim=True), path_log_p, -torch.inf).argmax(-1)
+    return ended_at(draft, end, best.gather(1, end[:, None])[:, 0])
 
 
 def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
@@ -112,56 +113,70 @@ def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
 
 
 def among_best(scores: Tensor, k: int) -> Tensor:
-    """A mask [V] of the k tokens with the highest scores [V]: top-k selection (Stern et al. 2018, section 5.1).
+    """A mask [..., V] of the k tokens with the highest scores [..., V] (Stern et al. 2018, section 5.1).
 
     Tokens that a logits processor set to -inf are excluded."""
-    best = scores.topk(min(k, len(scores))).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True) & (scores > -torch.inf)
+    best = scores.topk(min(k, scores.shape[-1])).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (scores > -torch.inf)
 
 
 def near_best(scores: Tensor, distance: int) -> Tensor:
-    """A mask [V] of the token ids within `distance` of the id with the best score (Stern et al. 2018, section 5.2).
+    """A mask [..., V] of the ids within `distance` of the id with the best score (Stern et al. 2018, section 5.2).
 
     Neighbouring ids must mean similar values, as for pixels or audio samples. Tokens with score -inf are excluded."""
-    ids = torch.arange(len(scores), device=scores.device)
-    return ((ids - scores.argmax()).abs() <= distance) & (scores > -torch.inf)
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    return ((ids - scores.argmax(-1, keepdim=True)).abs() <= distance) & (scores > -torch.inf)
 
 
 class TreeWalk:
-    """The walk of B rows down their draft trees, one depth at a time; each row's walk ends at its own depth."""
+    """The walk of B rows down their draft trees, one depth at a time; each row's walk ends at its own depth.
 
-    def __init__(self, draft: Draft, depth_limit: Tensor | None) -> None:
-        self.draft, self.depth_limit = draft, depth_limit
-        self.end = draft.ids.new_zeros(len(draft.ids))  # [B] the node that each row has reached
-        self.root = draft.ids.new_zeros(len(draft.ids))  # [B] the token decided after that node
-        self.rows = torch.arange(len(draft.ids), device=draft.ids.device)  # [R]
+    A `lazy` walk leaves out rows that have ended and stops with the last one, for which the host reads from the device
+    at each depth. Else all B rows go down to the greatest depth, and what is decided for ended rows has no effect."""
+
+    def __init__(self, draft: Draft, depth_limit: Tensor | None, lazy: bool) -> None:
+        self.draft, self.depth_limit, self.lazy = draft, depth_limit, lazy
+        self.end = torch.zeros_like(draft.ids[:, 0])  # [B] the node that each row has reached
+        self.rows = torch.arange(len(self.end), device=self.end.device)  # [R] the rows that the walk looks at
+        self.walking = torch.ones_like(self.rows, dtype=torch.bool)  # [R] whether each row's walk goes on
         self.depth = 0
 
     @property
     def nodes(self) -> Tensor:
-        """The draft node [R] that each of the R unfinished rows has reached in its walk."""
-        return self.end[self.rows]
+        """The draft node [R] that each of the R rows has reached in its walk."""
+        return self.end.index_select(0, self.rows)
+
+    def depths(self) -> Iterator[int]:
+        """Go through the depths of the tree, from 0 on, while a row may walk."""
+        deepest = self.draft.topology.max_depth
+        while self.depth <= deepest and len(self.rows):
+            yield self.depth
+            self.depth += 1
 
     def children(self) -> Tensor:
-        """Children [R, C] of the node that each unfinished row has reached; -1: none, or beyond `depth_limit`."""
-        topology, limit = self.draft.topology, self.depth_limit
-        children = topology.at(topology.children, self.rows, self.nodes)
-        return children if limit is None else torch.where(limit[self.rows, None] > self.depth, children, -1)
+        """Children [R, C] of the node that each row has reached; -1: none, beyond `depth_limit`, or the walk ended."""
+        topology, goes_on = self.draft.topology, self.walking
+        if self.depth_limit is not None:
+            goes_on = goes_on & (self.depth_limit.index_select(0, self.rows) > self.depth)
+        return torch.where(goes_on[:, None], topology.at(topology.children, self.rows, self.nodes), -1)
 
     def child_that_holds(self, token: Tensor) -> Tensor:
-        """Find, for each unfinished row, the child of its current node that holds its `token` [R]; -1 if none does."""
+        """Find, for each row, the child of its current node that holds its `token` [R]; -1 if none does."""
+        if not self.draft.topology.max_children:
+            return torch.full_like(self.rows, -1)
         children = self.children()
         held = self.draft.ids[self.rows[:, None], children.clamp_min(0)]
-        match = (held == token[:, None].to(held.device)) & (children >= 0)
-        return torch.where(match, children, -1).amax(-1) if children.shape[1] else torch.full_like(self.rows, -1)
+        return torch.where(held == token[:, None], children, -1).amax(-1)
 
-    def go_on(self, child: Tensor, token: Tensor) -> None:
-        """Move unfinished rows to their `child` [R]; -1 ends a walk. `token`: the next root of each row that ends."""
-        ends = child < 0
-        self.root[self.rows[ends]] = token.to(self.root.device)
-        self.rows = self.rows[~ends]
-        self.end[self.rows] = child[~ends]
-        self.depth += 1
+    def go_on(self, child: Tensor) -> None:
+        """Move rows to their `child` [R]; -1 ends a walk."""
+        self.walking = child >= 0
+        if self.lazy:
+            self.rows, child = self.rows[self.walking], child[self.walking]
+            self.walking = torch.ones_like(self.rows, dtype=torch.bool)
+            self.end[self.rows] = child
+        else:
+            self.end = torch.where(self.walking, child, self.end)
 
 
 def ended_at(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:

@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from decode.ops.transfer import on_device
+
 MIN_GROWTH, MAX_GROWTH = 256, 4096
 """Bounds on the cache slots that a growing cache adds: its size doubles, but it grows by at most MAX_GROWTH slots."""
 SMALL_BYTES, SHARE = 2**26, 0.1
@@ -152,7 +154,7 @@ class TreeCache(Cache):
     def appended(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The row indices [B, 1] and cache slots [B, count] where the next `count` tokens of each of B rows belong."""
         if self._appended is None or self._appended[1].shape[1] != count:
-            start = torch.tensor(self.lengths, device=device)[:, None]
+            start = on_device(self.lengths, device)[:, None]
             rows = torch.arange(len(self.lengths), device=device)[:, None]
             self._appended = rows, start + torch.arange(count, device=device)
         rows, slots = self._appended

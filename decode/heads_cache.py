@@ -15,11 +15,18 @@ from transformers import LlamaConfig
 
 from decode.cache import TreeCache
 from decode.masks import TreeMasks
+from decode.ops.transfer import on_device
 from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import Tree
+
+
+@functools.lru_cache(maxsize=256)
+def chain(width: int, device: torch.device) -> Topology:
+    """The topology of a path of `width` nodes, which all steps and sessions share."""
+    return Topology.of(Tree.chain(width - 1).to(device))
 
 
 class HeadsCache:
@@ -32,7 +39,6 @@ class HeadsCache:
         if heads.prefix is not None:
             self.prefix = TreeCache(heads.prefix.config, batch_size, capacity)
             self.masks = TreeMasks(heads.prefix.config, heads.dtype, heads.device)
-            self.chain = functools.cache(lambda width: Topology.of(Tree.chain(width - 1).to(heads.device)))
         if heads.uses_context:
             self.pairs = TreeCache(LlamaConfig(num_hidden_layers=1), batch_size, capacity)
 
@@ -59,15 +65,15 @@ class HeadsCache:
         `ids` [B, C] are those of the C path nodes, the root first; `counts[b]` is the number of nodes of path b."""
         hidden = hidden.to(self.device, self.dtype)
         if self.prefix is not None:
-            topology, lengths = self.chain(hidden.shape[1]), self.prefix.lengths
-            positions = torch.tensor(lengths, device=self.device)[:, None] + topology.depth
+            topology, lengths = chain(hidden.shape[1], self.device), self.prefix.lengths
+            positions = on_device(lengths, self.device)[:, None] + topology.depth
             mask = self.masks(lengths, topology)
             assert isinstance(mask, Tensor)
             hidden = self._read(self.prefix, hidden, positions, mask, counts)
         if self.pairs is not None:
             pairs = torch.cat([before[:, None].to(hidden), hidden[:, :-1]], dim=1)
             self._append(self.pairs, pairs, ids, counts)
-        return hidden[torch.arange(len(hidden), device=self.device), torch.tensor(counts, device=self.device) - 1]
+        return hidden[torch.arange(len(hidden), device=self.device), on_device(counts, self.device) - 1]
 
     def _read(self, cache: TreeCache, hidden: Tensor, positions: Tensor, mask: Tensor, counts: list[int]) -> Tensor:
         """Run the prefix layers (decoder layers between backbone and heads) over `hidden` [B, T, H] of T tokens."""
@@ -79,7 +85,7 @@ class HeadsCache:
     def _append(self, cache: TreeCache, hidden: Tensor, next_ids: Tensor, counts: list[int]) -> None:
         """Append the KV of T pairs (hidden state, next token) to each row; row b keeps the first `counts[b]` pairs."""
         token = self.backbone.embed(next_ids).to(hidden)
-        start = torch.tensor(cache.lengths, device=hidden.device)[:, None]
+        start = on_device(cache.lengths, hidden.device)[:, None]
         positions = start + torch.arange(hidden.shape[1], device=hidden.device)
         cache.update(*self.heads.project_kv(hidden, token, positions), 0)
         cache.commit_prompt(counts)
@@ -102,7 +108,7 @@ class HeadsCache:
         if self.pairs is None:
             return None
         cache, layer = self.pairs, self.pairs.tree_layers[0]
-        lengths = torch.tensor(cache.lengths, device=layer.keys.device)[:, None]  # [B, 1]
+        lengths = on_device(cache.lengths, layer.keys.device)[:, None]  # [B, 1]
         seen = torch.arange(cache.longest, device=lengths.device) < lengths
         keys, values = (states[:, :, : cache.longest] for states in (layer.keys, layer.values))
         return ContextKV(keys, values, seen[:, None], lengths, self.heads.config.num_heads)

@@ -7,7 +7,7 @@ Shapes: B rows, R of them whose walk has not ended, N nodes of a draft, D its de
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -27,7 +27,9 @@ from decode.accept import (
     typical,
 )
 from decode.draft import Draft, Drafter, DraftRecord, Frontier
+from decode.ops.draws import RewoundDraws, RowDraws
 from decode.ops.fast_topk import most_probable
+from decode.ops.transfer import host_waits, on_device
 from decode.rejection import accept_sampled
 from decode.sequences import Sequences
 from decode.settings import AcceptanceRule
@@ -35,6 +37,10 @@ from decode.settings import AcceptanceRule
 if TYPE_CHECKING:
     from decode.session import Session
     from medusa.backbone import Readout
+
+
+PART = 1 << 24
+"""Scores of nodes that a lossy rule reads at once, which limits the memory that it takes."""
 
 
 @dataclass
@@ -129,6 +135,8 @@ class TreeStepper(Stepper):
         """Make a stepper. `keep_drafts`: every step also copies its drafts to the host, for `Step.drafts`."""
         self.session, self.drafter, self.acceptor = session, drafter, acceptor
         self.keep_drafts = keep_drafts
+        self.lazy = not (session.target.is_pure and host_waits(session.backbone.device))
+        """Whether walks stop where they end (`decode.accept.TreeWalk`); if not, a step waits for the device once."""
 
     def start(self) -> tuple[list[int], list[int]]:
         # Typical acceptance decides on every root by argmax, and so also on the first one.
@@ -140,8 +148,12 @@ class TreeStepper(Stepper):
         timer.lap("propose")
         readout = self.session.verifier(draft)
         timer.lap("verify")
-        accepted = self.accept(draft, readout)
-        outcome = unpack(pack(draft, accepted).tolist())  # the one moment at which a step waits for the device
+        draws = self.session.target.draws.of(self.frontier.rows)
+        if not self.lazy:
+            draws = RewoundDraws(draws.generators, draft.ids.device)
+        accepted = self.accept(draft, readout, draws)
+        outcome = unpack(pack(draft, accepted).tolist())  # the one moment at which most steps wait for the device
+        draws.keep(outcome.lengths)
         if self.keep_drafts:
             outcome = outcome._replace(drafts=records(draft, accepted, outcome.lengths))
         timer.lap("accept")
@@ -149,29 +161,46 @@ class TreeStepper(Stepper):
         timer.lap("compact")
         return outcome
 
-    def accept(self, draft: Draft, readout: Readout) -> Acceptance:
-        """Decide which nodes of the draft are accepted, by the acceptance rule."""
+    def accept(self, draft: Draft, readout: Readout, draws: RowDraws) -> Acceptance:
+        """Decide which nodes of the draft are accepted, by the acceptance rule; `draws` are those of its rows."""
         session, logits, passes = self.session, readout.logits, self.acceptor.passes
         target, depth_limit = session.target, session.verifier.depth_limit(draft)
         if target.is_argmax and passes is None:
             return accept_greedy(draft, most_probable(logits).to(draft.ids.device), depth_limit)
-        scores = partial(self._scores, draft, logits)
         if passes is not None:
-            return accept_longest(draft, scores, passes, depth_limit)
-        draws = target.draws.of(self.frontier.rows)
+            return accept_longest(draft, self._scores_of_nodes(draft, logits), passes, depth_limit)
+        scores = partial(self._scores, draft, logits)
         if draft.proposal is not None:
-            return accept_sampled(draft, scores, draws, depth_limit)
-        return accept_walk(draft, scores, partial(target.decide, draws), depth_limit)
+            return accept_sampled(draft, scores, draws, depth_limit, self.lazy)
+        return accept_walk(draft, scores, partial(target.decide, draws), depth_limit, self.lazy)
 
-    def _scores(self, draft: Draft, logits: Tensor, walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the target's scores [R, V] after node `nodes[i]` of row `walking[i]`, and their indices 0 to R - 1."""
-        found = []
-        paths = draft.topology.at(draft.topology.paths, walking, nodes)[:, 1:]  # the root is written already
-        for index, node, path in zip(walking.tolist(), nodes.tolist(), paths, strict=True):
-            row = self.frontier.rows[index]
-            prefix = self.session.sequences.prefix(row, draft.ids[index, path[path >= 0]])
-            found.append(self.session.target.scores(row, prefix, logits[index, node]))
-        return torch.cat(found), torch.arange(len(found), device=walking.device)
+    def _scores(self, draft: Draft, logits: Tensor, rows: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the target's scores [R, V] after node `nodes[i]` of row `rows[i]`, and their indices 0 to R - 1."""
+        target, sequences = self.session.target, self.session.sequences
+        at = logits[rows.to(logits.device), nodes.to(logits.device)]
+        index = torch.arange(len(nodes), device=nodes.device)
+        if target.is_textless:
+            return target.scores_of(at, nodes.device), index
+        # The root is written already. A row whose walk ended above `depth` gets other tokens, which changes nothing.
+        below = draft.topology.at(draft.topology.paths, rows, nodes)[:, 1 : depth + 1].clamp_min(0)
+        tokens, found = draft.ids[rows[:, None], below], []
+        for place, row in enumerate(rows.tolist() if self.lazy else range(len(rows))):
+            row = self.frontier.rows[row]
+            found.append(target.scores(row, sequences.prefix(row, tokens[place]), at[place]))
+        return torch.cat(found), index
+
+    def _scores_of_nodes(self, draft: Draft, logits: Tensor) -> Iterator[Tensor]:
+        """Yield the target's scores [b, N, V] after all nodes of the draft, for b rows at a time."""
+        target, sequences, device = self.session.target, self.session.sequences, draft.ids.device
+        if target.is_textless:
+            for part in logits.split(max(1, PART // logits[0].numel())):
+                yield target.scores_of(part.flatten(0, 1), device).view_as(part)
+            return
+        lines = [[[n for n in line if n >= 0] for line in lines] for lines in draft.topology.paths.tolist()]
+        for place, row in enumerate(self.frontier.rows):
+            paths = lines[0 if draft.topology.is_shared else place]
+            prefix = sequences.prefix(row)
+            yield target.scores_of_nodes(row, prefix, draft.ids[place], paths, logits[place])[None]
 
     def compact(self, draft: Draft, readout: Readout, accepted: Acceptance, lengths: list[int]) -> Frontier:
         """Keep the first `lengths[b]` nodes of accepted path b in the caches; returns the next step's `Frontier`."""
@@ -190,7 +219,7 @@ class TreeStepper(Stepper):
     def keep(self, left: list[int]) -> None:
         self.session.select(left)
         root, hidden, rows, _ = self.frontier
-        index = torch.tensor(left, device=root.device)
+        index = on_device(left, root.device)
         rows = [rows[place] for place in left]
         self.frontier = self.session.frontier(root[index], hidden[index.to(hidden.device)], rows)
 

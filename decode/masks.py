@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
+from decode.ops.transfer import on_device
 from decode.topology import Topology
 from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additive, aligned
 
@@ -65,7 +66,7 @@ class TreeMasks:
 
 def visible(topology: Topology, lengths: Sequence[int], kind: LayerKind = FULL_LAYER) -> Tensor:
     """Find which cache slots N draft nodes see, [B, N, max(lengths) + N] bool, after `lengths[b]` tokens of row b."""
-    prefix = torch.tensor(lengths, device=topology.depth.device)
+    prefix = on_device(lengths, topology.depth.device)
     return visible_slots(topology, prefix, max(lengths) + topology.num_nodes, kind)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from decode.draft import Draft
 from decode.loop import StepOutcome, Stepper, Timer
+from decode.ops.transfer import on_device
 from decode.session import Session
 from decode.topology import Topology
 from medusa.tree import Tree
@@ -43,4 +44,4 @@ class PlainStepper(Stepper):
 
     def keep(self, left: list[int]) -> None:
         self.session.select(left)
-        self.roots, self.rows = self.roots[left], [self.rows[place] for place in left]
+        self.roots, self.rows = self.roots[on_device(left, self.roots.device)], [self.rows[place] for place in left]

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
+from decode.ops.transfer import on_device
+
 
 class Request(NamedTuple):
     """One prompt, with the logits processors, stopping criteria and config that `model.generate` prepared."""
@@ -49,7 +51,7 @@ class Sequences:
         width = max(len(p) + max(limit, 0) for p, limit in zip(self.prompts, self.limits, strict=True))
         self.buffer = torch.zeros(len(requests), width + slack + 1, dtype=torch.long, device=device)
         for row, prompt in enumerate(self.prompts):
-            self.buffer[row, : len(prompt)] = torch.tensor(prompt, device=device)
+            self.buffer[row, : len(prompt)] = on_device(prompt, device)
         self.lengths = [len(prompt) for prompt in self.prompts]
         self.in_buffer = list(self.lengths)
         """Tokens of each row that the buffer holds, which is filled on request: most runs ask for no prefix."""
@@ -62,7 +64,7 @@ class Sequences:
         length, held = self.lengths[row], self.in_buffer[row]
         if held < length:
             new = self.new_ids[row][held - length :]
-            self.buffer[row, held:length] = torch.tensor(new, device=self.buffer.device)
+            self.buffer[row, held:length] = on_device(new, self.buffer.device)
             self.in_buffer[row] = length
         if more is not None:
             self.buffer[row, length : length + len(more)] = more
@@ -96,7 +98,7 @@ class Sequences:
         if kept[-1] in self.eos[row]:
             return "eos"
         if self.criteria[row]:
-            prefix = self.prefix(row, torch.tensor(kept, device=self.buffer.device))
+            prefix = self.prefix(row, on_device(kept, self.buffer.device))
             # No criterion that is left here reads scores.
             if self.criteria[row](cast(torch.LongTensor, prefix), None).all():
                 return "stop"

@@ -1,9 +1,11 @@
 """The target: the scores that a text must follow, computed from the backbone's logits by transformers' own processors.
 
-Temperature, top-k, top-p and penalties are `LogitsProcessor`s that transformers prepared. A processor sees one row at
-a time, as in plain decoding: the prompt, everything written so far, and the path down to a node.
+Temperature, top-k, top-p and penalties are `LogitsProcessor`s that transformers prepared. A processor that reads the
+text sees one row at a time, as in plain decoding: the prompt, everything written so far, and the path down to a node.
+Processors that look only at scores see many rows and nodes at once, if all rows have the same.
 
-Shapes: B rows of the batch, R of them that choose a token, M distributions (rows may share one), V vocabulary."""
+Shapes: B rows of the batch, R of them that choose a token, X positions, N nodes of a draft, T tokens of a text,
+M distributions (rows may share one), V vocabulary."""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from transformers.generation import logits_process
 from decode.accept import Truncation, typical
 from decode.ops.draws import Draws, RowDraws
 from decode.ops.fast_topk import most_probable
+from decode.ops.transfer import on_device
 from decode.sequences import Request, Sequences
 
 WARPERS = (
@@ -30,6 +33,22 @@ WARPERS = (
     logits_process.TypicalLogitsWarper,
 )
 """Processors that look only at scores. All others may depend on the row's text or its length."""
+READERS = (
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.LogitNormalization,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.SuppressTokensLogitsProcessor,
+)
+"""Processors of transformers that depend on the text that they get, and on nothing else: no call changes the next."""
 
 
 class Target:
@@ -48,6 +67,15 @@ class Target:
         keeps = self.kept_scores is not None or self.kept_logits is not None
         self.is_argmax = not self.do_sample and not keeps and not any(self.processors)
         """Whether one argmax over raw logits decides, so that all nodes can be decided at once."""
+        kinds = {type(processor) for row in self.processors for processor in row}
+        self.is_textless = not keeps and kinds.issubset(WARPERS) and self._are_equal()
+        """Whether all rows have the same processors, which look only at scores, so that one call serves all rows."""
+        self.is_pure = not keeps and kinds.issubset(WARPERS + READERS)
+        """Whether scores may be computed for nodes that are not chosen, in any order, as no call leaves a trace."""
+
+    def _are_equal(self) -> bool:
+        first, *others = map(settings_of, self.processors)
+        return all(other == first for other in others)
 
     def scores(self, row: int, prefix: Tensor, logits: Tensor) -> Tensor:
         """Apply the logits processors of a row to the logits [V] after its text `prefix` [1, T]; returns scores [1, V].
@@ -61,6 +89,29 @@ class Target:
         scores = processed(self.processors[row], prefix, raw, self.truncation)
         if self.kept_scores is not None:
             self.kept_scores[row].append(scores)
+        return scores
+
+    def scores_of(self, logits: Tensor, device: torch.device) -> Tensor:
+        """Apply the logits processors to `logits` [X, V] at X positions of any rows; only for `is_textless` targets."""
+        raw = logits.to(device=device, dtype=torch.float32)  # no copy, as none of these processors writes in place
+        return processed(self.processors[0], self._no_text(raw), raw, self.truncation)
+
+    def scores_of_nodes(
+        self, row: int, prefix: Tensor, ids: Tensor, paths: Sequence[Sequence[int]], logits: Tensor
+    ) -> Tensor:
+        """Apply the logits processors of a row to the `logits` [N, V] after the N nodes of a draft; returns [N, V].
+
+        The row's text is `prefix` [1, T], root included; `ids` [N] are the nodes' tokens, and `paths` the nodes from
+        the root to each node. Nodes of one depth are processed together, unless a processor might not expect that."""
+        raw = logits.to(device=prefix.device, copy=True, dtype=torch.float32)
+        groups: dict[int, list[int]] = {}
+        for node, path in enumerate(paths):
+            groups.setdefault(len(path) if self.is_pure else node, []).append(node)
+        scores = torch.empty_like(raw)
+        for nodes in groups.values():
+            at, below = (on_device(numbers, ids.device) for numbers in (nodes, [paths[node][1:] for node in nodes]))
+            texts = torch.cat([prefix.expand(len(nodes), -1), ids[below.long()]], dim=1)
+            scores[at] = processed(self.processors[row], texts, raw[at], self.truncation)
         return scores
 
     def decide(self, draws: Draws, rows: Tensor, scores: Tensor, index: Tensor) -> Tensor:
@@ -80,7 +131,10 @@ class Target:
         With `most_probable_only`, the token is never drawn at random."""
         if self.is_argmax:
             return most_probable(logits)
-        scores = torch.cat([self.scores(row, sequences.prefix(row), logits[i]) for i, row in enumerate(rows)])
+        if self.is_textless:
+            scores = self.scores_of(logits, sequences.buffer.device)
+        else:
+            scores = torch.cat([self.scores(row, sequences.prefix(row), logits[i]) for i, row in enumerate(rows)])
         if most_probable_only:
             return scores.argmax(-1)
         everyone = torch.arange(len(rows), device=scores.device)
@@ -91,16 +145,33 @@ class Target:
 
         Draft tokens are drawn from q, which affects how many tokens are accepted, but not the distribution of the text.
         Penalties depend on tokens that are not drawn yet, so q is computed without them."""
-        ids = torch.zeros(logits.shape[1], 1, dtype=torch.long, device=logits.device)  # `WARPERS` read none
-        warped = [processed(self.warpers[row], ids, logits[i].float()) for i, row in enumerate(rows)]
-        return torch.stack(warped).softmax(-1)
+        if self.is_textless:
+            warped = processed(self.warpers[0], self._no_text(logits), logits.float().flatten(0, 1)).view_as(logits)
+        else:
+            each = zip(rows, logits.float(), strict=True)
+            warped = torch.stack([processed(self.warpers[row], self._no_text(one), one) for row, one in each])
+        return warped.softmax(-1)
+
+    def _no_text(self, scores: Tensor) -> Tensor:
+        """Ids [X, 1] for the scores [X, V] of processors that read no ids."""
+        return torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
 
 
 def processed(
     processors: LogitsProcessorList, ids: Tensor, scores: Tensor, truncation: Truncation | None = None
 ) -> Tensor:
     """Process scores [X, V] after `ids` [X, T]; `truncation` sets tokens that typical acceptance rejects to -inf."""
-    scores = cast(Tensor, processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores)))
+    for processor in processors:  # the list's own `__call__` inspects each signature again, which takes longer
+        scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
     if truncation is None:
         return scores
     return scores.masked_fill(~typical(scores.softmax(-1), *truncation), -torch.inf)
+
+
+def settings_of(processors: LogitsProcessorList) -> list[tuple[type, dict[str, object]]]:
+    """The kinds and settings of a row's processors; rows with equal ones compute the same scores of the same text."""
+    return [(type(p), {name: _number(value) for name, value in vars(p).items()}) for p in processors]
+
+
+def _number(value: object) -> object:
+    return value.tolist() if isinstance(value, Tensor) else value

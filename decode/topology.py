@@ -114,6 +114,13 @@ class Topology:
         """Indices of each node's children, at most C, [R, N, C] in R trees of N nodes; ascending, padded with -1."""
         return self.find_children(self.place)
 
+    @cached_property
+    def widths(self) -> list[int]:
+        """The most children of a node at each depth from 0 to D - 1, as numbers on the host, which waits for them."""
+        most = torch.zeros(self.max_depth + 1, dtype=torch.long, device=self.parent.device)
+        place = self.place.expand_as(self.depth).flatten()
+        return most.scatter_reduce_(0, self.depth.flatten(), place + 1, "amax")[1:].tolist()
+
     def find_place(self) -> Tensor:
         """Compute `place`, each node's index among its siblings; torch.compile cannot trace the cached property."""
         siblings = self.parent[:, 1:, None] == self.parent[:, None, 1:]

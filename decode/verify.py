@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.masks import TreeMasks
 from decode.ops.grouped_attention import grouped
+from decode.ops.transfer import on_device
 from decode.prefill import OnHidden, prefill
 from decode.sequences import Sequences
 from decode.topology import Topology
@@ -47,7 +47,7 @@ class Verifier:
         if self.cache.is_even:
             positions = (topology.depth + lengths[0]).expand(len(lengths), -1)
         else:
-            positions = torch.tensor(lengths, device=ids.device)[:, None] + topology.depth
+            positions = on_device(lengths, ids.device)[:, None] + topology.depth
         end = self._end(topology)
         if end is not None:
             # Nodes beyond the end are never accepted (`depth_limit`), but must not ask for a position there either.
@@ -60,7 +60,7 @@ class Verifier:
     def depth_limit(self, draft: Draft) -> Tensor | None:
         """The greatest depth [B] at which a node of each row may be accepted; `None`: all depths fit the context."""
         end = self._end(draft.topology)
-        return None if end is None else end - 1 - torch.tensor(self.cache.lengths, device=self.masks.device)
+        return None if end is None else end - 1 - on_device(self.cache.lengths, self.masks.device)
 
     def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
         self.cache.commit(path, counts, in_place)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from decode.draft import Draft, Frontier, Proposal
 from decode.drafters.layouts import DynamicTree, Layout, require_draftable
@@ -78,13 +79,14 @@ def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, 
     that a draft is for. Draft b draws its tokens at depth d from `q[context[b], d - 1]`; the children of all its nodes
     of a depth hold the same tokens. The decoded text still follows the target distribution, because a path has only
     one node of each depth, and the draws of different depths are independent."""
-    everyone = torch.arange(len(root), device=root.device)
-    depths, place, ids = topology.depth[0], topology.place[0], [root[:, None]]
-    for depth in range(1, topology.max_depth + 1):
-        order = place[depths == depth]
-        u = draws.uniforms(everyone, int(order.max()) + 1)
-        drawn = draw_distinct(q[:, depth - 1], context, u)  # [B, most siblings]
-        ids.append(drawn.index_select(1, order))
-    # Nodes are sorted by depth. The children of a node of depth d are drawn from head d + 1, which is row d of q.
+    everyone, widths, most = torch.arange(len(root), device=root.device), topology.widths, topology.max_children
+    u = draws.uniforms(everyone, sum(widths)).split(widths, dim=1)
+    drawn = [
+        F.pad(draw_distinct(q[:, depth], context, u[depth]), (0, most - u[depth].shape[1])) for depth in range(len(u))
+    ]
+    depths = topology.depth[0]
+    of_node = (depths[1:] - 1) * most + topology.place[0, 1:]  # the guess that each node holds
+    ids = torch.cat([root[:, None], torch.cat(drawn, dim=1).index_select(1, of_node)], dim=1)
+    # The children of a node of depth d are drawn from head d + 1, which is row d of q.
     of_children = context[:, None] * q.shape[1] + depths.clamp_max(topology.max_depth - 1)
-    return Draft(torch.cat(ids, dim=1), topology, Proposal(q.flatten(0, 1), of_children))
+    return Draft(ids, topology, Proposal(q.flatten(0, 1), of_children))

@@ -76,6 +76,8 @@ class LevelwiseDrafter(ABC):
             return
         self.levels, self.topology = levels_of(tree.candidates), Topology.of(tree.candidates)
         self.top = [int(level.rank.max()) + 1 for level in self.levels]  # guesses considered, by level
+        # By level: the expanded nodes of the level above, and the most children of one, for draws.
+        self.drawn = [(int(level.parent.max()) + 1, int(level.place.max()) + 1) for level in self.levels]
 
     @abstractmethod
     def begin(self, frontier: Frontier) -> State:
@@ -158,15 +160,16 @@ class LevelwiseDrafter(ABC):
         state, tokens = self.begin(frontier), frontier.root[:, None]
         path = torch.arange(rows, device=root.device).repeat_interleave(copies)[:, None]
         ids, distributions, of_children, known = [root[:, None]], [], [path], 0
+        counts = [width * most for width, most in self.drawn]
+        u = draws.uniforms(everyone, sum(counts)).split(counts, dim=1)
         for depth, level in enumerate(self.levels):
             logits, state = self.step(depth, state, tokens, frontier.context_kv)
             q = target.draft_probabilities(frontier.rows, self.over_vocabulary(logits))
             q = q.flatten(0, 1).to(root.device)  # [P, V]
             distributions.append(q)
             known += len(q)
-            width, most = path.shape[1], int(level.place.max()) + 1
-            u = draws.uniforms(everyone, width * most).view(-1, most)
-            drawn = draw_distinct(q, path.flatten(), u).view(len(root), width * most)
+            width, most = self.drawn[depth]
+            drawn = draw_distinct(q, path.flatten(), u[depth].reshape(-1, most)).view(len(root), width * most)
             found = drawn[:, level.parent * most + level.place]
             ids.append(found)
             before, last = path[:, level.parent[level.expanded]], found[:, level.expanded]

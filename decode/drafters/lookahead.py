@@ -28,6 +28,7 @@ from decode.draft import Draft, Frontier, SideBranch
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
 from decode.drafters.tries import TextDrafter, TextDrafterFactory, Trie
 from decode.ops.fast_topk import argmax
+from decode.ops.transfer import on_device
 from decode.sequences import Sequences
 from decode.topology import Topology
 
@@ -131,7 +132,7 @@ class LookaheadDrafter(TextDrafter):
         if max(map(self.sequences.tokens_left, frontier.rows)) < 3:
             return draft  # no later step could use n-grams of this window
         tokens = [self.rows[row].tokens(self._root(row), self.sequences.lengths[row]) for row in frontier.rows]
-        ids = torch.tensor(tokens, device=frontier.root.device)
+        ids = on_device(tokens, frontier.root.device)
         return draft._replace(side_branches=(SideBranch(ids, self.topology, partial(self._receive, frontier.rows)),))
 
     def trie(self, row: int) -> Trie:

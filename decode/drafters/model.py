@@ -25,6 +25,7 @@ from decode.drafters.tries import chain
 from decode.masks import grown_masks
 from decode.ops.fast_topk import argmax, top_k
 from decode.ops.grouped_attention import grouped
+from decode.ops.transfer import on_device
 from decode.prefill import prefill
 from decode.session import Session
 from decode.target import Target
@@ -153,32 +154,34 @@ class ModelDrafter(LevelwiseDrafter):
         draft = Draft(self._padded(news), chain(max(counts), self.device))
         logits = Verifier(self.backbone, self.cache)(draft).logits
         self.cache.commit_prompt(counts)
-        last = torch.tensor(counts, device=logits.device) - 1
+        last = on_device(counts, logits.device) - 1
         return logits[torch.arange(len(rows), device=logits.device), last]
 
     def _keep_accepted(self) -> None:
         """Keep the last draft's accepted nodes in the cache; `_read_new_text` then reads the rest of the text."""
         if not self.levels_read:
             return
-        levels = [(tokens.tolist(), parents.tolist()) for tokens, parents in self.levels_read]
+        widths = [tokens.shape[1] for tokens, _ in self.levels_read]
+        both = torch.stack([torch.cat(parts, dim=1) for parts in zip(*self.levels_read, strict=True)])
+        tokens_read, parents_read = both.tolist()  # one wait for the device
         kept: list[list[int]] = []
         for place, (row, start) in enumerate(zip(self.rows, self.text_lengths, strict=True)):
             path, at, first = [0], -1, 0  # the root, then the accepted nodes
-            for token, (tokens, parents) in zip(self.sequences.tail(row, start)[:-1], levels, strict=False):
-                here = zip(tokens[place], parents[place], strict=True)
-                found = next((index for index, node in enumerate(here) if node == (token, at)), None)
-                if found is None:
+            for token, width in zip(self.sequences.tail(row, start)[:-1], widths, strict=False):
+                level = range(first, first + width)
+                nodes = (n for n in level if (tokens_read[place][n], parents_read[place][n]) == (token, at))
+                at = next(nodes, -1)
+                if at < 0:
                     break
-                at = first + found
                 path.append(1 + at)
-                first += len(tokens[place])
+                first += width
             kept.append(path)
         self.cache.reopen([length - 1 for length in self.text_lengths])
         self.cache.commit(self._padded(kept), [len(path) for path in kept], in_place=self.is_chain)
 
     def _padded(self, lines: list[list[int]]) -> Tensor:
         width = max(map(len, lines))
-        return torch.tensor([line + [0] * (width - len(line)) for line in lines], device=self.device)
+        return on_device([line + [0] * (width - len(line)) for line in lines], self.device)
 
     def _chain(self, frontier: Frontier) -> Draft:
         """Draft a chain by greedy decoding with the draft model; `confidence` can end the chain early."""
@@ -216,7 +219,7 @@ class ModelDrafter(LevelwiseDrafter):
         parent = above[:, :, -1] if above.shape[-1] else torch.full_like(tokens, -1)
         self.levels_read.append((tokens, parent))
         seen = torch.cat([above, itself], dim=-1)  # [B, W, A + 1]
-        positions = torch.tensor(self.text_lengths, device=self.device)[:, None] + (depth - 1)
+        positions = on_device(self.text_lengths, self.device)[:, None] + (depth - 1)
         masks = self._masks(seen)
         with grouped(self.backbone.config, masks):
             logits = self.backbone.forward(
@@ -238,8 +241,8 @@ class ModelDrafter(LevelwiseDrafter):
         A node sees the text and the slots `seen` [B, W, A + 1] of its A drafted ancestors and itself."""
         if self.layers.is_full and self.cache.is_even and self.is_chain:
             return None
-        starts = torch.tensor(self.text_lengths, device=self.device)
+        starts = on_device(self.text_lengths, self.device)
         depth = torch.full(seen.shape[:2], seen.shape[-1] - 1, device=self.device)
-        depths = [level for level, (tokens, _) in enumerate(self.levels_read) for _ in tokens[0]]
-        of_all = torch.tensor(depths, device=self.device)
+        depths = [level for level, (tokens, _) in enumerate(self.levels_read) for _ in range(tokens.shape[1])]
+        of_all = on_device(depths, self.device)
         return grown_masks(self.layers, self.backbone.dtype, starts, seen, depth, of_all)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from decode.draft import Draft, Drafter, Frontier
 from decode.drafters.base import DrafterFactory
+from decode.ops.transfer import on_device
 from decode.sequences import Sequences
 from decode.session import Session
 from decode.topology import Topology
@@ -51,12 +52,12 @@ def draft_of(tries: list[Trie], root: Tensor) -> Draft:
     for trie in tries:
         for last in range(len(trie.ids) - 1, count - 1):
             trie.append(0, last)
-    drafted = torch.tensor([trie.ids[1:] for trie in tries], dtype=torch.long).view(len(tries), -1).to(root.device)
-    ids = torch.cat([root[:, None], drafted], dim=1)
+    ids = torch.cat([root[:, None], on_device([trie.ids for trie in tries], root.device)[:, 1:]], dim=1)
     if all(trie.is_chain for trie in tries):
         return Draft(ids, chain(count, root.device))
-    parent, depth = torch.tensor([trie.parent for trie in tries]), torch.tensor([trie.depth for trie in tries])
-    return Draft(ids, Topology.from_parents(parent.to(root.device), depth.to(root.device), int(depth.max()), count - 1))
+    parent, depth = (on_device(part, root.device) for part in ([t.parent for t in tries], [t.depth for t in tries]))
+    deepest = max(max(trie.depth) for trie in tries)
+    return Draft(ids, Topology.from_parents(parent, depth, deepest, count - 1))
 
 
 @lru_cache(maxsize=256)

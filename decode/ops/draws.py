@@ -27,21 +27,52 @@ class RowDraws:
         return RowDraws([self.generators[row] for row in rows])
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
-        """Draw one token for each of the batch rows `rows` [R]: `rows[i]` from `p[index[i]]`, where `p` is [M, V]."""
-        drawn = [
-            torch.multinomial(p[at], 1, generator=self.generators[row])
-            for row, at in zip(rows.tolist(), index.tolist(), strict=True)
-        ]
-        return torch.cat(drawn) if drawn else index.clone()
+        """Draw one token for each of the batch rows `rows` [R]: `rows[i]` from `p[index[i]]`, where `p` is [M, V].
+
+        These are the draws of `torch.multinomial`, bit for bit, which would wait for the device."""
+        if not len(rows):
+            return index.clone()
+        noise = [torch.empty_like(p[0]).exponential_(generator=g) for g in self._generators(rows)]
+        return (p.index_select(0, index) / torch.stack(noise)).argmax(-1)
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Tell how many of the tokens drawn for each row were needed; here all were."""
 
     def uniforms(self, rows: Tensor, count: int) -> Tensor:
         """Draw `count` uniform random numbers in [0, 1) for each of `rows` [R]; returns [R, count], float64."""
-        return self.of(rows.tolist()).block(count, rows.device)
+        drawn = [
+            torch.rand(count, dtype=torch.float64, generator=g, device=rows.device) for g in self._generators(rows)
+        ]
+        return torch.stack(drawn) if drawn else torch.zeros(0, count, dtype=torch.float64, device=rows.device)
 
     def block(self, count: int, device: torch.device) -> Tensor:
         """Draw `count` uniform numbers in [0, 1) for every row, [B, count] on `device`; the host does not wait."""
-        drawn = [torch.rand(count, dtype=torch.float64, generator=g, device=device) for g in self.generators]
-        return torch.stack(drawn) if drawn else torch.zeros(0, count, dtype=torch.float64, device=device)
+        return self.uniforms(torch.arange(len(self.generators), device=device), count)
+
+    def _generators(self, rows: Tensor) -> Sequence[torch.Generator | None]:
+        """The generators of `rows` [R], which is in ascending order; to read it, if it lacks a row, the host waits."""
+        everyone = len(rows) == len(self.generators)
+        return self.generators if everyone else [self.generators[row] for row in rows.tolist()]
+
+
+class RewoundDraws(RowDraws):
+    """Draws of tokens for walks that go on after their ends: `keep` takes back what was drawn after a row's last token.
+
+    So a seed gives the same text, whether or not a walk is lazy (`decode.accept.TreeWalk`)."""
+
+    def __init__(self, generators: Sequence[torch.Generator | None], device: torch.device) -> None:
+        super().__init__([generator or default_generator(device) for generator in generators])
+        self.states: list[list[Tensor]] = []  # of each row's generator, before each of the draws
+
+    def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
+        self.states.append([generator.get_state() for generator in self.generators])
+        return super().tokens(rows, p, index)
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Set the generator of each row back to where it was after `counts[b]` draws of a token."""
+        for row, count in enumerate(counts):
+            if count < len(self.states):
+                self.generators[row].set_state(self.states[count][row])
 
 
 class SharedDraws:
@@ -59,6 +90,14 @@ class SharedDraws:
 
 
 Draws = RowDraws | SharedDraws
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """PyTorch's global generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    generators: Sequence[torch.Generator] = torch.get_device_module(device).default_generators
+    return generators[device.index or 0]
 
 
 def cumulative(p: Tensor) -> Tensor:

@@ -13,15 +13,16 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from decode.accept import Acceptance, Scores, accept_greedy, accept_longest, accept_walk, typical
+from decode.accept import Acceptance, accept_greedy, accept_longest, accept_walk, typical
 from decode.draft import Draft
 from decode.topology import Topology, chosen_part
 from medusa import Tree
 from tests.helpers import random_tree
 
 
-def accept_typical(draft: Draft, target: Scores, epsilon: float, delta: float, room: Any = None) -> Acceptance:
-    return accept_longest(draft, target, lambda scores: typical(scores.softmax(-1), epsilon, delta), room)
+def accept_typical(draft: Draft, p: Tensor, epsilon: float, delta: float, room: Any = None) -> Acceptance:
+    """Typical acceptance with a table of probabilities p [B, N, V], given row by row."""
+    return accept_longest(draft, p.log().split(1), lambda scores: typical(scores.softmax(-1), epsilon, delta), room)
 
 
 def children_of(tree: Tree | Topology, node: int) -> list[int]:
@@ -38,10 +39,12 @@ def slow_walk(tree: Topology, tokens: list[int], best: list[int], room: int, nod
     return [node, *max(lines, key=len, default=[])]
 
 
-def walked(draft: Draft, draw: Callable[[int, list[int]], int], room: Tensor | None = None) -> Acceptance:
+def walked(
+    draft: Draft, draw: Callable[[int, list[int]], int], room: Tensor | None = None, lazy: bool = True
+) -> Acceptance:
     """`accept_walk` with a scripted target: `draw(row, path)` is the token after the path."""
 
-    def target(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    def target(rows: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         return nodes, torch.arange(len(rows))  # "scores" that say where each row stands
 
     def decide(rows: Tensor, nodes: Tensor, index: Tensor) -> Tensor:
@@ -49,16 +52,7 @@ def walked(draft: Draft, draw: Callable[[int, list[int]], int], room: Tensor | N
         pairs = zip(rows.tolist(), paths, strict=True)
         return torch.tensor([draw(row, [node for node in path if node >= 0]) for row, path in pairs])
 
-    return accept_walk(draft, target, decide, room)
-
-
-def table(p: Tensor) -> Scores:
-    """A target that is a table of probabilities [B, N, V]."""
-
-    def scores(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        return p[rows, nodes].log(), torch.arange(len(rows))
-
-    return scores
+    return accept_walk(draft, target, decide, room, lazy)
 
 
 def random_draft(seed: int, rows: int = 3, vocab: int = 4) -> tuple[Draft, random.Random]:
@@ -142,11 +136,13 @@ def test_greedy_and_walk_equal_the_slow_walk(seed: int, with_room: bool) -> None
         return int(best[row, path[-1]])
 
     greedy, walk = accept_greedy(draft, best, limit), walked(draft, draw, limit)
+    whole = walked(draft, lambda row, path: int(best[row, path[-1]]), limit, lazy=False)
     for row in range(rows):
         expected = slow_walk(tree_of(draft, row), draft.ids[row].tolist(), best[row].tolist(), room[row])
         assert line_of(greedy, row) == expected
-        assert line_of(walk, row) == expected
+        assert line_of(walk, row) == line_of(whole, row) == expected
         assert int(greedy.next_root[row]) == int(walk.next_root[row]) == int(best[row, expected[-1]])
+        assert int(whole.next_root[row]) == int(best[row, expected[-1]])
         assert visited[row] == expected, "one draw per node of the path, in order: a seed then gives the plain text"
 
 
@@ -173,7 +169,7 @@ def test_typical_is_the_best_of_all_paths(seed: int) -> None:
     p = (torch.randn(*draft.ids.shape, 4, generator=torch.Generator().manual_seed(seed)) * 1.5).softmax(-1)
     epsilon, delta = rng.choice([(0.09, 0.3), (0.3, 0.09), (0.5, 1.0), (0.0, 0.0), (1.0, 1.0)])
     room = [rng.randint(0, 5) for _ in range(rows)]
-    accepted = accept_typical(draft, table(p), epsilon, delta, torch.tensor(room))
+    accepted = accept_typical(draft, p, epsilon, delta, torch.tensor(room))
     greedy = accept_greedy(draft, p.argmax(-1), torch.tensor(room))
     for row in range(rows):
         nodes = line_of(accepted, row)
@@ -187,14 +183,14 @@ def test_the_most_probable_token_always_passes(delta: float) -> None:
     """exp(-H) <= max p, with equality for uniform p, where `>` and rounding would give random results."""
     draft = Draft(torch.tensor([[1, 0]]), Topology.of(Tree.chain(1)))
     for p in (torch.full((5,), 0.2), torch.tensor([1.0, 0, 0, 0, 0]), torch.tensor([0.5, 0.5, 0, 0, 0])):
-        accepted = accept_typical(draft, table(p.expand(1, 2, -1)), 1.0, delta)
+        accepted = accept_typical(draft, p.expand(1, 2, -1), 1.0, delta)
         assert accepted.length.tolist() == [2]
 
 
 def test_typical_with_an_impossible_token() -> None:
     """A token of probability 0 never passes, and its logarithm causes no error."""
     draft = Draft(torch.tensor([[1, 2]]), Topology.of(Tree.chain(1)))
-    accepted = accept_typical(draft, table(torch.tensor([0.6, 0.4, 0.0]).expand(1, 2, -1)), 0.0, 0.0)
+    accepted = accept_typical(draft, torch.tensor([0.6, 0.4, 0.0]).expand(1, 2, -1), 0.0, 0.0)
     assert (accepted.length.tolist(), accepted.next_root.tolist()) == ([1], [0])
 
 

@@ -44,12 +44,9 @@ def test_worked_example() -> None:
         for place, token in enumerate(order):
             table[node, token] = 3.0 - place / 2
 
-    def after(rows: Any, nodes: Any) -> Any:
-        return table[nodes], torch.arange(len(nodes))
-
     def ends(passes: Any, room: int | None = None) -> tuple[int, int]:
         limit = None if room is None else torch.tensor([room])
-        found = accept_longest(draft, after, passes, limit)
+        found = accept_longest(draft, [table[None]], passes, limit)
         return int(found.length), int(found.next_root)
 
     assert ends(lambda s: among_best(s, 1)) == (2, 4)

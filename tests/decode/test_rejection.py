@@ -109,7 +109,7 @@ def texts_written(language: Language, form: str, take: Take, seed: int, draws: i
 def target_of(language: Language, draft: Draft, number: Tensor, length: Tensor) -> Scores:
     """The target after a text and a node's path; rows with the same text share their distributions."""
 
-    def scores(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    def scores(rows: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         at, size = number[rows], length[rows]
         for depth in range(1, TREE.max_depth + 1):
             node = TREE.paths[nodes, depth]
@@ -129,6 +129,16 @@ def by_walk(draft: Draft, target: Any, noise: Any) -> Acceptance:
     return accept_walk(draft, target, decide)
 
 
+def each_its_own(draft: Draft, target: Any, noise: Any, lazy: bool) -> Acceptance:
+    """Rejection sampling with a distribution per row, as for a batch of texts."""
+
+    def each(rows: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        scores, index = target(rows, nodes, depth)
+        return scores[index], torch.arange(len(index))
+
+    return accept_sampled(draft, each, noise, lazy=lazy)
+
+
 TAKE: dict[str, Take] = {"topk": by_walk, "sample": accept_sampled}
 
 
@@ -143,6 +153,16 @@ def outcome(form: str, processors: str, take: Take | None = None, seed: int = 0)
 def test_texts_have_the_targets_distribution(form: str, processors: str, seed: int) -> None:
     """The false-alarm rate is 1e-5 for each case."""
     assert outcome(form, processors, seed=seed).p_value > FALSE_ALARM
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_texts_have_the_targets_distribution_without_shared_distributions(lazy: bool) -> None:
+    """The code that decodes a batch, where every row has its own distributions."""
+
+    def take(draft: Draft, target: Any, noise: Any) -> Acceptance:
+        return each_its_own(draft, target, noise, lazy)
+
+    assert outcome("sample", "penalties", take).p_value > FALSE_ALARM
 
 
 # Planted faults: each must be found, by the same test, a thousand times below its threshold.
@@ -178,7 +198,7 @@ def root_redrawn(monkeypatch: pytest.MonkeyPatch, form: str = "sample") -> Take:
         accepted = TAKE[form](draft, target, noise)
         rows = torch.arange(len(draft.ids))
         end = accepted.path.gather(1, accepted.length[:, None] - 1)[:, 0]
-        scores, index = target(rows, end)
+        scores, index = target(rows, end, 0)
         return accepted._replace(next_root=noise.tokens(rows, scores.softmax(-1), index))
 
     return take
@@ -193,7 +213,9 @@ def draws_per_path(monkeypatch: pytest.MonkeyPatch) -> Take:
         for chain in chains:
             nodes_of = torch.tensor(chain)
             below = Draft(draft.ids[:, chain], Topology.of(Tree.chain(len(chain) - 1)))
-            own = TAKE["topk"](below, lambda rows, nodes, nodes_of=nodes_of: target(rows, nodes_of[nodes]), noise)
+            own = TAKE["topk"](
+                below, lambda rows, nodes, depth, nodes_of=nodes_of: target(rows, nodes_of[nodes], depth), noise
+            )
             longer = own.length > best.length
             path = torch.full_like(best.path, -1)
             path[:, : len(chain)] = torch.where(own.path >= 0, nodes_of[own.path.clamp_min(0)], -1)
@@ -263,7 +285,7 @@ def test_a_confident_wrong_head_keeps_the_target(rest: float) -> None:
     q = torch.cat([others[:2] * rest, torch.ones(1), others[2:] * rest])[None, None]
     noise = SharedDraws(torch.Generator().manual_seed(0))
     draft = sampled_draft(context, Topology.of(tree), q, context, noise)
-    accepted = accept_sampled(draft, lambda rows, nodes: (p.log(), rows * 0), noise)
+    accepted = accept_sampled(draft, lambda rows, nodes, depth: (p.log(), rows * 0), noise)
     drafted = draft.ids.gather(1, accepted.path[:, 1:2].clamp_min(0))[:, 0]
     tokens = torch.where(accepted.length > 1, drafted, accepted.next_root)
     assert goodness_of_fit(tokens.bincount(minlength=WORDS), p[0]).p_value > FALSE_ALARM
@@ -284,7 +306,7 @@ def test_acceptance_rises_as_q_approaches_p() -> None:
     q_far = (language.scores[:1].flip(-1)).softmax(-1)
     for q, share in ((p, 1.0), (q_far, float(torch.minimum(p, q_far).sum()))):
         draft = sampled_draft(context, Topology.of(tree), q[None], context, noise)
-        accepted = accept_sampled(draft, lambda rows, nodes: (language.scores[:1], rows * 0), noise)
+        accepted = accept_sampled(draft, lambda rows, nodes, depth: (language.scores[:1], rows * 0), noise)
         assert abs(float((accepted.length == 2).double().mean()) - share) < 5 * (0.25 / len(context)) ** 0.5
 
 
@@ -355,12 +377,12 @@ def test_rows_with_shared_distributions_are_independent() -> None:
 
     draft = sampled_draft(context, Topology.of(TREE), q, context, Scripted())
     place = torch.tensor([0, 1, 7])
-    shared = accept_sampled(draft, lambda rows, nodes: (language.scores[place], context[rows]), Scripted())
+    shared = accept_sampled(draft, lambda rows, nodes, depth: (language.scores[place], context[rows]), Scripted())
     each = torch.arange(40)[:, None] * q.shape[1] + draft.proposal.of_children % q.shape[1]  # type: ignore[union-attr]
     own_proposal = Proposal(q[context].flatten(0, 1), each)
     own = accept_sampled(
         draft._replace(proposal=own_proposal),
-        lambda rows, nodes: (language.scores[place[context[rows]]], torch.arange(len(rows))),
+        lambda rows, nodes, depth: (language.scores[place[context[rows]]], torch.arange(len(rows))),
         Scripted(),
     )
     for one, other in zip(shared, own, strict=True):

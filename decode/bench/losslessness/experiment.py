@@ -227,7 +227,7 @@ class Experiment:
         """Make a function that samples steps on one draft of best guesses, which has N nodes with `scores` [N, V]."""
         passes = Acceptor(rule.acceptance, self.settings.epsilon, self.settings.delta).passes
 
-        def of_nodes(rows: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        def of_nodes(rows: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor]:
             return scores, nodes
 
         def decide(rows: Tensor, scores: Tensor, index: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ class Experiment:
         def take(rows: int) -> tuple[Draft, Acceptance]:
             many = Draft(draft.ids.expand(rows, -1), draft.topology)
             if passes is not None:
-                return many, accept_longest(many, of_nodes, passes)
+                return many, accept_longest(many, [scores.expand(rows, -1, -1)], passes)
             return many, accept_walk(many, of_nodes, decide)
 
         return take
@@ -253,8 +253,8 @@ class Experiment:
         def take(rows: int) -> tuple[Draft, Acceptance]:
             draft = drafter.draw(context.frontier, context.session.target, self.draws, rows)
 
-            def after(walking: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-                if int(draft.topology.depth[0, nodes[0]]) == 1:  # all rows that walk have the same depth
+            def after(walking: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+                if depth == 1:
                     tokens, index = draft.ids[walking, nodes].unique(return_inverse=True)
                     return _truncated(self._after(tokens.tolist()), truncate), index
                 return root_scores, torch.zeros_like(walking)  # after the root; third tokens are not counted

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 import decode.rejection
 import decode.verify
@@ -117,7 +118,7 @@ def test_a_fault_in_the_production_code_fails(model: Any, fault: str, monkeypatc
 
 def test_a_missing_warper_in_the_tree_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = experiment(model, temperature=0.8)
-    monkeypatch.setattr(made.context.session.target, "processors", [lambda ids, scores: scores])
+    monkeypatch.setattr(made.context.session.target, "processors", [LogitsProcessorList()])
     assert not passes([made.run(RULES[0], 0, DRAWS)])
 
 

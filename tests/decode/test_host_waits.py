@@ -1,0 +1,170 @@
+"""How often a step of eager decoding waits for the device: once if greedy, at most twice by any other rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import decode.loop
+from decode import generate, steps
+from decode.drafters.base import DrafterContext
+from decode.drafters.lookahead import LookaheadConfig
+from decode.drafters.mix import Mix
+from decode.drafters.model import DraftModel
+from decode.drafters.ngram import NgramConfig
+from decode.drafters.trained_heads import TrainedHeads
+from decode.loop import Step
+from medusa import Tree
+from tests.decode.host_waits import HostWaits
+from tests.helpers import left_padded, plain, random_heads, random_ids
+
+NEW, STEPS, SKIPPED = 40, 5, 2  # the first steps may prepare what later ones use again
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8}
+WARPED = SAMPLED | {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "epsilon_cutoff": 1e-3, "typical_p": 0.95}
+READING: dict[str, Any] = {
+    "repetition_penalty": 1.2,
+    "no_repeat_ngram_size": 4,
+    "min_new_tokens": NEW,
+    "bad_words_ids": [[3], [4, 5]],
+    "suppress_tokens": [6],
+    "exponential_decay_length_penalty": (20, 1.01),
+    "eos_token_id": 7,
+}
+GREEDY: dict[str, Any] = {"do_sample": False}
+MODES: dict[str, tuple[int, dict[str, Any]]] = {
+    # the waits of a step, and the options
+    "greedy": (1, GREEDY),
+    "greedy, penalties": (1, GREEDY | READING),
+    "sampled": (1, SAMPLED),
+    "sampled, all warpers": (1, WARPED),
+    "sampled, eta": (5, SAMPLED | {"eta_cutoff": 1e-3}),  # torch.distributions checks the scores at each depth
+    "sampled, penalties": (1, SAMPLED | READING),
+    "drawn drafts": (1, SAMPLED | {"draft": "sample"}),
+    "drawn drafts, penalties": (1, SAMPLED | READING | {"draft": "sample"}),
+    "typical": (1, SAMPLED | {"acceptance": "typical"}),
+    "typical, penalties": (2, SAMPLED | READING | {"acceptance": "typical"}),
+    "typical-sampled": (1, SAMPLED | {"acceptance": "typical-sampled"}),
+    "topk": (1, GREEDY | {"acceptance": "topk:3"}),
+    "distance": (1, GREEDY | {"acceptance": "distance:3"}),
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "independent": {},
+    "reduced vocabulary": {"vocabulary": 32, "lm_head": "own"},
+    "recurrent": {"kind": "recurrent"},
+    "cascade": {"kind": "cascade"},
+    "hydra": {"kind": "hydra"},
+    "eagle": {"kind": "eagle"},
+    "prefix layers": {"prefix_layers": 1},
+}
+TREES = ("topk:4,2,1", "dynamic:9")
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode as on a GPU."""
+    monkeypatch.setattr(decode.loop, "host_waits", lambda device: True)
+
+
+def decoded(model: Any, heads: Any, rows: int, **options: Any) -> Iterator[Step]:
+    prompts = [random_ids(5 + 3 * row % 11, seed=row) for row in range(rows)]
+    seeds = list(range(rows)) if options.get("do_sample") else None
+    return steps(model, heads, **left_padded(prompts), seeds=seeds, max_new_tokens=NEW, **options)
+
+
+def most_waits(monkeypatch: pytest.MonkeyPatch, taken: Iterator[Step]) -> tuple[int, str]:
+    """The most waits of a step in which no text ended, and where they are."""
+    found, rows = [], 0
+    with HostWaits(monkeypatch) as waits:
+        next(taken)
+        for _ in range(SKIPPED):
+            rows = len(next(taken).ids)
+        for _ in range(STEPS):
+            waits.take()
+            step = next(taken)
+            if len(step.ids) == rows:
+                found.append((waits.found.total(), waits.places()))
+            rows = len(step.ids)
+    return max(found)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("mode", MODES)
+def test_waits_of_a_step(llama: Any, monkeypatch: pytest.MonkeyPatch, mode: str, rows: int) -> None:
+    budget, options = MODES[mode]
+    heads = random_heads(llama)
+    for tree in TREES[: 1 if options.get("draft") == "sample" else 2]:
+        waits, places = most_waits(monkeypatch, decoded(llama, heads, rows, tree=tree, **options))
+        assert waits <= budget, f"{mode}, {rows} rows, {tree}: {waits} waits\n{places}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_texts_do_not_depend_on_the_waits(llama: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Walks that go on after their ends give the texts of walks that stop there, also with penalties and seeds."""
+    heads, (_, options) = random_heads(llama), MODES[mode]
+    longest = 0
+    for rows, tree in ((1, "topk:10,4,2"), (5, "topk:10,4,2"), (3, "dynamic:30")):
+        if options.get("draft") == "sample" and tree.startswith("dynamic"):
+            continue
+        texts = []
+        for waits in (True, False):
+            monkeypatch.setattr(decode.loop, "host_waits", lambda device, waits=waits: waits)
+            texts.append([step.ids for step in decoded(llama, heads, rows, tree=tree, **options)])
+        assert texts[0] == texts[1]
+        longest = max(longest, *(len(ids) for step in texts[0] for ids in step.values()))
+    assert longest > 1, "nothing was accepted: no power"
+
+
+def test_the_global_generator_is_where_plain_sampling_leaves_it(llama: Any) -> None:
+    """What a walk draws after its end is taken back, so the next draw of the caller is that after `model.generate`."""
+    heads, prompt, options = random_heads(llama), random_ids(6), SAMPLED | {"max_new_tokens": 12, "eos_token_id": None}
+    torch.manual_seed(3)
+    expected = plain(llama, prompt, **options), torch.rand(1)
+    torch.manual_seed(3)
+    out = generate(llama, heads, torch.tensor([prompt]), tree="topk:4,2,1", **options)
+    left = torch.rand(1)
+    assert (out[0, len(prompt) :].tolist(), left) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("kind", HEADS)
+def test_waits_of_all_kinds_of_heads(llama: Any, monkeypatch: pytest.MonkeyPatch, kind: str, rows: int) -> None:
+    heads = random_heads(llama, **HEADS[kind])
+    list(decoded(llama, heads, rows, tree=TREES[0]))  # makes the tables of paths that heads with prefix layers keep
+    for mode in ("greedy", "sampled", "drawn drafts"):
+        budget, options = MODES[mode]
+        for tree in TREES[: 1 if mode == "drawn drafts" else 2]:
+            waits, places = most_waits(monkeypatch, decoded(llama, heads, rows, tree=tree, **options))
+            assert waits <= budget, f"{kind}, {mode}, {rows} rows, {tree}: {waits} waits\n{places}"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    ("drafter", "budget"),
+    [
+        (NgramConfig(), 1),
+        (NgramConfig(n=2, matches=4, tokens=4), 1),
+        (LookaheadConfig(window=4, n=3), 2),  # the tokens that the backbone predicts for the window
+        ("model", 2),  # what the last step drafted, to find in it what was accepted
+        ("model tree", 2),
+        ("mix", 2),  # the number of nodes of the union
+    ],
+    ids=str,
+)
+def test_waits_of_other_drafters(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, drafter: Any, budget: int, rows: int
+) -> None:
+    """These drafters work on the host, or make drafts whose size is not known before."""
+    heads, tree = random_heads(llama), Tree.top_k([3, 2])
+    known = {
+        "model": DraftModel(llama, Tree.chain(3)),
+        "model tree": DraftModel(llama, tree),
+        "mix": Mix([TrainedHeads(heads, tree), NgramConfig(n=2).factory(DrafterContext(llama))]),
+    }
+    given = known[drafter] if isinstance(drafter, str) else drafter
+    for mode in ("greedy", "sampled"):
+        taken = decoded(llama, None, rows, drafter=given, **MODES[mode][1])
+        waits, places = most_waits(monkeypatch, taken)
+        assert waits <= budget, f"{drafter}, {mode}, {rows} rows: {waits} waits\n{places}"
