@@ -28,6 +28,15 @@ def peak_memory() -> dict[str, int]:
     return peak
 
 
+def total_memory(device: torch.device) -> int:
+    """Return the size of the memory that holds tensors of `device`, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    import psutil  # a dependency of accelerate
+
+    return int(psutil.virtual_memory().total)
+
+
 def bytes_of(module: nn.Module) -> int:
     """Return the memory of a module's parameters in bytes; of quantised ones, that of the tensors that they consist of.
 

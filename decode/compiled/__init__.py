@@ -5,6 +5,10 @@ compiled step all shapes are fixed: masks hide the cache's unused slots, text le
 acceptance always walks to the greatest depth. A step is one call of a function compiled with `fullgraph=True`, which a
 GPU replays as a CUDA graph, and one transfer of ids to the host.
 
-A region is a compiled step with its caches. Each batch size, tree, capacity (cache slots, a power of two), acceptance
-rule, set of sampling options and state of the modules needs its own region. A session takes a region from the model and
-puts it back at the end. Plain decoding uses the same step, with a draft of the root alone."""
+A region is a compiled step with its caches. Each batch size, tree, acceptance rule, set of sampling options and state
+of the modules needs its own region. A session takes a region from the model and puts it back at the end. Plain decoding
+uses the same step, with a draft of the root alone.
+
+The number of cache slots is no part of the compiled code. Attention reads a window, the first slots of the cache, which
+grows with the text in steps of 256 slots, and by up to an eighth from 2048 slots on. When the text reaches the cache's
+end, larger caches replace the old ones. Neither compiles anything."""

@@ -14,17 +14,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, FixedHeadsCache, static
+from decode.cache import TreeCache
+from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, static, window_of
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Drafter, Frontier
+from decode.heads_cache import HeadsCache
 from decode.loop import at_end, pack
 from decode.masks import visible_slots
 from decode.ops.grouped_attention import grouped
 from medusa.backbone import Backbone
+from medusa.memory import total_memory
 from medusa.tree_support import LayerKinds, additive
 
-KEPT = 8
+KEPT = 32
 """Maximum number of compiled regions that a model keeps; the least recently used region is dropped first."""
+SHARE = 1 / 8
+"""Part of the device's memory that the caches of kept regions may fill; the least recently used are freed first."""
 COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType, partial)
 Key = tuple[object, ...]
@@ -32,7 +37,7 @@ Key = tuple[object, ...]
 
 
 class Region:
-    """A compiled step for one batch size, capacity, tree and sampler, with the caches and state of its rows."""
+    """A compiled step for one batch size, tree and sampler, with the caches and state of its rows."""
 
     def __init__(
         self,
@@ -41,44 +46,67 @@ class Region:
         heads_cache: FixedHeadsCache | None,
         drafter: Drafter,
         sampler: FixedSampler,
-        hidden: Tensor,
+        frontier: Frontier,
+        max_depth: int,
     ) -> None:
-        """Make a compiled region; `hidden` [B, H] shows the shape and dtype of the drafter's hidden states."""
+        """Make a compiled region for drafts of `max_depth` D, without cache slots (see `make_room`).
+
+        `frontier` shows the shape and dtype of the state between steps."""
         self.backbone, self.cache, self.heads_cache = backbone, cache, heads_cache
         self.drafter, self.sampler = drafter, sampler
         self.config, self.layers = backbone.config, LayerKinds(backbone.config)
-        device, rows = backbone.device, cache.rows
-        self.root = static(torch.zeros(rows, dtype=torch.long, device=device))
-        self.hidden = static(torch.zeros_like(hidden))
-        self.alive = static(torch.ones(rows, dtype=torch.long, device=device))  # 0 for rows that have ended
-        self.end = min(end for end in (backbone.context, cache.capacity) if end is not None)
-        drafter.propose(self.frontier())  # fills the tables that a tree caches, which compiled steps cannot do
-        self.compiled = compiled(self._step, device)
+        self.caches = [cache, *([] if heads_cache is None else heads_cache.caches)]
+        self.root, self.hidden = static(torch.zeros_like(frontier.root)), static(torch.zeros_like(frontier.hidden))
+        self.alive = static(torch.ones_like(frontier.root))  # 0 for rows that have ended
+        self.end = 1 << 62 if backbone.context is None else backbone.context
+        self.u = static(torch.zeros(cache.rows, max_depth + 1, dtype=torch.float64, device=backbone.device))
+        """Input [B, D + 1] of a step: a uniform random number for each token that the step can write."""
+        self.compiled = compiled(self._step, backbone.device)
 
-    def __call__(self, u: Tensor) -> list[list[int]]:
-        """Run one decoding step. `u` [B, D + 1]: a uniform random number for each token that the step can write.
-
-        Returns the decisions of the step as lists of numbers, which `decode.loop.unpack` reads."""
+    def __call__(self) -> list[list[int]]:
+        """Run one decoding step; returns its decisions as lists of numbers, which `decode.loop.unpack` reads."""
         with grouped(self.config), self.backbone.watched():
-            packed: Tensor = self.compiled(u)
+            packed: Tensor = self.compiled()
         return packed.tolist()
 
-    def frontier(self) -> Frontier:
-        """The last decided tokens (roots) and the hidden states before them, from which the next step drafts."""
-        context_kv = None if self.heads_cache is None else self.heads_cache.context_kv()
-        return Frontier(self.root, self.hidden, list(range(self.cache.rows)), context_kv)
+    @property
+    def capacity(self) -> int:
+        """The number of cache slots that a text and a draft after it may take."""
+        return self.cache.capacity
 
-    def _step(self, u: Tensor) -> Tensor:
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all KV caches in bytes."""
+        return sum(cache.num_bytes for cache in self.caches)
+
+    def make_room(self, slots: int, keep: bool = True) -> None:
+        """Replace the KV caches by larger ones of `slots` cache slots per row; `keep`: with the text in them."""
+        for cache in self.caches:
+            cache.make_room(slots, keep)
+
+    def look_at(self, slots: int) -> None:
+        """Make attention read the first `slots` cache slots, which must hold the longest text and a draft after it."""
+        if slots != self.cache.width:
+            window = window_of(slots, self.root.device)
+            for cache in self.caches:
+                cache.window = window
+
+    def release(self) -> None:
+        """Free the memory of the KV caches. The compiled code stays."""
+        for cache in self.caches:
+            cache.release()
+
+    def _step(self) -> Tensor:
         cache, lengths = self.cache, self.cache.lengths
         draft = self.drafter.propose(self.frontier())
         topology = draft.topology
         positions = (lengths[:, None] + topology.depth).clamp_max(self.end - 1)
         cache.append_next(topology.num_nodes)
         masks = self.layers.masks(
-            lambda kind: additive(visible_slots(topology, lengths, cache.capacity, kind), self.backbone.dtype)[:, None]
+            lambda kind: additive(visible_slots(topology, lengths, cache.width, kind), self.backbone.dtype)[:, None]
         )
         readout = self.backbone.forward(draft.ids, cache, position_ids=positions, attention_mask=masks)
-        accepted = self.sampler.accept(draft, readout.logits, u, self.end - 1 - lengths)
+        accepted = self.sampler.accept(draft, readout.logits, self.u, self.end - 1 - lengths)
         if topology.max_children > 1:
             cache.move(accepted.path.clamp_min(0))
         packed, counts = pack(draft, accepted), accepted.length * self.alive  # rows that have ended do not grow
@@ -94,7 +122,12 @@ class Region:
         lengths.add_(counts)
         return packed
 
-    def load(self, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier, alive: list[bool]) -> None:
+    def frontier(self) -> Frontier:
+        """The last decided tokens (roots) and the hidden states before them, from which the next step drafts."""
+        context_kv = None if self.heads_cache is None else self.heads_cache.context_kv()
+        return Frontier(self.root, self.hidden, list(range(self.cache.rows)), context_kv)
+
+    def load(self, cache: TreeCache, heads_cache: HeadsCache | None, frontier: Frontier, alive: list[bool]) -> None:
         """Copy both caches' keys and values and the `frontier` into the region; `alive` marks unfinished rows."""
         self.cache.load(cache)
         if self.heads_cache is not None and heads_cache is not None:
@@ -102,22 +135,24 @@ class Region:
         self.root.copy_(frontier.root)
         self.hidden.copy_(frontier.hidden)
         self.end_rows(alive)
+        self.drafter.propose(self.frontier())  # fills the tables that a tree caches, which compiled steps cannot do
 
     def end_rows(self, alive: list[bool]) -> None:
         """Freeze the rows that are not `alive`: they stay in the batch, but their texts no longer grow."""
         self.alive.copy_(torch.tensor(alive))
 
 
-def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
+def compiled(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     """Compile the bound method `step` as one graph, which no other object of its class shares.
 
-    Only torch.compile's guards on tensors are kept, because guards on a thousand modules take longer than a step of a
-    small model. Instead, each session checks once, by `modules_key`, that no module has changed."""
+    Only torch.compile's guards on tensors and on the sizes of caches and windows are kept, because guards on a thousand
+    modules take longer than a step of a small model. Instead, each session checks once, by `modules_key`, that no
+    module has changed."""
     method = cast(MethodType, step)
     function = cast(FunctionType, method.__func__)
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)  # shares no compiled code
     options: dict[str, object] = {
-        "guard_filter_fn": partial(torch.compiler.keep_tensor_guards_unsafe, keep_parameters=True),
+        "guard_filter_fn": lambda guards: [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for guard in guards],
         # Torch 2.13 may write a result into part of a finished `cat`, and still reuse that memory. A recurrent head
         # then read the next token's embedding instead of its state.
         "inplace_buffers": False,
@@ -130,19 +165,20 @@ def compiled(step: Callable[[Tensor], Tensor], device: torch.device) -> Callable
 class Regions(list[tuple[Key, Region]]):
     """The compiled regions that a model keeps for reuse, the last used one last.
 
-    A copy of the model starts without regions."""
+    A copy of the model starts without regions. `max_bytes` may be changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
+        """Make an empty list; the caches of all regions in it take up to `max_bytes`."""
         super().__init__()
-        self.lock = Lock()
+        self.max_bytes, self.lock = max_bytes, Lock()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Regions:
         """The compiled regions that are stored on `model`; the first call stores an empty list."""
-        return vars(model).setdefault("_medusa_regions", cls())
+        return vars(model).setdefault("_medusa_regions", cls(int(SHARE * total_memory(model.device))))
 
-    def __reduce__(self) -> tuple[type[Regions], tuple[()]]:
-        return Regions, ()
+    def __reduce__(self) -> tuple[type[Regions], tuple[int]]:
+        return Regions, (self.max_bytes,)
 
     def take(self, key: Key) -> Region | None:
         """Remove a stored compiled region with this key and return it; `None` if no region has the key."""
@@ -154,10 +190,19 @@ class Regions(list[tuple[Key, Region]]):
         return None
 
     def put_back(self, key: Key, region: Region) -> None:
-        """Store a compiled region after use; if there are more than `KEPT`, the oldest ones are dropped."""
+        """Store a compiled region after use.
+
+        Of more than `KEPT` regions, the oldest ones are dropped. If the caches of all regions take more than
+        `max_bytes`, those of the oldest regions are freed; their compiled code stays, and gets new caches for its next
+        text."""
         with self.lock:
             self.append((key, region))
             del self[:-KEPT]
+            left = self.max_bytes
+            for _, held in reversed(self):
+                if held.num_bytes > left:
+                    held.release()
+                left -= held.num_bytes
 
 
 def modules_key(module: nn.Module) -> Key:

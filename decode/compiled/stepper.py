@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from decode.compiled.fixed_cache import AnyCache, AnyHeadsCache, FixedCache, FixedHeadsCache
-from decode.compiled.region import Key, Region, Regions, modules_key
+from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, rounded
+from decode.compiled.region import Region, Regions, modules_key
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Frontier, NoDraft
 from decode.drafters.base import DrafterFactory
@@ -17,9 +17,6 @@ from decode.session import AHEAD, Session
 from decode.settings import ONE_SHAPE
 from medusa.errors import RequestError
 from medusa.tree import Tree
-
-MIN_CAPACITY = 256
-"""Number of cache slots per row in the smallest cache."""
 
 
 class CompiledStepper(Stepper):
@@ -41,7 +38,7 @@ class CompiledStepper(Stepper):
         if tree.min_probability:
             raise RequestError(ONE_SHAPE)
         self.regions = Regions.of(session.backbone.model)  # before the key, which lists the model's attributes
-        self.taken: list[tuple[Key, Region]] = []
+        self.taken: Region | None = None
         shape = tree.temperatures if isinstance(tree, DynamicTree) else None
         backbone, device = session.backbone, session.backbone.device.type
         self.key = (
@@ -59,9 +56,12 @@ class CompiledStepper(Stepper):
         session, sequences = self.session, self.session.sequences
         frontier = session.prefill(most_probable_first=self.acceptor.rule == "typical")
         root, self.rows = frontier.root, frontier.rows
-        first = max(self.lengths) + min(max(sequences.limits), AHEAD) + self.tree.num_nodes
-        self.region = self._region(first, session.verifier.cache, session.heads_cache, frontier)
-        self.u = torch.zeros(len(sequences), self.tree.max_depth + 1, dtype=torch.float64, device=root.device)
+        self.region = self._region(frontier)
+        ahead = max(self.lengths) + min(max(sequences.limits), AHEAD) + self.tree.num_nodes
+        if ahead > self.region.capacity:
+            self.region.make_room(rounded(ahead), keep=False)
+        self.region.look_at(rounded(max(self.lengths) + self.tree.num_nodes))
+        self.region.load(session.verifier.cache, session.heads_cache, frontier, self._alive())
         return self.rows, root.tolist()
 
     def step(self, timer: Timer) -> StepOutcome:
@@ -69,15 +69,16 @@ class CompiledStepper(Stepper):
 
         Raise a `RequestError` if torch.compile fails on this model."""
         region, target = self.region, self.session.target
-        if max(self.lengths[row] for row in self.rows) + self.tree.num_nodes > region.cache.capacity:
-            region = self._region(2 * region.cache.capacity, region.cache, region.heads_cache, region.frontier())
-            self.region = region
+        slots = rounded(max(self.lengths[row] for row in self.rows) + self.tree.num_nodes)
+        if slots > region.capacity:
+            region.make_room(rounded(max(slots, region.capacity * 3 // 2)))
+        region.look_at(slots)
         if target.do_sample:
-            self.u = target.draws.block(self.tree.max_depth + 1, self.u.device)
+            region.u.copy_(target.draws.block(region.u.shape[1], region.u.device))
         try:
-            packed = region(self.u)
+            packed = region()
         except TorchDynamoException as error:
-            del self.taken[-1:]
+            self.taken = None
             name, cause = type(self.session.backbone.model).__name__, getattr(error, "inner_exception", error)
             reason = f"{type(cause).__name__}: {str(cause).strip()}".split("\n")[0]
             raise RequestError(
@@ -94,26 +95,26 @@ class CompiledStepper(Stepper):
         self.region.end_rows(self._alive())
 
     def close(self) -> None:
-        """Give all compiled regions of this session back to the model, which keeps them for reuse."""
-        for key, region in self.taken:
-            self.regions.put_back(key, region)
-        self.taken.clear()
+        """Give the compiled region of this session back to the model, which keeps it for reuse."""
+        if self.taken is not None:
+            self.regions.put_back(self.key, self.taken)
+            self.taken = None
 
     def _alive(self) -> list[bool]:
         return [row in self.rows for row in range(len(self.lengths))]
 
-    def _region(self, capacity: int, cache: AnyCache, heads_cache: AnyHeadsCache | None, frontier: Frontier) -> Region:
-        """Take a kept region of at least `capacity` cache slots or make one; copy the caches and `frontier` into it."""
-        slots = max(MIN_CAPACITY, 1 << (capacity - 1).bit_length())
-        key = (slots, *self.key)
-        region = self.regions.take(key)
+    def _region(self, frontier: Frontier) -> Region:
+        """Take a kept region, or make one without cache slots."""
+        region = self.regions.take(self.key)
         if region is None:
-            backbone, sampler = self.session.backbone, FixedSampler(self.session.target, self.acceptor)
-            drafter = NoDraft(backbone.device) if self.factory is None else self.factory.start(self.session)
-            fixed = None if heads_cache is None else FixedHeadsCache(heads_cache, slots, self.tree.max_depth)
-            region = Region(backbone, FixedCache(cache, slots), fixed, drafter, sampler, frontier.hidden)
-        self.taken.append((key, region))
-        region.load(cache, heads_cache, frontier, self._alive())
+            session = self.session
+            sampler = FixedSampler(session.target, self.acceptor)
+            drafter = NoDraft(session.backbone.device) if self.factory is None else self.factory.start(session)
+            heads_cache = session.heads_cache
+            fixed = None if heads_cache is None else FixedHeadsCache(heads_cache, self.tree.max_depth)
+            cache, depth = FixedCache(session.verifier.cache), self.tree.max_depth
+            region = Region(session.backbone, cache, fixed, drafter, sampler, frontier, depth)
+        self.taken = region
         return region
 
 

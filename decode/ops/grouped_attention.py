@@ -45,7 +45,7 @@ def sdpa_grouped(
     batch, heads, tokens, size = query.shape
     groups = heads // key.shape[1]
     masked = attention_mask is not None and attention_mask.shape[1:3] == (1, tokens)
-    grouped = masked and groups > 1 and tokens > 1 and len(key) == batch and not torch.is_grad_enabled()
+    grouped = masked and groups > 1 and len(key) == batch and not torch.is_grad_enabled()
     if not grouped or any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap")):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     assert attention_mask is not None

@@ -24,7 +24,7 @@ from transformers import EtaLogitsWarper, LogitsProcessorList, TemperatureLogits
 from decode import generate
 from decode.accept import Truncation
 from decode.bench.losslessness.chi2 import goodness_of_fit
-from decode.compiled import region, stepper
+from decode.compiled import fixed_cache, region, stepper
 from decode.compiled.fixed_cache import FixedCache
 from decode.compiled.region import Regions
 from decode.compiled.sampler import FixedSampler
@@ -43,7 +43,14 @@ from medusa.heads import KINDS
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, shared_model, tiny_model
 
 FALSE_ALARM = 1e-5
-Step = Callable[[Tensor], Tensor]
+Step = Callable[[], Tensor]
+
+
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let short texts outgrow windows and caches."""
+    monkeypatch.setattr(fixed_cache, "BLOCK", 4)
+    monkeypatch.setattr(fixed_cache, "STEP", 16)
+    monkeypatch.setattr(stepper, "AHEAD", 4)
 
 
 @pytest.fixture
@@ -108,8 +115,7 @@ def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
     llama: Any, kind: str, prefix_layers: int, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts are compared, too, which checks the heads' own caches; across capacities, with rows that end early."""
-    monkeypatch.setattr(stepper, "MIN_CAPACITY", 16)
-    monkeypatch.setattr(stepper, "AHEAD", 4)
+    small_steps(monkeypatch)
     heads = random_heads(llama, kind=kind, prefix_layers=prefix_layers)
     prompts = [random_ids(length, seed=length) for length in (5, 2, 9)]
     stop = plain(llama, prompts[1], max_new_tokens=30, eos_token_id=None)[7]
@@ -169,13 +175,13 @@ def test_rows_end_one_after_the_other() -> None:
 
 @pytest.mark.usefixtures("as_written")
 def test_a_text_outgrows_its_cache(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepper, "MIN_CAPACITY", 16)
-    monkeypatch.setattr(stepper, "AHEAD", 4)
+    small_steps(monkeypatch)
     Regions.of(llama).clear()
     prompts = [random_ids(9), random_ids(5)]
     found = texts(llama, random_heads(llama), prompts, "dynamic:6", max_new_tokens=70, do_sample=False)
     assert found == [plain(llama, prompt, max_new_tokens=70) for prompt in prompts]
-    assert {32, 64, 128} <= {key[0] for key, _ in Regions.of(llama)}
+    [(_, grown)] = Regions.of(llama)
+    assert 9 + 70 <= grown.capacity < 2 * (9 + 70)
 
 
 @pytest.mark.usefixtures("as_written")
@@ -274,7 +280,8 @@ def test_no_graph_break(rule: str, tree: str, kind: str) -> None:
 
 
 @pytest.mark.skipif(not _has_compiler(), reason="needs a C++ compiler")
-def test_compiled_code_writes_the_same_text_and_is_cached() -> None:
+def test_compiled_code_writes_the_same_text_and_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_steps(monkeypatch)
     model = tiny_model("llama")
     heads = random_heads(model)
     prompts = [random_ids(6), random_ids(3)]
@@ -374,25 +381,25 @@ def test_sampling_options_that_look_alike() -> None:
 
 
 @torch.inference_mode()
-def test_nothing_of_an_earlier_text_remains(llama: Any) -> None:
+def test_nothing_of_an_earlier_text_remains(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN left in the buffers would reach the next text even when masked: 0 x NaN."""
+    monkeypatch.setattr(fixed_cache, "BLOCK", 4)
     requests = prepare(llama, [random_ids(5)], max_new_tokens=3, do_sample=False)
     session, _ = decoding(llama, None, requests, Acceptor("greedy"))
     session.prefill()
-    fixed, larger = FixedCache(session.verifier.cache, 16), FixedCache(session.verifier.cache, 32)
-    written = [
-        (layer.keys[:, :, :5].clone(), layer.values[:, :, :5].clone()) for layer in session.verifier.cache.tree_layers
-    ]
-    for cache, fill in ((fixed, lambda: fixed.load(session.verifier.cache)), (larger, lambda: larger.load(fixed))):
-        for layer in cache.tree_layers:
-            layer.keys.fill_(torch.nan)
-            layer.values.fill_(torch.nan)
-        fill()
-        for layer, (keys, values) in zip(cache.tree_layers, written, strict=True):
-            assert torch.equal(layer.keys[:, :, :5], keys)
-            assert torch.equal(layer.values[:, :, :5], values)
-            assert not layer.keys[:, :, 5:].any()
-            assert not layer.values[:, :, 5:].any()
+    source, fixed = session.verifier.cache, FixedCache(session.verifier.cache)
+    written = [(layer.keys[:, :, :5].clone(), layer.values[:, :, :5].clone()) for layer in source.tree_layers]
+    fixed.make_room(16, keep=False)
+    for buffer in fixed.buffers:
+        buffer.fill_(torch.nan)
+    fixed.load(source)
+    for slots in (16, 32):
+        fixed.make_room(slots)
+        fixed.window = fixed_cache.window_of(slots, fixed.lengths.device)
+        for layer, (keys, values) in zip(fixed.tree_layers, written, strict=True):
+            for states, text in zip(layer.read(), (keys, values), strict=True):
+                assert torch.equal(states[:, :, :5], text)
+                assert not states[:, :, 5:].any()
 
 
 @pytest.mark.usefixtures("traced")
@@ -405,17 +412,56 @@ def test_a_model_that_cannot_be_captured_is_refused_in_one_line() -> None:
 
 
 @pytest.mark.usefixtures("as_written")
-def test_regions_are_freed_with_their_model() -> None:
+def test_regions_are_freed_with_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region, "KEPT", 3)
     model = tiny_model("llama")
     heads, prompt = random_heads(model), [random_ids(4)]
-    for nodes in range(2, 2 + region.KEPT + 2):
+    for nodes in range(2, 7):
         texts(model, heads, prompt, f"dynamic:{nodes}", max_new_tokens=3, do_sample=False)
-    assert len(Regions.of(model)) == region.KEPT
+    assert len(Regions.of(model)) == 3
     assert not Regions.of(copy.deepcopy(model))
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.usefixtures("as_written")
+def test_caches_of_kept_regions_take_limited_memory() -> None:
+    """The last used caches stay. A region without caches gets new ones, and writes the same text."""
+    model = tiny_model("llama")
+    heads, prompt, kept = random_heads(model), random_ids(4), Regions.of(model)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected, seen = plain(model, prompt, **options), {}
+    for nodes in (2, 3, 4):
+        assert texts(model, heads, [prompt], f"dynamic:{nodes}", **options) == [expected]
+        seen[nodes] = kept[-1][1]
+    of_one = seen[2].num_bytes
+    assert of_one == 2 * model.config.num_hidden_layers * (256 + 64) * 2 * 8 * 4, "keys and values, float32"
+    kept.max_bytes = 2 * of_one
+    for nodes, filled in ((3, [3, 4]), (2, [2, 3]), (4, [2, 4])):
+        assert texts(model, heads, [prompt], f"dynamic:{nodes}", **options) == [expected]
+        assert [number for number, one in seen.items() if one.num_bytes] == filled
+        assert sum(one.num_bytes for _, one in kept) <= kept.max_bytes
+    assert [one for _, one in kept] == [seen[3], seen[2], seen[4]], "none was made again"
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_a_longer_text_compiles_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and caches grow while the text is written, and a longer prompt follows."""
+    small_steps(monkeypatch)
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
+    heads, graphs, before = random_heads(model, kind=kind), torch._dynamo.utils.counters["stats"], 0
+    for length, limit in ((5, 70), (90, 70), (20, 8)):
+        prompts = [random_ids(length), random_ids(length // 2, seed=1)]
+        options: dict[str, Any] = {"max_new_tokens": limit, "do_sample": False, "eos_token_id": None}
+        before = graphs["unique_graphs"] if length == 90 else before
+        found = texts(model, heads, prompts, TREES["static"], **options)
+        assert found == [plain(model, prompt, **options) for prompt in prompts]
+    assert graphs["unique_graphs"] == before
+    [(_, kept)] = Regions.of(model)
+    assert kept.capacity > 160 > kept.cache.width, "the last text reads only its own slots"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""The graph that inductor makes machine code of: no operation copies the KV cache, in whole or layer by layer.
+
+The compile ends where the graph is final, before any code is generated, so each test takes a second or two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+from torch._inductor.fx_passes import post_grad
+
+from decode.drafters.trained_heads import TrainedHeads
+from decode.generation import decoding
+from decode.loop import Acceptor
+from decode.request import prepare
+from medusa import Tree
+from tests.helpers import random_heads, random_ids, random_tree, tiny_model
+
+
+class Stop(BaseException):
+    """Ends a compile; not an `Exception`, which torch.compile would wrap."""
+
+
+def final_graph(model: Any, heads: Any, tree: Tree, batch: int) -> torch.fx.Graph:
+    """The graph of a compiled step, as it is after `reinplace_inplaceable_ops`, inductor's last pass over it."""
+    found: list[torch.fx.Graph] = []
+    stock = post_grad.reinplace_inplaceable_ops
+
+    def last(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **kwargs)
+        found.extend(arg for arg in args if isinstance(arg, torch.fx.Graph))
+        raise Stop
+
+    requests = prepare(model, [random_ids(4 + row) for row in range(batch)], max_new_tokens=20, do_sample=False)
+    factory = TrainedHeads(heads, tree) if tree.num_nodes > 1 else None
+    with pytest.MonkeyPatch.context() as patch, inductor.patch(fx_graph_cache=False):
+        patch.setattr(post_grad, "reinplace_inplaceable_ops", last)
+        with pytest.raises(Stop):
+            next(iter(decoding(model, factory, requests, Acceptor("greedy"), compile=True).steps))
+    return found[0]
+
+
+def copies(graph: torch.fx.Graph, size: int) -> Iterator[str]:
+    """The operations that fill new memory of at least `size` numbers, or copy so many."""
+
+    def written(node: Any) -> Any:  # operations in place return what they have written
+        while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            node = node.args[0]
+        return node
+
+    for node in graph.nodes:
+        made, target = node.meta.get("val"), node.target
+        if isinstance(target, torch._ops.OpOverload) and isinstance(made, torch.Tensor) and made.numel() >= size:
+            copied = target is torch.ops.aten.copy_.default and written(node.args[1]) is not node.args[0]
+            if copied or not (target._schema.is_mutable or target.is_view):
+                yield f"{target} {tuple(made.shape)}"
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("tree", [random_tree(6, max_depth=3), Tree.chain(0)], ids=["tree", "plain"])
+def test_no_copy_of_the_cache(tree: Tree, batch: int) -> None:
+    model = tiny_model("llama", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    graph = final_graph(model, random_heads(model), tree, batch)
+    layer = batch * 2 * 256 * 64
+    assert not list(copies(graph, layer))
