@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -128,6 +129,12 @@ class Output(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_writable(self.json, "--json")
+
+    @property
+    def continuing(self) -> str:
+        """The command line without --overwrite, to continue this run later; empty if there is no command line."""
+        words = shlex.split(self.command_line)
+        return shlex.join(word for word in words if not (len(word) > 3 and "--overwrite".startswith(word)))
 
     @property
     def progress(self) -> Console:

@@ -246,6 +246,34 @@ def test_a_run_continues_only_with_its_own_request(tmp_path: Path) -> None:
             FitState(tmp_path, request | changed)
 
 
+def test_overwrite_deletes_an_earlier_run_only_once_the_new_one_is_planned(
+    command: Callable[..., list[str]], place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "heads"
+    FitState(folder, {"model": "other"}).finish("text", {})
+    (folder / "config.json").write_text("{}")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert main([word.replace(place.backbone, "org/missing") for word in command("--overwrite")]) == 2
+    assert "no backbone at org/missing" in capsys.readouterr().err
+    assert main(command("--overwrite", "--plan")) == 0
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"request": {}}', '{"request": [], "stages": {}}'])
+def test_a_state_of_another_program_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "fit.json").write_text(content)
+    with pytest.raises(RequestError, match=r"fit\.json was not written by medusa fit"):
+        FitState(tmp_path, {})
+
+
+def test_the_output_folder_is_named_after_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gpt").mkdir()
+    monkeypatch.chdir(tmp_path / "gpt")
+    names = {"demo": "demo-heads", "org/model": "model-heads", "./a/b/": "b-heads", ".": "gpt-heads"}
+    for model, name in names.items():
+        assert replace(options(), model=model).folder == Path(name)
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     arguments = ["fit", "demo", "--prompts", str(OPENINGS), "--output", str(tmp_path), "--overwrite"]
@@ -298,7 +326,7 @@ def test_a_run_that_is_stopped_in_every_stage(
             monkeypatch.setattr(kind, "work", counting(work, kind.__name__, kind is stopped))
         assert main(command()) == 143
         told = capsys.readouterr().err
-        assert f"the same command continues: medusa fit {place.backbone} --prompts" in told
+        assert f"this command continues: medusa fit {place.backbone} --prompts" in told
     for kind, work in works.items():
         monkeypatch.setattr(kind, "work", counting(work, kind.__name__, False))
     report = tmp_path / "fit.json"
@@ -334,7 +362,10 @@ def test_the_plan_alone_writes_nothing(
 @pytest.mark.usefixtures("short_fit")
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 def test_heads_for_a_server(
-    command: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], server: str
+    command: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    server: str,
 ) -> None:
     assert main(command("--for", server)) == 0
     told = capsys.readouterr().out

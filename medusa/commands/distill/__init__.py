@@ -13,7 +13,6 @@ the texts that failed (own.failed.jsonl lists them)."""
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -172,8 +171,7 @@ def distill(options: DistillOptions) -> DistillFigures:
 
 def _kept(options: DistillOptions, journal: Journal) -> str:
     """Say how many answers an interrupted run has kept, and which command continues it."""
-    words = shlex.split(options.output.command_line)
-    command = shlex.join(word for word in words if not (len(word) > 3 and "--overwrite".startswith(word)))
+    command = options.output.continuing
     way = f"; continue with: {command}" if command else "; the same options continue"
     return f"{len(journal.done)} of {journal.total} texts are kept in {journal.path}{way}"
 

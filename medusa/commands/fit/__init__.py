@@ -52,9 +52,7 @@ def fit(options: FitOptions) -> FitState | None:
     require_own_device(options.load.device)
     records = options.prompts.read()
     sides = split(records, options.runtime.seed)
-    if options.overwrite and not options.plan:
-        remove_earlier(options.folder, MADE)
-    state = FitState(options.folder, options.request(digest(records)))
+    state = FitState(options.folder, options.request(digest(records)), overwrite=options.overwrite)
     if state.finished and not options.plan:
         options.output.note(f"{options.folder} is finished; --overwrite starts again")
         return state
@@ -62,6 +60,11 @@ def fit(options: FitOptions) -> FitState | None:
     if options.plan:
         options.output.write({"plan": plan.to_json(), "probe": asdict(probe)})
         return None
+    if options.overwrite:
+        remove_earlier(options.folder, MADE)  # not before: the plan fails if the model is missing or unsuitable
+    if "plan" not in state.stages:
+        listed = [choice._asdict() for choice in choices]
+        state.finish("plan", {"plan": asdict(plan), "probe": asdict(probe), "choices": listed})
     make(Run(options, state.work, plan, probe), state, sides, choices)
     return state
 
@@ -93,9 +96,6 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
     if warning := require_disk(plan, options.folder):
         warn(warning)
-    if held is None and not options.plan:
-        listed = [choice._asdict() for choice in choices]
-        state.finish("plan", {"plan": asdict(plan), "probe": asdict(found), "choices": listed})
     return found, plan, choices
 
 
@@ -133,8 +133,8 @@ def finish(stage: Stage, run: Run, state: FitState) -> None:
 
 @contextmanager
 def continued_by(folder: Path, output: Output) -> Iterator[None]:
-    """Name the command that continues a run after Ctrl-C and SIGTERM."""
-    advice = f"the finished work is in {folder}, and the same command continues: {output.command_line}"
+    """Name the command that continues a run after Ctrl-C and SIGTERM, without --overwrite, which would delete it."""
+    advice = f"the finished work is in {folder}, and this command continues: {output.continuing}"
     try:
         with interruptible(lambda: advice):
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from math import ceil
 from pathlib import Path
 from shlex import quote
 
@@ -45,7 +46,7 @@ def conclude(options: FitOptions, state: FitState) -> None:
     if "export" in state.stages:
         lines.append(f"Serve: {state.stages['export']['serve']}")
     if results["headline"]["verdict"] != "faster":
-        more = f"--minutes {3 * state.stages['plan']['plan']['minutes']:.2g} --overwrite"
+        more = f"--minutes {ceil(3 * state.stages['plan']['plan']['minutes'])} --overwrite"
         lines.append(f"More text and training may help ({more}), or another kind of heads (--compare --overwrite).")
     lines.append(f'Next: medusa generate {quote(str(folder))} "Once upon a time"')
     for line in lines:

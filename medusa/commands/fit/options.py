@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,7 +95,7 @@ class FitOptions(Options):
     @property
     def folder(self) -> Path:
         """The folder of the run, which holds the heads at the end."""
-        return Path(self.out if self.out is not None else f"{Path(self.model).name}-heads")
+        return Path(self.out if self.out is not None else f"{Path(os.path.abspath(self.model)).name}-heads")
 
     def output_to(self, path: Path | None) -> Output:
         """The output options of a stage's command, which writes its results to the file `path`."""

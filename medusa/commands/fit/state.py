@@ -15,19 +15,20 @@ WORK = "stages"  # the folder for prompts, text and training runs, inside the ou
 class FitState:
     """The request of a run and the figures of its finished stages, kept in `fit.json` after every change."""
 
-    def __init__(self, folder: Path, request: Json) -> None:
-        """Open the state of the run in `folder`, or begin a new one.
+    def __init__(self, folder: Path, request: Json, overwrite: bool = False) -> None:
+        """Open the state of the run in `folder`, or begin a new one if there is none, or with `overwrite`.
 
-        Raise RequestError if the folder holds a run with another request."""
+        Nothing is written yet. Raise RequestError if the folder holds a run with another request."""
         self.folder, self.path = folder, folder / STATE
         self.work = folder / WORK
         self.content: Json = {"request": request, "stages": {}}
-        if not self.path.exists():
+        if overwrite or not self.path.exists():
             return
-        self.content = read_json(self.path)
-        held = self.content.get("request")
-        if not isinstance(held, dict) or not isinstance(self.content.get("stages"), dict):
+        found = read_json(self.path)
+        held = found.get("request") if isinstance(found, dict) else None
+        if not isinstance(held, dict) or not isinstance(found.get("stages"), dict):
             raise RequestError(f"{self.path} was not written by medusa fit; choose another --output")
+        self.content = found
         for name, value in request.items():
             if held.get(name) != value:
                 option = {"model": "MODEL", "purpose": "--for", "tokens": "--max-new-tokens"}.get(name, f"--{name}")
