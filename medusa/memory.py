@@ -1,7 +1,8 @@
-"""The memory use of a module's parameters, and the peak memory of the process and of each GPU."""
+"""The memory use of a module's parameters, the peak memory of the process and of each GPU, and its release."""
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import torch
@@ -35,6 +36,15 @@ def total_memory(device: torch.device) -> int:
     import psutil  # a dependency of accelerate
 
     return int(psutil.virtual_memory().total)
+
+
+def release() -> None:
+    """Free the memory of models that are no longer used, also on GPUs, before another one is loaded.
+
+    A finished trainer and its model refer to each other, so without this they stay until Python happens to look."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def bytes_of(module: nn.Module) -> int:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from medusa import MedusaHeads
 from medusa.__main__ import main
@@ -359,15 +362,34 @@ def test_the_plan_alone_writes_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "questions.txt"}
 
 
+@pytest.fixture
+def models_at_each_load(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The numbers of models in memory whenever another one is loaded, while Python frees nothing that has cycles."""
+    real, loaded, numbers = AutoModelForCausalLM.from_pretrained, list[ReferenceType[Any]](), list[int]()
+
+    def load(*args: Any, **keywords: Any) -> Any:
+        numbers.append(sum(model() is not None for model in loaded))
+        found = real(*args, **keywords)
+        loaded.append(ref(found[0]))
+        return found
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    gc.disable()
+    yield numbers
+    gc.enable()
+
+
 @pytest.mark.usefixtures("short_fit")
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 def test_heads_for_a_server(
     command: Callable[..., list[str]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    models_at_each_load: list[int],
     server: str,
 ) -> None:
     assert main(command("--for", server)) == 0
+    assert models_at_each_load == [0] * 5, "the memory of a GPU may hold the model only once"
     told = capsys.readouterr().out
     assert "Serve: " in told
     assert str(tmp_path / "heads" / server) in told

@@ -122,12 +122,15 @@ def make(run: Run, state: FitState, sides: Split, choices: list[HeadsChoice]) ->
 
 def finish(stage: Stage, run: Run, state: FitState) -> None:
     """Run a stage, and keep its figures; a stage that is finished already is only named."""
+    from medusa.memory import release
+
     console = run.options.output.console
     console.print(f"\n[bold cyan]{stage.title}[/bold cyan]", highlight=False)
     if stage.name in state.stages:
         console.print("    finished before")
         return
     console.print(f"    this stage alone: [dim]{stage.command}[/dim]", soft_wrap=True, highlight=False)
+    release()  # each stage loads the model, and the memory may hold it only once
     state.finish(stage.name, stage.work())
 
 
