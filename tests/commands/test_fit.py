@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from weakref import ReferenceType, ref
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa import MedusaHeads
 from medusa.__main__ import main
@@ -28,9 +29,9 @@ from medusa.commands.fit.choices import choose_heads
 from medusa.commands.fit.options import FitOptions
 from medusa.commands.fit.plan import EPOCHS, HEAD_COST, LEAST_MINUTES, REPEATS, Costs, describe, make_plan, what_fits
 from medusa.commands.fit.probe import Probe
-from medusa.commands.fit.prompts import split, to_json, write_prompts
+from medusa.commands.fit.prompts import answerable, split, to_json, write_prompts
 from medusa.commands.fit.state import FitState
-from medusa.commands.options import Models, Prompts
+from medusa.commands.options import Models, Output, Prompts
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import ASSETS
@@ -83,6 +84,46 @@ def test_a_fifth_of_the_prompts_is_set_aside(count: int, aside: int) -> None:
 def test_equal_prompts_count_once() -> None:
     with pytest.raises(RequestError, match="there are 59 different prompts, and fit needs at least 60"):
         split(prompts(59) + prompts(30), seed=0)
+
+
+def asking(place: Place, **given: Any) -> FitOptions:
+    return replace(options(**given), model=place.backbone)
+
+
+def test_prompts_that_fill_the_context_are_left_out(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise the benchmark would refuse them, hours later."""
+    letters = [Record(f"p:{size}", text="a" * size, is_prompt=True) for size in (1, 127, 128, 129)]
+    assert answerable(asking(place), letters) == letters[:2]
+    assert "2 of 4 prompts are left out: they fill the model's context of 128 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        (Record("mine:7", text="", is_prompt=True), "mine:7: the prompt is empty"),
+        (Record("mine:7", input_ids=[10**6]), "mine:7: the prompt holds the id 1000000"),
+        (Record("mine:7", messages=[{"role": "user", "content": "a"}]), "mine:7: a conversation needs a chat template"),
+    ],
+)
+def test_unusable_prompts_are_refused_by_the_line_of_the_users_file(place: Place, record: Record, told: str) -> None:
+    with pytest.raises(RequestError, match=told):
+        answerable(asking(place), [record])
+
+
+def test_a_conversation_that_outgrows_the_context_does_not_end_the_run(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(place.backbone)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    model = tmp_path / "chat"
+    shutil.copytree(place.backbone, model)
+    tokenizer.save_pretrained(model)
+    asked = replace(options(minutes=1.0), model=str(model))
+    long = parse_record({"turns": ["abc", "d" * 126]}, "mine:1")
+    run = stages.Run(asked, tmp_path, make_plan(asked, PROBE, COSTS, 1, 20), PROBE)
+    write_prompts(tmp_path / stages.TRAIN, [long])
+    assert stages.TextStage(run).work()["texts"] == 1
+    assert "1 answers are missing, and training does without them; see" in capsys.readouterr().err
 
 
 ROWS = [
@@ -260,6 +301,11 @@ def test_overwrite_deletes_an_earlier_run_only_once_the_new_one_is_planned(
     assert "no backbone at org/missing" in capsys.readouterr().err
     assert main(command("--overwrite", "--plan")) == 0
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_command_that_continues_a_run_does_not_start_it_again() -> None:
+    typed = "medusa fit org/model --prompts 'my file.jsonl' --overwrite"
+    assert Output(command_line=typed).continuing == "medusa fit org/model --prompts 'my file.jsonl'"
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"request": {}}', '{"request": [], "stages": {}}'])

@@ -108,6 +108,10 @@ class DistillFigures:
     settings: Json
     """The settings that affect the answers, as they are stored next to the file."""
 
+    def __str__(self) -> str:
+        ends = ", ".join(f"{number} ended by {reason}" for reason, number in self.finish_reasons.items())
+        return f"{self.texts} texts in {self.path}: {ends}"
+
     def to_json(self) -> Json:
         """Return the figures for --json."""
         names = ("texts", "finish_reasons", "failed", "new_tokens", "seconds")
@@ -122,9 +126,7 @@ def run(options: DistillOptions) -> None:
             f"{figures.failed} of {figures.texts + figures.failed} texts could not be generated; {figures.failed_path} "
             "has the reasons, and the same command tries again"
         )
-    ends = ", ".join(f"{number} ended by {reason}" for reason, number in figures.finish_reasons.items())
-    line = f"{figures.texts} texts in {options.out}: {ends}"
-    options.output.progress.print(line, highlight=False, soft_wrap=True)
+    options.output.note(str(figures))
 
 
 def distill(options: DistillOptions) -> DistillFigures:

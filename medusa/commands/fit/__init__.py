@@ -44,18 +44,18 @@ def fit(options: FitOptions) -> FitState | None:
     """Run all stages that are not finished, and return the state of the finished run; with --plan, return `None`."""
     from medusa.commands.distill.tasks import digest
     from medusa.commands.fit.conclusion import MADE
-    from medusa.commands.fit.prompts import split
+    from medusa.commands.fit.prompts import answerable, split
     from medusa.commands.fit.stages import Run
     from medusa.commands.fit.state import FitState, remove_earlier
     from train.hardware import require_own_device
 
     require_own_device(options.load.device)
     records = options.prompts.read()
-    sides = split(records, options.runtime.seed)
     state = FitState(options.folder, options.request(digest(records)), overwrite=options.overwrite)
     if state.finished and not options.plan:
         options.output.note(f"{options.folder} is finished; --overwrite starts again")
         return state
+    sides = split(answerable(options, records), options.runtime.seed)
     probe, plan, choices = planned(options, state, sides)
     if options.plan:
         options.output.write({"plan": plan.to_json(), "probe": asdict(probe)})

@@ -1,4 +1,4 @@
-"""The prompts of `medusa fit`: some are set aside for the benchmark, and the model answers the others."""
+"""The prompts of `medusa fit`: those that the model can answer, of which some are set aside for the benchmark."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from medusa.errors import RequestError
 from medusa.files import Json, write_text
 from medusa.records.record import Record
+
+if TYPE_CHECKING:
+    from medusa.commands.fit.options import FitOptions
 
 LEAST = 60  # prompts that a run needs
 SHARE, FEWEST, MOST = 5, 20, 100  # one prompt in five is set aside, at least 20 and at most 100
@@ -38,6 +41,31 @@ def split(records: Sequence[Record], seed: int) -> Split:
     chosen = set(random.Random(seed).sample(range(len(distinct)), aside))
     parts = [record for index, record in enumerate(distinct) if index not in chosen]
     return Split(parts, [distinct[index] for index in sorted(chosen)])
+
+
+def answerable(options: FitOptions, records: Sequence[Record]) -> list[Record]:
+    """Return the records whose prompts fit in the model's context, and note how many do not.
+
+    Raise RequestError for a prompt that no stage could use: it is empty, or the chat template rejects it."""
+    from decode.request import require_fitting
+    from medusa.commands.prompting import prompt_form
+    from medusa.loading import load_config, load_tokenizer, text_limits
+
+    tokenizer = load_tokenizer(options.model, options.load)
+    limits = text_limits(load_config(options.model, options.load))
+    form, found = prompt_form(options.raw, tokenizer, options.model), list[Record]()
+    for record, ids in zip(records, form.ids(records, tokenizer), strict=True):
+        if limits.context is not None and len(ids) >= limits.context:
+            continue
+        try:
+            require_fitting([ids], limits)
+        except RequestError as error:
+            raise RequestError(f"{record.where}: {error}") from None
+        found.append(record)
+    if missing := len(records) - len(found):
+        context = f"the model's context of {limits.context} tokens"
+        options.output.note(f"{missing} of {len(records)} prompts are left out: they fill {context}")
+    return found
 
 
 def write_prompts(path: Path, records: Iterable[Record]) -> None:

@@ -26,7 +26,7 @@ from medusa.commands.fit.plan import Plan
 from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import Split, write_prompts
 from medusa.commands.fit.state import FitState
-from medusa.commands.options import Models, Prompts
+from medusa.commands.options import Models, Prompts, warn
 from medusa.files import Json, read_json, write_text
 from medusa.options import Options
 
@@ -110,7 +110,10 @@ class TextStage:
         return command_line("distill", self.options)
 
     def work(self) -> Json:
-        distill.run(self.options)
+        figures = distill.distill(self.options)
+        self.run.options.output.note(str(figures))
+        if figures.failed:  # later questions of long conversations; to try again would not help
+            warn(f"{figures.failed} answers are missing, and training does without them; see {figures.failed_path}")
         rows = [json.loads(line) for line in (self.run.work / TEXT).read_text(encoding="utf-8").splitlines()]
         tokens = sum(len(row["input_ids"]) - row["prompt_tokens"] for row in rows)
         return {"texts": len(rows), "tokens": tokens, "mean_tokens": tokens / len(rows)}
