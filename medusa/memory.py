@@ -39,12 +39,14 @@ def total_memory(device: torch.device) -> int:
 
 
 def release() -> None:
-    """Free the memory of models that are no longer used, also on GPUs, before another one is loaded.
+    """Free the memory of models that are no longer used, before another one is loaded, and reset the peaks of GPUs.
 
     A finished trainer and its model refer to each other, so without this they stay until Python happens to look."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        for gpu in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(gpu)
 
 
 def bytes_of(module: nn.Module) -> int:
