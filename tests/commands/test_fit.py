@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from medusa import MedusaHeads
 from medusa.__main__ import main
 from medusa.arguments import add_arguments, as_arguments, read
+from medusa.checkpoints.stored import WEIGHTS
 from medusa.commandline import OneLineParser
 from medusa.commands.benchmark import BenchmarkOptions
 from medusa.commands.fit import fit, stages
@@ -123,7 +124,7 @@ def test_a_conversation_that_outgrows_the_context_does_not_end_the_run(
     run = stages.Run(asked, tmp_path, make_plan(asked, PROBE, COSTS, 1, 20), PROBE)
     write_prompts(tmp_path / stages.TRAIN, [long])
     assert stages.TextStage(run).work()["texts"] == 1
-    assert "1 answers are missing, and training does without them; see" in capsys.readouterr().err
+    assert "training does without 1 of 2 answers; " in capsys.readouterr().err
 
 
 ROWS = [
@@ -394,6 +395,26 @@ def test_a_run_that_is_stopped_in_every_stage(
     assert main(command()) == 0
     assert "is finished; --overwrite starts again" in capsys.readouterr().err
     assert not ran
+
+
+@pytest.mark.usefixtures("short_fit")
+def test_a_training_run_that_ended_before_the_signal_is_not_repeated(
+    command: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(stage: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    train = stages.TrainingStage.work
+    monkeypatch.setattr(stages.TrainingStage, "work", lambda stage: (train(stage), stop(stage)))
+    assert main(command()) == 143
+    weights = tmp_path / "heads" / "stages" / "medusa" / WEIGHTS
+    written = weights.stat().st_mtime_ns
+    monkeypatch.setattr(stages.TrainingStage, "work", train)
+    monkeypatch.setattr(stages.CalibrationStage, "work", stop)
+    assert main(command()) == 143
+    assert weights.stat().st_mtime_ns == written
+    figures = json.loads((tmp_path / "heads" / "fit.json").read_text())["stages"]["train medusa"]
+    assert figures["steps"] > 0
 
 
 def test_the_plan_alone_writes_nothing(

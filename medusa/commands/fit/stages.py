@@ -113,7 +113,8 @@ class TextStage:
         figures = distill.distill(self.options)
         self.run.options.output.note(str(figures))
         if figures.failed:  # later questions of long conversations; to try again would not help
-            warn(f"{figures.failed} answers are missing, and training does without them; see {figures.failed_path}")
+            asked = figures.texts + figures.failed
+            warn(f"training does without {figures.failed} of {asked} answers; {figures.failed_path} has the reasons")
         rows = [json.loads(line) for line in (self.run.work / TEXT).read_text(encoding="utf-8").splitlines()]
         tokens = sum(len(row["input_ids"]) - row["prompt_tokens"] for row in rows)
         return {"texts": len(rows), "tokens": tokens, "mean_tokens": tokens / len(rows)}
@@ -146,13 +147,15 @@ class TrainingStage:
     def work(self) -> Json:
         from train.checkpoints import whole_checkpoints
         from train.recipe import parse_recipe
-        from train.run import train
+        from train.run import finished, train
 
         options, content = self.run.options, recipe(self.run, self.choice)
         write_text(self.recipe, yaml.safe_dump(content, sort_keys=False))
         options.runtime.prepare()
-        resume = bool(whole_checkpoints(Path(content["output_dir"])))
         config = parse_recipe(content, str(self.recipe))
+        if (done := finished(config)) is not None:  # an interruption came before the state was written
+            return done.to_dict()
+        resume = bool(whole_checkpoints(Path(config.output_dir)))
         return train(config, resume=resume, overwrite=not resume, quiet=options.output.quiet).to_dict()
 
 
