@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from socket import socket
@@ -15,12 +15,14 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from decode.request import require_fitting
+from decode.serve.metrics import CountRequests
 from decode.serve.schema import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, parse
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
@@ -132,23 +134,36 @@ class CompletionApi:
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
         self.about = about | {"max_model_len": Backbone(self.generator.model).context}
 
-    def app(self, allowed_hosts: list[str]) -> Starlette:
-        """Make the Starlette application, which stops the worker when the server shuts down."""
+    def app(self, allowed_hosts: list[str], origins: Sequence[str] = ()) -> Starlette:
+        """Make the Starlette application, which stops the worker when the server shuts down.
+
+        Browsers let web pages of the `origins` (CORS; `*`: all pages) read the answers."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             yield
             self.worker.stop()
 
+        routes = [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/completions", partial(self.texts, kind=CompletionRequest), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self.texts, kind=ChatRequest), methods=["POST"]),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+        ]
+        counted = frozenset(route.path for route in routes)
+        middleware = [
+            Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts),
+            Middleware(CountRequests, metrics=self.worker.metrics, paths=counted),
+        ]
+        if origins:
+            middleware.append(
+                Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+            )
         return Starlette(
-            routes=[
-                Route("/v1/models", self.models),
-                Route("/v1/models/{name:path}", self.model),
-                Route("/v1/completions", partial(self.texts, kind=CompletionRequest), methods=["POST"]),
-                Route("/v1/chat/completions", partial(self.texts, kind=ChatRequest), methods=["POST"]),
-                Route("/health", self.health),
-            ],
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts)],
+            routes=routes,
+            middleware=middleware,
             exception_handlers={ApiError: _refuse, 404: _refuse, 405: _refuse},
             lifespan=lifespan,
         )
@@ -156,6 +171,9 @@ class CompletionApi:
     async def health(self, request: HttpRequest) -> Response:
         alive = self.worker.thread is not None and self.worker.thread.is_alive()
         return JSONResponse({"status": "ok" if alive else "the worker has ended"}, 200 if alive else 503)
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        return self.worker.metrics.response()
 
     async def models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self.about]})
@@ -205,21 +223,21 @@ class CompletionApi:
             answer.rows.append(BatchRow(prompts[number], settings, own, partial(answer.put, index)))
         for row in answer.rows:
             self.worker.add(row)
+        self.worker.metrics.prompt_tokens.inc(answer.prompt_tokens)
         return answer
 
 
 async def _refuse(request: HttpRequest, error: Exception) -> Response:
     """Answer an invalid request, or a request for a route that does not exist, with the API's error object."""
     if isinstance(error, HTTPException):
-        routes = "there are /v1/models, /v1/completions, /v1/chat/completions"
+        routes = "there are /v1/models, /v1/completions, /v1/chat/completions, /health, /metrics"
         error = ApiError(f"{request.method} {request.url.path}: {routes}", error.status_code)
     assert isinstance(error, ApiError)
     return JSONResponse(error.to_json(), error.status)
 
 
-def serve(api: CompletionApi, host: str, port: int, allowed_hosts: list[str], on_start: Callable[[], object]) -> None:
+def serve(app: Starlette, host: str, port: int, on_start: Callable[[], object]) -> None:
     """Run the HTTP server until the process is stopped. `on_start` is called when the server begins to listen."""
-    app = api.app(allowed_hosts)
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket] | None = None) -> None:

@@ -28,9 +28,23 @@ UNSUPPORTED: dict[str, object] = {  # unsupported parameters of the API, with th
     "tools": [],
     "tool_choice": "none",
     "functions": [],
+    "function_call": "none",
+    "modalities": ["text"],
     "response_format": {"type": "text"},
 }
-IGNORED = {"user", "metadata", "store", "parallel_tool_calls", "service_tier"}  # accepted without an effect
+IGNORED = {  # accepted, because they cannot change the text of this server
+    "metadata",
+    "parallel_tool_calls",
+    "prediction",  # a guess at the text, which only makes it faster
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+    "verbosity",
+}
 
 
 class ApiError(Exception):
@@ -69,7 +83,14 @@ class Message(StrictModel):
     """One message of a chat request."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None  # `None`, as clients send it after a call of a tool: an empty text
+
+    @property
+    def text(self) -> str:
+        """The text of the message, all its parts joined."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
 
 
 WholeNumber = Annotated[int | None, Field(description="a whole number")]
@@ -164,10 +185,7 @@ class ChatRequest(GenerationRequest):
             raise ApiError("this model has no chat template; use /v1/completions to continue a text", param="messages")
         if self.messages[-1].role == "assistant":
             raise ApiError("the last message is the assistant's; end with the user's message", param="messages")
-        plain: list[dict[str, object]] = []
-        for message in self.messages:
-            parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content]
-            plain.append({"role": message.role, "content": "".join(parts)})
+        plain: list[dict[str, object]] = [{"role": one.role, "content": one.text} for one in self.messages]
         return [prompt_ids(Record("messages", messages=plain), tokenizer)]
 
 

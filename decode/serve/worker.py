@@ -18,6 +18,7 @@ from decode.generation import decoding
 from decode.request import prepare
 from decode.results import DecodingRun
 from decode.sequences import Request
+from decode.serve.metrics import Metrics
 from decode.serve.texts import TextGenerator, TextStream, joined
 from decode.settings import Settings
 from medusa.backbone import Backbone
@@ -80,6 +81,7 @@ class BatchWorker:
         self.arrivals: queue.SimpleQueue[BatchRow | None] = queue.SimpleQueue()
         self.waiting: list[BatchRow] = []
         self.running: list[BatchRow] = []
+        self.metrics = Metrics(lambda: len(self.running), lambda: self.arrivals.qsize() + len(self.waiting))
         self.thread: threading.Thread | None = None
 
     def start(self, warm_up: Callable[[], object]) -> None:
@@ -153,6 +155,7 @@ class BatchWorker:
         run = DecodingRun(decoding(self.generator.model, self.generator.source, requests, *rows[0].settings.how))
         reasons, ended = run.session.sequences.finish_reason, set()
         for step in run:
+            self.metrics.add_step(map(len, step.ids.values()), step.lengths.values())
             for index, ids in step.ids.items():
                 rows[index].new_tokens += len(ids)
                 text = joined(streams[index].step(ids))

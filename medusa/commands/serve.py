@@ -8,10 +8,14 @@ so on; the options below set the defaults."""
 
 from __future__ import annotations
 
+import re
+
 from medusa.commands.network import Network
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Output, require_extra
 from medusa.errors import RequestError
 from medusa.options import count, group, option
+
+ORIGIN = re.compile(r"https?://[^/\s]+")
 
 
 class ServeOptions(CommandOptions):
@@ -26,6 +30,9 @@ class ServeOptions(CommandOptions):
         "serve the model under this name (default: the backbone's name)",
         metavar="NAME",
         brief="serve the model under this name",
+    )
+    cors: tuple[str, ...] = option(
+        (), "let web pages of this origin read the answers (CORS); repeatable, and * is every page", metavar="ORIGIN"
     )
     plain: bool = option(False, "decode without a drafter: one token per step")
 
@@ -42,6 +49,9 @@ class ServeOptions(CommandOptions):
         super().__post_init__()
         if self.models.heads is None and self.models.drafter is None and not self.plain:
             raise RequestError("there are no heads; give --heads H, --drafter ngram, or --plain to decode without them")
+        for origin in self.cors:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise RequestError(f"--cors is {origin!r}; give an origin such as http://localhost:3000, or *")
         if self.settings.compile and self.batch_size > 1:
             raise RequestError(
                 f"--compile takes half a minute or more for each batch size, and --batch-size is {self.batch_size}; "
@@ -55,7 +65,7 @@ def run(options: ServeOptions) -> None:
     from decode.serve.worker import BatchWorker
     from medusa.commands import models
 
-    require_extra("serve", "starlette", "uvicorn")
+    require_extra("serve", "starlette", "uvicorn", "prometheus_client")
     network = options.network
     network.require_free()
     opened = models.open_models(options, drafters=[] if options.plain else [options.models.drafter])
@@ -65,4 +75,5 @@ def run(options: ServeOptions) -> None:
     with options.warming_up():
         worker.start(lambda: generator.warm_up([loaded.bos_token_id or 0], settings))
     api = CompletionApi(worker, options.name or options.models.backbone, settings, options.runtime.seed)
-    serve(api, network.host, network.port, network.allowed_hosts, lambda: network.announce("serve"))
+    app = api.app(network.allowed_hosts, options.cors)
+    serve(app, network.host, network.port, lambda: network.announce("serve"))

@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 import uvicorn
 from starlette.applications import Starlette
@@ -211,7 +211,8 @@ def test_models_and_health(url: str) -> None:
         ("/v1/completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
         ("/v1/completions", {"prompt": "a", "messages": []}, 400, "messages is not a parameter of this endpoint"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages is []; it must be a list"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, 400, "it must be a list of {"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}, 400, "it must be a list of {"),
+        ("/v1/chat/completions", {"messages": [], "modalities": ["text", "audio"]}, 400, "modalities is not supported"),
         ("/v1/chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, 400, "end with the user's"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools is not"),
         ("/v1/embeddings", {}, 404, "there are /v1/models, /v1/completions"),
@@ -237,6 +238,70 @@ def test_values_that_request_nothing_are_accepted(url: str) -> None:
         "tools": [],
     }
     assert ask(url, "/v1/completions", body)[0] == 200
+
+
+def test_parameters_that_cannot_change_the_text_pass(url: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6}
+    extra = {
+        "reasoning_effort": "low",
+        "safety_identifier": "x",
+        "prompt_cache_key": "x",
+        "prediction": {"type": "content", "content": "x"},
+        "modalities": ["text"],
+        "store": False,
+        "metadata": {"a": "b"},
+    }
+    status, answer = ask(url, "/v1/chat/completions", body | extra)
+    assert status == 200, answer
+    assert answer["choices"] == ask(url, "/v1/chat/completions", body)[1]["choices"]
+
+
+def test_null_as_content_is_an_empty_text(url: str) -> None:
+    said = [
+        [{"role": "assistant", **content}, {"role": "user", "content": "Hello"}]
+        for content in ({"content": None, "tool_calls": []}, {"content": ""}, {})
+    ]
+    answers = [ask(url, "/v1/chat/completions", {"messages": messages, "max_tokens": 6}) for messages in said]
+    assert [status for status, _ in answers] == [200] * 3
+    assert len({str((answer["choices"], answer["usage"])) for _, answer in answers}) == 1
+
+
+def figures(url: str) -> dict[str, float]:
+    status, text = ask(url, "/metrics")
+    assert status == 200
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
+
+
+def test_metrics_count_requests_tokens_and_accepted_guesses(url: str, generator: TextGenerator) -> None:
+    before = figures(url)
+    ids = generator.tokenizer(PROMPTS[0])["input_ids"]
+    assert ask(url, "/v1/completions", {"prompt": ids, "max_tokens": 24})[0] == 200
+    assert ask(url, "/v1/completions", {"prompt": "", "max_tokens": 24})[0] == 400
+    settings = Settings(max_new_tokens=24)
+    run = generator.run(ids, settings)
+    lengths = [step.lengths[0] for step in run]
+    assert max(lengths) > 1
+    grown = {name: value - before.get(name, 0) for name, value in figures(url).items()}
+    assert grown['medusa_requests_total{path="/v1/completions",status="200"}'] == 1
+    assert grown['medusa_requests_total{path="/v1/completions",status="400"}'] == 1
+    assert grown["medusa_prompt_tokens_total"] == len(ids)
+    assert grown["medusa_new_tokens_total"] == 24
+    assert grown["medusa_steps_total"] == grown["medusa_step_tokens_count"] == len(lengths)
+    assert grown["medusa_step_tokens_sum"] == sum(lengths)
+    assert figures(url)["medusa_waiting_texts"] == 0
+
+
+def test_other_origins_may_read_answers_on_request(api: CompletionApi) -> None:
+    from starlette.testclient import TestClient
+
+    wanted = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
+    for origins, allowed in (([], None), (["http://page.example"], "http://page.example"), (["*"], "*")):
+        client = TestClient(api.app(["*"], origins))
+        assert client.options("/v1/completions", headers=wanted).headers.get("access-control-allow-origin") == allowed
+        wrong = client.post("/v1/completions", content=b"{", headers={"Origin": "http://page.example"})
+        assert (wrong.status_code, wrong.headers.get("access-control-allow-origin")) == (400, allowed)
+    client = TestClient(api.app(["*"], ["http://page.example"]))
+    assert client.options("/v1/completions", headers=wanted | {"Origin": "http://evil.example"}).status_code == 400
 
 
 def test_wrong_methods_and_hosts_are_rejected(url: str) -> None:
@@ -410,6 +475,7 @@ def test_a_closed_http_connection_stops_a_row_whose_text_is_not_streamed(url: st
         (["--heads", "demo", "--port", "99999"], "port is 99999"),
         (["--heads", "demo", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1"),
         (["--heads", "demo", "--temperature", "-1"], "temperature is -1.0"),
+        (["--heads", "demo", "--cors", "localhost"], "--cors is 'localhost'; give an origin such as http"),
     ],
 )
 def test_wrong_commands_are_refused_in_one_line(capsys: pytest.CaptureFixture, words: list[str], told: str) -> None:
@@ -428,16 +494,14 @@ def test_the_server_listens_at_every_address_of_its_host(monkeypatch: pytest.Mon
         found.extend(listening.getsockname()[0] for server in self.servers for listening in server.sockets)
 
     monkeypatch.setattr(uvicorn.Server, "main_loop", end)
-    empty: Any = SimpleNamespace(app=lambda allowed_hosts: Starlette())
-    serve(empty, "", 0, [], lambda: found.append("started"))
+    serve(Starlette(), "", 0, lambda: found.append("started"))
     assert sorted(found[1:]) == ["0.0.0.0", "::"]
     assert found[0] == "started"
 
 
 def test_a_port_that_is_taken_meanwhile_ends_the_run() -> None:
-    empty: Any = SimpleNamespace(app=lambda allowed_hosts: Starlette())
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(RunError, match=r"cannot listen at 127\.0\.0\.1, port"):
-            serve(empty, "127.0.0.1", taken.getsockname()[1], [], lambda: pytest.fail("it does not listen"))
+            serve(Starlette(), "127.0.0.1", taken.getsockname()[1], lambda: pytest.fail("it does not listen"))
