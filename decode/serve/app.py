@@ -20,8 +20,10 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from transformers import PreTrainedTokenizerBase
 
 from decode.request import require_fitting
+from decode.serve.logprobs import chat_json, completion_json
 from decode.serve.metrics import CountRequests
 from decode.serve.schema import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, parse
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
@@ -35,15 +37,18 @@ MAX_BODY = 2**24  # largest request, in bytes
 class ApiAnswer:
     """Collects the texts for one API request from the worker thread, and sends them as JSON or as a stream."""
 
-    def __init__(self, model: str, is_chat: bool, is_stream: bool, prompt_tokens: int) -> None:
+    def __init__(
+        self, model: str, is_chat: bool, is_stream: bool, prompt_tokens: int, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """Make an answer that has no texts yet. `prompt_tokens`: number of tokens in all prompts together."""
-        self.is_chat, self.prompt_tokens = is_chat, prompt_tokens
+        self.is_chat, self.prompt_tokens, self.tokenizer = is_chat, prompt_tokens, tokenizer
         number = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         kind = "text_completion"
         if is_chat:
             kind = "chat.completion.chunk" if is_stream else "chat.completion"
         self.head: dict[str, object] = {"id": number, "created": int(time.time()), "model": model, "object": kind}
         self.rows: list[BatchRow] = []  # the requested texts, one row for each choice of the answer, in order
+        self.echoes: list[str] = []  # the text with which each choice begins
         self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[int, RowEvent]] = asyncio.Queue()
 
@@ -53,31 +58,32 @@ class ApiAnswer:
 
     async def whole(self, request: HttpRequest) -> dict[str, object]:
         """Return the whole answer as JSON, or raise an `ApiError` if decoding fails or the client disconnects."""
-        texts, reasons = [""] * len(self.rows), [""] * len(self.rows)
+        texts, ends = list(self.echoes), [RowEvent()] * len(self.rows)
         left = asyncio.ensure_future(self._watch(request))
         try:
             async for index, event in self._until_all_ended():
                 texts[index] += event.text
-                reasons[index] = event.finish_reason or ""
+                ends[index] = event
         finally:
             left.cancel()
             self._leave()
         choices = []
-        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
+        for index, (text, end) in enumerate(zip(texts, ends, strict=True)):
             said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-            choices.append(_choice(index, reason, said))
+            choices.append(self._choice(index, end, said))
         return self.head | {"choices": choices, "usage": self._usage()}
 
     async def chunks(self, usage: bool) -> AsyncIterator[str]:
         """Yield the answer as server-sent events while its texts grow. With `usage`, the last one has token counts."""
         try:
-            for index in range(len(self.rows) if self.is_chat else 0):
-                first = _choice(index, None, {"delta": {"role": "assistant", "content": ""}})
-                yield _line(self.head | {"choices": [first]})
+            for index, echo in enumerate(self.echoes):
+                if self.is_chat or echo:
+                    said = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": echo}
+                    yield _line(self.head | {"choices": [self._choice(index, RowEvent(), said)]})
             async for index, event in self._until_all_ended():
                 delta = {"content": event.text} if event.text else {}
                 said = {"delta": delta} if self.is_chat else {"text": event.text}
-                yield _line(self.head | {"choices": [_choice(index, event.finish_reason, said)]})
+                yield _line(self.head | {"choices": [self._choice(index, event, said)]})
             if usage:
                 yield _line(self.head | {"choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
@@ -110,13 +116,15 @@ class ApiAnswer:
         for row in self.rows:
             row.left.set()
 
+    def _choice(self, index: int, event: RowEvent, said: Mapping[str, object]) -> dict[str, object]:
+        """Make the JSON of a choice: what it says, and the tokens' log-probabilities if it has just ended."""
+        in_json = chat_json if self.is_chat else completion_json
+        scores = in_json(event.scored, self.tokenizer) if event.scored else None
+        return {"index": index, "finish_reason": event.finish_reason, "logprobs": scores, **said}
+
     def _usage(self) -> dict[str, int]:
         given, written = self.prompt_tokens, sum(row.new_tokens for row in self.rows)
         return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
-
-
-def _choice(index: int, reason: str | None, said: Mapping[str, object]) -> dict[str, object]:
-    return {"index": index, "finish_reason": reason, "logprobs": None, **said}
 
 
 def _line(content: dict[str, object]) -> str:
@@ -205,7 +213,9 @@ class CompletionApi:
         self._require_model(self.name if asked.model is None else asked.model)
         try:
             settings = asked.settings(self.settings)
-            prompts = asked.prompts(self.generator.tokenizer)
+            tokenizer = self.generator.tokenizer
+            prompts, has_echo = asked.prompts(tokenizer), isinstance(asked, CompletionRequest) and asked.echo
+            echoes = asked.echoes(tokenizer) if isinstance(asked, CompletionRequest) else [""]
             for model, name in zip(self.generator.models(settings), ("backbone", "amateur"), strict=False):
                 require_fitting(prompts, Backbone(model), name)
         except RequestError as error:
@@ -215,12 +225,14 @@ class CompletionApi:
             raise ApiError(f"{count} texts were asked for; a request has at most {MAX_CHOICES}")
         self.answered += 1
         seed = self.seed + self.answered * MAX_CHOICES if asked.seed is None else asked.seed
-        answer = ApiAnswer(self.name, isinstance(asked, ChatRequest), asked.stream, sum(map(len, prompts)))
+        answer = ApiAnswer(self.name, isinstance(asked, ChatRequest), asked.stream, sum(map(len, prompts)), tokenizer)
         for index in range(count):
             number, copy = divmod(index, asked.n)
             # If the request has a seed, equal prompts get equal texts; otherwise each text gets another seed.
             own = (seed + (index if asked.seed is None else copy)) % 2**63
-            answer.rows.append(BatchRow(prompts[number], settings, own, partial(answer.put, index)))
+            put = partial(answer.put, index)
+            answer.rows.append(BatchRow(prompts[number], settings, own, put, asked.scores, has_echo, asked.writes))
+            answer.echoes.append(echoes[number])
         for row in answer.rows:
             self.worker.add(row)
         self.worker.metrics.prompt_tokens.inc(answer.prompt_tokens)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from reprlib import repr as short
 from typing import Annotated, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from decode.settings import Settings
 from medusa.records.record import Record, prompt_ids
 
 MAX_CHOICES = 128  # largest number of texts in one request
+MAX_TOP = 20  # largest number of most probable tokens that are listed beside a token
 UNSUPPORTED: dict[str, object] = {  # unsupported parameters of the API, with the values that leave them off
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -130,19 +132,29 @@ class GenerationRequest(StrictModel):
     def _drop_neutral(cls, body: dict[str, object]) -> dict[str, object]:
         """Remove nulls, ignored parameters, and unsupported ones that are off; raise `ApiError` if one is on."""
         given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-        for name in filter(given.__contains__, UNSUPPORTED):
+        for name in [name for name in UNSUPPORTED if name in given and name not in cls.model_fields]:
             value, neutral = given.pop(name), UNSUPPORTED[name]
             # 0 == False in Python, but `logprobs: 0` asks for log probabilities.
             if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
                 raise ApiError(f"{name} is not supported by this server; leave it out", param=name)
         return given
 
+    @property
+    def scores(self) -> int | None:
+        """How many most probable tokens to list beside each token; `None`: no log-probabilities."""
+        return None
+
+    @property
+    def writes(self) -> bool:
+        """Whether the answer has new tokens, and not only the scored prompt."""
+        return True
+
     def settings(self, defaults: Settings) -> Settings:
         """Return `defaults` with the request's own parameters, or raise a `RequestError` if they are out of range."""
         same_names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos"}
         asked = self.model_dump(include=same_names, exclude_none=True)
         for limit in (self.max_tokens, self.max_completion_tokens):
-            asked |= {} if limit is None else {"max_new_tokens": limit}
+            asked |= {} if limit is None or not self.writes else {"max_new_tokens": limit}
         if self.stop is not None:
             asked["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return replace(defaults, **asked)
@@ -161,12 +173,32 @@ class CompletionRequest(GenerationRequest):
         description="a text or a list of ids, or a list of these, and not empty"
     )
 
+    logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        None, ge=0, le=MAX_TOP, description=f"a whole number from 0 to {MAX_TOP}"
+    )
+    echo: bool = Field(False, description="true or false")  # whether a text begins with its prompt
+
+    @property
+    def scores(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def writes(self) -> bool:
+        return not (self.echo and self.max_tokens == 0)
+
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Return the token ids of each prompt; raises a `RequestError` if the text of a prompt is empty."""
         return [
             prompt_ids(Record("prompt", text=part), tokenizer) if isinstance(part, str) else part
             for part in self.prompt
         ]
+
+    def echoes(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Return the text with which the answer to each prompt begins: the prompt with `echo`, otherwise nothing."""
+        if not self.echo:
+            return [""] * len(self.prompt)
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        return [part if isinstance(part, str) else str(decode(part)) for part in self.prompt]
 
 
 class ChatRequest(GenerationRequest):
@@ -175,6 +207,16 @@ class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(
         min_length=1, description='a list of {"role": a word, "content": a text}, and not empty'
     )
+    logprobs: bool = Field(False, description="true or false")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP, description=f"a whole number from 0 to {MAX_TOP}, and needs logprobs: true"
+    )
+
+    @property
+    def scores(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError("top_logprobs needs logprobs: true; add it, or leave top_logprobs out", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Return a list with a single prompt: the token ids of the messages, formatted by the chat template.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from decode.generation import decoding
 from decode.request import prepare
 from decode.results import DecodingRun
 from decode.sequences import Request
+from decode.serve.logprobs import ScoredToken, scored
 from decode.serve.metrics import Metrics
 from decode.serve.texts import TextGenerator, TextStream, joined
 from decode.settings import Settings
@@ -30,6 +31,7 @@ class RowEvent(NamedTuple):
     text: str = ""
     finish_reason: str | None = None
     error: Exception | None = None
+    scored: Sequence[ScoredToken] = ()  # at the end, if they were requested: the tokens with their log-probabilities
 
 
 @dataclass(eq=False)
@@ -40,6 +42,9 @@ class BatchRow:
     settings: Settings
     seed: int
     tell: Callable[[RowEvent], object]  # the worker thread calls it with each event
+    scores: int | None = None  # score the tokens, and list so many most probable tokens beside each of them
+    scores_prompt: bool = False  # whether the prompt's tokens are scored, too
+    writes: bool = True  # otherwise only the prompt is scored
     left: threading.Event = field(default_factory=threading.Event)  # set to end the text early, as for a lost client
     new_tokens: int = 0  # the number decoded so far
 
@@ -53,6 +58,16 @@ class BatchRow:
         kwargs = replace(self.settings, stop=()).generate_kwargs(generator.tokenizer)
         ends = StoppingCriteriaList([RowEnd(self, generator.tokenizer)])
         return prepare(generator.model, [self.prompt], [self.seed], stopping_criteria=ends, **kwargs)[0]
+
+    def ended(self, text: str, reason: str | None, new_ids: Sequence[int], backbone: Backbone) -> RowEvent:
+        """Make the event of this text's end: its last piece `text`, the reason, and the scores of its tokens if asked.
+
+        `new_ids` are all tokens that were written."""
+        event = RowEvent(text, "length" if reason in (None, "length") else "stop")
+        if self.scores is None or self.left.is_set():
+            return event
+        start = 0 if self.scores_prompt else len(self.prompt)
+        return event._replace(scored=scored(backbone, [*self.prompt, *new_ids], start, self.scores))
 
 
 class RowEnd(StoppingCriteria):
@@ -138,9 +153,13 @@ class BatchWorker:
     def decode(self, asked: list[BatchRow]) -> None:
         """Decode a batch until all its texts have ended. An error is passed to the rows concerned, not raised."""
         requests: dict[BatchRow, Request] = {}
+        backbone = Backbone(self.generator.model)
         for row in asked:
             try:
-                requests[row] = row.request(self.generator)
+                if row.writes:
+                    requests[row] = row.request(self.generator)
+                else:
+                    row.tell(row.ended("", None, (), backbone))
             except Exception as error:
                 row.tell(RowEvent(error=error))
         try:
@@ -154,6 +173,7 @@ class BatchWorker:
         streams = [TextStream(self.generator.tokenizer, row.settings.stop) for row in rows]
         run = DecodingRun(decoding(self.generator.model, self.generator.source, requests, *rows[0].settings.how))
         reasons, ended = run.session.sequences.finish_reason, set()
+        backbone = Backbone(self.generator.model)
         for step in run:
             self.metrics.add_step(map(len, step.ids.values()), step.lengths.values())
             for index, ids in step.ids.items():
@@ -162,8 +182,8 @@ class BatchWorker:
                 if (reason := reasons[index]) is not None:
                     ended.add(index)
                     text += joined(streams[index].end())
-                    rows[index].tell(RowEvent(text, "length" if reason == "length" else "stop"))
+                    rows[index].tell(rows[index].ended(text, reason, run.results[index].new_ids, backbone))
                 elif text:
                     rows[index].tell(RowEvent(text))
         for index in set(range(len(rows))) - ended:  # the context had no room for a new token
-            rows[index].tell(RowEvent("", "length"))
+            rows[index].tell(rows[index].ended("", None, (), backbone))

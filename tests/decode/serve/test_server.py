@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -20,10 +17,6 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 import uvicorn
 from starlette.applications import Starlette
 
-from decode.bench.methods import plain_method
-from decode.drafters import drafter_factory
-from decode.drafters.base import DrafterContext
-from decode.results import text_of
 from decode.serve.app import CompletionApi, serve
 from decode.serve.schema import ApiError, ChatRequest, CompletionRequest
 from decode.serve.texts import TextGenerator
@@ -33,70 +26,9 @@ from decode.strategies.contrastive import Amateur
 from medusa.__main__ import main
 from medusa.commands.distill.client import Server, ServerError
 from medusa.errors import RunError
-from medusa.heads.independent import MedusaHeads
-from medusa.loading import load_backbone
 from medusa.records.record import Record, prompt_ids
+from tests.decode.serve.server_tools import PROMPTS, SHORT, ask, expected, written
 from tests.helpers import tiny_model
-from tests.train.templates import CHATML
-
-SHORT = Settings(max_new_tokens=12)
-PROMPTS = ["Once upon a time", "The dog", "One day, a girl named Mia went to the park with her red ball"]
-
-
-@pytest.fixture(scope="module")
-def generator() -> TextGenerator:
-    """With a chat template, as the embedded tokenizer has none."""
-    loaded = load_backbone("demo")
-    assert loaded.tokenizer is not None
-    loaded.tokenizer.chat_template = CHATML
-    return TextGenerator(
-        loaded.model,
-        loaded.tokenizer,
-        drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight")),
-    )
-
-
-@pytest.fixture(scope="module")
-def api(generator: TextGenerator) -> CompletionApi:
-    return CompletionApi(BatchWorker(generator, 4), "demo", SHORT)
-
-
-@pytest.fixture(scope="module")
-def url(api: CompletionApi) -> Iterator[str]:
-    """The server in a thread."""
-    api.worker.start(lambda: None)
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        app = api.app(["127.0.0.1", "localhost"])
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server.should_exit = True
-        thread.join(30)
-    assert not api.worker.thread.is_alive()  # type: ignore[union-attr]
-
-
-def ask(url: str, path: str, body: Any = None, host: str | None = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
-    content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    connection.request("GET" if body is None else "POST", path, content, {"Host": host} if host else {})
-    reply = connection.getresponse()
-    text = reply.read().decode()
-    return reply.status, json.loads(text) if text.startswith("{") else text
-
-
-def expected(generator: TextGenerator, text: str, settings: Settings = SHORT) -> str:
-    return written(generator, generator.tokenizer(text)["input_ids"], settings)
-
-
-def written(generator: TextGenerator, ids: list[int], settings: Settings = SHORT) -> str:
-    """By plain decoding."""
-    result = plain_method(generator.model, settings, generator.tokenizer)([ids])[0]
-    return text_of(result.new_ids, generator.tokenizer, settings.stop)
-
 
 # --- the API ---------------------------------------------------------------------------------------------------------
 
@@ -207,7 +139,12 @@ def test_models_and_health(url: str) -> None:
         ("/v1/completions", {"prompt": 3, "temprature": 1}, 400, "temprature is not a parameter"),
         ("/v1/completions", {"prompt": [[1] * 999 + ["x"]]}, 400, "...]]; it must be a text or a list of ids"),
         ("/v1/completions", {"prompt": "a", "top_k": 1.5}, 400, "top_k is 1.5; it must be a whole number"),
-        ("/v1/completions", {"prompt": "a", "logprobs": 0}, 400, "logprobs is not supported"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs is 21; it must be a whole number from 0"),
+        ("/v1/completions", {"prompt": "a", "logprobs": True}, 400, "logprobs is True; it must be a whole number"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 1, "max_tokens": 0}, 400, "it must be a whole number of at le"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], "echo": True}, 400, "echo is not supported"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], "logprobs": 1}, 400, "logprobs is 1; it must be tr"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], "top_logprobs": 1}, 400, "needs logprobs: true"),
         ("/v1/completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
         ("/v1/completions", {"prompt": "a", "messages": []}, 400, "messages is not a parameter of this endpoint"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages is []; it must be a list"),
@@ -230,7 +167,8 @@ def test_values_that_request_nothing_are_accepted(url: str) -> None:
     body = {
         "prompt": "a",
         "frequency_penalty": 0.0,
-        "logprobs": None,
+        "logprobs": False,
+        "echo": None,
         "temperature": None,
         "n": None,
         "best_of": 1,

@@ -1,0 +1,81 @@
+"""Log-probabilities of the tokens of a text, and their form in both endpoints of the OpenAI API.
+
+They are those of the model: the log softmax of its logits, without temperature, penalties or grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from decode.cache import TreeCache
+from decode.ops.grouped_attention import grouped
+from medusa.backbone import Backbone
+
+PIECE = 256  # tokens of one forward, so that memory holds the logits of one piece only
+LOWEST = -9999.0  # JSON has no infinity; OpenAI's own servers give this number too
+
+
+class ScoredToken(NamedTuple):
+    """A token of a text, with its log-probability after the tokens before it."""
+
+    id: int
+    log_p: float | None  # `None` for the first token of a prompt, which has no tokens before it
+    top: list[tuple[int, float]]  # the most probable tokens at its place, best first, with their log-probabilities
+
+
+@torch.inference_mode()
+def scored(backbone: Backbone, ids: Sequence[int], start: int, count: int) -> list[ScoredToken]:
+    """Score the tokens `ids[start:]` of a text, each with the `count` most probable tokens at its place.
+
+    The backbone reads the text again, in pieces and without a draft. So the result does not depend on how the text was
+    decoded."""
+    if start >= len(ids):
+        return []
+    cache = TreeCache(backbone.model.config, 1, len(ids))
+    text = torch.tensor([list(ids)], device=backbone.device)
+    # longrope rotates a forward by its longest position, so a text that may pass the boundary is read in one forward.
+    size = PIECE if backbone.rope_boundary is None else len(ids)
+    found = [ScoredToken(ids[0], None, [])] if start == 0 else []
+    for first in range(0, len(ids) - 1, size):
+        last = min(first + size, len(ids) - 1)  # a piece's last token predicts the token `last`
+        positions = torch.arange(first, last, device=text.device)[None]
+        with grouped(backbone.config):
+            logits = backbone.forward(text[:, first:last], cache, position_ids=positions).logits[0]
+        cache.commit_prompt([last - first])
+        wanted = max(first, start - 1)
+        if wanted >= last:
+            continue
+        log_p = logits[wanted - first :].float().log_softmax(-1).clamp_min(LOWEST)
+        own = log_p.gather(1, text[0, wanted + 1 : last + 1, None].to(log_p.device))[:, 0].tolist()
+        best = log_p.topk(count)
+        rows = zip(ids[wanted + 1 : last + 1], own, best.indices.tolist(), best.values.tolist(), strict=True)
+        found += [ScoredToken(token, value, list(zip(*top, strict=True))) for token, value, *top in rows]
+    return found
+
+
+def completion_json(tokens: Sequence[ScoredToken], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """The object `logprobs` of a choice of /v1/completions. Special tokens have a name, but no place in the text."""
+    texts, offsets = [str(tokenizer.decode([token.id])) for token in tokens], [0]
+    for token in tokens:
+        offsets.append(offsets[-1] + len(str(tokenizer.decode([token.id], skip_special_tokens=True))))
+    tops: list[dict[str, float] | None] = []
+    for token, text in zip(tokens, texts, strict=True):
+        # Several ids may have one text, such as parts of characters: the most probable of them stays.
+        listed = {str(tokenizer.decode([other])): log_p for other, log_p in reversed(token.top)}
+        tops.append(None if token.log_p is None else {text: token.log_p} | listed)
+    values = [token.log_p for token in tokens]
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets[:-1]}
+
+
+def chat_json(tokens: Sequence[ScoredToken], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """The object `logprobs` of a choice of /v1/chat/completions."""
+
+    def entry(token: int, log_p: float | None) -> dict[str, object]:
+        text = str(tokenizer.decode([token]))
+        return {"token": text, "logprob": log_p, "bytes": list(text.encode())}
+
+    content = [entry(one.id, one.log_p) | {"top_logprobs": [entry(*other) for other in one.top]} for one in tokens]
+    return {"content": content, "refusal": None}
