@@ -16,10 +16,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def interruptible(saved: Callable[[], str]) -> Iterator[None]:
     """Raise `Interrupted` inside this context at Ctrl-C and SIGTERM; `saved` then says what is kept.
 
-    A second signal acts as it did before this context, so that it can end a hanging cleanup. Only the main thread
-    receives signals."""
+    A second signal acts as it did before this context, so that it can end a hanging cleanup. A signal that the process
+    ignores, such as SIGINT in the background of a script, stays ignored. Only the main thread receives signals."""
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
 
     def restore() -> None:
         for number, handler in before.items():
