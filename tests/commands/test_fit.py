@@ -343,7 +343,8 @@ def command(place: Place, tmp_path: Path) -> Callable[..., list[str]]:
     file = tmp_path / "questions.txt"
     file.write_text("\n".join(questions), encoding="utf-8")
     numbers = ["--minutes", "0.03", "--max-new-tokens", "24", "--threads", "1"]
-    words = ["fit", place.backbone, "--prompts", str(file), "--output", str(tmp_path / "heads"), *numbers]
+    words = ["fit", place.backbone, "--prompts", str(file), "--output", str(tmp_path / "heads"), "--dtype", "float32"]
+    words += numbers
     return lambda *further: [*words, *further]
 
 
@@ -387,7 +388,7 @@ def test_a_run_that_is_stopped_in_every_stage(
     figures = json.loads(report.read_text())
     assert figures["benchmark"]["methods"]["medusa"]["equal_to_plain"] == 1
     assert figures["headline"]["title"] in told.out
-    assert f'Next: medusa generate {folder} "Once upon a time"' in told.out
+    assert f'Next: medusa generate {folder} "Once upon a time" --dtype float32\n' in told.out
     assert MedusaHeads.from_pretrained(folder).config.kind == "medusa"
     assert {"report.html", "benchmark.json", "fit.json", "provenance.json"} <= {path.name for path in folder.iterdir()}
 

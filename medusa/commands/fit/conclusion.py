@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from shlex import quote
 
 from decode.bench.calibration.stored import FILE as CALIBRATION
+from medusa.arguments import as_arguments
 from medusa.checkpoints.stored import CONFIG, PROVENANCE, WEIGHTS
 from medusa.commands.fit.choices import HeadsChoice
 from medusa.commands.fit.options import PURPOSES, FitOptions
 from medusa.commands.fit.stages import REPORT, RESULTS
 from medusa.commands.fit.state import FitState
+from medusa.commands.options import CommandOptions
 from medusa.files import Json, read_json, replacing
 from train.outcome import PICTURE
 
@@ -48,7 +51,8 @@ def conclude(options: FitOptions, state: FitState) -> None:
     if results["headline"]["verdict"] != "faster":
         more = f"--minutes {ceil(3 * state.stages['plan']['plan']['minutes'])} --overwrite"
         lines.append(f"More text and training may help ({more}), or another kind of heads (--compare --overwrite).")
-    lines.append(f'Next: medusa generate {quote(str(folder))} "Once upon a time"')
+    loading = as_arguments(CommandOptions(load=replace(options.load, revision=None)))  # heads record the revision
+    lines.append(" ".join([f'Next: medusa generate {quote(str(folder))} "Once upon a time"', *loading]))
     for line in lines:
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
     options.output.write(summary(options, state, results))
