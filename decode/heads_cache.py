@@ -7,8 +7,6 @@ Shapes: B rows of the batch, T tokens of a piece of the prompts, C columns of a 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
@@ -16,17 +14,10 @@ from transformers import LlamaConfig
 from decode.cache import TreeCache
 from decode.masks import TreeMasks
 from decode.ops.transfer import on_device
-from decode.topology import Topology
+from decode.topology import chain
 from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Tree
-
-
-@functools.lru_cache(maxsize=256)
-def chain(width: int, device: torch.device) -> Topology:
-    """The topology of a path of `width` nodes, which all steps and sessions share."""
-    return Topology.of(Tree.chain(width - 1).to(device))
 
 
 class HeadsCache:

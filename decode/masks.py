@@ -77,18 +77,18 @@ def visible_slots(topology: Topology, lengths: Tensor, slots: int, kind: LayerKi
 
 
 def grown_masks(
-    layers: LayerKinds, dtype: torch.dtype, starts: Tensor, seen: Tensor, depth: Tensor, slot_depths: Tensor
+    layers: LayerKinds, dtype: torch.dtype, lengths: Sequence[int], seen: Tensor, depth: Tensor, slot_depths: Tensor
 ) -> Mask:
     """Make masks [B, 1, W, S] for one of the forwards that grow a tree: W new nodes look at S slots of the KV cache.
 
     Args:
-        starts: [B] the text's length in each row; a node sees all of it, except outside a layer's window or chunk.
+        lengths: the text's length in each of B rows; a node sees all of it, except outside a layer's window or chunk.
         seen: [B, W, A] slots of each node and its drafted ancestors (0: the first after the text), padded with its own.
         depth: [B, W] position of each new node minus the length of its row's text.
-        slot_depths: [S - max(starts)] the same for the node in each slot after the text, equal in all rows."""
-    nodes = len(slot_depths)
+        slot_depths: [S - max(lengths)] the same for the node in each slot after the text, equal in all rows."""
+    nodes, starts = len(slot_depths), on_device(lengths, seen.device)
     own = torch.zeros(*seen.shape[:2], nodes, dtype=torch.bool, device=seen.device).scatter_(2, seen, True)
-    by_slot = _by_slot(own, starts, depth, slot_depths.expand(len(starts), -1), int(starts.max()) + nodes)
+    by_slot = _by_slot(own, starts, depth, slot_depths.expand(len(starts), -1), max(lengths) + nodes)
     return layers.masks(lambda kind: additive(kind.limited(*by_slot), dtype)[:, None])
 
 

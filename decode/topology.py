@@ -9,7 +9,7 @@ root alone), C the most children of a node, X any number of nodes."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -133,6 +133,13 @@ class Topology:
         slot = self.parent * self.max_children + place
         table.scatter_(1, slot[:, 1:], torch.arange(1, nodes, device=device).expand(rows, -1))
         return table.view(rows, nodes, self.max_children)
+
+
+@lru_cache(maxsize=256)
+def chain(count: int, device: torch.device) -> Topology:
+    """Return the topology of a chain of `count` nodes, root included. All texts of a batch share it."""
+    line = torch.arange(count, device=device)
+    return Topology.from_parents((line - 1).clamp_min(0)[None], line[None], count - 1, min(count - 1, 1))
 
 
 def chosen_part(tree: Tree, chosen: Tensor) -> Topology:

@@ -133,7 +133,7 @@ class Tree:
     def max_depth(self) -> int:
         return self.paths.shape[1] - 1
 
-    @property
+    @cached_property
     def max_rank(self) -> int:
         return int(self.rank.max())
 

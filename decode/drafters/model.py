@@ -21,7 +21,6 @@ from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, 
 from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.levelwise import LevelwiseDrafter
 from decode.drafters.small_model import load_small_model, require_same_vocabulary, small_model_path
-from decode.drafters.tries import chain
 from decode.masks import grown_masks
 from decode.ops.fast_topk import argmax, top_k
 from decode.ops.grouped_attention import grouped
@@ -29,6 +28,7 @@ from decode.ops.transfer import on_device
 from decode.prefill import prefill
 from decode.session import Session
 from decode.target import Target
+from decode.topology import chain
 from decode.tree_check import require_tree_forward
 from decode.verify import Verifier
 from medusa.backbone import Backbone, require_tree_support
@@ -241,8 +241,7 @@ class ModelDrafter(LevelwiseDrafter):
         A node sees the text and the slots `seen` [B, W, A + 1] of its A drafted ancestors and itself."""
         if self.layers.is_full and self.cache.is_even and self.is_chain:
             return None
-        starts = on_device(self.text_lengths, self.device)
         depth = torch.full(seen.shape[:2], seen.shape[-1] - 1, device=self.device)
         depths = [level for level, (tokens, _) in enumerate(self.levels_read) for _ in range(tokens.shape[1])]
         of_all = on_device(depths, self.device)
-        return grown_masks(self.layers, self.backbone.dtype, starts, seen, depth, of_all)
+        return grown_masks(self.layers, self.backbone.dtype, self.text_lengths, seen, depth, of_all)

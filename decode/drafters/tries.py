@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from decode.drafters.base import DrafterFactory
 from decode.ops.transfer import on_device
 from decode.sequences import Sequences
 from decode.session import Session
-from decode.topology import Topology
+from decode.topology import Topology, chain
 
 
 class Trie:
@@ -58,13 +57,6 @@ def draft_of(tries: list[Trie], root: Tensor) -> Draft:
     parent, depth = (on_device(part, root.device) for part in ([t.parent for t in tries], [t.depth for t in tries]))
     deepest = max(max(trie.depth) for trie in tries)
     return Draft(ids, Topology.from_parents(parent, depth, deepest, count - 1))
-
-
-@lru_cache(maxsize=256)
-def chain(count: int, device: torch.device) -> Topology:
-    """Return the topology of a chain of `count` nodes, root included. All texts of a batch share it."""
-    line = torch.arange(count, device=device)
-    return Topology.from_parents((line - 1).clamp_min(0)[None], line[None], count - 1, min(count - 1, 1))
 
 
 @dataclass(eq=False)

@@ -96,8 +96,7 @@ class OnTree:
         # Shorter paths repeat their own slot as padding.
         paths = [[p.slots + p.slots[-1:] * (deepest - len(p.slots)) for p in partials]]
         seen, of_slot = torch.tensor(paths, device=device), torch.tensor(self.depths, device=device)
-        starts = torch.tensor([prompt_length], device=device)
-        masks = grown_masks(self.layers, backbone.dtype, starts, seen, depth, of_slot)
+        masks = grown_masks(self.layers, backbone.dtype, [prompt_length], seen, depth, of_slot)
         with grouped(backbone.config, masks):
             logits = backbone.forward(
                 torch.tensor([[partial.ids[-1] for partial in partials]], device=device),

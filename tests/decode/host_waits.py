@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parents[2]
-BY_VALUE = ("nonzero", "masked_select", "unique", "_local_scalar_dense", "bincount", "equal.default")
+BY_VALUE = ("nonzero", "masked_select", "unique", "item.", "_local_scalar_dense", "bincount", "equal.default")
 READS = ("tolist", "numpy", "cpu", "new_tensor")
 
 

@@ -17,11 +17,11 @@ from decode.drafters.base import DrafterContext
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.model import DraftModel, DraftModelConfig
 from decode.drafters.small_model import require_same_tokenizer
-from decode.drafters.tries import chain
 from decode.loop import Acceptor
 from decode.request import prepare
 from decode.session import Session
 from decode.settings import Settings
+from decode.topology import chain
 from medusa import Tree
 from medusa.errors import RequestError
 from medusa.loading import LoadOptions, load_backbone
