@@ -6,11 +6,14 @@
 The backbone continues the prompts. Without prompts, it generates whole texts. The command counts the right guesses of
 the heads in these texts, builds trees of several sizes from the counts, and times one step of each tree. It saves the
 tree with the highest estimated speed in tokens per second. A tree of one node means that plain decoding is fastest. A
-quarter of the texts is held out, to measure tau (the mean number of tokens per step) with the saved tree."""
+quarter of the texts is held out, to measure tau (the mean number of tokens per step) with the saved tree.
+
+With --compile, it times compiled steps, for --tree auto --compile. Compiling the steps of every tree takes minutes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from decode.settings import Settings
@@ -51,11 +54,6 @@ class CalibrateOptions(CommandOptions):
         if self.plot is not None:
             require_distinct(json=self.output.json, plot=self.plot)
         require_picture(self.plot, "--plot")
-        if self.settings.compile:
-            raise RequestError(
-                "--compile would compile every tree that is tried, for minutes; leave it out: --tree auto uses "
-                "the tree found here with --compile, too; medusa benchmark --compile measures a tree that you name"
-            )
 
 
 def require_enough(prompts: int, max_new_tokens: int) -> None:
@@ -88,18 +86,19 @@ def run(options: CalibrateOptions) -> None:
     models.hint_at_bfloat16(loaded, output)
     model, tokenizer = loaded.model, loaded.tokenizer
     assert heads is not None  # --heads is required
+    eager = replace(settings, compile=False)  # only the timing needs compiled steps
     with output.stage("generating") as status:
         if prompts:
-            texts = continued_texts(model, tokenizer, prompts, settings, seed)
+            texts = continued_texts(model, tokenizer, prompts, eager, seed)
         else:
-            texts = own_texts(model, settings, loaded.bos_token_id)
+            texts = own_texts(model, eager, loaded.bos_token_id)
         held_out = [prompt for prompt, _ in texts[3::4]]
         kept = [text for index, text in enumerate(texts) if index % 4 != 3]
         found = calibrate(model, heads, kept, settings, options.batch_size, None, options.rounds, status.update)
         status.update("measuring tau")
         seeds, measured = [seed] * len(held_out), None
         if held_out:
-            method = medusa_method(model, heads, settings, tokenizer, found.tree)
+            method = medusa_method(model, heads, eager, tokenizer, found.tree)
             measured = tau(one_by_one(method, held_out, seeds))
     found.texts.source = options.prompts.prompts or found.texts.source
     place = store(files_for(models.heads_folder(options.models.heads)), found)

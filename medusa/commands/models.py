@@ -207,7 +207,8 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
     """Return the tree of --tree, else the tree saved with the heads, else `auto`, a tree calibrated on this machine.
 
     Without a stored calibration, `auto` calibrates on texts that the backbone generates, never on the prompts. If these
-    texts are too short for a calibration, the default tree is used (`default_tree`), and nothing is stored.
+    texts are too short for a calibration, the default tree is used (`default_tree`), and nothing is stored. For
+    compiled steps, a calibration with compiled steps is needed; without one, a note says that eager ones decide.
     Raise RequestError if the tree does not exist, or needs more heads or more guesses of a head than there are."""
     asked: DynamicTree | None = None
     if command.models.tree != "auto" and (command.models.tree is not None or heads.config.tree):
@@ -223,6 +224,13 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
         return replace(asked, temperatures=fitted)
     note, kept = command.output.note, ""
     found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
+    if found is None and settings.compile:
+        note(
+            "no calibration with compiled steps, so the tree is the one that is fastest in eager steps; medusa "
+            f"calibrate {command.models.heads} --compile finds the fastest in compiled steps (takes minutes)"
+        )
+        settings = replace(settings, compile=False)
+        found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
     if found is None:
         try:
             with command.output.stage("choosing a tree"):

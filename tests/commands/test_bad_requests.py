@@ -60,11 +60,6 @@ def generate(place: Place, *argv: Any, **changes: Any) -> tuple[Any, ...]:
 # --- seen before anything is loaded ----------------------------------------------------------------------------------
 
 
-def test_calibrate_compiles_nothing(place: Place, refused: Any, no_loading: None) -> None:
-    said = refused("calibrate", "--backbone", place.backbone, "--heads", place.heads, "--compile")
-    assert "--compile would compile every tree" in said
-
-
 OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     # what is asked for in vain: the options, and what the message must hold
     "negative temperature": (("--temperature", "-1"), "temperature is -1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import decode
 from decode.bench.benchmark import STAGES
 from decode.bench.calibration import calibrate
 from decode.bench.methods import Job
+from decode.compiled import region
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
 from decode.results import Result
@@ -585,6 +587,49 @@ def test_auto_uses_the_calibrated_tree(
     assert done.status == 0, done.err
     chosen = told["points"][told["chosen"]]  # the fastest, which another load of the machine may change
     assert f"tree: {'dynamic, ' if chosen.get('dynamic') else ''}{chosen['nodes']} nodes" in done.err
+
+
+def test_compiled_steps_have_their_own_calibration(
+    medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`calibrate --compile` times compiled steps only; `auto` prefers its result, and says when there is none."""
+    monkeypatch.setattr(region, "compiled", lambda step, device: step)
+    compiled, steps = list[int](), region.Region.__call__
+
+    def counted(self: region.Region) -> Any:
+        compiled.append(1)
+        return steps(self)
+
+    monkeypatch.setattr(region.Region, "__call__", counted)
+    of_timing, timed = list[int](), calibrate.time_steps
+
+    def timing(*args: Any) -> list[float]:
+        before = len(compiled)
+        seconds = timed(*args)
+        of_timing.append(len(compiled) - before)
+        return [0.01 * (1 + (tree.num_nodes != wanted)) for tree, _ in zip(args[3], seconds, strict=True)]
+
+    monkeypatch.setattr(calibrate, "time_steps", timing)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(LETTERS[at : at + 4] for at in range(8)), encoding="utf-8")
+    models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
+    small = ("--prompts", prompts, "--max-new-tokens", "96", "--rounds", "1", "--ignore-eos")
+    generate = ("generate", *models, "--prompt", "abc", "--tree", "auto", "--max-new-tokens", "8")
+    wanted = 1
+    assert medusa("calibrate", *models, *small).status == 0
+    assert of_timing == [0], "eager steps were timed"
+    done = medusa(*generate, "--compile")
+    assert "no calibration with compiled steps" in done.err
+    assert f"medusa calibrate {own_place.heads} --compile" in done.err
+    assert "tree: 1 nodes" in done.err
+    wanted = 4
+    del compiled[:]
+    assert medusa("calibrate", *models, *small, "--compile").status == 0
+    assert of_timing[1] == len(compiled) > 0, "compiled steps were timed, and used for nothing else"
+    done = medusa(*generate, "--compile")
+    assert "no calibration" not in done.err
+    assert re.search(r"tree: (dynamic, )?4 nodes", done.err)
+    assert "tree: 1 nodes" in medusa(*generate).err
 
 
 def test_auto_calibrates_once_on_text_from_the_backbone(

@@ -221,7 +221,6 @@ LINES = {
     + RUNTIME
     + PROMPTS
     + """
---compile -> --compile would compile every tree
 --rounds 0 -> rounds is 0
 --plot x.xyz -> x.xyz
 --plot full -> full

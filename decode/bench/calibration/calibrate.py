@@ -61,10 +61,11 @@ def calibrate(
 ) -> Calibration:
     """Predict the speed of trees from texts that the backbone wrote with `settings`, and choose the fastest tree.
 
-    `sizes`: numbers of nodes of the trees to try; `None`: the result of `sizes_for`. Each tree is timed `rounds` times.
-    `on_progress` receives the name of each stage. TooFewStepsError: fewer than `MIN_STEPS` steps start in the texts."""
-    # Timing continues after the end of a text, runs eagerly, and uses all nodes of each tree.
-    settings = replace(settings, stop=(), stop_drafting=0.0, compile=False)
+    `sizes`: numbers of nodes of the trees to try; `None`: the result of `sizes_for`. Each tree is timed `rounds` times,
+    in compiled steps if `settings` ask for them. `on_progress` receives the name of each stage. TooFewStepsError: fewer
+    than `MIN_STEPS` steps start in the texts."""
+    # Timing continues after the end of a text, and uses all nodes of each tree.
+    settings = replace(settings, stop=(), stop_drafting=0.0)
     backbone, prompts = Backbone(model), [prompt for prompt, _ in texts]
     on_progress("recording")
     recording = record(backbone, heads, texts)
@@ -84,7 +85,7 @@ def calibrate(
 
     def measured_tau(tree: Layout) -> float:
         on_progress(f"decoding with a dynamic tree of {tree.num_nodes} nodes")
-        return decoded_tau(model, heads, prompts, tree, replace(settings, max_new_tokens=longest))
+        return decoded_tau(model, heads, prompts, tree, replace(settings, max_new_tokens=longest, compile=False))
 
     points = sorted(add_competitive(points, unknown, recording, measured_tau), key=lambda one: (one.dynamic, one.nodes))
     about = RecordedTexts(len(texts), recording.tokens, sum(map(len, prompts)), steps=recording.steps)

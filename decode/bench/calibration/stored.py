@@ -24,7 +24,7 @@ from medusa.tree import Tree
 
 FILE = "calibration.json"
 MIN_STEPS = 500  # a calibration replays at least so many steps; from fewer, the prediction of tau is too uncertain
-NEWER = ("draft", "top_k", "top_p", "min_p", "repetition_penalty", "epsilon", "delta")
+NEWER = ("draft", "top_k", "top_p", "min_p", "repetition_penalty", "epsilon", "delta", "compile")
 """Options that old files lack, so a situation names only those that are not at their defaults."""
 
 
@@ -81,7 +81,7 @@ class Calibration:
 
 
 def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, object]:
-    """Describe what a calibration is valid for: machine, backbone, heads, dtype, batch size and sampling options."""
+    """Describe what a calibration is valid for: machine, models, dtype, batch size, sampling options and `compile`."""
     here = machine()
     return {
         **{name: getattr(here, name) for name in ("processor", "gpu", "threads", "torch", "transformers")},
