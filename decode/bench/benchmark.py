@@ -1,7 +1,7 @@
 """Measures the speedup of decoding methods, which take turns on the same prompts within one run.
 
 In each round, every method decodes all prompts. The methods alternate after every batch of prompts, so a machine that
-slows down during the run slows all methods. Each method first decodes one batch as a warm-up, which does not count.
+slows down during the run slows all methods. Each method first decodes some batches as a warm-up, which does not count.
 Metrics are medians over the rounds. Tokens per second count all new tokens and the whole time, prefill included."""
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from decode.bench.compare import Sample, interval
 from decode.bench.figures import AcceptedNode, MethodFigures, PositionFigures, PromptFigures, Rate
 from decode.bench.machine import Moment
 from decode.bench.methods import Method
+from decode.compiled.fixed_cache import STEP
 from decode.loop import Timer
 from decode.results import Result, prompt_seeds, tau
 from medusa.heads.guesses import MISSED
@@ -96,7 +98,8 @@ def run_rounds(
     A prompt gets the same random seed with every contender, whatever the batch size. `on_progress` is called after each
     batch. `clock` returns the time in seconds. If it is `None`, results keep the time that their method measured."""
     for contender in contenders:
-        contender.method(batches[0])
+        for batch in warm_up_batches(batches):
+            contender.method(batch)
         contender.batch_of = [index for index, batch in enumerate(batches) for _ in batch]
         if contender.clock is not None:
             contender.clock.seconds = dict.fromkeys(STAGES, 0.0)
@@ -116,6 +119,26 @@ def run_rounds(
                 contender.rounds[-1] += results
             first += len(batch)
             on_progress()
+
+
+def warm_up_batches(batches: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[Sequence[int]]]:
+    """Choose the batches of a warm-up, after which compiled methods have nothing left to prepare while time counts.
+
+    Each batch size is another compiled step, and on a GPU each `STEP` tokens of text another CUDA graph. So the batches
+    of one size are chosen by their longest prompt: the shortest, the longest, and between them one for each `STEP`."""
+
+    def longest(batch: Sequence[Sequence[int]]) -> int:
+        return max(map(len, batch))
+
+    chosen: list[Sequence[Sequence[int]]] = []
+    for _, same_size in groupby(sorted(batches, key=lambda batch: (-len(batch), longest(batch))), key=len):
+        first, *others = same_size
+        chosen.append(first)
+        for batch in others:
+            longer = longest(batch) - longest(chosen[-1])
+            if longer >= STEP or (longer and batch is others[-1]):
+                chosen.append(batch)
+    return chosen
 
 
 def summarize(contenders: Sequence[Contender], categories: Sequence[str | None]) -> dict[str, MethodFigures]:

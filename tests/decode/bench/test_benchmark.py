@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +17,16 @@ from decode.bench.benchmark import (
     run_rounds,
     summarize,
     tau_by_position,
+    warm_up_batches,
 )
 from decode.bench.compare import Sample
 from decode.bench.figures import AcceptedNode, PositionFigures, Rate
+from decode.bench.methods import medusa_method, plain_method
 from decode.results import Result
+from decode.settings import Settings
 from medusa.heads.guesses import MISSED
 from tests.decode.bench.made_up import TOKENS, Fake, contenders
+from tests.helpers import random_heads, random_ids, tiny_model
 
 
 def test_the_documented_fields_are_present() -> None:
@@ -66,6 +71,44 @@ def test_the_warm_up_does_not_count() -> None:
     assert figures["medusa"].step_ms["verify"] == pytest.approx(1000.0), (
         "6 s over 6 steps, without the 6 s of the warm-up"
     )
+
+
+def test_the_warm_up_decodes_each_batch_size_and_length() -> None:
+    """Of one size, the shortest and the longest, and one for each 256 tokens between them."""
+
+    def batch(size: int, longest: int) -> list[list[int]]:
+        return [[0] * longest, *([[0]] * (size - 1))]
+
+    batches = [batch(2, 900), batch(2, 100), batch(2, 400), batch(2, 700), batch(2, 500), batch(1, 40)]
+    assert warm_up_batches(batches) == [batches[1], batches[2], batches[3], batches[0], batches[5]]
+    assert warm_up_batches([batch(2, 5), batch(2, 5)]) == [batch(2, 5)]
+
+
+def test_nothing_is_compiled_while_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts in batches of two leave a batch of one, which is another compiled step."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    model = tiny_model("llama", num_hidden_layers=1)
+    settings = Settings(max_new_tokens=8, compile=True, ignore_eos=True)
+    graphs, compiled = torch._dynamo.utils.counters["stats"], dict[str, dict[bool, int]]()
+
+    def counted(name: str, method: Any) -> Any:
+        def run(prompts: Any, on_step: Any = None, seeds: Any = None) -> Any:
+            before, found = graphs["unique_graphs"], method(prompts, on_step, seeds)
+            counts = compiled.setdefault(name, {True: 0, False: 0})
+            counts[seeds is not None] += graphs["unique_graphs"] - before
+            return found
+
+        return run
+
+    plain = counted("plain", plain_method(model, settings))
+    medusa = counted("medusa", medusa_method(model, random_heads(model), settings, tree="topk:2,1"))
+    them = contenders(plain, Fake("t", [1.0]), medusa)
+    run_rounds(them, [[random_ids(4), random_ids(5)], [random_ids(4, seed=1)]], rounds=2)
+    assert compiled == {name: {False: 2, True: 0} for name in ("plain", "medusa")}, "two each, in the warm-up"
 
 
 def test_stage_times_are_per_step_over_all_rounds() -> None:
