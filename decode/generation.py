@@ -152,6 +152,7 @@ def generate(
         seeds (in `kwargs`): one per row, copies by `num_return_sequences` included; a row's text then depends only on
             the row's prompt and seed. Without seeds, one row draws from PyTorch's generator as in `model.generate`, and
             the rows of a batch are seeded from that generator.
+        grammar (in `kwargs`): a grammar that all texts follow (`decode.strategies.grammar`, docs/strategies.md).
         acceptance, draft, stop_drafting, epsilon, delta, compile (in `kwargs`): the fields of
             `decode.settings.DecodingOptions`.
         kwargs: all other arguments of `model.generate` (tokenizer, stop_strings, ...).

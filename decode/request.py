@@ -14,6 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from decode.arguments import require_batch, require_mask
 from decode.sequences import Request
+from decode.strategies.grammar import Grammar
 from decode.target import WARPERS
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
@@ -24,12 +25,17 @@ EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cac
 
 
 def prepare(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None = None, **kwargs: Any
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int] | None = None,
+    grammar: Grammar | None = None,
+    **kwargs: Any,
 ) -> list[Request]:
     """Turn the arguments of `model.generate` into requests: `num_return_sequences` of them for each prompt.
 
     Each request is prepared alone, without padding, so that penalties and minimal lengths count from its own prompt.
-    `kwargs` are those of `model.generate`; for `seeds` see `with_generators`. Raise a `RequestError` if tree decoding
+    `kwargs` are those of `model.generate`; for `seeds` see `with_generators`. All texts follow `grammar`, if it is
+    given. Raise a `RequestError` if tree decoding
     does not support an option, or a prompt is empty or too long."""
     require_tree_support(model)
     if kwargs.get("streamer") is not None:
@@ -44,7 +50,12 @@ def prepare(
         copies = getattr(config, "num_return_sequences", None) or 1
     requests: list[Request] = []
     for row, prompt in enumerate(prompt for prompt in prompts for _ in range(copies)):
-        own = {} if allowed is None else {"prefix_allowed_tokens_fn": lambda _, ids, row=row: allowed(row, ids)}
+        own: dict[str, Any] = {}
+        if allowed is not None:
+            own["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
+        if grammar is not None:
+            others = kwargs.get("logits_processor") or []
+            own["logits_processor"] = LogitsProcessorList([*others, grammar.processor(len(prompt))])
         requests += _prepare_row(model, prompt, kwargs | own)
     require_longrope_alone(model, requests)
     return with_generators(model, requests, seeds)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from decode.strategies.options import require_uncontrasted
+from decode.strategies.options import require_no_compiled_grammar, require_uncontrasted
 from medusa.errors import RequestError, choose_one_of
 from medusa.options import Options, count, option, share
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from decode.strategies.contrastive import Amateur
+    from decode.strategies.grammar import Grammar
 
 EPSILON, DELTA = 0.09, 0.3
 """Default constants of typical acceptance (Medusa paper, section 2.3.1)."""
@@ -146,12 +147,15 @@ class Settings(DecodingOptions):
     stop: tuple[str, ...] = option((), "end the text before STRING; repeatable", metavar="STRING")
     ignore_eos: bool = option(False, "continue after the end-of-text token")
     amateur: Amateur | None = None  # the small model that the backbone is contrasted with
+    grammar: Grammar | None = None  # the grammar that the text follows
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if any(not stop for stop in self.stop):
             raise RequestError("a stop string is empty; give at least one character")
         require_uncontrasted(self.compile, self.amateur)
+        if self.grammar is not None:
+            require_no_compiled_grammar(self.compile, self.ignore_eos)
         self.rule_for(self.do_sample)  # raises an error for rules that do not fit
 
     @property
@@ -169,7 +173,9 @@ class Settings(DecodingOptions):
         return self.temperature > 0
 
     def generate_kwargs(self, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
-        """The settings as arguments of `model.generate`, which reads all other options from the generation config."""
+        """The settings as arguments of `model.generate`, which reads all other options from the generation config.
+
+        `grammar` is an argument of `decode.request.prepare` only."""
         kwargs: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "do_sample": self.do_sample,
@@ -183,13 +189,16 @@ class Settings(DecodingOptions):
             kwargs |= {"stop_strings": list(self.stop), "tokenizer": tokenizer}
         if self.ignore_eos:
             kwargs["eos_token_id"] = None
+        if self.grammar is not None:
+            kwargs["grammar"] = self.grammar
         return kwargs
 
     def to_dict(self) -> dict[str, object]:
         """All settings as JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         amateur = None if self.amateur is None else self.amateur.to_dict()
-        return values | {"acceptance": self.rule.name, "amateur": amateur}
+        grammar = None if self.grammar is None else self.grammar.source
+        return values | {"acceptance": self.rule.name, "amateur": amateur, "grammar": grammar}
 
 
 def rule_and_limit(acceptance: str | None) -> tuple[str | None, int | None]:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from socket import socket
 
@@ -25,9 +26,10 @@ from transformers import PreTrainedTokenizerBase
 from decode.request import require_fitting
 from decode.serve.logprobs import chat_json, completion_json
 from decode.serve.metrics import CountRequests
-from decode.serve.schema import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, parse
+from decode.serve.schema import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, ResponseFormat, parse
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
+from decode.strategies.grammar import json_schema_source
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
 
@@ -208,11 +210,20 @@ class CompletionApi:
         chunks = answer.chunks(bool(asked.stream_options.include_usage))
         return StreamingResponse(chunks, media_type="text/event-stream")
 
+    def _with_format(self, settings: Settings, asked: ResponseFormat | None) -> Settings:
+        """Return `settings` with the grammar of a request's `response_format`; without one, they keep their own."""
+        if asked is None:
+            return settings
+        schema = asked.schema_asked
+        if schema is None:
+            return replace(settings, grammar=None)
+        return replace(settings, grammar=self.generator.grammars.compiled(json_schema_source(schema)))
+
     def begin(self, asked: CompletionRequest | ChatRequest) -> ApiAnswer:
         """Check a request, start its texts in the worker thread, and return the answer; raises an `ApiError`."""
         self._require_model(self.name if asked.model is None else asked.model)
         try:
-            settings = asked.settings(self.settings)
+            settings = self._with_format(asked.settings(self.settings), asked.response_format)
             tokenizer = self.generator.tokenizer
             prompts, has_echo = asked.prompts(tokenizer), isinstance(asked, CompletionRequest) and asked.echo
             echoes = asked.echoes(tokenizer) if isinstance(asked, CompletionRequest) else [""]

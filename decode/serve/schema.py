@@ -32,7 +32,6 @@ UNSUPPORTED: dict[str, object] = {  # unsupported parameters of the API, with th
     "functions": [],
     "function_call": "none",
     "modalities": ["text"],
-    "response_format": {"type": "text"},
 }
 IGNORED = {  # accepted, because they cannot change the text of this server
     "metadata",
@@ -105,6 +104,33 @@ def _not_tiny(value: float | None) -> float | None:
     return value
 
 
+class JsonSchema(StrictModel):
+    """The object `json_schema` of a `response_format`. Its name and description change nothing."""
+
+    model_config = ConfigDict(strict=True, populate_by_name=True)
+    content: dict[str, object] = Field(alias="schema")
+
+
+class ResponseFormat(StrictModel):
+    """The object `response_format` of a request."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _require_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema")
+        return self
+
+    @property
+    def schema_asked(self) -> object:
+        """The JSON schema that the text must follow; `None` for free text."""
+        if self.json_schema is not None:
+            return self.json_schema.content
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class GenerationRequest(StrictModel):
     """The parameters that completion requests and chat requests share. Null means the server's default.
 
@@ -124,6 +150,11 @@ class GenerationRequest(StrictModel):
     stop: str | list[str] | None = Field(None, description="a string or a list of strings")
     seed: int | None = Field(None, ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")
     n: int = Field(1, ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")  # texts per prompt
+    response_format: ResponseFormat | None = Field(
+        None,
+        description='{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": '
+        "{...}}}",
+    )
     stream: bool = Field(False, description="true or false")
     stream_options: StreamOptions = Field(StreamOptions(), description='an object such as {"include_usage": true}')
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from time import perf_counter
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from decode.generation import decoding
 from decode.request import prepare
 from decode.results import DecodingRun
 from decode.settings import Settings
+from decode.strategies.grammar import Grammars
 from decode.tree_check import require_tree_forward
 
 INCOMPLETE = "\ufffd"  # tokenizers return this character for an incomplete or invalid UTF-8 character
@@ -120,6 +122,11 @@ class TextGenerator:
     def __post_init__(self) -> None:
         if self.source is not None:
             require_tree_forward(self.model)  # a check once per model, done now so that the first answer is fast
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles grammars; the first use takes about a second, and raises a `RequestError` without llguidance."""
+        return Grammars(self.model, self.tokenizer)
 
     def models(self, settings: Settings) -> list[PreTrainedModel]:
         """List the models whose contexts must hold the text: the backbone, and the amateur of contrastive decoding."""

@@ -1,4 +1,4 @@
-"""Options of contrastive decoding, beam search and best-first beam search."""
+"""Options of contrastive decoding, grammars, beam search and best-first beam search."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ def require_uncontrasted(compile: bool, amateur: object) -> None:
     """Raise a `RequestError` if contrastive decoding is requested with compiled steps."""
     if compile and amateur is not None:
         raise RequestError("contrastive decoding cannot be compiled: a step runs two models; leave out --compile")
+
+
+def require_no_compiled_grammar(compile: bool, ignore_eos: bool) -> None:
+    """Raise a `RequestError` if a text of a grammar is requested with compiled steps, or without an end."""
+    if compile:
+        raise RequestError("a grammar reads the text on the CPU, so its steps cannot be compiled; leave out --compile")
+    if ignore_eos:
+        raise RequestError("a text that follows a grammar ends where the grammar ends; leave out --ignore-eos")
 
 
 class SearchOptions(Options):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from medusa.commands import search
 from medusa.commands.options import CommandOptions, Prompts, batches, speed_line, warn_if_useless
+from medusa.commands.structured import Structured
 from medusa.errors import RequestError
 from medusa.files import disk_may_fill, readable, require_writable_folder
 from medusa.options import group, option
@@ -34,6 +35,7 @@ class GenerateOptions(CommandOptions):
     by_position = ("heads", "prompt...")
     prompts: Prompts = group(Prompts, "prompts")
     strategy: search.Strategy = group(search.Strategy, "strategy (docs/strategies.md)")
+    structured: Structured = group(Structured, "structured output (docs/strategies.md)")
     plain: bool = option(False, "decode without a drafter: one token per step")
     record: str | None = option(
         None,
@@ -52,13 +54,16 @@ class GenerateOptions(CommandOptions):
         super().__post_init__()
         if self.record is not None:
             require_writable_folder(self.record, option="--record")
-        self.strategy.require_fitting(self, {"plain": self.plain, "record": self.record})
+        self.structured.require_fitting(self.settings)
+        without = {"plain": self.plain, "record": self.record, "json_schema": self.structured.json_schema}
+        self.strategy.require_fitting(self, without | {"grammar": self.structured.grammar})
         if self.models.heads is None and self.models.drafter is None and not (self.plain or self.strategy.is_search):
             raise RequestError("there are no heads; give --heads H, --drafter ngram, or --plain to decode without them")
 
 
 def run(options: GenerateOptions) -> None:
     from decode.results import end_of_context, tau
+    from decode.strategies.grammar import Grammars
     from medusa.commands import models
 
     if options.record is not None:
@@ -70,6 +75,10 @@ def run(options: GenerateOptions) -> None:
     if options.strategy.is_search:
         search.run(options, options.strategy, opened)
         return
+    loaded = opened.loaded
+    opened.settings = options.structured.applied(
+        opened.settings, lambda: Grammars(loaded.model, models.require_tokenizer(loaded, "a grammar"))
+    )
     with _recording(options, options.record, opened) if options.record is not None else nullcontext() as recorder:
         results = _generate(options, opened, recorder)
     tokens, per_step = sum(len(result.new_ids) for result in results), tau(results)

@@ -77,7 +77,7 @@ class Opened:
     @cached_property
     def drafters(self) -> list[DrafterFactory]:
         """The drafters. The first use, after all checks of a command, loads their models and may calibrate a tree."""
-        settings = self.settings if self.calibrates else None
+        settings = replace(self.settings, grammar=None) if self.calibrates else None  # trees suit free text
         return [open_drafter(self.command, self.loaded, config, settings) for config in self.configs]
 
     @property

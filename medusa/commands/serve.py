@@ -12,6 +12,7 @@ import re
 
 from medusa.commands.network import Network
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Output, require_extra
+from medusa.commands.structured import Structured
 from medusa.errors import RequestError
 from medusa.options import count, group, option
 
@@ -23,6 +24,7 @@ class ServeOptions(CommandOptions):
     raw: bool | None = None  # /v1/completions takes plain text, /v1/chat/completions uses the template
     batch_size: int = count(8, "decode at most N texts at a time")
     contrasting: Contrasting = NO_CONTRAST
+    structured: Structured = group(Structured, "structured output")
     output: Output = group(Output, "output", without=("json",))
     network: Network = group(Network, "network")
     name: str | None = option(
@@ -49,6 +51,7 @@ class ServeOptions(CommandOptions):
         super().__post_init__()
         if self.models.heads is None and self.models.drafter is None and not self.plain:
             raise RequestError("there are no heads; give --heads H, --drafter ngram, or --plain to decode without them")
+        self.structured.require_fitting(self.settings)
         for origin in self.cors:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise RequestError(f"--cors is {origin!r}; give an origin such as http://localhost:3000, or *")
@@ -69,8 +72,9 @@ def run(options: ServeOptions) -> None:
     network = options.network
     network.require_free()
     opened = models.open_models(options, drafters=[] if options.plain else [options.models.drafter])
-    loaded, settings = opened.loaded, opened.settings
+    loaded = opened.loaded
     generator = TextGenerator(loaded.model, models.require_tokenizer(loaded, "the API"), opened.source)
+    settings = options.structured.applied(opened.settings, lambda: generator.grammars)
     worker = BatchWorker(generator, options.batch_size)
     with options.warming_up():
         worker.start(lambda: generator.warm_up([loaded.bos_token_id or 0], settings))

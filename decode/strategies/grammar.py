@@ -1,0 +1,150 @@
+"""Structured output: texts that follow a grammar or a JSON schema, by masks of llguidance (extra `structured`).
+
+A mask is a logits processor: tokens after which the text could no longer follow the grammar get the score -inf. The
+processor is a function of the text alone. So in a tree, each node gets the mask of its own path, and the text is that
+of `model.generate` with the same processor, with any drafter.
+
+Shapes: B rows of a batch, T tokens of a text, V vocabulary."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+from medusa.backbone import Backbone
+from medusa.errors import RequestError, RunError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Spaces as Python's `json.dumps` sets them, because weak models that may write any whitespace write nothing else."""
+KEPT = 64  # compiled grammars
+
+
+def json_schema_source(schema: object) -> str:
+    """Turn a JSON schema, as a JSON value, into the source of a grammar; raise a `RequestError` if it is invalid.
+
+    The schema's own `x-guidance` can change the whitespace (`WHITESPACE`)."""
+    require_llguidance()
+    from llguidance import LLMatcher
+
+    try:
+        source = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=WHITESPACE)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise _wrong("JSON schema", str(error)) from None
+    return _valid(source, "JSON schema")
+
+
+def lark_source(text: str) -> str:
+    """Turn a grammar in llguidance's form of Lark into the source of a grammar; raise a `RequestError` if invalid."""
+    require_llguidance()
+    from llguidance import LLMatcher
+
+    return _valid(LLMatcher.grammar_from_lark(text), "grammar")
+
+
+def require_llguidance() -> None:
+    """Raise a `RequestError` if llguidance is not installed."""
+    if find_spec("llguidance") is None:
+        raise RequestError("llguidance is not installed; type: pip install 'medusa-heads[structured]'")
+
+
+def _valid(source: str, what: str) -> str:
+    from llguidance import LLMatcher
+
+    if reason := LLMatcher.validate_grammar(source):
+        raise _wrong(what, reason)
+    return source
+
+
+def _wrong(what: str, reason: str) -> RequestError:
+    return RequestError(f"the {what} is invalid: {' '.join(reason.split())}")
+
+
+class Grammars:
+    """Compiles grammars for the vocabulary of one backbone, and keeps the last ones."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Read the vocabulary, which takes about a second; raise a `RequestError` if llguidance cannot read it."""
+        require_llguidance()
+        from llguidance.hf import from_tokenizer
+
+        ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+        ends = tokenizer.eos_token_id if ends is None else ends
+        if ends is None:
+            raise RequestError("this backbone has no end-of-text token, with which a text of a grammar must end")
+        self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends)
+        try:
+            self.tokenizer = from_tokenizer(tokenizer, Backbone(model).vocab_size, self.ends)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise RequestError(f"llguidance cannot read this tokenizer: {' '.join(str(error).split())}") from None
+        self.compiled = lru_cache(KEPT)(self._compiled)
+
+    def _compiled(self, source: str) -> Grammar:
+        return Grammar(source, self.tokenizer, self.ends)
+
+
+class Grammar:
+    """A grammar that is compiled for a vocabulary. `Grammars.compiled` makes it."""
+
+    def __init__(self, source: str, tokenizer: LLTokenizer, ends: list[int]) -> None:
+        """Compile `source`; `ends` are the end-of-text tokens. Raise a `RequestError` if it cannot be compiled."""
+        from llguidance import LLMatcher
+
+        self.source, self.ends, self.vocab_size = source, ends, tokenizer.vocab_size
+        self.start = LLMatcher(tokenizer, source, log_level=0)
+        if self.start.is_error():
+            raise _wrong("grammar", self.start.get_error())
+
+    def processor(self, prompt_length: int) -> GrammarProcessor:
+        """Make the processor of a text whose first `prompt_length` tokens are the prompt and follow no grammar."""
+        return GrammarProcessor(self, prompt_length)
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Sets the scores of tokens that the grammar forbids to -inf.
+
+    The matcher remembers the tokens of the last text. For another text, it goes back to where both are equal."""
+
+    def __init__(self, grammar: Grammar, prompt_length: int) -> None:
+        self.grammar, self.prompt_length = grammar, prompt_length
+        self.matcher: LLMatcher = grammar.start.deep_copy()
+        self.ends = torch.tensor(grammar.ends)
+        self.read: list[int] = []  # the tokens that the matcher has read
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Mask the scores [B, V] after the texts `input_ids` [B, T]."""
+        allowed = torch.stack([self.allowed(ids) for ids in input_ids[:, self.prompt_length :].tolist()])
+        size = min(allowed.shape[1], scores.shape[1])
+        masked = torch.full_like(scores, -torch.inf)
+        masked[:, :size] = scores[:, :size].masked_fill(~allowed[:, :size].to(scores.device), -torch.inf)
+        return masked
+
+    def allowed(self, ids: list[int]) -> Tensor:
+        """A mask [V] of the tokens that may follow the new tokens `ids`.
+
+        A complete text can only end. So can the path to a node of a draft that breaks the grammar: no rule accepts such
+        a node, but lossy rules ask for its scores."""
+        ended = any(end in ids for end in self.grammar.ends)
+        if ended or not self._advanced(ids) or self.matcher.is_stopped():
+            return torch.zeros(self.grammar.vocab_size, dtype=torch.bool).index_fill_(0, self.ends, True)
+        bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
+        return (bits[:, None] >> torch.arange(8)).bitwise_and(1).bool().flatten()[: self.grammar.vocab_size]
+
+    def _advanced(self, ids: list[int]) -> bool:
+        """Make the matcher read the tokens `ids` and no others; return whether they follow the grammar."""
+        pairs = enumerate(zip(self.read, ids, strict=False))
+        shared = next((at for at, (old, new) in pairs if old != new), min(len(self.read), len(ids)))
+        self.matcher.rollback(len(self.read) - shared)
+        count = self.matcher.try_consume_tokens(ids[shared:])
+        if self.matcher.is_error():
+            raise RunError(f"llguidance cannot follow the text: {self.matcher.get_error()}")
+        self.read = ids[: shared + count]
+        return len(self.read) == len(ids)

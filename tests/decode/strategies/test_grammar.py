@@ -1,0 +1,208 @@
+"""Texts that follow a grammar: masks of each path, and the texts of `model.generate` with the same processor."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
+
+pytest.importorskip("llguidance", reason="needs the extra structured")
+pytest.importorskip("jsonschema", reason="comes with the extra dev")
+
+import jsonschema
+
+from decode import generate
+from decode.results import text_of
+from decode.strategies.grammar import Grammar, Grammars, json_schema_source, lark_source
+from medusa.errors import RequestError
+from medusa.heads.independent import MedusaHeads
+from medusa.loading import load_backbone
+from tests.helpers import LETTERS, left_padded, random_heads, random_ids, shared_model
+
+END = LETTERS.index("8")
+LETTERS_GRAMMAR = "start: /[a-c]{1,3}(x|yz)/"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "toys": {"type": "array", "items": {"enum": ["ball", "doll", "red car"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "toys"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def letters() -> Grammars:
+    """Each token is one letter."""
+    model = shared_model(eos_token_id=END)
+    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(LETTERS)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return Grammars(model, PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="8"))
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    return load_backbone("demo")
+
+
+@pytest.fixture(scope="module")
+def demo_json(demo: Any) -> Grammar:
+    return Grammars(demo.model, demo.tokenizer).compiled(json_schema_source(SCHEMA))
+
+
+def test_a_mask_depends_only_on_the_text(letters: Grammars) -> None:
+    """One processor that is asked about nodes of a tree in any order gives what a new one gives."""
+    grammar = letters.compiled(lark_source(LETTERS_GRAMMAR))
+    texts = ["", "a", "ab", "abc", "abcx", "abcx8", "abcy", "abcyz8", "b", "bx", "by", "byz", "cc", "ccy"]
+    allowed = {
+        "": "abc",
+        "a": "abcxy",
+        "abc": "xy",
+        "abcx": "8",
+        "abcx8": "8",
+        "abcy": "z",
+        "byz": "8",
+        "abcyz8": "8",
+        "ccy": "z",
+        "aQ": "8",
+        "Q": "8",
+    }
+    asked = random.Random(0).choices([*texts, "aQ", "Q"], k=300)
+    processor = grammar.processor(2)
+    for text in asked:
+        ids = torch.tensor([[5, 5, *map(LETTERS.index, text)]])
+        scores = torch.randn(1, len(LETTERS))
+        found, alone = processor(ids, scores), grammar.processor(2)(ids, scores)
+        assert torch.equal(found, alone)
+        kept = found > -torch.inf
+        assert torch.equal(found[kept], scores[kept])
+        if text in allowed:
+            assert {LETTERS[i] for i in kept[0].nonzero()[:, 0].tolist()} == set(allowed[text])
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "lookahead", "mix:heads+ngram"])
+@pytest.mark.parametrize("grammar", [LETTERS_GRAMMAR, "start: /([a-d]{2}x)*[e-h]/"])
+def test_greedy_text_is_that_of_generate_with_the_processor(letters: Grammars, drafter: Any, grammar: str) -> None:
+    model, compiled = shared_model(eos_token_id=END), letters.compiled(lark_source(grammar))
+    heads = random_heads(model)
+    prompts = [random_ids(length, seed=length) for length in (3, 9, 6, 14)]
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": END, "pad_token_id": END}
+    expected = []
+    for prompt in prompts:
+        processors = LogitsProcessorList([compiled.processor(len(prompt))])
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=processors, **options)
+        expected.append(out[0, len(prompt) :].tolist())
+    batch = left_padded(prompts)
+    found = (
+        generate(model, heads, **batch, drafter=drafter, tree="topk:4,3,2", grammar=compiled, **options)
+        if (drafter in (None, "mix:heads+ngram"))
+        else generate(model, **batch, drafter=drafter, grammar=compiled, **options)
+    )
+    width = batch["input_ids"].shape[1]
+    for text, row in zip(expected, found[:, width:].tolist(), strict=True):
+        assert row[: len(text)] == text
+        assert set(row[len(text) :]) <= {END}
+    assert len({tuple(text) for text in expected}) > 1
+
+
+@pytest.mark.parametrize("draft", ["topk", "sample"])
+def test_samples_follow_the_masked_distribution(letters: Grammars, draft: str) -> None:
+    """The judge walks down all texts of the grammar with the model's own forwards."""
+    model = shared_model(eos_token_id=END)
+    grammar = letters.compiled(lark_source("start: /[a-c]{1,2}(x|yz)/"))
+    prompt, exact = random_ids(5, seed=1), {}
+
+    def walk(text: str, p: float) -> None:
+        if text.endswith(("x", "z")):
+            exact[text] = p
+            return
+        count = len(text) if set(text) <= set("abc") else None
+        fits = "z" if count is None else "abc" * (count < 2) + "xy" * (count > 0)
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *map(LETTERS.index, text)]])).logits[0, -1]
+        chosen = torch.tensor([LETTERS.index(letter) for letter in fits])
+        for letter, share in zip(fits, logits[chosen].double().softmax(-1).tolist(), strict=True):
+            walk(text + letter, p * share)
+
+    walk("", 1.0)
+    assert sum(exact.values()) == pytest.approx(1)
+    draws = 3000
+    options = {"max_new_tokens": 6, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    found: Counter[str] = Counter()
+    heads, inputs = random_heads(model), left_padded([prompt])
+    for part in range(3):
+        out = generate(
+            model,
+            heads,
+            **inputs,
+            tree="topk:3,2,2",
+            draft=draft,
+            grammar=grammar,
+            eos_token_id=END,
+            pad_token_id=END,
+            num_return_sequences=draws // 3,
+            seeds=range(part * draws // 3, (part + 1) * draws // 3),
+            **options,
+        )
+        found.update("".join(LETTERS[i] for i in row if i != END) for row in out[:, len(prompt) :].tolist())
+    assert set(found) <= set(exact)
+    likely = [text for text, p in exact.items() if p * draws >= 5]
+    rest = 1 - sum(exact[text] for text in likely)
+    seen, wanted = [found[text] for text in likely], [exact[text] * draws for text in likely]
+    if rest * draws >= 1:
+        seen, wanted = [*seen, draws - sum(seen)], [*wanted, rest * draws]
+    assert chisquare(seen, wanted, sum_check=False).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("temperature", "options"),
+    [
+        (0.0, {}),
+        (1.5, {}),
+        (1.5, {"draft": "sample"}),
+        (1.5, {"acceptance": "typical"}),
+        (1.5, {"acceptance": "typical-sampled"}),
+        (0.0, {"acceptance": "topk:4"}),
+        (0.0, {"acceptance": "distance:9"}),
+    ],
+)
+def test_json_is_always_valid(demo: Any, demo_json: Grammar, temperature: float, options: dict[str, Any]) -> None:
+    heads, tokenizer = MedusaHeads.from_pretrained("demo"), demo.tokenizer
+    rows = [tokenizer(text)["input_ids"] for text in ("Once upon a time", "Tom", "A person as JSON: ")]
+    sampling = {"do_sample": True, "temperature": temperature, "seeds": range(24)} if temperature else {}
+    out = generate(
+        demo.model,
+        heads,
+        **left_padded(rows, pad=tokenizer.eos_token_id),
+        grammar=demo_json,
+        max_new_tokens=120,
+        num_return_sequences=8 if temperature else 1,
+        **sampling,
+        **options,
+    )
+    width = max(map(len, rows))
+    for row in out[:, width:].tolist():
+        jsonschema.validate(json.loads(text_of(row, tokenizer)), SCHEMA)
+        assert tokenizer.eos_token_id in row
+
+
+def test_wrong_grammars_are_named(letters: Grammars) -> None:
+    with pytest.raises(RequestError, match="the JSON schema is invalid: Invalid type: objekt"):
+        json_schema_source({"type": "objekt"})
+    with pytest.raises(RequestError, match="the JSON schema is invalid: Expecting object schema"):
+        json_schema_source([1])
+    with pytest.raises(RequestError, match=r'the grammar is invalid: .*unknown name: "foo"') as error:
+        lark_source("start: foo")
+    assert "\n" not in str(error.value)
+    assert letters.compiled(lark_source(LETTERS_GRAMMAR)) is letters.compiled(lark_source(LETTERS_GRAMMAR))
