@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decode.cache import TreeCache
+from decode.ops.fast_linear import fast_linear
 from decode.ops.grouped_attention import grouped
 from medusa.backbone import Backbone, Readout, at
 
@@ -46,7 +47,7 @@ def prefill(
             piece = torch.cat([piece, piece[:, -1:]], dim=1)
             positions = torch.cat([positions, positions.new_tensor([longest - 1])])
         final = (last - start).clamp(0, end - start - 1)
-        with grouped(backbone.config):
+        with grouped(backbone.config), fast_linear(backbone.head_weight, piece.numel()):
             here = backbone.forward(
                 piece, cache, last=final, all_hidden=on_hidden is not None, position_ids=positions.expand(count, -1)
             )

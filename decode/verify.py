@@ -7,6 +7,7 @@ from torch import Tensor
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.masks import TreeMasks
+from decode.ops.fast_linear import fast_linear
 from decode.ops.grouped_attention import grouped
 from decode.ops.transfer import on_device
 from decode.prefill import OnHidden, prefill
@@ -54,7 +55,7 @@ class Verifier:
             positions = positions.clamp(max=end - 1)
         sees_all = self.cache.is_even and topology.num_nodes == 1  # a root alone, in rows of one length
         masks = None if sees_all else self.masks(lengths, topology)
-        with grouped(self.backbone.config, masks):
+        with grouped(self.backbone.config, masks), fast_linear(self.backbone.head_weight, ids.numel()):
             return self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=masks)
 
     def depth_limit(self, draft: Draft) -> Tensor | None:

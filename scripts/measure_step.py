@@ -37,6 +37,8 @@ from decode.drafters.layouts import resolve_tree
 from decode.generation import decoding
 from decode.loop import Acceptor, Timer, TreeStepper, run
 from decode.masks import TreeMasks
+from decode.ops.fast_linear import fast_linear
+from decode.ops.grouped_attention import grouped
 from decode.prefill import prefill
 from decode.request import prepare
 from decode.session import Session
@@ -50,6 +52,7 @@ from medusa.commands.options import Models
 from medusa.heads.inputs import HeadInputs
 from medusa.loading import DTYPES
 from medusa.options import count, group, option
+from medusa.tree_support import Mask
 from script_tools import markdown_table, run_script, script_parser
 from tiny_models import random_heads
 
@@ -139,9 +142,10 @@ def measure(
         work()
         return clock() - start
 
-    def bare(cache: TreeCache, ids: Tensor, positions: Tensor, mask: object) -> float:
+    def bare(cache: TreeCache, ids: Tensor, positions: Tensor, mask: Mask | None) -> float:
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "past_key_values": cache}
-        seconds = seconds_of(lambda: model(**inputs, use_cache=True))
+        with grouped(backbone.config, mask), fast_linear(backbone.head_weight, ids.numel()):
+            seconds = seconds_of(lambda: model(**inputs, use_cache=True))
         cache.pending = 0
         return seconds
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from medusa.clocks import synchronize
+from medusa.cpu import cpuinfo
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Machine:
 
 def machine() -> Machine:
     """Describe the machine that this process runs on."""
-    names = _cpuinfo("model name")
+    names = cpuinfo("model name")
     return Machine(
         processor=f"{names[0]} x {len(names)}" if names else platform.processor() or platform.machine(),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -59,16 +60,7 @@ def commit() -> str | None:
 
 def has_fast_bfloat16() -> bool:
     """Check whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX, Arm BF16). Unknown counts as False."""
-    return any({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()) for line in _cpuinfo("flags", "Features"))
-
-
-def _cpuinfo(*fields: str) -> list[str]:
-    """Read the values of `fields` in Linux's /proc/cpuinfo, one per CPU core. On other systems, the list is empty."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    return [value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() in fields]
+    return any({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()) for line in cpuinfo("flags", "Features"))
 
 
 def stopwatch(device: torch.device) -> Callable[[], float]:

@@ -1,0 +1,108 @@
+"""decode/ops/fast_linear.py: PyTorch's linear layers by another library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from decode import generate
+from decode.ops import fast_linear as module
+from decode.ops.fast_linear import MIN_PRODUCTS, fast_linear, linear
+from tests.helpers import left_padded, plain, random_heads, random_ids, tiny_model
+
+STOCK = torch._C._nn.linear
+WEIGHT = torch.nn.Parameter(torch.randn(1024, 256))
+
+
+@pytest.fixture(autouse=True)
+def amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all machines behave like one with an AMD CPU."""
+    monkeypatch.setattr(module, "PREFERS_ONEDNN", True)
+
+
+class ByOneDNN(TorchDispatchMode):
+    """Counts the products that oneDNN computes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.mkldnn._linear_pointwise.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(1024)], ids=["without bias", "with bias"])
+@pytest.mark.parametrize(
+    "x",
+    [torch.randn(8, 256), torch.randn(2, 5, 256), torch.randn(2, 256, 5).mT, torch.randn(1, 9, 512)[..., ::2]],
+    ids=["two dimensions", "three", "transposed", "with gaps"],
+)
+@pytest.mark.parametrize("weight", [WEIGHT, torch.randn(256, 1024).T], ids=["a parameter", "a transposed weight"])
+@torch.no_grad()
+def test_products_equal_those_of_pytorch(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    with ByOneDNN() as used:
+        found = linear(x, weight, bias)
+    assert used.count == 1
+    exact = STOCK(x.double(), weight.double(), None if bias is None else bias.double())
+    assert found.shape == exact.shape
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-4)  # 256 products of about 1; a bias is 1
+    torch.testing.assert_close(STOCK(x, weight, bias).double(), exact, rtol=0, atol=2e-4)
+
+
+def test_everything_else_is_left_to_pytorch() -> None:
+    x, one, few = torch.randn(8, 256), torch.randn(1, 256), torch.randn(MIN_PRODUCTS // WEIGHT.numel() - 1, 256)
+    with ByOneDNN() as used:
+        linear(x, WEIGHT).sum().backward()
+        assert WEIGHT.grad is not None
+        with torch.no_grad():
+            for tokens in (one, few):
+                assert torch.equal(linear(tokens, WEIGHT), STOCK(tokens, WEIGHT))
+            assert linear(x.double(), WEIGHT.double()).dtype == torch.float64
+            with torch.autocast("cpu", torch.bfloat16):
+                assert linear(x, WEIGHT).dtype == torch.bfloat16
+    assert not used.count
+
+
+def test_pytorchs_function_is_replaced_only_in_the_context_of_large_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        with fast_linear(WEIGHT, 8):
+            with fast_linear(WEIGHT, 8):
+                assert F.linear is linear
+            assert F.linear is linear
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert F.linear is STOCK
+    for weight, tokens in ((WEIGHT, 1), (WEIGHT, 2), (WEIGHT.bfloat16(), 64), (WEIGHT.to("meta"), 64)):
+        with fast_linear(weight, tokens):
+            assert F.linear is STOCK
+    monkeypatch.setattr(module, "PREFERS_ONEDNN", False)
+    with fast_linear(WEIGHT, 64):
+        assert F.linear is STOCK
+
+
+def test_a_custom_function_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(*args: Any) -> Tensor:
+        return STOCK(*args)
+
+    monkeypatch.setattr(F, "linear", own)
+    with fast_linear(WEIGHT, 8):
+        assert F.linear is own
+    assert F.linear is own
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
+def test_text_equals_generate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all products by oneDNN, also those of the prefill."""
+    monkeypatch.setattr(module, "MIN_PRODUCTS", 1)
+    model = tiny_model(family)
+    prompts, options = [random_ids(12), random_ids(5, seed=1)], {"max_new_tokens": 24, "do_sample": False}
+    with ByOneDNN() as used:
+        out = generate(model, random_heads(model), **left_padded(prompts), tree="topk:3,2,1", **options)
+    assert used.count > 24
+    assert out[:, 12:].tolist() == [plain(model, prompt, **options) for prompt in prompts]
