@@ -51,7 +51,7 @@ def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None)
     accepted = (match[:, None, :] | topology.non_ancestors).all(-1)  # [B, N]: the node and all its ancestors match
     if depth_limit is not None:
         accepted &= topology.depth <= depth_limit[:, None]
-    end = torch.where(accepted, topology.depth, -1).argmax(-1)  # [B]
+    end = (accepted * topology.depth).argmax(-1)  # [B]; the root's depth is 0, and it is the first node
     return ended_at(draft, end, best.gather(1, end[:, None])[:, 0])
 
 
@@ -181,6 +181,7 @@ class TreeWalk:
 
 def ended_at(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:
     """Make the `Acceptance` of B paths from the root to the nodes `end` [B], with the tokens `next_root` after them."""
-    topology, rows = draft.topology, torch.arange(len(end), device=end.device)
+    topology = draft.topology
+    rows = end if topology.is_shared else torch.arange(len(end), device=end.device)  # a shared topology reads no rows
     length = topology.at(topology.depth, rows, end) + 1
     return Acceptance(topology.at(topology.paths, rows, end), length, next_root, end)

@@ -1,8 +1,8 @@
 """Runs decoding steps on a second device that has no data: FakeTensors of a private backend named `gpu`.
 
 Objects are made and warmed up with real tensors on the CPU. Then all their tensors become fake ones on the device
-`gpu`, and steps run on them. Like a GPU, the device cannot mix with the CPU: an operation on tensors of both, and any other
-operation on the CPU, is a fault. Only `on_device` may copy numbers of the host to the device.
+`gpu`, and steps run on them. Like a GPU, the device cannot mix with the CPU: an operation on tensors of both, and any
+other operation on the CPU, is a fault. Only `on_device` may copy numbers of the host to the device.
 
 The backend's name is known to the whole process, so tests run this file as a process of its own. It prints, as JSON,
 the faults of each case, and how many values the host read from the device."""
