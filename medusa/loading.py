@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from medusa.errors import RequestError, first_line
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 DEMO = ASSETS / "backbone"  # the backbone that comes with the package
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 LOAD_DEFAULTS = LoadOptions()
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # of which every tokenizer has at least one
 
 
 @dataclass
@@ -163,12 +166,22 @@ def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> P
     return _tokenizer((_path(name_or_path), config._name_or_path), options)
 
 
+def _holds_tokenizer(place: str, revision: str | None) -> bool:
+    """Whether a folder, or the part of a Hub repository that is on this machine, has the files of a tokenizer."""
+    if not may_be_on_hub(place):
+        return any((Path(place) / name).is_file() for name in TOKENIZER_FILES)
+    try:
+        return any(isinstance(try_to_load_from_cache(place, name, revision=revision), str) for name in TOKENIZER_FILES)
+    except HFValidationError:  # no id of the Hub after all, such as one with two hyphens in a row
+        return False
+
+
 def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokenizerBase | None:
     """Load a tokenizer from the first of `places` (folders or Hub ids) that has one; `None` if none of them has one."""
     for place in places:
         try:
             return AutoTokenizer.from_pretrained(place, **_hub(place, options))
         except Exception as error:  # tokenizers raise errors of many types
-            if any((Path(place) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            if _holds_tokenizer(place, options.revision):
                 raise RequestError(f"the tokenizer at {place} cannot be loaded: {first_line(error)}") from error
     return None
