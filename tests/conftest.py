@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from tests.helpers import LETTERS, shared_model
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 transformers.logging.set_verbosity_error()
+# Shells let their background jobs ignore Ctrl-C, and the processes that tests start and interrupt would inherit this.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
