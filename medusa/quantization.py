@@ -10,6 +10,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 from medusa.options import DTYPE_NAMES
 
+INT4: torch.dtype = vars(torch)["int4"]  # which the type stubs of torch lack
 FLOATS = tuple(getattr(torch, name) for name in DTYPE_NAMES)
 GROUP = 32  # weights that share a scale in int4; it divides the widths of nearly all models
 PROBE = 256.0  # the input of a probe: a power of two, which is exact, and so large that a bias changes little
@@ -36,7 +37,7 @@ def quantization_config(kind: str, device: str) -> BitsAndBytesConfig | TorchAoC
         packed = Int4WeightOnlyConfig(GROUP, set_inductor_config=False, int4_packing_format="tile_packed_to_4d")
         return TorchAoConfig(packed)
     # Values of 4 bits, each in a byte. The kernel for packed values on a CPU takes 13 times as long in float32.
-    return TorchAoConfig(IntxWeightOnlyConfig(torch.int4, PerGroup(GROUP), MappingType.ASYMMETRIC))
+    return TorchAoConfig(IntxWeightOnlyConfig(INT4, PerGroup(GROUP), MappingType.ASYMMETRIC))
 
 
 def layer_without_groups(model: PreTrainedModel) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -55,8 +56,9 @@ def precision_restored() -> Iterator[None]:
     """Restore the precision of float32 products afterwards, which `tf32` changes for the whole process.
 
     Decoding in the same process, such as in `medusa fit`, then computes as in any other process."""
-    before = torch.backends.fp32_precision
+    backends: Any = torch.backends  # whose type stubs lack this setting
+    before = backends.fp32_precision
     try:
         yield
     finally:
-        torch.backends.fp32_precision = before
+        backends.fp32_precision = before

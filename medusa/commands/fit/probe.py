@@ -7,6 +7,7 @@ from time import perf_counter
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone
@@ -85,5 +86,11 @@ def _times(backbone: Backbone, rows: int, length: int) -> tuple[float, float, in
             (reads if part.shape[1] > 1 else writes).append(perf_counter() - start)
         if sum(reads) + sum(writes) > 10 * ENOUGH:  # a large model: one repetition must do
             break
-    layers = (layer for layer in cache.layers if layer.keys is not None and layer.values is not None)
-    return min(reads), min(writes), sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    cached = [
+        tensor
+        for layer in cache.layers
+        if isinstance(layer, CacheLayerMixin)
+        for tensor in (layer.keys, layer.values)
+        if tensor is not None
+    ]
+    return min(reads), min(writes), sum(tensor.nbytes for tensor in cached)
