@@ -53,7 +53,7 @@ def decoding(
     factory: DrafterFactory | None,
     requests: Sequence[Request],
     rule: AcceptanceRule,
-    compile: bool = False,
+    compile: bool | str = False,
     amateur: Amateur | None = None,
     timer: Timer | None = None,
     keep_hidden: bool = False,
@@ -63,8 +63,9 @@ def decoding(
 
     The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding ignores
     `rule`. With `keep_hidden`, the session records the hidden states of all tokens. With `keep_drafts`, each step of a
-    drafter holds the drafts that it verified. Raise a `RequestError` if the acceptance rule, the drafter or the amateur
-    does not fit, or steps cannot be compiled."""
+    drafter holds the drafts that it verified. `compile` may also be one of `decode.settings.CUDA_GRAPHS`, which says
+    how compiled steps use CUDA graphs; `True` means "torch". Raise a `RequestError` if the acceptance rule, the drafter
+    or the amateur does not fit, or steps cannot be compiled."""
     acceptor, config = Acceptor(*rule), requests[0].config
     if factory is not None:
         if acceptor.passes is not None and (config.output_scores or config.output_logits):
@@ -80,15 +81,15 @@ def decoding(
     if compile and keep_drafts:
         raise RequestError("compiled steps keep no drafts; leave out compile or keep_drafts")
     if amateur is not None:
-        amateur.require_fitting(model, requests, compile)
+        amateur.require_fitting(model, requests, bool(compile))
     stepper: Stepper
     if factory is None:
-        session = Session(model, requests, slack=int(compile), keep_hidden=keep_hidden, verifiers=amateur)
+        session = Session(model, requests, slack=int(bool(compile)), keep_hidden=keep_hidden, verifiers=amateur)
         acceptor = Acceptor("rejection" if requests[0].do_sample else "greedy")
     else:
         session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
     if compile:
-        stepper = CompiledStepper(session, acceptor, factory)
+        stepper = CompiledStepper(session, acceptor, factory, "torch" if compile is True else compile)
     elif factory is not None:
         drafter = factory.start(session, drawn=acceptor.draft == "sample")
         stepper = TreeStepper(session, drafter, acceptor, keep_drafts)
@@ -153,7 +154,7 @@ def generate(
             the row's prompt and seed. Without seeds, one row draws from PyTorch's generator as in `model.generate`, and
             the rows of a batch are seeded from that generator.
         grammar (in `kwargs`): a grammar that all texts follow (`decode.strategies.grammar`, docs/strategies.md).
-        acceptance, draft, stop_drafting, epsilon, delta, compile (in `kwargs`): the fields of
+        acceptance, draft, stop_drafting, epsilon, delta, compile, cuda_graphs (in `kwargs`): the fields of
             `decode.settings.DecodingOptions`.
         kwargs: all other arguments of `model.generate` (tokenizer, stop_strings, ...).
 
@@ -228,7 +229,7 @@ def _start(
     rule = options.rule_for(requests[0].do_sample)
     factory = drafter_factory(drafter, context._replace(stop_drafting=options.stop_drafting))
     contrast = Amateur.of(amateur)
-    return decoding(context.model, factory, requests, rule, options.compile, contrast, timer, keep_drafts=keep_drafts)
+    return decoding(context.model, factory, requests, rule, options.compiled, contrast, timer, keep_drafts=keep_drafts)
 
 
 def _finished(

@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from decode.strategies.options import require_no_compiled_grammar, require_uncontrasted
 from medusa.errors import RequestError, choose_one_of
@@ -30,6 +30,8 @@ LOSSY = ("typical", "typical-sampled")
 LOSSY_GREEDY = {"topk": ("K", 1), "distance": ("D", 0)}
 """Lossy rules for temperature 0, written `NAME:NUMBER`: the number's letter in help texts, and its minimum."""
 DRAFTS = ("topk", "sample")
+CUDA_GRAPHS = ("torch", "own", "off")
+"""How compiled steps use CUDA graphs: those of torch.compile, our own, or none."""
 ACCEPTANCES = (*LOSSLESS, *LOSSY, *(f"{name}:{letter}" for name, (letter, _) in LOSSY_GREEDY.items()))
 Function = TypeVar("Function", bound=Callable[..., object])
 ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the shape; leave one out"
@@ -70,13 +72,28 @@ class DecodingOptions(Options):
     compile: bool = option(
         False, "compile whole steps by torch.compile, as CUDA graphs on a GPU; the first step takes seconds to minutes"
     )
+    cuda_graphs: str = option(
+        "torch",
+        "with --compile on a GPU: use torch.compile's CUDA graphs (torch), our own, which also work outside the main "
+        "thread (own), or none (off)",
+        metavar="KIND",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compile and self.stop_drafting:
             raise RequestError(ONE_SHAPE)
+        if self.cuda_graphs not in CUDA_GRAPHS:
+            raise RequestError(f"cuda-graphs is {self.cuda_graphs!r}; {choose_one_of(self.cuda_graphs, CUDA_GRAPHS)}")
+        if self.cuda_graphs != "torch" and not self.compile:
+            raise RequestError("--cuda-graphs is for compiled steps; add --compile, or leave it out")
         if self.compile and rule_and_limit(self.acceptance)[0] in LOSSY_GREEDY:
             raise RequestError(f"acceptance {self.acceptance!r} cannot be compiled; leave out --compile")
+
+    @property
+    def compiled(self) -> str | Literal[False]:
+        """The argument `compile` of `decode.generation.decoding`."""
+        return self.cuda_graphs if self.compile else False
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any], prefix: str = "") -> DecodingOptions:
@@ -164,9 +181,9 @@ class Settings(DecodingOptions):
         return self.rule_for(self.do_sample)
 
     @property
-    def how(self) -> tuple[AcceptanceRule, bool, Amateur | None]:
+    def how(self) -> tuple[AcceptanceRule, str | Literal[False], Amateur | None]:
         """The arguments `rule`, `compile` and `amateur` of `decode.generation.decoding`."""
-        return self.rule, self.compile, self.amateur
+        return self.rule, self.compiled, self.amateur
 
     @property
     def do_sample(self) -> bool:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, static, window_of
+from decode.compiled.graphs import GraphedStep
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Drafter, Frontier
 from decode.heads_cache import HeadsCache
@@ -48,10 +49,11 @@ class Region:
         sampler: FixedSampler,
         frontier: Frontier,
         max_depth: int,
+        graphs: str,
     ) -> None:
         """Make a compiled region for drafts of `max_depth` D, without cache slots (see `make_room`).
 
-        `frontier` shows the shape and dtype of the state between steps."""
+        `frontier` shows the shape and dtype of the state between steps; `graphs` is one of `CUDA_GRAPHS`."""
         self.backbone, self.cache, self.heads_cache = backbone, cache, heads_cache
         self.drafter, self.sampler = drafter, sampler
         self.config, self.layers = backbone.config, LayerKinds(backbone.config)
@@ -61,12 +63,13 @@ class Region:
         self.end = 1 << 62 if backbone.context is None else backbone.context
         self.u = static(torch.zeros(cache.rows, max_depth + 1, dtype=torch.float64, device=backbone.device))
         """Input [B, D + 1] of a step: a uniform random number for each token that the step can write."""
-        self.compiled = compiled(self._step, backbone.device)
+        self.compiled = compiled(self._step, cuda_graphs=graphs == "torch")
+        self.graphed = GraphedStep(self.compiled) if graphs == "own" else None
 
     def __call__(self) -> list[list[int]]:
         """Run one decoding step; returns its decisions as lists of numbers, which `decode.loop.unpack` reads."""
         with grouped(self.config), self.backbone.watched():
-            packed: Tensor = self.compiled()
+            packed = self.compiled() if self.graphed is None else self.graphed(self.cache.width)
         return packed.tolist()
 
     @property
@@ -81,6 +84,7 @@ class Region:
 
     def make_room(self, slots: int, keep: bool = True) -> None:
         """Replace the KV caches by larger ones of `slots` cache slots per row; `keep`: with the text in them."""
+        self._forget_graphs()
         for cache in self.caches:
             cache.make_room(slots, keep)
 
@@ -93,8 +97,13 @@ class Region:
 
     def release(self) -> None:
         """Free the memory of the KV caches. The compiled code stays."""
+        self._forget_graphs()
         for cache in self.caches:
             cache.release()
+
+    def _forget_graphs(self) -> None:
+        if self.graphed is not None:
+            self.graphed.clear()
 
     def _step(self) -> Tensor:
         cache, lengths = self.cache, self.cache.lengths
@@ -142,7 +151,7 @@ class Region:
         self.alive.copy_(torch.tensor(alive))
 
 
-def compiled(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+def compiled(step: Callable[[], Tensor], cuda_graphs: bool) -> Callable[[], Tensor]:
     """Compile the bound method `step` as one graph, which no other object of its class shares.
 
     Only torch.compile's guards on tensors and on the sizes of caches and windows are kept, because guards on a thousand
@@ -156,7 +165,7 @@ def compiled(step: Callable[[], Tensor], device: torch.device) -> Callable[[], T
         # Torch 2.13 may write a result into part of a finished `cat`, and still reuse that memory. A recurrent head
         # then read the next token's embedding instead of its state.
         "inplace_buffers": False,
-        "triton.cudagraphs": device.type == "cuda",
+        "triton.cudagraphs": cuda_graphs,
     }
     bound = MethodType(own, method.__self__)
     return torch.compile(bound, fullgraph=True, dynamic=False, options=options)  # type: ignore[arg-type]

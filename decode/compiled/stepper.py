@@ -6,6 +6,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, rounded
+from decode.compiled.graphs import graphs_for, possible
 from decode.compiled.region import Region, Regions, modules_key
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Frontier, NoDraft
@@ -22,15 +23,19 @@ from medusa.tree import Tree
 class CompiledStepper(Stepper):
     """Decodes the texts of a session by compiled steps."""
 
-    def __init__(self, session: Session, acceptor: Acceptor, factory: DrafterFactory | None) -> None:
+    def __init__(self, session: Session, acceptor: Acceptor, factory: DrafterFactory | None, graphs: str) -> None:
         """Make a stepper for the texts of `session`, with drafts by `factory`; `None`: drafts of the root alone.
 
-        Raise a `RequestError` if this drafter, model, machine or set of options does not allow compiled steps."""
+        `graphs`, one of `CUDA_GRAPHS`, says how steps on a GPU use CUDA graphs. The thread that reads the prompts must
+        also run the steps. Raise a `RequestError` if this drafter, model, machine or set of options does not allow
+        compiled steps."""
         if factory is not None and not isinstance(factory, TrainedHeads):
             raise RequestError(
                 "only steps of heads can be compiled, as other drafters work on the host; leave one of them out"
             )
         _require_compilable(session)
+        if graphs == "own" and not possible(session.backbone.device):
+            raise RequestError("--cuda-graphs own needs a CUDA GPU; leave it out")
         self.session, self.acceptor, self.factory = session, acceptor, factory
         heads = None if factory is None else factory.heads
         self.tree: Layout = Tree.chain(0) if factory is None else factory.tree
@@ -41,6 +46,7 @@ class CompiledStepper(Stepper):
         self.taken: Region | None = None
         shape = tree.temperatures if isinstance(tree, DynamicTree) else None
         backbone, device = session.backbone, session.backbone.device.type
+        self.graphs = graphs
         self.key = (
             len(session.sequences),
             (tree.num_nodes, shape, *tree.candidates.parent.tolist(), *tree.candidates.rank.tolist()),
@@ -105,15 +111,17 @@ class CompiledStepper(Stepper):
 
     def _region(self, frontier: Frontier) -> Region:
         """Take a kept region, or make one without cache slots."""
+        session = self.session
+        graphs = graphs_for(self.graphs, session.backbone.device)
+        self.key = (graphs, *self.key)
         region = self.regions.take(self.key)
         if region is None:
-            session = self.session
             sampler = FixedSampler(session.target, self.acceptor)
             drafter = NoDraft(session.backbone.device) if self.factory is None else self.factory.start(session)
             heads_cache = session.heads_cache
             fixed = None if heads_cache is None else FixedHeadsCache(heads_cache, self.tree.max_depth)
             cache, depth = FixedCache(session.verifier.cache), self.tree.max_depth
-            region = Region(session.backbone, cache, fixed, drafter, sampler, frontier, depth)
+            region = Region(session.backbone, cache, fixed, drafter, sampler, frontier, depth, graphs)
         self.taken = region
         return region
 

@@ -22,7 +22,7 @@ from medusa.errors import RequestError
 from medusa.files import require_absent, require_writable
 from medusa.options import count, group, option
 
-GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile")
+GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile", "cuda_graphs")
 
 
 class VerifyOptions(CommandOptions):

@@ -55,7 +55,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "compiled", lambda step, device: step)
+    monkeypatch.setattr(region, "compiled", lambda step, cuda_graphs: step)
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_no_graph_break(rule: str, tree: str, kind: str) -> None:
     captured = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)
     Regions.of(model).clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(region, "compiled", lambda step, device: step)
+        patch.setattr(region, "compiled", lambda step, cuda_graphs: step)
         written = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)
     assert torch.equal(captured, written)  # type: ignore[arg-type]
 

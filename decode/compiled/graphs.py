@@ -1,0 +1,62 @@
+"""CUDA graphs of compiled steps, captured by ourselves: one graph for each window of the cache.
+
+All state of a region stays at fixed addresses, and a step has no other inputs. So its kernels can be captured as they
+are, without torch's CUDA graph trees. Those copy and check inputs in every step (some 0.1 ms) and belong to a thread,
+while a graph captured here can be replayed from any thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def graphs_for(asked: str, device: torch.device) -> str:
+    """Choose how the steps of a session on `device` use CUDA graphs, if the user has `asked` for one of `CUDA_GRAPHS`.
+
+    Outside the main thread, torch's graphs are left out: torch 2.11 and 2.12 fail there, and later versions record all
+    graphs again in each thread."""
+    if not possible(device) or (asked == "torch" and threading.current_thread() is not threading.main_thread()):
+        return "off"
+    return asked
+
+
+def possible(device: torch.device) -> bool:
+    """Whether tensors on `device` can be used in CUDA graphs."""
+    return device.type == "cuda"
+
+
+class GraphedStep:
+    """Runs a step as a CUDA graph. The step takes no arguments and returns a tensor; its state has fixed addresses.
+
+    A captured step does not run: its graph is replayed instead. The first step of a window is not captured, because it
+    may still compile, choose kernels and allocate workspaces."""
+
+    def __init__(self, step: Callable[[], Tensor]) -> None:
+        self.step = step
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}  # `None`: the window's first step ran
+
+    def __call__(self, window: int) -> Tensor:
+        """Run the step for a window of `window` cache slots; its result stays valid until the next step."""
+        if window not in self.graphs:
+            self.graphs[window] = None
+            return self.step()
+        if (captured := self.graphs[window]) is None:
+            captured = self.graphs[window] = self._capture()
+        graph, result = captured
+        graph.replay()
+        return result
+
+    def _capture(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        # Graphs never run at the same time and keep nothing between steps, so they can share their working memory.
+        pool = next((kept[0].pool() for kept in self.graphs.values() if kept is not None), None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = self.step()
+        return graph, result
+
+    def clear(self) -> None:
+        """Drop all graphs, because the state moves to other addresses."""
+        self.graphs.clear()

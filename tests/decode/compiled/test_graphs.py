@@ -1,0 +1,254 @@
+"""CUDA graphs of compiled steps, on a CPU: a stand-in records a step's operations and replays them on the same memory.
+
+As on a GPU, a captured operation does not run, and a replay reads and writes the memory that the capture saw, whatever
+objects hold it by then. So a step with an input that is not static writes another text."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from decode import generate
+from decode.compiled import fixed_cache, graphs, region, stepper
+from decode.compiled.graphs import GraphedStep, graphs_for
+from decode.compiled.region import Regions
+from medusa.errors import RequestError
+from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
+
+READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)  # operations that wait for the device
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class FakeGraph:
+    """Stands in for `torch.cuda.CUDAGraph`."""
+
+    made: list[FakeGraph]
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.replays = 0
+        self.made.append(self)
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def replay(self) -> None:
+        self.replays += 1
+        for function, args, kwargs, results in self.operations:
+            for old, new in zip(results, tensors(function(*args, **kwargs)), strict=True):
+                if address(old) != address(new):
+                    old.copy_(new)
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations, and undoes at its end what they did to memory from before."""
+
+    def __init__(self, graph: FakeGraph) -> None:
+        super().__init__()
+        self.graph, self.own, self.before = graph, set[int](), dict[int, tuple[Tensor, Tensor]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in READS, f"{func} cannot be captured"
+        inputs = tensors((args, kwargs))
+        for tensor in inputs if func._schema.is_mutable else ():
+            if address(tensor) not in self.own:
+                whole = tensor.as_strided((tensor.untyped_storage().size() // tensor.itemsize,), (1,), 0)
+                self.before.setdefault(address(tensor), (whole, whole.clone()))
+        found = func(*args, **(kwargs or {}))
+        self.own |= {address(one) for one in tensors(found)} - {address(one) for one in inputs}
+        self.graph.operations.append((func, args, kwargs or {}, tensors(found)))
+        return found
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for tensor, old in self.before.values():
+            tensor.copy_(old)
+
+
+@contextmanager
+def capturing(graph: FakeGraph, pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+    """Stands in for `torch.cuda.graph`."""
+    assert capture_error_mode == "thread_local", "other threads may allocate memory meanwhile"
+    with Recorder(graph):
+        yield
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
+    """A CPU that can capture steps; windows and caches grow while short texts are written."""
+    FakeGraph.made = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    for module in (graphs, stepper):
+        monkeypatch.setattr(module, "possible", lambda device: True)
+    monkeypatch.setattr(region, "compiled", lambda step, cuda_graphs: step)
+    monkeypatch.setattr(fixed_cache, "BLOCK", 4)
+    monkeypatch.setattr(fixed_cache, "STEP", 16)
+    monkeypatch.setattr(stepper, "AHEAD", 4)
+    return FakeGraph
+
+
+OWN: dict[str, Any] = {"compile": True, "cuda_graphs": "own"}
+
+
+def texts(model: Any, heads: Any, prompts: list[list[int]], tree: Any, **options: Any) -> list[list[int]]:
+    inputs = left_padded(prompts)
+    out = generate(model, heads, **inputs, tree=tree, eos_token_id=None, **options)
+    assert isinstance(out, Tensor)
+    return out[:, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["medusa", "recurrent", "eagle"])
+@pytest.mark.parametrize(
+    "tree", [random_tree(6, max_depth=3), "dynamic:6", "chain"], ids=["static", "dynamic", "chain"]
+)
+def test_replayed_steps_write_the_same_text(kind: str, tree: Any, fake_cuda: type[FakeGraph]) -> None:
+    """Texts outgrow windows and caches, rows end one after the other, and other texts follow in the same region."""
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
+    heads = random_heads(model, kind=kind)
+    for seed, limit in ((0, 50), (1, 20), (2, 90)):
+        prompts = [random_ids(length, seed=length + seed) for length in (3, 9)]
+        found = texts(model, heads, prompts, tree, max_new_tokens=limit, do_sample=False, **OWN)
+        assert found == [plain(model, prompt, max_new_tokens=limit, eos_token_id=None) for prompt in prompts]
+    assert len(Regions.of(model)) == 1
+    assert len(fake_cuda.made) > 4
+    assert sum(one.replays for one in fake_cuda.made) > 30, "most steps are replays"
+
+
+def test_replayed_steps_draw_new_random_numbers(fake_cuda: type[FakeGraph]) -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    heads, tree = random_heads(model), random_tree(6, max_depth=3)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "seeds": [3, 4]}
+    prompts = [random_ids(5), random_ids(7)]
+    found = texts(model, heads, prompts, tree, **options, **OWN)
+    assert any(one.replays for one in fake_cuda.made)
+    assert found == texts(model, heads, prompts, tree, **options, compile=True, cuda_graphs="off")
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize(
+    "options", [{"do_sample": False}, {"do_sample": True, "seeds": [1]}], ids=["greedy", "sampled"]
+)
+def test_every_input_of_a_step_stays_where_it_is(
+    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs hold addresses. An input elsewhere would be copied in every step, or missed by our own graphs."""
+    addresses: list[tuple[int, ...]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
+        def recorded(*args: Any) -> Any:
+            addresses.append(tuple(address(tensor) for tensor in tensors(args)))
+            return graph(*args)
+
+        return recorded
+
+    stock = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: stock(*args, backend=backend, **kwargs))
+    model = tiny_model("llama", num_hidden_layers=1)
+    tree, heads = random_tree(6, max_depth=3), random_heads(model, kind=kind)
+    texts(model, heads, [random_ids(6)], tree, max_new_tokens=30, compile=True, **options)
+    assert len(addresses) > 5
+    assert len(set(addresses)) == 1
+
+
+def test_an_input_that_moves_spoils_the_text(fake_cuda: type[FakeGraph]) -> None:
+    """The stand-in finds what a GPU would: state that is replaced instead of written."""
+    state = {"count": torch.zeros(1)}
+
+    def moving() -> Tensor:
+        state["count"] = state["count"] + 1
+        return state["count"] * 1
+
+    def static() -> Tensor:
+        return state["count"].add_(1) * 1
+
+    for step, expected in ((static, [1, 2, 3, 4]), (moving, [1, 2, 2, 2])):
+        state["count"], graphed = torch.zeros(1), GraphedStep(step)
+        with torch.inference_mode():
+            assert [int(graphed(1)) for _ in range(4)] == expected
+
+
+def test_one_graph_for_each_window(fake_cuda: type[FakeGraph]) -> None:
+    count, ran = torch.zeros(1), list[str]()
+
+    def step() -> Tensor:
+        ran.append("step")
+        return count.add_(1) * 1
+
+    graphed = GraphedStep(step)
+    for window, runs, captured in ((1, 1, 0), (1, 2, 1), (1, 2, 1), (2, 3, 1), (2, 4, 2), (1, 4, 2), (2, 4, 2)):
+        before = int(count)
+        assert int(graphed(window)) == before + 1, "each call is one step, also one that captures"
+        assert (len(ran), len(fake_cuda.made)) == (runs, captured)
+    graphed.clear()
+    graphed(1)
+    assert len(ran) == 5, "after a move of the state, nothing is replayed"
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_torch_graphs_stay_in_the_main_thread() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [graphs_for(asked, cuda) for asked in ("torch", "own", "off")] == ["torch", "own", "off"]
+    assert [in_thread(lambda: graphs_for(asked, cuda)) for asked in ("torch", "own", "off")] == ["off", "own", "off"]  # noqa: B023
+    assert graphs_for("torch", cpu) == "off"
+
+
+def test_threads_write_equal_texts_in_turns_and_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        return graph
+
+    stock = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: stock(*args, backend=backend, **kwargs))
+    model = tiny_model("llama", num_hidden_layers=1)
+    heads, tree = random_heads(model), random_tree(6, max_depth=3)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    prompts = [random_ids(6), random_ids(9, seed=1), random_ids(4, seed=2)]
+    expected = [plain(model, prompt, eos_token_id=None, **options) for prompt in prompts]
+
+    def write(index: int) -> list[int]:
+        return texts(model, heads, [prompts[index]], tree, compile=True, **options)[0]
+
+    assert [write(0), in_thread(lambda: write(1)), write(2)] == expected
+    assert len(Regions.of(model)) == 1, "threads take turns with one region"
+    found: dict[int, list[list[int]]] = {0: [], 1: [], 2: []}
+    ready = threading.Barrier(3)
+
+    def several(index: int) -> None:
+        ready.wait()
+        for _ in range(3):
+            found[index].append(write(index))
+
+    threads = [threading.Thread(target=several, args=(index,)) for index in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {index: [text] * 3 for index, text in enumerate(expected)}
+
+
+def test_own_graphs_need_a_gpu() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(RequestError, match="cuda_graphs= own needs a CUDA GPU"):
+        texts(model, random_heads(model), [random_ids(3)], "chain", max_new_tokens=3, **OWN)
