@@ -7,7 +7,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, rounded
 from decode.compiled.graphs import graphs_for, possible
-from decode.compiled.region import Region, Regions, modules_key
+from decode.compiled.region import Key, Region, Regions, modules_key
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Frontier, NoDraft
 from decode.drafters.base import DrafterFactory
@@ -47,7 +47,7 @@ class CompiledStepper(Stepper):
         shape = tree.temperatures if isinstance(tree, DynamicTree) else None
         backbone, device = session.backbone, session.backbone.device.type
         self.graphs = graphs
-        self.key = (
+        self.key: Key = (
             len(session.sequences),
             (tree.num_nodes, shape, *tree.candidates.parent.tolist(), *tree.candidates.rank.tolist()),
             FixedSampler.key(session.target, acceptor),

@@ -61,18 +61,19 @@ class RewoundDraws(RowDraws):
     So a seed gives the same text, whether or not a walk is lazy (`decode.accept.TreeWalk`)."""
 
     def __init__(self, generators: Sequence[torch.Generator | None], device: torch.device) -> None:
-        super().__init__([generator or default_generator(device) for generator in generators])
+        self.sources = [generator or default_generator(device) for generator in generators]
+        super().__init__(self.sources)
         self.states: list[list[Tensor]] = []  # of each row's generator, before each of the draws
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
-        self.states.append([generator.get_state() for generator in self.generators])
+        self.states.append([generator.get_state() for generator in self.sources])
         return super().tokens(rows, p, index)
 
     def keep(self, counts: Sequence[int]) -> None:
         """Set the generator of each row back to where it was after `counts[b]` draws of a token."""
         for row, count in enumerate(counts):
             if count < len(self.states):
-                self.generators[row].set_state(self.states[count][row])
+                self.sources[row].set_state(self.states[count][row])
 
 
 class SharedDraws:

@@ -55,7 +55,11 @@ class GenerateOptions(CommandOptions):
         if self.record is not None:
             require_writable_folder(self.record, option="--record")
         self.structured.require_fitting(self.settings)
-        without = {"plain": self.plain, "record": self.record, "json_schema": self.structured.json_schema}
+        without: dict[str, object] = {
+            "plain": self.plain,
+            "record": self.record,
+            "json_schema": self.structured.json_schema,
+        }
         self.strategy.require_fitting(self, without | {"grammar": self.structured.grammar})
         if self.models.heads is None and self.models.drafter is None and not (self.plain or self.strategy.is_search):
             raise RequestError("there are no heads; give --heads H, --drafter ngram, or --plain to decode without them")
