@@ -1,8 +1,8 @@
 """Linear layers of a few tokens on AMD CPUs, by oneDNN instead of MKL.
 
-PyTorch multiplies float32 matrices with MKL, which does not use the AVX-512 instructions of AMD CPUs. Of one token this
-does not matter, because reading the weights takes the time. For 8 tokens, oneDNN takes 0.5 to 0.8 times as long as MKL,
-and for 64 tokens half as long (AMD EPYC, one thread). Results are equal up to rounding.
+PyTorch multiplies float32 matrices with MKL, which is as fast as without AVX-512 on AMD CPUs. For one token this does
+not matter, because reading the weights takes the time. For 8 tokens, oneDNN takes 0.5 to 0.8 times as long as MKL, and
+for 64 tokens half as long (AMD EPYC with AVX-512, one thread). Results are equal up to rounding.
 
 Shapes: M tokens, K inputs, N outputs of a linear layer."""
 
@@ -20,7 +20,8 @@ from medusa.cpu import cpuinfo
 
 MIN_PRODUCTS = 2**20
 """M x K x N from which oneDNN is faster; a call of it takes 10 us more than one of MKL."""
-PREFERS_ONEDNN = "AuthenticAMD" in cpuinfo("vendor_id") and torch.backends.mkldnn.is_available()
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+PREFERS_ONEDNN = "AuthenticAMD" in cpuinfo("vendor_id") and HAS_AVX512 and torch.backends.mkldnn.is_available()
 STOCK = F.linear
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)  # subclasses, for example quantised weights, have their own products
 
