@@ -31,14 +31,14 @@ class HeadsCache:
             self.prefix = TreeCache(heads.prefix.config, batch_size, capacity)
             self.masks = TreeMasks(heads.prefix.config, heads.dtype, heads.device)
         if heads.uses_context:
-            self.pairs = TreeCache(LlamaConfig(num_hidden_layers=1), batch_size, capacity)
+            self.pairs = TreeCache(LlamaConfig(num_hidden_layers=heads.config.decoder_layers), batch_size, capacity)
 
     def piece(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """Append a piece of each right-padded prompt to the caches, from the backbone's hidden states [B, T, H].
 
         Returns the hidden states that the heads read [B, T, H]. `next_ids` [B, T] is the token after each of the T
         positions of the piece; where a prompt has ended, it may be any value."""
-        hidden = hidden.to(self.device, self.dtype)
+        hidden = self.heads.join(hidden.to(self.device, self.dtype))
         rows, count = hidden.shape[:2]
         if self.prefix is not None:
             start = self.prefix.longest
@@ -54,7 +54,7 @@ class HeadsCache:
 
         `before` [B, H] are the hidden states that the heads read at the token before the root. `hidden` [B, C, H] and
         `ids` [B, C] are those of the C path nodes, the root first; `counts[b]` is the number of nodes of path b."""
-        hidden = hidden.to(self.device, self.dtype)
+        hidden = self.heads.join(hidden.to(self.device, self.dtype))
         if self.prefix is not None:
             topology, lengths = chain(hidden.shape[1], self.device), self.prefix.lengths
             positions = on_device(lengths, self.device)[:, None] + topology.depth
@@ -75,10 +75,10 @@ class HeadsCache:
 
     def _append(self, cache: TreeCache, hidden: Tensor, next_ids: Tensor, counts: list[int]) -> None:
         """Append the KV of T pairs (hidden state, next token) to each row; row b keeps the first `counts[b]` pairs."""
-        token = self.backbone.embed(next_ids).to(hidden)
+        token = self.heads.embed(next_ids, self.backbone.embed)
         start = on_device(cache.lengths, hidden.device)[:, None]
         positions = start + torch.arange(hidden.shape[1], device=hidden.device)
-        cache.update(*self.heads.project_kv(hidden, token, positions), 0)
+        self.heads.project_kv(hidden, token, positions, cache.update)
         cache.commit_prompt(counts)
 
     def cut(self, lengths: list[int]) -> None:
@@ -98,8 +98,8 @@ class HeadsCache:
         """The keys and values of the text for the next guesses; `None` for heads that do not attend to the text."""
         if self.pairs is None:
             return None
-        cache, layer = self.pairs, self.pairs.tree_layers[0]
-        lengths = on_device(cache.lengths, layer.keys.device)[:, None]  # [B, 1]
-        seen = torch.arange(cache.longest, device=lengths.device) < lengths
-        keys, values = (states[:, :, : cache.longest] for states in (layer.keys, layer.values))
-        return ContextKV(keys, values, seen[:, None], lengths, self.heads.config.num_heads)
+        cache, longest = self.pairs, self.pairs.longest
+        lengths = on_device(cache.lengths, self.device)[:, None]  # [B, 1]
+        seen = torch.arange(longest, device=lengths.device) < lengths
+        kv = [(layer.keys[:, :, :longest], layer.values[:, :, :longest]) for layer in cache.tree_layers]
+        return self.heads.context_kv(kv, seen[:, None], lengths)

@@ -16,6 +16,7 @@ from decode.sequences import Request, Sequences
 from decode.target import Target
 from decode.verify import VerifierFactory
 from medusa.backbone import Backbone
+from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 
 AHEAD = 1024
@@ -38,8 +39,13 @@ class Session:
         """Make a session with empty caches; `verifiers` makes its verifier, by default one that runs only the backbone.
 
         Caches and text buffers have room for a draft of up to `slack` nodes after each text's end. With `keep_hidden`,
-        hidden states of all tokens are recorded in `kept_hidden`. `heads` get caches if they look back at the text."""
-        self.backbone = Backbone(model)
+        hidden states of all tokens are recorded in `kept_hidden`. `heads` get caches if they look back at the text.
+        Raise RequestError if heads read several layers, so that there are no last hidden states to record."""
+        layers = None if heads is None else heads.config.feature_layers
+        if keep_hidden and layers is not None:
+            reading = "these heads read hidden states of several layers"
+            raise RequestError(f"{reading}, and --record keeps the last ones; record by plain decoding (--plain)")
+        self.backbone = Backbone(model, layers)
         self.target = Target(requests, truncation)
         verifiers = verifiers or VerifierFactory()
         self.sequences = Sequences(requests, verifiers.context(self.backbone), self.backbone.device, slack)

@@ -2,18 +2,20 @@
 
 The model is neither copied nor modified.
 
-Shapes: B rows, T tokens, H hidden size, V vocabulary size, `...` any leading dimensions."""
+Shapes: B rows, T tokens, H hidden size, E size of the states of several layers, V vocabulary size, `...` any leading
+dimensions."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -24,12 +26,13 @@ SAME_BASE = 0.05
 """Greatest norm of the difference between the hidden states of two equal forwards, as a share of their norm.
 
 In bfloat16 a rounding changes a number by up to 0.4 %, and the roundings of many layers add up to about a per cent."""
+FeatureLayers = Sequence[int] | str | None  # as in `MedusaConfig.feature_layers`
 
 
 class Readout(NamedTuple):
-    """The result of a forward of the backbone: the input and the output of its LM head."""
+    """The result of a forward of the backbone: the hidden states that heads read, and the output of its LM head."""
 
-    hidden: Tensor  # [..., H] the last hidden states, after the final norm, which the LM head and all Medusa heads read
+    hidden: Tensor  # [..., H] the LM head's input, after the final norm; or [..., E] the states of `feature_layers`
     logits: Tensor  # [..., V]
 
 
@@ -40,8 +43,12 @@ class Backbone:
     forward over four tokens tests this once for each model. Other models also scale or cap logits or hidden
     states (Cohere, Gemma-2, MiniCPM3): they compute their logits themselves, and a hook records the LM head's input."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Wrap the model; raise RequestError if it has no LM head."""
+    def __init__(self, model: PreTrainedModel, feature_layers: FeatureLayers = None) -> None:
+        """Wrap the model; raise RequestError if it has no LM head or lacks one of the `feature_layers`.
+
+        With `feature_layers` (`MedusaConfig.feature_layers`), hidden states are those of these layers, concatenated in
+        this order to [..., E]. The number i stands for the state after i of n layers; n stands for the LM head's input.
+        """
         self.model = model
         self.config = text_config(model)
         self.base = model.get_decoder()
@@ -50,13 +57,14 @@ class Backbone:
             raise RequestError(f"{type(model).__name__} has no LM head; load it with AutoModelForCausalLM")
         self.head: nn.Module = head
         self.hidden_size: int = self.head_weight.shape[1]
+        self.feature_layers = self._resolved(feature_layers)
         self.vocab_size: int = self.config.vocab_size
         self.context: int | None = getattr(self.config, "max_position_embeddings", None)  # in tokens; `None`: unknown
         self.rope_boundary = longrope_boundary(model)
         self.rereads = self.config.model_type in ("phi3", "phimoe", "phi4_multimodal")
         """Whether `model.generate` drops its KV cache and reads the whole text again at `rope_boundary`."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._seen: list[Tensor] | None = None
+        self._seen: dict[int, Tensor] | None = None  # the inputs of hooked modules: layer i, or the LM head (n)
         if self.head not in _SPLITS:
             _SPLITS[self.head] = self._splits()
         self.splits = _SPLITS[self.head]
@@ -114,10 +122,10 @@ class Backbone:
         return self.model.get_input_embeddings()(ids)
 
     def hidden_states(self, input_ids: Tensor, **kwargs: object) -> Tensor:
-        """Return the LM head's inputs [B, T, H] for token ids `input_ids` [B, T]; `kwargs` go to the model."""
-        if self.splits:
-            return self.base(input_ids=input_ids, **kwargs).last_hidden_state
-        return self._run_whole(input_ids, **kwargs).hidden
+        """Return the hidden states [B, T, H or E] for token ids `input_ids` [B, T]; `kwargs` go to the model.
+
+        They are the LM head's inputs, or the states of the `feature_layers`."""
+        return self._run(input_ids, **kwargs)[0] if self.splits else self._run_whole(input_ids, **kwargs).hidden
 
     def forward(
         self, input_ids: Tensor, cache: Cache, last: Tensor | None = None, all_hidden: bool = False, **kwargs: object
@@ -129,10 +137,12 @@ class Backbone:
         `all_hidden`, the hidden states of all positions are returned in any case."""
         kwargs |= {"past_key_values": cache, "use_cache": True}
         if self.splits:
-            hidden = self.base(input_ids=input_ids, **kwargs).last_hidden_state
-            read = at(hidden, last)
-            return Readout(hidden if all_hidden else read, self.head(read))
-        if last is not None and not all_hidden and self._keeps_logits:
+            hidden, states = self._run(input_ids, **kwargs)
+            read = at(states, last)
+            if self.feature_layers is None:  # the same states
+                return Readout(hidden if all_hidden else read, self.head(read))
+            return Readout(hidden if all_hidden else at(hidden, last), self.head(read))
+        if last is not None and not all_hidden and self._keeps_logits and self.feature_layers is None:
             # The model takes one list of positions for all rows, so compute every position that some row asks for.
             kept, last = last.unique(return_inverse=True)
             kwargs["logits_to_keep"] = kept.cpu()  # an index on the CPU works on every device
@@ -141,17 +151,67 @@ class Backbone:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Hook the LM head once for all forwards in this context; add no hook if logits are `lm_head(base(x))`."""
-        if self.splits or self._seen is not None:
+        """Hook the LM head and the feature layers once for all forwards in this context; add no hook without need."""
+        modules = {} if self.splits else {self.num_layers: self.head}
+        for layer in self.feature_layers or ():
+            if layer < self.num_layers:
+                modules[layer] = self.layers[layer]
+        if not modules or self._seen is not None:
             yield
             return
-        seen = self._seen = []
-        handle = self.head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        seen: dict[int, Tensor] = {}
+        self._seen = seen
+
+        def watch(number: int, module: nn.Module) -> RemovableHandle:
+            def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+                seen[number] = args[0] if args else kwargs["hidden_states"]
+
+            return module.register_forward_pre_hook(record, with_kwargs=True)
+
+        handles = [watch(number, module) for number, module in modules.items()]
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             self._seen = None
+
+    @property
+    def num_layers(self) -> int:
+        """The number of decoder layers."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers; raise RequestError if the model does not hold them in one list."""
+        lists = (module for module in self.base.modules() if isinstance(module, nn.ModuleList))
+        found = next((layers for layers in lists if len(layers) == self.num_layers), None)
+        if found is None:
+            raise RequestError(f"{type(self.model).__name__} has no list of layers; take heads without feature_layers")
+        return found
+
+    def _resolved(self, layers: FeatureLayers) -> tuple[int, ...] | None:
+        """Check the numbers of `feature_layers`; `usual` becomes `usual_layers`."""
+        if layers is None:
+            return None
+        count = self.num_layers
+        numbers = usual_layers(count) if isinstance(layers, str) else tuple(layers)
+        if any(not 0 <= number <= count for number in numbers):
+            raise RequestError(f"heads read the layers {list(numbers)}, but the backbone has {count} layers")
+        if self.config.hidden_size != self.hidden_size:
+            raise RequestError(
+                f"{type(self.model).__name__} projects its hidden states; take heads without feature_layers"
+            )
+        _ = self.layers
+        return numbers
+
+    def _run(self, input_ids: Tensor, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Run the model without its LM head; return the hidden states [B, T, H or E] and the LM head's input."""
+        if self.feature_layers is not None and self._seen is None:
+            with self.watched():
+                return self._run(input_ids, **kwargs)
+        states = self.base(input_ids=input_ids, **kwargs).last_hidden_state
+        return self._joined(states), states
 
     def _run_whole(self, input_ids: Tensor, **kwargs: object) -> Readout:
         """Run the complete model, and record the LM head's input as hidden states."""
@@ -159,9 +219,31 @@ class Backbone:
             with self.watched():
                 return self._run_whole(input_ids, **kwargs)
         logits = self.model(input_ids=input_ids, **kwargs).logits
-        hidden = self._seen.pop()
-        self._seen.clear()
-        return Readout(hidden, logits)
+        return Readout(self._joined(self._seen[self.num_layers]), logits)
+
+    def _joined(self, states: Tensor) -> Tensor:
+        """Return the states [B, T, E] of the feature layers in the last forward; `states` are the LM head's input."""
+        seen = self._seen
+        if seen is None:
+            return states
+        seen[self.num_layers] = states
+        parts = None if self.feature_layers is None else [seen[layer] for layer in self.feature_layers]
+        seen.clear()
+        return states if parts is None else torch.cat([part.to(states.device) for part in parts], dim=-1)
+
+
+def usual_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the layers that EAGLE-3's authors and servers take if a checkpoint names none: (2, n // 2, n - 3).
+
+    The number i stands for the state after i of the n = `num_layers` layers."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def new_layers(num_layers: int) -> list[int]:
+    """Return the layers whose hidden states new EAGLE-3 heads read: the usual ones, or others under 8 layers."""
+    if num_layers >= 8:
+        return list(usual_layers(num_layers))
+    return [min(layer, num_layers - 1) for layer in (1, num_layers // 2, num_layers - 1)]
 
 
 # The result of `Backbone._splits` for each LM head in memory. It is stored here, so that the model is not modified.

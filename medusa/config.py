@@ -12,9 +12,13 @@ from medusa.heads import KINDS
 from medusa.tree import Tree
 
 GATED, GATED_EPS = "gated", 1e-6  # the block of EAGLE-3, and the epsilon of all norms in its layer
+ORIGINAL_EAGLE = "eagle1"  # the block of the layer of EAGLE-1 and EAGLE-2
 ORIGINAL_HYDRA = "hydra"  # the block of the original Hydra's heads, which cannot be trained further
 BLOCKS = ("square", "mlp", GATED)
-LM_HEADS = ("own", "shared")
+LM_HEADS = ("own", "shared", "one")
+EMBEDDINGS = ("own", "shared")
+USUAL_LAYERS = "usual"  # EAGLE-3's choice of three layers (`medusa.backbone.usual_layers`)
+VARIANTS = ("attention_bias", "fc_bias", "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "qk_norm")
 MIN_VOCABULARY = 32  # tokens in the smallest reduced vocabulary; usual trees need fewer guesses of a head
 MINIMA = {"hidden_size": 1, "num_heads": 1, "num_layers": 1, "prefix_layers": 0}
 MINIMA |= {"vocab_size": 1, "vocabulary": MIN_VOCABULARY}  # the smallest values of fields with whole numbers
@@ -22,7 +26,7 @@ MINIMA |= {"vocab_size": 1, "vocabulary": MIN_VOCABULARY}  # the smallest values
 PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}
 PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}  # keys of FasterDecoding, TGI and LoRAX
 OUR_KEYS: tuple[str, ...] = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size")
-OUR_KEYS += ("vocabulary", "prefix", "backbone", "tree", "raw_prompts")
+OUR_KEYS += ("vocabulary", "prefix", "feature_layers", "layer", "embeddings", "backbone", "tree", "raw_prompts")
 """The fields with the same name in JSON; other programs ignore them."""
 
 
@@ -49,6 +53,20 @@ class PrefixSizes(TypedDict):
     norm: bool  # whether a norm follows the last layer, as in Hydra++
 
 
+class LayerSizes(TypedDict):
+    """The sizes of the decoder layers of `eagle` heads (`medusa.heads.eagle_layer`)."""
+
+    hidden_size: int
+    width: int  # the size of the MLP's hidden layer
+    layers: int  # the number of decoder layers
+    heads: int  # the number of attention heads
+    key_value_heads: int
+    head_size: int
+    eps: float  # the epsilon of all norms
+    rope: Json  # the parameters of the rotary embeddings, with the names of transformers' `rope_parameters`
+    variants: list[str]  # some of `VARIANTS`, which are explained in `medusa.heads.eagle`
+
+
 @dataclass
 class MedusaConfig:
     """The config of a set of heads: kind of heads, shapes and backbone; RequestError if a value is invalid."""
@@ -67,13 +85,20 @@ class MedusaConfig:
     prefix: PrefixSizes | None = None
     """The sizes of prefix layers from another program's checkpoint; `None`: the default sizes."""
     block: str = "square"
-    """The residual block: `square` as in the Medusa paper (section 2.1), `mlp`, `gated` (EAGLE-3) or `hydra`."""
+    """The residual block: `square` (Medusa paper, section 2.1), `mlp`, `gated` (EAGLE-3), `eagle1` or `hydra`."""
     expansion: float = 1.0
     """The width of the hidden layer of `mlp` and `gated` blocks, as a multiple of `hidden_size`."""
     lm_head: str = "own"
-    """`own`: each head has an LM head. `shared`: all heads use the backbone's LM head."""
+    """`own`: each head has an LM head. `one`: all heads have one together. `shared`: they use the backbone's."""
     vocabulary: int | None = None
     """The number of tokens that the heads guess among (`medusa.vocabulary`); `None`: all tokens."""
+    feature_layers: list[int] | str | None = None
+    """The layers whose hidden states `eagle` heads read, joined by a matrix (EAGLE-3). i: the state after i layers.
+    `usual`: the layers that EAGLE-3's servers take by default. `None`: the backbone's last hidden state."""
+    layer: LayerSizes | None = None
+    """The sizes of the decoder layers of `eagle` heads; `None`: one layer with default sizes."""
+    embeddings: str = "shared"
+    """`shared`: heads read the backbone's input embeddings. `own`: `eagle` heads have input embeddings."""
     base_model_name_or_path: str | None = None
     """The folder or Hub id of the backbone."""
     backbone: Fingerprint = field(default_factory=Fingerprint)
@@ -84,7 +109,9 @@ class MedusaConfig:
     """Whether the prompts of the training data were plain text (True) or in a chat template; `None` if unknown."""
 
     def __post_init__(self) -> None:
-        for name, allowed in {"kind": KINDS, "block": (*BLOCKS, ORIGINAL_HYDRA), "lm_head": LM_HEADS}.items():
+        blocks = (*BLOCKS, ORIGINAL_EAGLE, ORIGINAL_HYDRA)
+        choices = {"kind": KINDS, "block": blocks, "lm_head": LM_HEADS, "embeddings": EMBEDDINGS}
+        for name, allowed in choices.items():
             if getattr(self, name) not in tuple(allowed):
                 raise RequestError(
                     f"heads.{name} is {getattr(self, name)!r}; {choose_one_of(getattr(self, name), allowed)}"
@@ -93,6 +120,7 @@ class MedusaConfig:
             raise RequestError("heads.block hydra belongs to kind hydra with heads.lm_head=own; take square or mlp")
         if self.block == GATED and (self.kind != "eagle" or self.num_layers != 1):
             raise RequestError(f"heads.block {GATED} belongs to kind eagle with heads.layers 1; take square or mlp")
+        self._check_eagle()
         for name, least in MINIMA.items():
             value = getattr(self, name)
             if value is None and name in ("vocab_size", "vocabulary"):
@@ -120,6 +148,69 @@ class MedusaConfig:
             if not isinstance(self.tree, list):
                 raise RequestError(f"the config's tree is {self.tree!r}; it must be a list of paths, or left out")
             Tree.from_paths(self.tree)
+
+    def _check_eagle(self) -> None:
+        """Raise RequestError if a setting of EAGLE's published layers is invalid, or the heads are not of this form."""
+        layered = self.block in (GATED, ORIGINAL_EAGLE)
+        if self.block == ORIGINAL_EAGLE and (self.kind != "eagle" or self.num_layers != 1):
+            raise RequestError(f"heads.block {ORIGINAL_EAGLE} belongs to kind eagle with heads.layers 1; take gated")
+        if self.feature_layers is not None and (self.block != GATED or self.prefix_layers):
+            raise RequestError(f"heads.feature_layers needs heads.block={GATED} without heads.prefix_layers")
+        for name, default in {"layer": None, "embeddings": "shared"}.items():
+            if getattr(self, name) != default and not layered:
+                raise RequestError(f"the config's {name} needs kind eagle with block {GATED}, not {self.block}")
+        if self.lm_head == "one" and not layered:
+            raise RequestError(f"heads.lm_head one needs heads.kind eagle with heads.block {GATED}; take own or shared")
+        layers = self.feature_layers
+        if layers is not None and layers != USUAL_LAYERS:
+            numbers = layers if isinstance(layers, list) else []
+            if not numbers or any(type(layer) is not int or layer < 0 for layer in numbers):
+                ways = f"give numbers such as [2, 16, 29], or {USUAL_LAYERS}"
+                raise RequestError(f"heads.feature_layers is {layers!r}; {ways}")
+        if self.layer is not None:
+            self._check_layer(self.layer)
+
+    def _check_layer(self, layer: LayerSizes) -> None:
+        """Raise RequestError if a size of the decoder layers of `eagle` heads is invalid."""
+        keys = LayerSizes.__annotations__
+        if not isinstance(layer, dict) or set(layer) != set(keys):
+            raise RequestError(f"the config's layer is {layer!r}; its keys must be {', '.join(sorted(keys))}")
+        for key, size in layer.items():
+            kinds, named = {
+                "eps": ((int, float), "a number above 0"),
+                "rope": ((dict,), "an object"),
+                "variants": ((list,), "a list"),
+            }.get(key, ((int,), "a whole number above 0"))
+            wrong = isinstance(size, bool) or not isinstance(size, kinds)
+            if wrong or (isinstance(size, int | float) and not 0 < size < math.inf):
+                raise RequestError(f"the config's layer has {key} {size!r}; it must be {named}")
+        for variant in layer["variants"]:
+            if variant not in VARIANTS:
+                choice = choose_one_of(str(variant), VARIANTS)
+                raise RequestError(f"the config's layer has the variant {variant!r}; {choice}")
+        if layer["heads"] % layer["key_value_heads"]:
+            raise RequestError("the config's layer has heads that are no multiple of its key_value_heads")
+        own = self.feature_layers is not None and self.lm_head == "one" and self.embeddings == "own"
+        if layer["hidden_size"] != self.hidden_size and not own:
+            needs = "feature_layers, and an LM head and embeddings of their own"
+            raise RequestError(f"heads with another hidden size than the backbone's need {needs}")
+
+    @property
+    def feature_size(self) -> int:
+        """The size of what the backbone hands to the heads: its hidden size, or that of several layers together."""
+        if self.feature_layers is None:
+            return self.hidden_size
+        return self.hidden_size * (3 if self.feature_layers == USUAL_LAYERS else len(self.feature_layers))
+
+    @property
+    def decoder_layers(self) -> int:
+        """The number of decoder layers of `eagle` heads."""
+        return 1 if self.layer is None else self.layer["layers"]
+
+    @property
+    def output_size(self) -> int:
+        """The size of the features that the LM heads read."""
+        return self.hidden_size if self.layer is None else self.layer["hidden_size"]
 
     @property
     def inner_size(self) -> int:

@@ -24,6 +24,8 @@ from decode.session import Session
 from decode.settings import DecodingOptions
 from decode.topology import Topology
 from medusa import MedusaHeads, Tree
+from medusa.config import VARIANTS
+from medusa.heads import KINDS
 
 COMMON, VOCAB, REFUSED = tiny_models.COMMON, tiny_models.VOCAB, tiny_models.REFUSED
 HIDDEN: int = COMMON["hidden_size"]
@@ -46,6 +48,30 @@ FAMILIES: dict[str, str] = {
         "falcon, rope",
     )
 }
+WIDE: dict[str, Any] = {"hidden_size": 24, "width": 20, "layers": 2, "heads": 4, "key_value_heads": 2, "head_size": 8}
+EAGLE_FORMS: dict[str, dict[str, Any]] = {
+    # The layers of published EAGLE checkpoints, for models of two layers and the size of `tiny_model`.
+    "eagle-1": {
+        "block": "eagle1",
+        "layer": WIDE | {"hidden_size": HIDDEN, "layers": 1, "eps": 1e-5, "rope": {}, "variants": ["fc_bias"]},
+    },
+    "eagle-3": {"block": "gated", "feature_layers": [1, 0]},
+    "eagle-3, variants": {
+        "block": "gated",
+        "feature_layers": [0, 1, 2],
+        "vocabulary": 45,
+        "embeddings": "own",
+        "lm_head": "one",
+        "layer": WIDE
+        | {
+            "eps": 1e-5,
+            "rope": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+            "variants": list(VARIANTS),
+        },
+    },
+}
+EAGLE_FORMS = {name: {"kind": "eagle", "lm_head": "shared"} | settings for name, settings in EAGLE_FORMS.items()}
+FORMS = {kind: {"kind": kind} for kind in KINDS} | EAGLE_FORMS  # the settings of heads of every kind
 
 
 def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:

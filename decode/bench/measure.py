@@ -163,6 +163,6 @@ def add_details(job: BenchmarkJob, medusa: figures.MethodFigures, calibrations: 
     heads, model = job.source.heads, job.loaded.model
     assert heads is not None, "only heads have nodes with ranks, and calibrations"
     results = one_by_one(job.drafted(job.settings), job.prompts, prompt_seeds(job.seed, range(len(job.prompts))))
-    recording = record(Backbone(model), heads, [(r.input_ids, r.new_ids) for r in results])
+    recording = record(Backbone(model, heads.config.feature_layers), heads, [(r.input_ids, r.new_ids) for r in results])
     medusa.accepted_by_node = accepted_by_node(recording.ranks, results)
     medusa.calibration = stored(calibrations, situation(model, heads, job.settings, job.batch_size))

@@ -213,7 +213,7 @@ class FixedHeadsCache:
 
         `before`, `hidden` and `ids`: see `HeadsCache.path`. `end` [B] is the column of each path's last node, and
         `counts` [B] is the number of nodes that each row keeps, 0 for rows that have ended."""
-        cache = self.prefix
+        hidden, cache = self.heads.join(hidden), self.prefix
         if cache is not None:
             assert self.heads.prefix is not None
             positions = cache.append_next(hidden.shape[1])
@@ -224,7 +224,8 @@ class FixedHeadsCache:
         if cache is not None:
             positions = cache.append_next(hidden.shape[1])
             pairs = torch.cat([before[:, None], hidden[:, :-1]], dim=1)
-            cache.update(*self.heads.project_kv(pairs, self.backbone.embed(ids).to(hidden), positions), 0)
+            token = self.heads.embed(ids, self.backbone.embed)
+            self.heads.project_kv(pairs, token, positions, cache.update)
             cache.lengths.add_(counts)
         return hidden.gather(1, end[:, None, None].expand(-1, -1, hidden.shape[-1]))[:, 0]
 
@@ -234,7 +235,8 @@ class FixedHeadsCache:
             return None
         lengths = self.pairs.lengths[:, None]
         seen = torch.arange(self.pairs.width, device=lengths.device) < lengths
-        return ContextKV(*self.pairs.tree_layers[0].read(), seen[:, None], lengths, self.heads.config.num_heads)
+        kv = [layer.read() for layer in self.pairs.tree_layers]
+        return self.heads.context_kv(kv, seen[:, None], lengths)
 
 
 def window_of(slots: int, device: torch.device) -> Tensor:

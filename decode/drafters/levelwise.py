@@ -201,7 +201,7 @@ class PathDrafter(LevelwiseDrafter):
         return (frontier.hidden.to(self.heads.device, self.dtype)[:, None],)
 
     def step(self, depth: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
-        embedded = self.backbone.embed(tokens).to(device=state[0].device, dtype=self.dtype)
+        embedded = self.heads.embed(tokens, self.backbone.embed)
         features, state = self.heads.step(depth, state, embedded, context_kv)
         return self.heads.logits_of(depth, features, self.lm_head), state
 

@@ -69,7 +69,8 @@ def run(options: EvaluateOptions) -> None:
     models.check_models(options)
     options.runtime.prepare()
     loaded = load_backbone(options.models.backbone, options.load)
-    backbone, heads = Backbone(loaded.model), models.open_heads(str(options.models.heads), loaded)
+    heads = models.open_heads(str(options.models.heads), loaded)
+    backbone = Backbone(loaded.model, heads.config.feature_layers)
     require_positions(options.settings.max_new_tokens, heads.config.num_heads)
     encoded = models.encode_prompts(options, [record.opening() for record in records], loaded.tokenizer)
     prompts = [ids[:OPENING] if record.is_document else ids for record, ids in zip(records, encoded, strict=True)]

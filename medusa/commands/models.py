@@ -170,6 +170,7 @@ def open_heads(name: str, loaded: Loaded) -> MedusaHeads:
     backbone = Backbone(loaded.model)
     heads = MedusaHeads.from_pretrained(name, dtype=backbone.dtype, device=backbone.head_weight.device)
     require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
+    Backbone(loaded.model, heads.config.feature_layers)  # raises RequestError if it lacks one of the layers
     known, quantization = heads.config.backbone, quantization_of(loaded.model)
     if known.get("weights") and known.get("quantization") != quantization:
         asked = known.get("quantization")

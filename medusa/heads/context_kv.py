@@ -10,38 +10,90 @@ The score s_j of own key j is computed in advance and put into an extra dimensio
 So the softmax runs over text keys and own keys. The extra dimensions of the output are the weights of the own keys. The
 caller multiplies the own values by these weights and adds them to the output.
 
-Shapes: B rows, S keys of the text, Q queries of a row, R selected queries, A attention heads, D their size, J own keys.
+Shapes: B rows, S keys of the text, Q queries of a row, R selected queries, A attention heads, G heads of keys, D their
+size, J own keys.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from medusa.errors import RequestError
+from medusa.files import Json
 
+KV = tuple[Tensor, Tensor]  # keys and values of one layer, [B, G, S, D] each
+Append = Callable[[Tensor, Tensor, int], KV]
+"""Appends new keys and values to those of a layer in a cache, and returns all of them."""
 BASE = 10_000.0  # of the rotary embeddings
+SCALED = ("linear", "llama3", "yarn")  # other types of rotary embeddings, which do not depend on the text's length
 NOTHING = -1e4  # the score of an unused own key, so that its weight is 0; finite, because 0 times infinity is NaN
+
+
+class Rope:
+    """The rotations of keys and queries of size D by their positions: D / 2 frequencies, and a factor.
+
+    The factor is 1, except for some rotations that were stretched to longer texts, such as yarn's."""
+
+    def __init__(self, head_size: int, parameters: Json | None = None) -> None:
+        """Compute the frequencies for `parameters`, which are transformers' `rope_parameters`; by default base 10,000.
+
+        Raise RequestError for a type of rotation that depends on the length of the text, or is unknown."""
+        parameters = Json(rope_type="default", rope_theta=BASE) | (parameters or {})
+        kind, self.factor = parameters["rope_type"], 1.0
+        if kind == "default":
+            powers = torch.arange(0, head_size, 2, device="cpu", dtype=torch.float32) / head_size
+            self.frequencies = float(parameters["rope_theta"]) ** -powers
+        elif kind in SCALED:
+            from transformers import LlamaConfig
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            config = LlamaConfig(head_dim=head_size, rope_parameters=parameters)
+            self.frequencies, self.factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        else:
+            raise RequestError(f"rope_type is {kind!r}; heads can have default, {', '.join(SCALED)}")
+
+    def angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Compute cosines and sines [..., D] at positions [...]. The second half of the D repeats the first."""
+        if self.frequencies.device != position_ids.device:
+            self.frequencies = self.frequencies.to(position_ids.device)
+        angles = position_ids[..., None].float() * self.frequencies
+        both = torch.cat([angles, angles], dim=-1)
+        cos, sin = both.cos(), both.sin()
+        if self.factor != 1:
+            cos, sin = cos * self.factor, sin * self.factor
+        return cos.to(dtype), sin.to(dtype)
 
 
 class ContextKV:
     """Keys and values of B texts, with masks and rotations, to which Medusa heads at given positions attend."""
 
     def __init__(
-        self, keys: Tensor, values: Tensor, seen: Tensor, position_ids: Tensor, steps: int, place: Tensor | None = None
+        self,
+        kv: Sequence[KV],
+        seen: Tensor,
+        position_ids: Tensor,
+        steps: int,
+        rope: Rope,
+        place: Tensor | None = None,
     ) -> None:
         """Prepare S text tokens and Q queries in each of B rows for attention with A attention heads of size D.
 
         Args:
-            keys, values: [B, A, S, D] keys and values of the text, with the keys already rotated.
+            kv: for each layer [B, G, S, D] keys and values of the text, with the keys already rotated. A is a multiple
+                of G: several queries share a key (arXiv 2305.13245).
             seen: [B, Q, S] the mask, True where a query sees a text token. B or Q is 1 if rows or queries share it.
             position_ids: [B, Q] positions of head 0's queries; [B, 1] if a row's queries share one, [R] with `place`.
             steps: the number of heads, the maximum of J. Head i (from 0) adds one own key, at `position_ids` + i.
+            rope: the rotations of keys and queries.
             place: [R] indices of the selected queries in the flattened [B * Q]; by default all queries."""
+        keys = kv[0][0]
         self.place, self.rows, self.queries, self.size = place, len(keys), seen.shape[1], keys.shape[-1]
         ahead = torch.arange(steps, device=position_ids.device)
-        self.angles = rope_angles(position_ids[..., None] + ahead, self.size, keys.dtype)  # [..., steps, D] each
+        self.angles = rope.angles(position_ids[..., None] + ahead, keys.dtype)  # [..., steps, D] each
         self.extra = -(-steps // 8) * 8  # attention kernels are faster with multiples of 8
         hidden = F.pad(~seen, (0, self.extra))[:, None]
         # Kernels on a GPU need rows that are a multiple of 8 elements apart, or copy the mask in every call.
@@ -49,22 +101,25 @@ class ContextKV:
         mask = torch.zeros(*shape, -(-width // 8) * 8, dtype=keys.dtype, device=keys.device)[..., :width]
         self.mask = mask.masked_fill_(hidden, -torch.inf)
         unit = F.pad(torch.eye(self.extra, dtype=keys.dtype, device=keys.device), (self.size, 0))
-        self.keys, self.values = (_extended(states, unit) for states in (keys, values))
+        self.layers = [(_extended(keys, unit), _extended(values, unit)) for keys, values in kv]
 
-    def attend(self, query: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, own: Tensor, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Attend to text and own keys; return the text's part of the output, and own keys' softmax weights [..., A, J].
 
         Args:
             query: [B, Q, A, D], or [R, A, D] for the R queries that the constructor's `place` selects; the text's part
                 has this shape too. If all queries share the mask (`seen` is [B, 1, S]), Q can be any number.
-            own: [..., A, J] unscaled inner products of each query with its own keys; J counts those so far."""
+            own: [..., A, J] unscaled inner products of each query with its own keys; J counts those so far.
+            layer: the index of the layer whose keys and values are used."""
         count = own.shape[-1]
         query = F.pad(torch.cat([query, own], dim=-1), (0, self.extra - count), value=NOTHING)
         if self.place is not None:
             grid = query.new_zeros(self.rows * self.queries, *query.shape[1:])
             query = grid.index_copy(0, self.place, query).unflatten(0, (self.rows, -1))
+        keys, values = self.layers[layer]
+        grouped = {"enable_gqa": True} if keys.shape[1] != query.shape[-2] else {}
         out = F.scaled_dot_product_attention(
-            query.transpose(1, 2), self.keys, self.values, attn_mask=self.mask, scale=self.size**-0.5
+            query.transpose(1, 2), keys, values, attn_mask=self.mask, scale=self.size**-0.5, **grouped
         ).transpose(1, 2)
         if self.place is not None:
             out = out.flatten(0, 1)[self.place]
@@ -89,16 +144,8 @@ def attention_heads(hidden_size: int) -> int:
     return count
 
 
-def rope_angles(position_ids: Tensor, head_size: int, dtype: torch.dtype, base: float = BASE) -> tuple[Tensor, Tensor]:
-    """Compute RoPE's cosines and sines [..., D = `head_size`] at positions [...]. The second half repeats the first."""
-    powers = torch.arange(0, head_size, 2, device=position_ids.device, dtype=torch.float32) / head_size
-    angles = position_ids[..., None].float() * base**-powers
-    both = torch.cat([angles, angles], dim=-1)
-    return both.cos().to(dtype), both.sin().to(dtype)
-
-
 def apply_rope(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate queries or keys x [..., D] by `angles`, the cosines and sines that `rope_angles` returns."""
+    """Rotate queries or keys x [..., D] by `angles`, the cosines and sines that `Rope.angles` returns."""
     cos, sin = angles
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin

@@ -10,95 +10,160 @@ state. For later heads, f is the layer's previous output f''. The LM head reads 
 on its own pair, so the keys of accepted tokens are cached without running the whole layer. As in EAGLE-3 and HASS,
 training runs the layer on its own outputs.
 
-With `block: gated` the layer is that of EAGLE-3 (arXiv 2503.01840), reading the last hidden state. It has norms with
-weights, and a Llama's gated MLP (gate G, up U, down W), which does not read the token. The LM head reads norm(f''):
+With `block: gated` the layer is that of EAGLE-3 (arXiv 2503.01840). It has norms with weights, and a Llama's gated MLP
+(gate G, up U, down W), which does not read the token. The LM head reads norm(f''). With `feature_layers`, the feature
+of head 0 is f = fc([h_i ; h_j ; ...]), from the hidden states h of these layers of the backbone.
 
     f' = f + attention([norm(f) ; norm(e)])      f'' = f' + W (SiLU(G norm(f')) * U norm(f'))
 
-Shapes: `...` any positions or nodes, B rows, T tokens, H hidden size, A attention heads, D their size, k a head index.
+With `block: eagle1` the layer is that of EAGLE-1 and EAGLE-2 (arXiv 2406.16858). A matrix joins token and feature, and
+the LM head reads f''.
+
+    g  = fc([e ; f]) + bias      f' = g + attention(g)      f'' = f' + W (SiLU(G norm(f')) * U norm(f'))
+
+Published layers can have further Llama layers after this one, and these variants (`medusa.config.VARIANTS`):
+
+    norm_before_fc         fc(norm([h_i ; h_j ; ...]))            fc_norm       fc([norm_i(h_i) ; norm_j(h_j) ; ...])
+    norm_before_residual   f' = norm(f) + attention(...)          norm_output   the next head reads norm(f'')
+    attention_bias         queries, keys and values with biases   qk_norm       queries and keys with norms, as in Qwen3
+    fc_bias                fc with a bias
+
+Shapes: `...` any positions or nodes, B rows, T tokens, H hidden size, E size of the features of several layers, A
+attention heads, G heads of keys, D their size, L layers, k a head index.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.config import GATED, GATED_EPS, MedusaConfig
+from medusa.config import GATED, ORIGINAL_EAGLE
 from medusa.heads.blocks import Stack
-from medusa.heads.context_kv import ContextKV, apply_rope, attention_heads, rope_angles
+from medusa.heads.context_kv import KV, Append, ContextKV, Rope
+from medusa.heads.eagle_layer import CachedAttention, DeeperLayer, GatedStack, joined, layer_sizes
 from medusa.heads.sequential import SequentialHeads, State, normalised
 
 
-class EagleHeads(SequentialHeads):
-    """EAGLE heads: one decoder layer that reads pairs of a token and the feature before it.
+class EagleHeads(CachedAttention, SequentialHeads):
+    """EAGLE heads: a decoder layer that reads pairs of a token and the feature before it.
 
     The feature of a position is the backbone's hidden state or, in a draft, the layer's output. The state of a draft
-    node is its feature [..., H], and the concatenated key and value [..., 2 H] of each pair on the node's path."""
+    node is its feature [..., H], and the joined keys and values [..., L 2 G D] of each pair on the node's path."""
 
     follows_path = uses_context = True
 
     def make_blocks(self) -> None:
-        size = self.config.hidden_size
-        self.count = attention_heads(size)
-        self.size = size // self.count
-        self.pair = nn.Linear(2 * size, 3 * size, bias=False)  # computes the query, key and value of a pair
-        self.out = nn.Linear(size, size, bias=False)
-        nn.init.zeros_(self.out.weight)
+        config, sizes = self.config, layer_sizes(self.config)
+        size, eps, self.variants = sizes["hidden_size"], sizes["eps"], sizes["variants"]
+        self.gated, self.joins = config.block == GATED, config.block == ORIGINAL_EAGLE
+        self.make_attention(sizes, size if self.joins else 2 * size)
+        self.rope = Rope(sizes["head_size"], sizes["rope"])
         self.dropout = nn.Dropout(0.0)
-        self.gated = self.config.block == GATED
-        self.stack = GatedStack(self.config) if self.gated else Stack(self.config, 2 * size)
+        self.stack = GatedStack(config) if self.gated or self.joins else Stack(config, 2 * size)
+        self.norm = nn.Identity()
         if self.gated:
-            self.feature_norm, self.token_norm, self.norm = (nn.RMSNorm(size, GATED_EPS) for _ in range(3))
+            self.feature_norm, self.token_norm, self.norm = (nn.RMSNorm(size, eps) for _ in range(3))
+        if self.joins or config.feature_layers is not None:
+            inputs = 2 * size if self.joins else config.feature_size
+            self.fc = nn.Linear(inputs, size, bias="fc_bias" in self.variants)
+        if "norm_before_fc" in self.variants:
+            self.input_norm = nn.RMSNorm(config.feature_size, eps)
+        if "fc_norm" in self.variants:
+            count = config.feature_size // config.hidden_size
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.hidden_size, eps) for _ in range(count))
+        self.embedding = nn.Embedding(config.vocab_size or 1, size) if config.embeddings == "own" else None
+        self.deeper = nn.ModuleList(DeeperLayer(config) for _ in range(sizes["layers"] - 1))
 
-    def normalised_pair(self, feature: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise the feature [..., H] and the token embedding [..., H] of a pair, as inputs of the attention."""
-        if self.gated:
-            return self.feature_norm(feature), self.token_norm(token)
-        return normalised(feature), normalised(token)
+    def join(self, hidden: Tensor) -> Tensor:
+        if self.config.feature_layers is None:
+            return hidden
+        if "norm_before_fc" in self.variants:
+            hidden = self.input_norm(hidden)
+        if "fc_norm" in self.variants:
+            parts = hidden.split(self.config.hidden_size, dim=-1)
+            hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(hidden)
 
-    def project_kv(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        pair = torch.cat(self.normalised_pair(hidden, token), dim=-1)
-        both = F.linear(pair, self.pair.weight[self.config.hidden_size :]).unflatten(-1, (2, self.count, -1))
-        keys, values = both.transpose(1, 3).unbind(2)  # [B, A, T, D]
-        cos, sin = rope_angles(position_ids, self.size, keys.dtype)
-        return apply_rope(keys, (cos[:, None], sin[:, None])), values
+    def embed(self, ids: Tensor, backbone_embed: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.embedding is None:
+            return super().embed(ids, backbone_embed)
+        return self.embedding(ids.to(self.embedding.weight.device))
+
+    def pair_inputs(self, feature: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute what the layer reads of a pair of a feature [..., H] and a token embedding [..., H].
+
+        Return the input of the attention [..., H or 2 H], the residual [..., H] and the token for the blocks [..., H].
+        """
+        if self.joins:
+            both = self.fc(torch.cat([token, feature], dim=-1))
+            return both, both, token
+        if not self.gated:
+            token = normalised(token)
+            return torch.cat([normalised(feature), token], dim=-1), feature, token
+        seen, token = self.feature_norm(feature), self.token_norm(token)
+        residual = seen if "norm_before_residual" in self.variants else feature
+        return torch.cat([seen, token], dim=-1), residual, token
+
+    def finish(self, layer: CachedAttention, residual: Tensor, attended: Tensor, token: Tensor) -> Tensor:
+        """Run the rest of a layer after its attention, which gives [..., A D]; return the layer's output [..., H]."""
+        x = residual + self.dropout(layer.out(attended))
+        return layer.stack(x, torch.cat([x, token], dim=-1))
+
+    def project_kv(
+        self,
+        hidden: Tensor,
+        token: Tensor,
+        position_ids: Tensor,
+        append: Append | None = None,
+        seen: Tensor | None = None,
+    ) -> list[KV]:
+        angles = self.rope.angles(position_ids, hidden.dtype)
+        found: list[KV] = []
+
+        def store(key: Tensor, value: Tensor) -> None:
+            kv = key.transpose(1, 2), value.transpose(1, 2)  # [B, G, T, D]
+            found.append(kv if append is None else append(*kv, len(found)))
+
+        layers = [self, *self.deeper]
+        x, residual, token = self.pair_inputs(hidden, token)
+        for layer, after in pairwise(layers):
+            query, key, value = layer.project(x, angles)
+            store(key, value)
+            keys, values = found[-1]  # [B, G, S, D]
+            if seen is None:  # the slots of a cache are positions
+                seen = torch.arange(keys.shape[2], device=keys.device) <= position_ids[..., None]
+            out = F.scaled_dot_product_attention(
+                query.transpose(1, 2), keys, values, attn_mask=seen[:, None], enable_gqa=True
+            )
+            residual = self.finish(layer, residual, out.transpose(1, 2).flatten(-2), token)
+            x = after.norm(residual)
+        store(*layers[-1].keys_and_values(x, angles))
+        return found
+
+    def context_kv(self, kv: list[KV], seen: Tensor, position_ids: Tensor, place: Tensor | None = None) -> ContextKV:
+        return ContextKV(kv, seen, position_ids, self.config.num_heads, self.rope, place)
 
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         assert token is not None
         feature, *path = state
-        seen_feature, token = self.normalised_pair(feature, token)
-        mixed = self.pair(torch.cat([seen_feature, token], dim=-1)).unflatten(-1, (3, self.count, -1))
         if context_kv is None:
-            cos, sin = rope_angles(torch.full((), head, device=mixed.device), self.size, mixed.dtype)
+            angles = self.rope.angles(torch.full((), head, device=feature.device), feature.dtype)
         else:
-            cos, sin = (part[..., head, None, None, :] for part in context_kv.angles)
-        query, key = apply_rope(mixed[..., :2, :, :], (cos, sin)).unbind(-3)
-        path.append(torch.cat([key, mixed[..., 2, :, :]], dim=-1).flatten(-2))
-        keys, values = torch.stack(path, dim=-2).unflatten(-1, (self.count, -1)).chunk(2, dim=-1)  # [..., k + 1, A, D]
-        scores = (query[..., None, :, :] * keys).sum(-1).transpose(-1, -2)  # [..., A, k + 1]
-        if context_kv is None:
-            seen, weights = torch.zeros_like(query), (scores * self.size**-0.5).softmax(-1)
-        else:
-            seen, weights = context_kv.attend(query, scores)
-        seen = seen + (weights.transpose(-1, -2)[..., None] * values).sum(-3)
-        feature = feature + self.dropout(self.out(seen.flatten(-2)))
-        feature = self.stack(feature, torch.cat([feature, token], dim=-1))
-        return self.norm(feature) if self.gated else feature, (feature, *path)
-
-
-class GatedStack(nn.Module):
-    """Llama's residual MLP: x + W (SiLU(G n) * (U n)), n = norm(x). G, U, W: gate, up, down. W starts at zero."""
-
-    def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
-        size, inner = config.hidden_size, config.inner_size
-        self.norm = nn.RMSNorm(size, GATED_EPS)
-        self.gate, self.up = (nn.Linear(size, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, size, bias=False)
-        nn.init.zeros_(self.down.weight)
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:  # z has the token, which only EAGLE-3's attention reads
-        inner = self.norm(x)
-        return x + self.dropout(self.down(F.silu(self.gate(inner)) * self.up(inner)))
+            angles = (context_kv.angles[0][..., head, :], context_kv.angles[1][..., head, :])
+        x, residual, token = self.pair_inputs(feature, token)
+        own: list[Tensor] = []
+        for index, layer in enumerate([self, *self.deeper]):
+            if index:
+                x = layer.norm(residual)
+            query, key, value = layer.project(x, angles)
+            own.append(joined((key, value)))
+            size = own[0].shape[-1]
+            pairs = [*(pair[..., index * size : (index + 1) * size] for pair in path), own[-1]]
+            residual = self.finish(layer, residual, layer.attend(query, pairs, context_kv, index), token)
+        normed = self.norm(residual)
+        feature = normed if "norm_output" in self.variants else residual
+        return normed, (feature, *path, torch.cat(own, dim=-1))

@@ -3,8 +3,9 @@
 The backbone's LM head predicts the token at distance 1 from the position of a hidden state. Head i, counted from 0,
 guesses the token at distance i + 2.
 
-Shapes: K heads (k of them run), H hidden size, V vocabulary size, N tokens that heads guess among if their vocabulary
-is reduced, B rows, T tokens, `...` any positions."""
+Shapes: K heads (k of them run), H hidden size, E size of the backbone's hidden states (H, or larger for several
+layers), V vocabulary size, N tokens that heads guess among if their vocabulary is reduced, B rows, T tokens, `...` any
+positions."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.blocks import MLPBlock, SquareBlock
-from medusa.heads.context_kv import ContextKV
+from medusa.heads.context_kv import KV, Append, ContextKV
 from medusa.heads.inputs import HeadInputs, following_ids, visible
 from medusa.heads.pretrained import PretrainedHeads
 
@@ -30,8 +31,9 @@ LMHead = Callable[[Tensor], Tensor]  # computes logits [..., V] from hidden stat
 class MedusaHeads(PretrainedHeads):
     """K heads that read the backbone's last hidden state independently; also the base class of other kinds of heads.
 
-    With `lm_head: own` each head has an LM head. With `lm_head: shared` all heads use the backbone's LM head. The
-    caller passes it to `forward`, so that the heads contain no module of the backbone."""
+    With `lm_head: own` each head has an LM head, and with `one` they have one together. With `lm_head: shared` all
+    heads use the backbone's LM head. The caller passes it to `forward`, so that the heads contain no module of the
+    backbone."""
 
     follows_path: ClassVar[bool] = False  # whether heads read the guesses of earlier heads: drafting is level by level
     uses_context: ClassVar[bool] = False  # whether heads attend to the earlier text, with cached keys and values
@@ -48,12 +50,14 @@ class MedusaHeads(PretrainedHeads):
             self.prefix = Prefix(config)
         self.make_blocks()
         self.lm_heads: nn.Parameter | None = None
-        if config.lm_head == "own":
+        if config.lm_head != "shared":
             if config.vocab_size is None:
-                raise RequestError("heads.lm_head=own needs heads.vocab_size; give the backbone's vocabulary size")
+                needs = f"heads.lm_head={config.lm_head} needs heads.vocab_size"
+                raise RequestError(f"{needs}; give the backbone's vocabulary size")
             # [K, H, V]: on a CPU, a batched product with [K, V, H] is 2.6 times slower at one position.
             tokens = config.draft_vocab_size(config.vocab_size)
-            self.lm_heads = nn.Parameter(torch.zeros(config.num_heads, config.hidden_size, tokens))
+            count = 1 if config.lm_head == "one" else config.num_heads
+            self.lm_heads = nn.Parameter(torch.zeros(count, config.output_size, tokens))
 
     def make_blocks(self) -> None:
         """Create the heads' modules between the backbone's hidden state and the LM head."""
@@ -77,20 +81,50 @@ class MedusaHeads(PretrainedHeads):
         for module in found:
             module.p = rate
 
+    def join(self, hidden: Tensor) -> Tensor:
+        """Join the hidden states [..., E] of several layers of the backbone to one feature [..., H].
+
+        Heads that read only the last hidden state (E = H) return it unchanged."""
+        return hidden
+
+    def embed(self, ids: Tensor, backbone_embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the input embeddings [..., H] of token ids [...]: the heads' own ones, else the backbone's.
+
+        The result has the heads' device and dtype. `backbone_embed` is `Backbone.embed`."""
+        return backbone_embed(ids).to(self.device, self.dtype)
+
     def read(self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Run the prefix layers on the backbone's hidden states [B, T, H] of whole texts, and return their output.
+        """Join the hidden states [B, T, E] of whole texts, run the prefix layers on them, and return their output.
 
         A position attends to itself and to earlier positions of its document (`document_ids` [B, T]). Heads without
-        prefix layers return the hidden states unchanged."""
+        prefix layers that read one layer return the hidden states unchanged."""
+        hidden = self.join(hidden)
         if self.prefix is None:
             return hidden
         return self.prefix(hidden, position_ids, visible(hidden.shape[1], document_ids, hidden.device)[:, None])
 
-    def project_kv(self, hidden: Tensor, token: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the keys and values [B, A, T, D] of a text (A attention heads of size D) that heads attend to.
+    def project_kv(
+        self,
+        hidden: Tensor,
+        token: Tensor,
+        position_ids: Tensor,
+        append: Append | None = None,
+        seen: Tensor | None = None,
+    ) -> list[KV]:
+        """Compute, for each layer of the heads, the keys and values [B, G, T, D] of a text that heads attend to.
 
-        `hidden` [B, T, H] are the hidden states, and `token` [B, T, H] the embedding of the token after each position.
+        Args:
+            hidden: [B, T, H] the features that the heads read (`read`).
+            token: [B, T, H] the embedding of the token after each position.
+            position_ids: [B, T] the positions of the T tokens in their texts.
+            append: appends the keys and values to those of earlier tokens in a cache, and returns all [B, G, S, D].
+            seen: [B or 1, T, S] the mask, True where a token attends; by default all earlier tokens and itself.
+
         Heads without `uses_context` raise NotImplementedError."""
+        raise NotImplementedError(f"heads of kind {self.config.kind} do not attend to the text")
+
+    def context_kv(self, kv: list[KV], seen: Tensor, position_ids: Tensor, place: Tensor | None = None) -> ContextKV:
+        """Prepare the keys and values of texts, from `project_kv`, for `step`; for arguments see `ContextKV`."""
         raise NotImplementedError(f"heads of kind {self.config.kind} do not attend to the text")
 
     def inputs(
@@ -106,7 +140,7 @@ class MedusaHeads(PretrainedHeads):
         """Compute the inputs of the heads at positions of whole texts.
 
         Args:
-            hidden: [B, T, H] the backbone's hidden states.
+            hidden: [B, T, E] the backbone's hidden states, of one layer or of several.
             input_ids: [B, T or more] token ids of the texts. They can continue after the last hidden state.
             embed: the function from token ids to the backbone's input embeddings (`Backbone.embed`).
             position_ids, document_ids: [B, T]; by default each row is one document that starts at position 0.
@@ -121,17 +155,18 @@ class MedusaHeads(PretrainedHeads):
         context_kv = following = None
         if self.uses_context:
             with torch.no_grad():
-                token = embed(ids[..., 0]).to(hidden)
-            keys, values = self.project_kv(read, token, position_ids)
+                token = self.embed(ids[..., 0], embed)
+            seen = visible(length, document_ids, hidden.device)
+            kv = self.project_kv(read, token, position_ids, seen=seen)
             # A position attends to earlier positions of its document; head 0 adds the key of the position itself.
             earlier = visible(length, document_ids, hidden.device, before=1)
             positions = position_ids if place is None else position_ids.flatten()[place]
-            context_kv = ContextKV(keys, values, earlier, positions, self.config.num_heads, place)
+            context_kv = self.context_kv(kv, earlier, positions, place)
         if place is not None:
             read, ids = read.flatten(0, 1)[place], ids.flatten(0, 1)[place]
         if self.follows_path:
             with torch.no_grad():
-                following = embed(ids).to(hidden)
+                following = self.embed(ids, embed)
         return HeadInputs(read, following, context_kv)
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
@@ -150,7 +185,7 @@ class MedusaHeads(PretrainedHeads):
                 raise RequestError("these heads share the backbone's LM head; pass it as `lm_head`")
             return lm_head(features)
         flat = features.reshape(features.shape[0], -1, features.shape[-1])
-        logits = torch.bmm(flat, self.lm_heads[: features.shape[0]])
+        logits = torch.bmm(flat, self.lm_heads[: features.shape[0]].expand(features.shape[0], -1, -1))
         return logits.reshape(*features.shape[:-1], logits.shape[-1])
 
     def forward(self, inputs: HeadInputs, lm_head: LMHead | None = None, num_heads: int | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from medusa.config import MedusaConfig, PrefixSizes
-from medusa.heads.context_kv import BASE, attention_heads, rope_angles
+from medusa.heads.context_kv import BASE, Rope, attention_heads
 
 
 class Prefix(nn.Module):
@@ -36,7 +36,7 @@ class Prefix(nn.Module):
             rms_norm_eps=sizes["eps"],
         )
         self.config._attn_implementation = "sdpa"
-        self.head_size, self.base = size // heads, sizes["base"]
+        self.rope = Rope(size // heads, {"rope_theta": sizes["base"]})
         self.norm = LlamaRMSNorm(size, sizes["eps"]) if sizes["norm"] else nn.Identity()
         self.layers = nn.ModuleList(LlamaDecoderLayer(self.config, index) for index in range(config.prefix_layers))
         # These matrices write to the residual stream. With zeros, the layers start as the identity.
@@ -49,7 +49,7 @@ class Prefix(nn.Module):
 
         The `mask` is broadcast to [B, 1, T, S]. It is True where a token attends, or an additive mask of floats. The
         T tokens are appended to the KV `cache` of S - T earlier tokens. Without a cache, S is T."""
-        angles = rope_angles(position_ids, self.head_size, hidden.dtype, self.base)
+        angles = self.rope.angles(position_ids, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=angles, past_key_values=cache)
         return self.norm(hidden)

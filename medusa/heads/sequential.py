@@ -64,7 +64,9 @@ class SequentialHeads(MedusaHeads, ABC):
 
     def logits_of(self, head: int, features: Tensor, lm_head: LMHead) -> Tensor:
         """Apply the LM head of the head with index `head` to its features [..., H]; return logits [..., V]."""
-        return lm_head(features) if self.lm_heads is None else features @ self.lm_heads[head]
+        if self.lm_heads is None:
+            return lm_head(features)
+        return features @ self.lm_heads[head % len(self.lm_heads)]  # with `lm_head: one` there is only one
 
 
 class CascadeHeads(SequentialHeads):

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from medusa import RequestError
-from medusa.backbone import Backbone, require_tree_support
+from medusa.backbone import Backbone, new_layers, require_tree_support, usual_layers
 from medusa.fingerprint import differs, fingerprint
 from medusa.loading import LoadOptions, load_backbone, load_config
 from tests.helpers import COMMON, FAMILIES, HIDDEN, REFUSED, VOCAB, random_heads, random_ids, tiny_model
@@ -54,6 +54,55 @@ def test_the_lm_head_reads_only_the_last_position_of_each_row(family: str) -> No
         assert torch.equal(last.hidden[row], everything.hidden[row, position])
         # One row instead of nine through the LM head: sums of 32 products in another order.
         torch.testing.assert_close(last.logits[row], everything.logits[row, position], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_feature_layers_are_the_hidden_states_of_transformers(family: str) -> None:
+    """In one forward, next to the same logits; the last number is the LM head's input, which heads usually read."""
+    model, layers = tiny_model(family), [1, 0, 2]
+    backbone = Backbone(model, layers)
+    states = model(input_ids=IDS, output_hidden_states=True, use_cache=False).hidden_states
+    expected = torch.cat([states[1], states[0], head_input(model, IDS)], dim=-1)
+    assert torch.equal(backbone.hidden_states(IDS, use_cache=False), expected)
+    hidden, logits = backbone.forward(IDS, DynamicCache())
+    assert torch.equal(hidden, expected)
+    assert torch.equal(logits, Backbone(model).forward(IDS, DynamicCache()).logits)
+    for all_hidden in (False, True):
+        last = backbone.forward(IDS, DynamicCache(), last=torch.tensor([8, 3]), all_hidden=all_hidden)
+        wanted = expected if all_hidden else expected[torch.arange(2), torch.tensor([8, 3])]
+        assert torch.equal(last.hidden, wanted)
+        torch.testing.assert_close(last.logits, logits[torch.arange(2), torch.tensor([8, 3])], rtol=1e-5, atol=1e-5)
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    assert sum(hooks) == 0, "a hook stayed on the model"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@torch.no_grad()
+def test_watching_hooks_every_layer_once(family: str) -> None:
+    model = tiny_model(family)
+    backbone, again = Backbone(model, [1, 0]), Backbone(model, [1, 0])
+    with backbone.watched():
+        hooked = sum(len(module._forward_pre_hooks) for module in model.modules())
+        assert hooked == 2 + (not backbone.splits)
+        for seed in range(2):
+            ids = torch.tensor([random_ids(5, seed=seed)])
+            assert torch.equal(backbone.hidden_states(ids, use_cache=False), again.hidden_states(ids, use_cache=False))
+
+
+def test_the_layers_that_heads_read_by_default() -> None:
+    assert usual_layers(32) == (2, 16, 29)
+    assert new_layers(32) == [2, 16, 29]
+    assert new_layers(8) == [2, 4, 5]
+    assert [new_layers(count) for count in (7, 5, 2, 1)] == [[1, 3, 6], [1, 2, 4], [1, 1, 1], [0, 0, 0]]
+    assert Backbone(tiny_model(num_hidden_layers=9), "usual").feature_layers == (2, 4, 6)
+
+
+def test_layers_that_a_model_does_not_have_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"heads read the layers \[3\], but the backbone has 2 layers"):
+        Backbone(tiny_model(), [3])
+    with pytest.raises(RequestError, match="the backbone has 2 layers"):
+        Backbone(tiny_model(), "usual")
 
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere"])

@@ -66,7 +66,7 @@ def calibrate(
     than `MIN_STEPS` steps start in the texts."""
     # Timing continues after the end of a text, and uses all nodes of each tree.
     settings = replace(settings, stop=(), stop_drafting=0.0)
-    backbone, prompts = Backbone(model), [prompt for prompt, _ in texts]
+    backbone, prompts = Backbone(model, heads.config.feature_layers), [prompt for prompt, _ in texts]
     on_progress("recording")
     recording = record(backbone, heads, texts)
     longest = max((len(new) for _, new in texts), default=0)

@@ -103,7 +103,7 @@ class FixedContext:
         if heads is None:
             return None
         hidden = frontier.hidden[:, None].to(heads.device, heads.dtype)
-        root = backbone.embed(frontier.root[:, None, None]).to(hidden)
+        root = heads.embed(frontier.root[:, None, None], backbone.embed)
         logits = heads(HeadInputs(hidden, root, frontier.context_kv), lm_head_for(heads, backbone), 1)
         logits = over_all(heads, logits[:, :, 0], backbone.vocab_size)
         return self.session.target.draft_probabilities([0], logits.transpose(0, 1))[0, 0].cpu()

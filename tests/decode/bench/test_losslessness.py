@@ -23,7 +23,7 @@ from decode.settings import Settings
 from medusa import Tree
 from medusa.errors import RequestError
 from medusa.tree import load_tree
-from tests.helpers import VOCAB, random_heads, random_ids, random_tree, tiny_model
+from tests.helpers import EAGLE_FORMS, FORMS, VOCAB, random_heads, random_ids, random_tree, tiny_model
 
 DRAWS = 60_000
 PROMPT = random_ids(7, seed=3)
@@ -64,9 +64,9 @@ def test_lossless_rules_pass_and_lossy_rules_differ(model: Any, settings: dict[s
         assert 0 < case.mean_accepted < 2
 
 
-@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent", "eagle"])
+@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent", "eagle", *EAGLE_FORMS])
 def test_every_kind_of_heads_and_a_dynamic_tree(model: Any, kind: str) -> None:
-    heads = random_heads(model, 3, kind=kind)
+    heads = random_heads(model, 3, **FORMS[kind])
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.mul_(0.3)  # otherwise almost nothing would be accepted

@@ -40,7 +40,17 @@ from decode.topology import Topology
 from medusa import Tree
 from medusa.errors import RequestError
 from medusa.heads import KINDS
-from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, shared_model, tiny_model
+from tests.helpers import (
+    EAGLE_FORMS,
+    FORMS,
+    left_padded,
+    plain,
+    random_heads,
+    random_ids,
+    random_tree,
+    shared_model,
+    tiny_model,
+)
 
 FALSE_ALARM = 1e-5
 Step = Callable[[], Tensor]
@@ -109,14 +119,15 @@ def test_double_precision() -> None:
 
 @pytest.mark.usefixtures("as_written")
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
-@pytest.mark.parametrize("prefix_layers", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "prefix_layers"), [*((kind, n) for kind in KINDS for n in (0, 1)), *((form, 0) for form in EAGLE_FORMS)]
+)
 def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
     llama: Any, kind: str, prefix_layers: int, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts are compared, too, which checks the heads' own caches; across capacities, with rows that end early."""
     small_steps(monkeypatch)
-    heads = random_heads(llama, kind=kind, prefix_layers=prefix_layers)
+    heads = random_heads(llama, **FORMS[kind], prefix_layers=prefix_layers)
     prompts = [random_ids(length, seed=length) for length in (5, 2, 9)]
     stop = plain(llama, prompts[1], max_new_tokens=30, eos_token_id=None)[7]
     requests = prepare(llama, prompts, max_new_tokens=40, do_sample=False, eos_token_id=stop)
@@ -130,12 +141,13 @@ def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
 
 
 @pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler")
-@pytest.mark.parametrize("kind", ["recurrent", "eagle"])
+@pytest.mark.parametrize("kind", ["recurrent", "eagle", *EAGLE_FORMS])
 def test_compiled_drafts_equal_eager_drafts(kind: str) -> None:
     """A rule that accepts everything shows the drafts. With buffers written over, machine code of a chain spoiled the
     recurrent heads' state from the third token on, and greedy texts were right all the same."""
-    model = tiny_model("llama", num_hidden_layers=1)
-    heads = random_heads(model, 5, kind=kind, block="mlp", num_layers=2, expansion=4)
+    model = tiny_model("llama", num_hidden_layers=2 if kind in EAGLE_FORMS else 1)
+    blocks = {} if kind in EAGLE_FORMS else {"block": "mlp", "num_layers": 2, "expansion": 4}
+    heads = random_heads(model, 5, **FORMS[kind], **blocks)
     everything: dict[str, Any] = {"do_sample": True, "temperature": 1e3, "top_k": 0}  # is about as probable
     requests = prepare(model, [random_ids(4)], max_new_tokens=30, seeds=[0], eos_token_id=None, **everything)
     accept_all = Acceptor("typical", epsilon=1e-9, delta=1e-9)
@@ -260,15 +272,17 @@ RULES: dict[str, dict[str, Any]] = {
 # Typical acceptance of a root alone is none.
 TRACED = [(rule, tree, "medusa") for rule in RULES for tree in ("static", "with temperatures", "root")]
 TRACED = [case for case in TRACED if case[1] != "root" or not case[0].startswith("typical")]
-TRACED += [("greedy", tree, kind) for kind in ("recurrent", "eagle") for tree in ("static", "with temperatures")]
+TRACED += [
+    ("greedy", tree, kind) for kind in ("recurrent", "eagle", *EAGLE_FORMS) for tree in ("static", "with temperatures")
+]
 
 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(("rule", "tree", "kind"), TRACED)
 def test_no_graph_break(rule: str, tree: str, kind: str) -> None:
     """With the same random numbers the captured step also writes the text of the uncompiled step."""
-    model = tiny_model("llama", num_hidden_layers=1)
-    heads = random_heads(model, kind=kind, prefix_layers=int(kind == "eagle"))
+    model = tiny_model("llama", num_hidden_layers=2 if kind in EAGLE_FORMS else 1)
+    heads = random_heads(model, **FORMS[kind], prefix_layers=int(kind == "eagle"))
     inputs = left_padded([random_ids(7), random_ids(4)])
     options = RULES[rule] | ({"seeds": [1, 2]} if RULES[rule]["do_sample"] else {})
     captured = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)

@@ -22,7 +22,7 @@ from decode.topology import Topology
 from medusa.errors import RequestError
 from medusa.tree import Tree
 from tests.decode.drafters.test_drafters import PROMPTS, draft_model, repetitive
-from tests.helpers import plain, random_heads, tiny_model
+from tests.helpers import EAGLE_FORMS, FORMS, plain, random_heads, tiny_model
 
 Path = tuple[int, ...]
 
@@ -153,11 +153,11 @@ def test_a_draft_model_with_prompt_lookup(nodes: int) -> None:
         assert [token for step in taken for token in step.ids[0]] == text
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", *EAGLE_FORMS])
 def test_mixes_with_every_kind_of_heads(kind: str) -> None:
     """Heads of all kinds, with their own caches; the mix needs fewer steps than the heads alone."""
     model = tiny_model("llama")
-    heads = random_heads(model, kind=kind)
+    heads = random_heads(model, **FORMS[kind])
     prompt = repetitive(model, PROMPTS[2])
     ids, options = torch.tensor([prompt]), {"max_new_tokens": 40, "do_sample": False}
     alone = list(steps(model, heads, ids, drafter="heads", **options))

@@ -29,7 +29,17 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.heads.sequential import SequentialHeads
-from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, run_steps, tiny_model
+from tests.helpers import (
+    EAGLE_FORMS,
+    FORMS,
+    left_padded,
+    plain,
+    random_heads,
+    random_ids,
+    random_tree,
+    run_steps,
+    tiny_model,
+)
 
 FOLLOWING = ["hydra", "recurrent", "eagle"]
 
@@ -37,17 +47,10 @@ FOLLOWING = ["hydra", "recurrent", "eagle"]
 def heads_for(
     model: Any, kind: str, seed: int = 0, scale: float = 0.6, lm_head: str = "shared", prefix_layers: int = 0
 ) -> SequentialHeads:
+    """Make random heads of a kind, or of a name in `EAGLE_FORMS`, which sets the LM head too."""
     backbone = Backbone(model)
-    config = MedusaConfig(
-        backbone.hidden_size,
-        backbone.vocab_size,
-        num_heads=3,
-        kind=kind,
-        lm_head=lm_head,
-        block="mlp",
-        prefix_layers=prefix_layers,
-    )
-    heads = MedusaHeads.from_config(config)
+    settings = {"lm_head": lm_head, "block": "mlp", "prefix_layers": prefix_layers} | FORMS[kind]
+    heads = MedusaHeads.from_config(MedusaConfig(backbone.hidden_size, backbone.vocab_size, num_heads=3, **settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -220,9 +223,9 @@ def test_prefix_attention_is_the_same_in_decoding_and_training(
 
 @pytest.mark.parametrize("tree", ["topk:3,2,1", "dynamic:9"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("prefix_layers", [0, 1])
+@pytest.mark.parametrize(("kind", "prefix_layers"), [("eagle", 0), ("eagle", 1), *((form, 0) for form in EAGLE_FORMS)])
 def test_heads_attend_to_the_same_positions_in_decoding_and_training(
-    prefix_layers: int, family: str, tree: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, prefix_layers: int, family: str, tree: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every step of a ragged batch with chunked prompts, each node equals the heads' guess from whole texts.
 
@@ -231,7 +234,7 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
     monkeypatch.setattr(prefill, "PIECE_TOKENS", 6)
     monkeypatch.setattr(prefill, "MIN_PIECE_ROW", 3)
     model = tiny_model(family)
-    heads = heads_for(model, "eagle", scale=0.5, prefix_layers=prefix_layers)
+    heads = heads_for(model, kind, seed=2 if kind in EAGLE_FORMS else 0, scale=0.5, prefix_layers=prefix_layers)
     layout = resolve_tree(tree, heads)
     prompts = [random_ids(n, seed=n) for n in (5, 9, 1)]
     requests = prepare(model, prompts, max_new_tokens=14, do_sample=False)
@@ -250,7 +253,7 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
             here = heads.inputs(hidden, text, backbone.embed, place=torch.tensor([hidden.shape[1] - 1]))
             for node in range(1, draft.ids.shape[1]):
                 *path, token = path_to(draft, index, node)
-                following = backbone.embed(torch.tensor([path]))
+                following = heads.embed(torch.tensor([path]), backbone.embed)
                 said = heads(here._replace(following=following), backbone.lm_head, len(path))[-1, 0]
                 if isinstance(layout, Tree):  # up to rounding, the guess of this rank
                     wanted = said.sort(descending=True).values[layout.rank[node]]
@@ -272,9 +275,9 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
     assert session.sequences.new_ids == [plain(model, prompt, max_new_tokens=14) for prompt in prompts]
 
 
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(("fast", "kind"), [(True, "hydra"), (False, "hydra"), (True, "eagle-3")])
 def test_calibration_decodes_with_dynamic_trees_that_may_be_fastest(
-    llama: Any, monkeypatch: pytest.MonkeyPatch, fast: bool
+    llama: Any, monkeypatch: pytest.MonkeyPatch, fast: bool, kind: str
 ) -> None:
     monkeypatch.setattr("decode.bench.calibration.calibrate.MIN_STEPS", 1)
     monkeypatch.setattr("decode.bench.calibration.calibrate.NODES", 12)  # batches of 2 and 3 of the 4 texts
@@ -285,7 +288,7 @@ def test_calibration_decodes_with_dynamic_trees_that_may_be_fastest(
     monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", seconds)
     settings, prompts = Settings(max_new_tokens=12), [random_ids(5, seed=seed) for seed in range(4)]
     texts = [(result.input_ids, result.new_ids) for result in plain_method(llama, settings)(prompts)]
-    heads = heads_for(llama, "hydra", scale=0.05)
+    heads = heads_for(llama, kind, scale=0.05)
     found = calibrate(llama, heads, texts, settings, sizes=(1, 4, 6))
     taus = {point.nodes: point.tau for point in found.points if point.dynamic}
     assert bool(taus) == fast

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medusa.heads.context_kv import ContextKV
+from medusa.heads.context_kv import ContextKV, Rope
 from medusa.heads.inputs import visible
 
 B, A, S, D, Q, J = 2, 3, 5, 4, 6, 3
@@ -33,7 +33,7 @@ def test_text_keys_and_path_keys_share_a_softmax(chosen: bool, shared_mask: bool
     seen = tensors(B, 1 if shared_mask else Q, S, seed=4)[..., :length] > 0
     positions = torch.zeros(B, Q)
     place = torch.tensor([0, 3, 4, 7, 11]) if chosen else None
-    context_kv = ContextKV(keys, values, seen, positions, J, place if not shared_mask else None)
+    context_kv = ContextKV([(keys, values)], seen, positions, J, Rope(D), place if not shared_mask else None)
 
     def pick(states: torch.Tensor) -> torch.Tensor:
         return states if context_kv.place is None else states.flatten(0, 1)[place]
@@ -61,7 +61,7 @@ def test_gradients_reach_every_input() -> None:
 
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
         keys, values, own, query = inputs
-        of_text, weights = ContextKV(keys, values, seen, torch.zeros(1, 2), 1).attend(
+        of_text, weights = ContextKV([(keys, values)], seen, torch.zeros(1, 2), 1, Rope(2)).attend(
             query, (query * own).sum(-1)[..., None]
         )
         return of_text + weights * own

@@ -249,10 +249,69 @@ def test_gated_blocks_need_kind_eagle_with_one_layer() -> None:
             fresh(**settings, block="gated")
 
 
-def test_gated_eagle_heads_survive_saving_and_loading(tmp_path: Path) -> None:
-    heads = fresh("eagle", 3, block="gated", expansion=1.5, lm_head="shared")
+LAYER: dict[str, Any] = {
+    "hidden_size": 4,
+    "width": 5,
+    "layers": 2,
+    "heads": 4,
+    "key_value_heads": 2,
+    "head_size": 2,
+    "eps": 1e-5,
+    "rope": {"rope_type": "default", "rope_theta": 100.0},
+    "variants": ["norm_before_fc", "fc_norm", "norm_before_residual", "norm_output", "qk_norm", "attention_bias"],
+}
+WIDE: dict[str, Any] = {"block": "gated", "feature_layers": [0, 2], "embeddings": "own", "lm_head": "one"}
+GATED_FORMS: list[dict[str, Any]] = [
+    {"block": "gated", "expansion": 1.5, "lm_head": "shared"},
+    {"block": "gated", "feature_layers": "usual", "lm_head": "own"},
+    {"block": "eagle1", "lm_head": "shared", "layer": LAYER | {"hidden_size": H, "layers": 1, "variants": ["fc_bias"]}},
+    WIDE | {"layer": LAYER},
+]
+
+
+@pytest.mark.parametrize("settings", GATED_FORMS, ids=["last", "usual", "eagle1", "variants"])
+def test_eagles_published_layers_survive_saving_and_loading(tmp_path: Path, settings: dict[str, Any]) -> None:
+    heads = fresh("eagle", 3, **settings)
     heads.save_pretrained(tmp_path)
     again = MedusaHeads.from_pretrained(tmp_path)
     assert set(again.state_dict()) == set(heads.state_dict())
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
-    assert again.config.servable
+    assert again.config == heads.config
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kind": "medusa", "feature_layers": [1]}, "feature_layers needs heads.block=gated"),
+        ({"block": "gated", "feature_layers": [1], "prefix_layers": 1}, "without heads.prefix_layers"),
+        ({"block": "gated", "feature_layers": []}, r"feature_layers is \[\]; give numbers"),
+        ({"block": "gated", "feature_layers": [True]}, "give numbers"),
+        ({"block": "gated", "feature_layers": "last"}, "or usual"),
+        ({"block": "eagle1", "kind": "medusa"}, "eagle1 belongs to kind eagle"),
+        ({"block": "mlp", "embeddings": "own"}, "embeddings needs kind eagle with block gated, not mlp"),
+        ({"block": "mlp", "lm_head": "one"}, "lm_head one needs heads.kind eagle"),
+        (WIDE | {"layer": LAYER | {"heads": 3}}, "no multiple of its key_value_heads"),
+        (WIDE | {"layer": LAYER | {"eps": 0}}, "layer has eps 0; it must be a number above 0"),
+        (WIDE | {"layer": LAYER | {"width": 1.5}}, "layer has width 1.5; it must be a whole number"),
+        (WIDE | {"layer": LAYER | {"variants": ["fc_nrom"]}}, "fc_nrom.*did you mean fc_norm"),
+        (WIDE | {"layer": {"heads": 2}}, "its keys must be eps, head_size"),
+        (
+            WIDE | {"layer": LAYER | {"rope": {"rope_type": "dynamic"}}},
+            "rope_type is 'dynamic'; heads can have default",
+        ),
+        (WIDE | {"layer": LAYER, "lm_head": "shared"}, "another hidden size than the backbone's need feature_layers"),
+    ],
+)
+def test_wrong_settings_of_eagles_published_layers_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        fresh(**({"kind": "eagle"} | settings))
+
+
+def test_config_files_without_the_newer_keys_are_read_as_before(tmp_path: Path) -> None:
+    heads = fresh("eagle", 3, block="gated", lm_head="shared")
+    heads.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / CONFIG).read_text())
+    for key in ("feature_layers", "layer", "embeddings"):
+        del content[key]
+    (tmp_path / CONFIG).write_text(json.dumps(content))
+    assert MedusaHeads.from_pretrained(tmp_path).config == heads.config
