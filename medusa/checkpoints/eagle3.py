@@ -1,111 +1,153 @@
-"""The format of EAGLE-3's layer, which vLLM and SGLang load: heads of kind `eagle` with `block: gated`.
+"""The formats of EAGLE's layers: kind `eagle` with `block: gated` (EAGLE-3) or `eagle1` (EAGLE-1 and EAGLE-2).
 
-A folder contains `config.json` (of a Llama with one layer) and `model.safetensors` with these tensors, for hidden size
-H and MLP width E:
+A folder contains `config.json` (`eagle_config.py`) and these tensors, for hidden size H, MLP width E, A heads of
+queries and G of keys with size D. i is the index of a layer; most files have only the layer 0:
 
-    layers.0.hidden_norm.weight [H]   layers.0.input_layernorm.weight [H]   layers.0.post_attention_layernorm.weight [H]
-    layers.0.self_attn.{q,k,v}_proj.weight [H, 2 H]         layers.0.self_attn.o_proj.weight [H, H]
-    layers.0.mlp.{gate,up}_proj.weight [E, H]               layers.0.mlp.down_proj.weight [H, E]
+    layers.0.hidden_norm.weight [H]   layers.0.input_layernorm.weight [H]   layers.i.post_attention_layernorm.weight [H]
+    layers.0.self_attn.q_proj.weight [A D, 2 H]             layers.0.self_attn.{k,v}_proj.weight [G D, 2 H]
+    layers.i.self_attn.o_proj.weight [H, A D]               layers.i.self_attn.{q,k}_norm.weight [D]     some
+    layers.i.mlp.{gate,up}_proj.weight [E, H]               layers.i.mlp.down_proj.weight [H, E]
     norm.weight [H]
-    lm_head.weight [N, H]   d2t [N]   t2d [V]               only with a reduced vocabulary of N out of V tokens
+    fc.weight [H, n B]            joins n layers of a backbone of hidden size B; absent if the last state is read
+    input_norm.weight [n B], fc_norm.j.weight [B]           norms before it, in some
+    embed_tokens.weight [V, H]                              without it, the backbone's embeddings
+    lm_head.weight [N, H]                                   without it, the backbone's LM head
+    d2t [N], t2d [V]                                        only if N < V; token i + d2t[i] has the index i
 
-By default EAGLE-3 reads the hidden states of three layers of the backbone. With `use_aux_hidden_state: false` it reads
-only the last one, as heads of this package do. The embeddings come from the backbone, and so does the LM head of a
-complete vocabulary. The server chooses how often the layer runs in a step."""
+The authors of EAGLE-3, SpecForge, SGLang and AngelSlim write `midlayer.` for `layers.0.`, and speculators and vLLM the
+names above. A later layer reads H instead of 2 H, and its norm is `input_layernorm`, or `hidden_norm` in SGLang.
+EAGLE-1 and EAGLE-2 have `fc.weight [H, 2 H]` and `fc.bias`, which join a token and a hidden state, and no other norm
+than `post_attention_layernorm`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_plausible
-from medusa.config import GATED, GATED_EPS, MedusaConfig
-from medusa.errors import RequestError
+from medusa.checkpoints.eagle_config import read_eagle_config
+from medusa.config import GATED, ORIGINAL_EAGLE, MedusaConfig
 from medusa.files import Json
-from medusa.heads.context_kv import BASE, attention_heads
+from medusa.heads.eagle_layer import layer_sizes
 
-NAMES = {  # of tensors in the state dict of `EagleHeads`, and in EAGLE-3's format
-    "feature_norm.weight": "layers.0.hidden_norm.weight",
-    "token_norm.weight": "layers.0.input_layernorm.weight",
-    "out.weight": "layers.0.self_attn.o_proj.weight",
-    "stack.norm.weight": "layers.0.post_attention_layernorm.weight",
-    "stack.gate.weight": "layers.0.mlp.gate_proj.weight",
-    "stack.up.weight": "layers.0.mlp.up_proj.weight",
-    "stack.down.weight": "layers.0.mlp.down_proj.weight",
-    "norm.weight": "norm.weight",
+LAYER_NAMES = {  # of tensors of a layer in the state dict of `EagleHeads`, and in the file
+    "out.weight": "self_attn.o_proj.weight",
+    "stack.norm.weight": "post_attention_layernorm.weight",
+    "stack.gate.weight": "mlp.gate_proj.weight",
+    "stack.up.weight": "mlp.up_proj.weight",
+    "stack.down.weight": "mlp.down_proj.weight",
 }
-PAIR_PARTS = tuple(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")  # parts of `pair.weight` of `EagleHeads`
-COPIES = ("lm_head.weight", "embed_tokens.weight", "t2d")  # not read: the backbone's, and what follows from `d2t`
+PARTS = tuple(f"self_attn.{part}_proj." for part in "qkv")  # parts of `pair` of `EagleHeads`
+OTHER_NAMES = (  # names that other projects write for those above
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^midlayer\.(?!\d)"), "layers.0."),
+    (re.compile(r"^midlayer\."), "layers."),
+    (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
+    (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
+    (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
+)
+NOT_READ = re.compile(r"t2d|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
-def is_eagle3(names: Iterable[str]) -> bool:
-    """Whether tensors with these names are an EAGLE-3 draft layer. No other format has a tensor `hidden_norm`."""
-    return any(name.endswith(("layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight")) for name in names)
+def is_eagle(names: Iterable[str]) -> bool:
+    """Whether tensors with these names are a layer of EAGLE. No other format has `hidden_norm`, or `fc` and a layer."""
+    known = {_our_name(name) for name in names}
+    return "layers.0.hidden_norm.weight" in known or {"fc.weight", "layers.0.mlp.gate_proj.weight"} <= known
 
 
 def to_eagle3(heads: Checkpoint) -> Tensors:
-    """Return the tensors of `eagle` heads under the names of EAGLE-3's format."""
-    size = heads.config.hidden_size
-    out = {name: heads.tensors[module] for module, name in NAMES.items()}
-    # The input is [hidden state ; token] in this package and [token ; hidden state] in EAGLE-3.
-    for name, part in zip(PAIR_PARTS, heads.tensors["pair.weight"].split(size), strict=True):
-        out[name] = part.roll(size, dims=1)
+    """Return the tensors of `eagle` heads under the names of EAGLE's formats, without `d2t` and `t2d`."""
+    config, tensors = heads.config, heads.tensors
+    out = {name: tensors[module] for module, name in _names(config).items()}
+    for module, prefix, rolled in _pairs(config):
+        for kind in ("weight", "bias"):
+            if (whole := tensors.get(f"{module}pair.{kind}")) is not None:
+                parts = whole.split(_part_sizes(config))
+                for name, part in zip(PARTS, parts, strict=True):
+                    out[f"{prefix}{name}{kind}"] = part.roll(rolled, dims=1) if rolled and kind == "weight" else part
+    if config.lm_head == "one":
+        out["lm_head.weight"] = tensors["lm_heads"][0].T
     return out
 
 
 def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> Checkpoint:
-    """Make `eagle` heads from the tensors of a layer of EAGLE-3 and the content `published` of its `config.json`.
+    """Make `eagle` heads from the tensors of a layer of EAGLE and the content `published` of its `config.json`.
 
     Raise RequestError if the layer differs from that of `medusa.heads.eagle`, or a tensor is wrong or missing."""
-    tensors = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored if name not in COPIES}
+    names = {_our_name(name): name for name in stored}
+    tensors = {name: stored[other] for name, other in names.items() if not NOT_READ.fullmatch(name)}
     require_plausible(tensors, source)
-    _require_same_layer(tensors, published, source)
-    if "lm_head.weight" in stored and "medusa_num_heads" not in published:
-        raise RequestError(f"{source} includes an LM head; only layers that use the backbone's LM head can be loaded")
+    _use_one_norm(tensors)
+    config = read_eagle_config(tensors, published, source)
+    if config.lm_head == "shared":
+        tensors.pop("lm_head.weight", None)  # a copy of the backbone's
+    elif "lm_head.weight" not in tensors and "embed_tokens.weight" in tensors:
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"]  # tied
     offsets = tensors.pop("d2t", None)
-    size = len(tensors["norm.weight"])
-    config = MedusaConfig(
-        hidden_size=size,
-        vocab_size=published.get("vocab_size"),
-        num_heads=published.get("medusa_num_heads", 5),  # only files of this package have the number
-        kind="eagle",
-        block=GATED,
-        expansion=len(tensors[NAMES["stack.gate.weight"]]) / size,
-        lm_head="shared",
-        vocabulary=None if offsets is None else len(offsets),
-        base_model_name_or_path=published.get("base_model_name_or_path"),
-    )
     require_exactly(tensors, to_eagle3(empty(config)), source)
-    expected = attention_heads(size)
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := published.get(key)) != expected:
-            raise RequestError(f"{source}: its {key} is {heads}; it must be {expected} for this hidden size")
-    found = {module: tensors[name] for module, name in NAMES.items()}
-    found["pair.weight"] = torch.cat([tensors[name] for name in PAIR_PARTS]).roll(size, dims=1)
-    if offsets is not None:
+    found = {module: tensors[name] for module, name in _names(config).items()}
+    for module, prefix, rolled in _pairs(config):
+        for kind in ("weight", "bias"):
+            if f"{prefix}{PARTS[0]}{kind}" in tensors:
+                whole = torch.cat([tensors[f"{prefix}{name}{kind}"] for name in PARTS])
+                found[f"{module}pair.{kind}"] = whole.roll(rolled, dims=1) if rolled and kind == "weight" else whole
+    if config.lm_head == "one":
+        found["lm_heads"] = tensors["lm_head.weight"].T[None].contiguous()
+    if config.vocabulary is not None and offsets is not None:
         found["vocabulary"] = offsets.to(torch.int64) + torch.arange(len(offsets))
     return Checkpoint(config, found).require_complete(source)
 
 
-def _require_same_layer(tensors: Tensors, published: Json, source: str) -> None:
-    """Raise RequestError unless the EAGLE-3 layer has the inputs, config values and tensors of our `eagle` heads."""
-    if (published.get("eagle_config") or {}).get("use_aux_hidden_state", True) or "fc.weight" in tensors:
-        only = "only layers that read the last hidden state can be loaded (eagle_config.use_aux_hidden_state: false)"
-        raise RequestError(f"{source} reads hidden states of several layers (fc); {only}")
-    rope = published.get("rope_parameters") or published.get("rope_scaling") or {}
-    for key, value, wanted in (
-        ("rms_norm_eps", published.get("rms_norm_eps"), GATED_EPS),
-        ("rope_theta", rope.get("rope_theta", published.get("rope_theta", BASE)), BASE),
-        ("rope_type", rope.get("rope_type", "default"), "default"),
-        ("hidden_act", published.get("hidden_act", "silu"), "silu"),
-        ("num_hidden_layers", published.get("num_hidden_layers"), 1),
-        ("norm_before_residual", bool(published.get("norm_before_residual")), False),
-        ("norm_output", bool(published.get("norm_output")), False),
-    ):
-        if value != wanted:
-            raise RequestError(f"{source}: its {key} is {value}; only {wanted} can be read")
-    for name in (*NAMES.values(), *PAIR_PARTS):
-        if name not in tensors:
-            raise RequestError(f"{source} misses the tensor {name}; its heads are not complete")
+def _our_name(name: str) -> str:
+    for pattern, ours in OTHER_NAMES:
+        name = pattern.sub(ours, name)
+    return name
+
+
+def _use_one_norm(tensors: Tensors) -> None:
+    """Keep one norm in front of the attention of each layer after the first: `input_layernorm`, also from SGLang."""
+    for name in [name for name in tensors if re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", name)]:
+        norm = tensors.pop(name)  # vLLM has both, and does not use this one
+        tensors.setdefault(name.replace("hidden_norm", "input_layernorm"), norm)
+
+
+def _pairs(config: MedusaConfig) -> list[tuple[str, str, int]]:
+    """For each layer: the beginnings of its names in the state dict and in the file, and by how much to roll inputs.
+
+    The first layer's input is [hidden state ; token] in this package, and [token ; hidden state] in EAGLE-3."""
+    first = 0 if config.block == ORIGINAL_EAGLE else layer_sizes(config)["hidden_size"]
+    later = range(1, layer_sizes(config)["layers"])
+    return [("", "layers.0.", first), *((f"deeper.{index - 1}.", f"layers.{index}.", 0) for index in later)]
+
+
+def _part_sizes(config: MedusaConfig) -> list[int]:
+    """The numbers of rows of queries, keys and values in `pair.weight`."""
+    sizes = layer_sizes(config)
+    return [sizes[count] * sizes["head_size"] for count in ("heads", "key_value_heads", "key_value_heads")]
+
+
+def _names(config: MedusaConfig) -> dict[str, str]:
+    """Return the names of the tensors in the file by their names in the state dict, but for those that change."""
+    names, variants = {}, layer_sizes(config)["variants"]
+    for module, prefix, _ in _pairs(config):
+        names |= {module + ours: prefix + theirs for ours, theirs in LAYER_NAMES.items()}
+        if "qk_norm" in variants:
+            names[f"{module}query_norm.weight"] = f"{prefix}self_attn.q_norm.weight"
+            names[f"{module}key_norm.weight"] = f"{prefix}self_attn.k_norm.weight"
+        if module:
+            names[f"{module}norm.weight"] = f"{prefix}input_layernorm.weight"
+    if config.block == GATED:
+        names["feature_norm.weight"] = "layers.0.hidden_norm.weight"
+        names["token_norm.weight"] = "layers.0.input_layernorm.weight"
+        names["norm.weight"] = "norm.weight"
+    same = ["fc.weight"] if config.block == ORIGINAL_EAGLE or config.feature_layers is not None else []
+    same += ["fc.bias"] if "fc_bias" in variants else []
+    same += ["input_norm.weight"] if "norm_before_fc" in variants else []
+    if "fc_norm" in variants:
+        same += [f"fc_norm.{index}.weight" for index in range(config.feature_size // config.hidden_size)]
+    if config.embeddings == "own":
+        names["embedding.weight"] = "embed_tokens.weight"
+    return names | {name: name for name in same}

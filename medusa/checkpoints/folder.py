@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
 
 from medusa.checkpoints.checkpoint import Checkpoint
-from medusa.checkpoints.eagle3 import from_eagle3, is_eagle3
+from medusa.checkpoints.eagle3 import from_eagle3, is_eagle
 from medusa.checkpoints.hydra import from_hydra
 from medusa.checkpoints.published import PREFIX, HeadTensors, from_others, from_published, is_of_heads, to_published
 from medusa.checkpoints.stored import CONFIG, HEADS_FILES, HYDRA_WEIGHTS, PROVENANCE, WEIGHTS, Stored, save_tensors
@@ -45,7 +45,7 @@ def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
         if "hidden_size" not in published:
             raise RequestError(f"{source}: its {CONFIG} has no hidden_size, so the heads cannot be loaded")
         checkpoint = Checkpoint(MedusaConfig.from_dict(published), dict(stored)).require_complete(source)
-    elif is_eagle3(stored):
+    elif is_eagle(stored):
         checkpoint = from_eagle3(stored, published, source)
     else:
         checkpoint = from_others(stored, published, source, str(name_or_path))
@@ -124,12 +124,12 @@ def recorded_backbone(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Re
 
 
 def _stored_heads(folder: Path) -> Stored:
-    """Return the tensors of a folder's heads file, else its EAGLE-3 layer, else its model that contains heads."""
+    """Return the tensors of a folder's heads file, else its layer of EAGLE, else its model that contains heads."""
     for path in (folder / name for name in HEADS_FILES):
         if path.is_file():
             return Stored.of_files([path])
     stored = Stored.of_model(folder)
-    if not is_eagle3(stored) and not any(map(is_of_heads, stored)):
+    if not is_eagle(stored) and not any(map(is_of_heads, stored)):
         files = ", ".join(HEADS_FILES)
         raise RequestError(f"no heads in {folder}: it holds neither {files} nor a model with heads inside")
     return stored

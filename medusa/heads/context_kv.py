@@ -51,8 +51,9 @@ class Rope:
             from transformers import LlamaConfig
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-            config = LlamaConfig(head_dim=head_size, rope_parameters=parameters)
-            self.frequencies, self.factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+            with torch.device("cpu"):  # also while heads are made on the meta device, to be filled from a file
+                config = LlamaConfig(head_dim=head_size, rope_parameters=parameters)
+                self.frequencies, self.factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         else:
             raise RequestError(f"rope_type is {kind!r}; heads can have default, {', '.join(SCALED)}")
 

@@ -693,30 +693,11 @@ def test_a_backbone_without_heads_is_rejected(backbone: Path) -> None:
     assert "no heads in" in refusal(backbone)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"eagle_config": {"use_aux_hidden_state": True}}, "several layers"),
-        ({"eagle_config": None}, "several layers"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
-        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type"),
-        ({"num_key_value_heads": 4}, "num_key_value_heads"),
-        ({"norm_before_residual": True}, "norm_before_residual"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers"),
-    ],
-)
-def test_other_layers_of_eagle3_are_refused(exported: Callable, change: dict, words: str) -> None:
+@pytest.mark.parametrize("eagle_config", [{"use_aux_hidden_state": True}, None])
+def test_layers_that_read_several_layers_need_a_matrix(exported: Callable, eagle_config: dict | None) -> None:
     folder = exported(gated_heads(), "sglang")
-    (folder / CONFIG).write_text(json.dumps(read_json(folder / CONFIG) | change))
-    assert words in refusal(folder)
-
-
-def test_eagle3_heads_with_their_own_lm_head_are_rejected(exported: Callable) -> None:
-    folder = exported(gated_heads(), "sglang")
-    tensors, config = load_file(folder / MODEL), read_json(folder / CONFIG)
-    del config["medusa_num_heads"]  # which only our own exports have
-    assert "includes an LM head" in refusal(write(folder, tensors | {"lm_head.weight": torch.zeros(5, H)}, config))
+    (folder / CONFIG).write_text(json.dumps(read_json(folder / CONFIG) | {"eagle_config": eagle_config}))
+    assert "fc.weight, which joins hidden states of several layers" in refusal(folder)
 
 
 @pytest.mark.parametrize("name", [*GATED, "fc.weight"])

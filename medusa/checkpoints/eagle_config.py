@@ -1,0 +1,137 @@
+"""The `config.json` of EAGLE's published layers, read as a `MedusaConfig`. The tensors are in `eagle3.py`.
+
+The file describes the layer as a Llama or a Qwen3 model with few layers. Projects differ in the rest:
+
+    vocab_size, draft_vocab_size              the tokens of the backbone, and those that heads guess among
+    target_hidden_size                        the backbone's hidden size, where it is not the layer's
+    transformer_layer_config                  speculators: the description of the layer, without default values
+    eagle_aux_hidden_state_layer_ids          speculators, vLLM: i stands for the state after i layers
+    eagle_config: {the same name}             SpecForge, SGLang: i stands for the output of layer i, from 0
+    eagle_config: {use_aux_hidden_state}      false: the layer reads the last hidden state, without `fc`
+    norm_before_residual, norm_before_fc,     variants (`medusa.heads.eagle`), here or in `eagle_config`
+    fc_norm, norm_output
+
+Without numbers of layers, the layers are those of `medusa.backbone.usual_layers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
+
+from medusa.config import GATED, ORIGINAL_EAGLE, USUAL_LAYERS, LayerSizes, MedusaConfig
+from medusa.errors import RequestError, first_line
+from medusa.files import Json
+from medusa.heads.eagle_layer import layer_sizes
+
+STEPS = 8  # the number of heads if a file names none, because a layer can run any number of times
+IDS = "eagle_aux_hidden_state_layer_ids"
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+OF_TENSORS = {  # variants that follow from tensors
+    "fc.bias": "fc_bias",
+    "input_norm.weight": "norm_before_fc",
+    "fc_norm.0.weight": "fc_norm",
+    "layers.0.self_attn.q_proj.bias": "attention_bias",
+    "layers.0.self_attn.q_norm.weight": "qk_norm",
+}
+
+
+def read_eagle_config(tensors: Mapping[str, Tensor], published: Json, source: str) -> MedusaConfig:
+    """Make the config of `eagle` heads from the content `published` of a `config.json`, and the tensors beside it.
+
+    The tensors have the names of `medusa.checkpoints.eagle3`. Raise RequestError if the layer is of a form that
+    `medusa.heads.eagle` does not have."""
+    eagle = published.get("eagle_config") or {}
+    described = published | (published.get("transformer_layer_config") or {})
+    sizes = _layer(tensors, described, source)
+    size, is_original = sizes["hidden_size"], "layers.0.hidden_norm.weight" not in tensors
+    switched = {name for name in SWITCHES if published.get(name, eagle.get(name))}
+    sizes["variants"] = sorted(switched | {name for tensor, name in OF_TENSORS.items() if tensor in tensors})
+    offsets, vocab_size = tensors.get("d2t"), described.get("vocab_size")
+    fewer = offsets is not None and (len(offsets) != vocab_size or bool(offsets.any()))
+    proposals = (published.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    verifier = (published.get("speculators_config") or {}).get("verifier") or {}
+    hidden_size = published.get("target_hidden_size") or size
+    config = MedusaConfig(
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        num_heads=published.get("medusa_num_heads") or proposals[0].get("speculative_tokens") or STEPS,
+        kind="eagle",
+        block=ORIGINAL_EAGLE if is_original else GATED,
+        expansion=sizes["width"] / size,
+        lm_head=_lm_head(tensors, published),
+        vocabulary=len(offsets) if offsets is not None and fewer else None,
+        feature_layers=None if is_original else _feature_layers(tensors, published, eagle, hidden_size, source),
+        layer=sizes,
+        embeddings="own" if "embed_tokens.weight" in tensors else "shared",
+        base_model_name_or_path=published.get("base_model_name_or_path") or verifier.get("name_or_path"),
+    )
+    plain = replace(config, layer=None)
+    if hidden_size == size and not size % 2 and layer_sizes(plain) == sizes:
+        return plain  # a layer as this package trains it
+    return config
+
+
+def _layer(tensors: Mapping[str, Tensor], described: Json, source: str) -> LayerSizes:
+    """Read the sizes of the decoder layers as transformers does; `variants` is still empty."""
+    make = Qwen3Config if described.get("model_type") == "qwen3" else LlamaConfig
+    try:
+        config = make(**{key: value for key, value in described.items() if key not in ("model_type", "architectures")})
+    except Exception as error:  # transformers checks each value in its own way
+        raise RequestError(f"{source}: its config.json describes no layer ({first_line(error)})") from None
+    rope = dict(config.rope_parameters)
+    if "mrope_section" in rope or rope.get("rope_type") == "mrope":  # the three positions of a token of text are one
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    for name, is_wrong, found in (
+        ("hidden_act", config.hidden_act != "silu", f"{config.hidden_act}, not silu"),
+        ("mlp_bias", bool(getattr(config, "mlp_bias", False)), "true, not false"),
+        ("layer_types", windows, "sliding_attention, not full_attention"),
+        ("mask_hidden", "mask_hidden" in tensors, "given, so it drafts in parallel (P-EAGLE)"),
+    ):
+        if is_wrong:
+            raise RequestError(f"{source}: its {name} is {found}; such a layer cannot be loaded")
+    return LayerSizes(
+        hidden_size=config.hidden_size,
+        width=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        key_value_heads=config.num_key_value_heads,
+        head_size=config.head_dim,
+        eps=config.rms_norm_eps,
+        rope=rope,
+        variants=[],
+    )
+
+
+def _lm_head(tensors: Mapping[str, Tensor], published: Json) -> str:
+    """Return `one` if the layer has an LM head, or `shared` if it has none or a copy of the backbone's."""
+    if "medusa_num_heads" in published:  # exports of this package: older ones only have copies
+        return str(published.get("medusa_lm_head", "shared"))
+    tied = published.get("tie_word_embeddings") and "embed_tokens.weight" in tensors
+    return "one" if "lm_head.weight" in tensors or tied else "shared"
+
+
+def _feature_layers(
+    tensors: Mapping[str, Tensor], published: Json, eagle: Json, hidden_size: int, source: str
+) -> list[int] | str | None:
+    """Return the numbers of the layers that `fc` joins; `None` if the layer reads the last hidden state."""
+    if not eagle.get("use_aux_hidden_state", True):
+        return None
+    if "fc.weight" not in tensors:
+        raise RequestError(f"{source} misses the tensor fc.weight, which joins hidden states of several layers")
+    inputs = tensors["fc.weight"].shape[-1]
+    count = inputs // hidden_size
+    if published.get(IDS):
+        layers = list(published[IDS])
+    elif eagle.get(IDS):
+        layers = [layer + 1 for layer in eagle[IDS]]
+    else:
+        layers = []
+    fits = len(layers) == count or (not layers and count == 3)
+    if not count or count * hidden_size != inputs or not fits:
+        which = f"{layers or 'unnamed'} layers of {hidden_size}"
+        raise RequestError(f"{source}: fc.weight joins {inputs} numbers of {which}")
+    return layers or USUAL_LAYERS
