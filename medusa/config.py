@@ -225,7 +225,7 @@ class MedusaConfig:
     def servable(self) -> bool:
         """Whether servers can load the heads: kind `medusa` with square blocks, or kind `eagle` with gated blocks."""
         if self.kind == "eagle":
-            return self.block == GATED and self.lm_head == "shared" and not self.prefix_layers
+            return self.block == GATED and self.lm_head != "own" and not self.prefix_layers
         return self.is_published and self.block == "square"
 
     @property

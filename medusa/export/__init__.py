@@ -4,7 +4,9 @@ FORMATS = {
     "original-v1": "published:write_original",  # FasterDecoding's package medusa-llm
     "tgi": "published:write_tgi",  # Text Generation Inference, LoRAX
     "vllm": "vllm:write_vllm",  # Medusa heads (vLLM up to 0.32) and the layer of EAGLE-3
-    "sglang": "vllm:write_sglang",  # the layer of EAGLE-3
+    "sglang": "eagle3:write_sglang",  # the layer of EAGLE-3
+    "speculators": "eagle3:write_speculators",  # the layer of EAGLE-3, in the format of vLLM's library speculators
+    "llama.cpp": "eagle3:write_llama_cpp",  # the layer of EAGLE-3, as input of llama.cpp's converter
     "tensorrt-llm": "tensorrt_llm:write",  # TensorRT-LLM: heads without the backbone
     "modelopt": "tensorrt_llm:write_modelopt",  # TensorRT-LLM: heads and backbone in one folder
     "hub": "repository:write",  # transformers without this package, through custom_generate

@@ -7,21 +7,24 @@ down once more: it reads the whole text again in every step, without a cache, an
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from decode import generate
-from medusa import MedusaHeads
+from medusa import MedusaConfig, MedusaHeads
+from medusa.__main__ import main
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
+from medusa.vocabulary import lm_head_for
 from tests.helpers import HIDDEN, VOCAB, plain, random_ids, shared_model
 
 LAYERS, STEPS, N = 9, 3, 40
@@ -373,3 +376,140 @@ def test_tensors_that_are_missing_or_too_many(tmp_path: Path, name: str) -> None
         broken = {key: tensor for key, tensor in tensors.items() if key != name}
     with pytest.raises(RequestError, match=r"misses the tensor|has the shape|drafts in parallel"):
         MedusaHeads.from_pretrained(write(tmp_path, AUTHORS, broken))
+
+
+# Exports, by the same rules
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("backbone")
+    backbone_model().save_pretrained(folder)
+    return folder
+
+
+def trained(**settings: Any) -> MedusaHeads:
+    """Random heads of the form that this package trains for servers."""
+    form = {"kind": "eagle", "block": "gated", "expansion": 1.5, "lm_head": "shared", "feature_layers": [2, 4, 6]}
+    heads = MedusaHeads.from_config(MedusaConfig(H, VOCAB, STEPS, **(form | settings)))
+    generator = torch.Generator().manual_seed(5)
+    for parameter in heads.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    if heads.vocabulary is not None:
+        heads.vocabulary = torch.randperm(VOCAB, generator=generator)[: len(heads.vocabulary)].sort().values
+    return heads.eval()
+
+
+def export(heads: MedusaHeads, backbone: Path, folder: Path, to: str) -> Path:
+    heads.save_pretrained(folder / "heads")
+    command = ["export", str(folder / "heads"), "--to", to, "--output", str(folder / to), "--backbone", str(backbone)]
+    assert main(command) == 0
+    return folder / to
+
+
+def read_as(to: str, folder: Path) -> tuple[Layout, Tensors]:
+    """What consumer `to` makes of an export, by the keys that it reads."""
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    layer = config["transformer_layer_config"] if to == "speculators" else config
+    assert config["norm_before_residual"] is False
+    if to == "sglang":  # the output of layer i
+        read = [layer + 1 for layer in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+    elif to == "llama.cpp":  # the converter computes them
+        read = [2, LAYERS // 2, LAYERS - 3]
+        assert "draft_vocab_size" in config
+        assert config["num_hidden_layers"] == 1
+    else:
+        read = config["eagle_aux_hidden_state_layer_ids"]
+    layout = Layout(
+        config,
+        read,
+        size=layer["hidden_size"],
+        heads=layer["num_attention_heads"],
+        groups=layer["num_key_value_heads"],
+        head_size=layer["head_dim"],
+        prefixes=tuple(f"layers.{index}." for index in range(layer["num_hidden_layers"])),
+        later_norm="hidden_norm" if to == "sglang" else "input_layernorm",
+        angle=lambda f: layer["rope_parameters"]["rope_theta"] ** -f,
+    )
+    return layout, tensors
+
+
+@pytest.mark.parametrize("lm_head", ["shared", "one"])
+@pytest.mark.parametrize("vocabulary", [None, N])
+@pytest.mark.parametrize("to", ["vllm", "sglang", "speculators", "llama.cpp"])
+@torch.no_grad()
+def test_exports_give_the_heads_logits_by_each_consumers_rules(
+    to: str, vocabulary: int | None, lm_head: str, backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.medusa.checkpoints.test_eagle_layouts.EPS", 1e-6)
+    model, heads = backbone_model(), trained(vocabulary=vocabulary, lm_head=lm_head)
+    folder = export(heads, backbone, tmp_path, to)
+    layout, tensors = read_as(to, folder)
+    wrapped = Backbone(model, heads.config.feature_layers)
+    ids = torch.tensor([random_ids(12 + STEPS, seed=4)])
+    hidden = wrapped.hidden_states(ids[:, :11], use_cache=False)
+    inputs = heads.inputs(hidden, ids, wrapped.embed, num_heads=STEPS)
+    found = heads.logits(heads.features(inputs, STEPS), lm_head_for(heads, wrapped))[:, 0, -1]
+    features, table = joined(layout, tensors, model, ids[:, :11]), model.get_input_embeddings().weight
+    for step in range(STEPS):
+        read, after = forward(layout, tensors, features, table[ids[0, 1 : 12 + step]])
+        expected = read[-1] @ tensors.get("lm_head.weight", model.lm_head.weight).T
+        torch.testing.assert_close(found[step], expected, rtol=1e-4, atol=1e-4)
+        features = torch.cat([features, after[-1:]])
+    again = MedusaHeads.from_pretrained(folder)
+    assert again.config.feature_layers == [2, 4, 6]
+    assert again.config.num_heads == STEPS
+    assert (layout.config["draft_vocab_size"] or VOCAB) == (vocabulary or VOCAB)
+    if vocabulary is not None:
+        assert torch.equal(tensors["d2t"] + torch.arange(N), heads.vocabulary)
+        assert tensors["t2d"].nonzero().flatten().tolist() == heads.vocabulary.tolist()
+    if to in ("speculators", "llama.cpp"):
+        assert "lm_head.weight" in tensors, "these consumers do not take the backbone's"
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3's authors, another size", "SGLang", "SpecForge"])
+def test_published_layers_are_written_for_sglang_and_read_again(name: str, backbone: Path, tmp_path: Path) -> None:
+    heads = MedusaHeads.from_pretrained(write(tmp_path / "theirs", LAYOUTS[name], LAYOUTS[name].tensors()))
+    again = MedusaHeads.from_pretrained(export(heads, backbone, tmp_path, "sglang"))
+    layers = again.config.feature_layers
+    assert layers == LAYOUTS[name].read
+    assert (
+        replace(again.config, feature_layers=heads.config.feature_layers, base_model_name_or_path=None) == heads.config
+    )
+    assert all(torch.equal(again.state_dict()[key], tensor) for key, tensor in heads.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "words"),
+    [
+        ("speculators", {"feature_layers": None}, "speculators needs the hidden states of three layers"),
+        ("llama.cpp", {"feature_layers": None}, "heads.feature_layers=usual, or export to vllm"),
+        ("llama.cpp", {"feature_layers": [1, 4, 8]}, r"reads the layers \[2, 4, 6\] of this backbone, not \[1, 4, 8\]"),
+        ("vllm", {"feature_layers": [1, 4, 9]}, r"read the layers \[1, 4, 9\], and .* has 9"),
+        ("vllm", {"lm_head": "own"}, "heads.lm_head=shared"),
+        ("sglang", "speculators", "sglang does not read layers with norm_before_fc; vllm or speculators does"),
+        ("vllm", "speculators, Qwen3", "vllm does not read layers with qk_norm; no format does"),
+        ("llama.cpp", "EAGLE-1 and EAGLE-2", "only as the layer of EAGLE-3"),
+    ],
+)
+def test_layers_that_a_consumer_does_not_read_are_refused(
+    to: str, settings: Any, words: str, backbone: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    if isinstance(settings, str):
+        heads = MedusaHeads.from_pretrained(write(tmp_path / "theirs", LAYOUTS[settings], LAYOUTS[settings].tensors()))
+    else:
+        heads = trained(**settings)
+    heads.save_pretrained(tmp_path / "heads")
+    command = [
+        "export",
+        str(tmp_path / "heads"),
+        "--to",
+        to,
+        "--output",
+        str(tmp_path / to),
+        "--backbone",
+        str(backbone),
+    ]
+    assert main(command) == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not (tmp_path / to).exists()

@@ -1,0 +1,263 @@
+"""EAGLE-3's layer for vLLM, SGLang, speculators and llama.cpp: heads of kind `eagle` with `block: gated`.
+
+All of them read the tensors of `medusa.checkpoints.eagle3` and a description of a Llama with few layers. They differ in
+the numbers of the layers that `fc` joins (`medusa.checkpoints.eagle_config`), and in the variants that they know."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from medusa.backbone import usual_layers
+from medusa.checkpoints.checkpoint import Checkpoint, Tensors
+from medusa.checkpoints.eagle3 import to_eagle3
+from medusa.checkpoints.eagle_config import IDS
+from medusa.checkpoints.stored import CONFIG, save_tensors
+from medusa.config import GATED, USUAL_LAYERS, MedusaConfig
+from medusa.errors import RequestError
+from medusa.export.base import Export, Written, quoted, read_lm_head
+from medusa.files import Json, write_json
+from medusa.heads.eagle_layer import layer_sizes
+from medusa.loading import load_config
+
+MODEL_WEIGHTS = "model.safetensors"
+"""The file of weights that all consumers load."""
+
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+VARIANTS = {  # the variants of a layer (`medusa.config.VARIANTS`) that each consumer reads
+    "vllm": SWITCHES,
+    "sglang": ("fc_norm", "norm_output"),
+    "speculators": SWITCHES,
+    "llama.cpp": ("norm_before_residual",),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that a consumer can load: the heads, the config of their backbone, and the layers that `fc` joins."""
+
+    heads: Checkpoint
+    backbone: PretrainedConfig
+    features: list[int]  # empty if the layer reads the last hidden state
+
+    @property
+    def config(self) -> MedusaConfig:
+        return self.heads.config
+
+    def description(self) -> Json:
+        """The keys of `config.json` that describe the decoder layers as a Llama."""
+        sizes = layer_sizes(self.config)
+        return {
+            "model_type": "llama",
+            "hidden_size": sizes["hidden_size"],
+            "intermediate_size": sizes["width"],
+            "num_hidden_layers": sizes["layers"],
+            "num_attention_heads": sizes["heads"],
+            "num_key_value_heads": sizes["key_value_heads"],
+            "head_dim": sizes["head_size"],
+            "hidden_act": "silu",
+            "rms_norm_eps": sizes["eps"],
+            "rope_theta": sizes["rope"]["rope_theta"],
+            "rope_parameters": sizes["rope"],
+            "max_position_embeddings": getattr(self.backbone, "max_position_embeddings", None) or 2048,
+            "vocab_size": self.backbone.vocab_size,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+
+    def switches(self) -> Json:
+        """The keys of `config.json` for the variants of the layer, and for a hidden size of its own."""
+        sizes = layer_sizes(self.config)
+        found: Json = {name: True for name in SWITCHES if name in sizes["variants"]}
+        if sizes["hidden_size"] != self.config.hidden_size:
+            found["target_hidden_size"] = self.config.hidden_size
+        return found
+
+    def tensors(self) -> Tensors:
+        """The tensors of the layer, and the maps of a reduced vocabulary."""
+        tensors = to_eagle3(self.heads)
+        if self.config.vocabulary is not None:
+            tokens = self.heads.tensors["vocabulary"]
+            tensors["d2t"] = tokens - torch.arange(len(tokens))
+            tensors["t2d"] = torch.zeros(self.backbone.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
+        return tensors
+
+
+def layer_for(export: Export, name: str) -> Layer:
+    """Check that consumer `name` can load the heads as a layer of EAGLE-3.
+
+    Raise RequestError if such a layer cannot represent the heads, the consumer does not know one of its variants, or
+    the heads belong to a backbone of other sizes."""
+    heads, config = export.heads, export.heads.config
+    if not config.servable:
+        wanted = {"block": GATED, "lm_head": "shared", "prefix_layers": 0}
+        settings = [f"heads.{key}={value}" for key, value in wanted.items() if getattr(config, key) != value]
+        raise RequestError(
+            f"{name} runs heads of kind eagle only as the layer of EAGLE-3, which these are not; train them with "
+            + " ".join(settings)
+        )
+    if unknown := [variant for variant in layer_sizes(config)["variants"] if variant not in VARIANTS[name]]:
+        others = [other for other in VARIANTS if set(layer_sizes(config)["variants"]) <= set(VARIANTS[other])]
+        raise RequestError(f"{name} does not read layers with {unknown[0]}; {' or '.join(others) or 'no format'} does")
+    backbone = load_config(export.backbone, export.load).get_text_config(decoder=True)
+    if backbone.hidden_size != config.hidden_size or config.vocab_size not in (None, backbone.vocab_size):
+        raise RequestError(f"these heads do not fit {export.backbone}, which has other sizes; name the right backbone")
+    features: Sequence[int] = ()
+    if config.feature_layers is not None:
+        count = backbone.num_hidden_layers
+        features = usual_layers(count) if config.feature_layers == USUAL_LAYERS else list(config.feature_layers)
+        if not all(0 <= layer < count for layer in features):
+            raise RequestError(f"these heads read the layers {list(features)}, and {export.backbone} has {count}")
+    return Layer(heads, backbone, list(features))
+
+
+def require_features(layer: Layer, name: str) -> None:
+    """Raise RequestError if the layer reads the last hidden state, because consumer `name` needs `fc`."""
+    if not layer.features:
+        needs = "the hidden states of three layers (fc), and these heads read the last one"
+        raise RequestError(f"{name} needs {needs}; train them with heads.feature_layers=usual, or export to vllm")
+
+
+def with_lm_head(layer: Layer, export: Export) -> Layer:
+    """Return the layer with an LM head in its file: its own, or a copy of the backbone's."""
+    heads = layer.heads
+    if layer.config.lm_head == "one":
+        return layer
+    rows = read_lm_head(export.backbone, export.load)
+    if layer.config.vocabulary is not None:
+        rows = rows[heads.tensors["vocabulary"]]
+    own = replace(layer.config, lm_head="one", vocab_size=layer.backbone.vocab_size)
+    copies = {"lm_heads": rows.to(heads.dtype).T[None].contiguous()}
+    return replace(layer, heads=replace(heads, config=own, tensors=heads.tensors | copies))
+
+
+def write_eagle3(export: Export, name: str, layer: Layer) -> None:
+    """Write `layer` for vLLM, SGLang or llama.cpp (`name`), which read it as a Llama model with few layers."""
+    config, tensors = layer.config, layer.tensors()
+    if config.vocabulary is not None and config.lm_head == "shared":
+        rows = read_lm_head(export.backbone, export.load)
+        tensors["lm_head.weight"] = rows[layer.heads.tensors["vocabulary"]].to(layer.heads.dtype)
+    if name == "sglang":
+        later = re.compile(r"(layers\.[1-9]\d*)\.input_layernorm")
+        tensors = {later.sub(r"\1.hidden_norm", tensor): value for tensor, value in tensors.items()}
+    save_tensors(tensors, export.folder / MODEL_WEIGHTS)
+    full = layer.backbone.vocab_size if config.lm_head == "one" else None
+    about = layer.description() | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config.vocabulary or full,
+        "norm_before_residual": False,
+        "eagle_config": {"use_aux_hidden_state": False},
+        "torch_dtype": str(layer.heads.dtype).removeprefix("torch."),
+        "medusa_num_heads": config.num_heads,
+        "base_model_name_or_path": config.base_model_name_or_path,
+    }
+    if layer.features:  # vLLM reads the first, and SGLang the second, which counts the outputs of layers
+        about[IDS] = layer.features
+        about["eagle_config"] = {"use_aux_hidden_state": True, IDS: [number - 1 for number in layer.features]}
+    if config.lm_head == "one":
+        about["medusa_lm_head"] = "one"
+    write_json(export.folder / CONFIG, about | layer.switches())
+
+
+def write_sglang(export: Export) -> Written:
+    """Write heads of kind `eagle` as an EAGLE-3 draft layer for SGLang; raise RequestError for all other heads."""
+    require_eagle(export, "sglang")
+    write_eagle3(export, "sglang", layer_for(export, "sglang"))
+    steps = export.heads.config.num_heads
+    return Written(
+        serve=f"python -m sglang.launch_server --model-path {quoted(export.backbone)} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path {quoted(absolute(export.place))} --speculative-num-steps {steps} "
+        f"--speculative-eagle-topk 4 --speculative-num-draft-tokens {4 * steps}",
+        lost="no tree of your own: SGLang grows one from --speculative-eagle-topk and --speculative-num-draft-tokens",
+        heads=export.heads,
+    )
+
+
+def write_speculators(export: Export) -> Written:
+    """Write heads of kind `eagle` that read several layers in the format of the speculators library and of vLLM.
+
+    Raise RequestError for other heads: the library gives every layer an `fc`, so it cannot hold heads without one."""
+    require_eagle(export, "speculators")
+    layer = layer_for(export, "speculators")
+    require_features(layer, "speculators")
+    layer = with_lm_head(layer, export)
+    config = layer.config
+    if layer_sizes(config)["hidden_size"] != config.hidden_size:
+        raise RequestError(
+            "speculators needs layers of the backbone's hidden size; export to vllm, sglang or llama.cpp"
+        )
+    save_tensors(layer.tensors(), export.folder / MODEL_WEIGHTS)
+    verifier = load_config(export.backbone, export.load)
+    method = {"proposal_type": "greedy", "speculative_tokens": config.num_heads}
+    about: Json = {
+        "architectures": ["Eagle3Speculator"],
+        "model_type": "speculator_model",
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": config.vocabulary or layer.backbone.vocab_size,
+        "norm_before_residual": False,
+        "target_hidden_size": None,
+        IDS: layer.features,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(layer.heads.dtype).removeprefix("torch."),
+        "transformer_layer_config": layer.description(),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method | {"accept_tolerance": 0.0, "verifier_accept_k": 1}],
+            "verifier": {"name_or_path": export.backbone, "architectures": verifier.architectures or []},
+        },
+    }
+    write_json(export.folder / CONFIG, about | layer.switches())
+    return Written(
+        serve=f"vllm serve {quoted(absolute(export.place))}",
+        lost="one chain of best guesses instead of a tree",
+        heads=layer.heads,
+    )
+
+
+def write_llama_cpp(export: Export) -> Written:
+    """Write heads of kind `eagle` as input of llama.cpp's own converter; raise RequestError for all other heads.
+
+    The converter takes the layers (2, n // 2, n - 3) of the backbone's n, whatever the file says."""
+    require_eagle(export, "llama.cpp")
+    layer = layer_for(export, "llama.cpp")
+    require_features(layer, "llama.cpp")
+    taken = list(usual_layers(layer.backbone.num_hidden_layers))
+    if layer.features != taken:
+        ways = f"train them with heads.feature_layers={taken}, or export to vllm"
+        raise RequestError(f"llama.cpp reads the layers {taken} of this backbone, not {layer.features}; {ways}")
+    if (count := layer_sizes(layer.config)["layers"]) != 1:
+        raise RequestError(f"llama.cpp reads one decoder layer, and these heads have {count}; export to vllm or sglang")
+    layer = with_lm_head(layer, export)
+    write_eagle3(export, "llama.cpp", layer)
+    converted = f"{absolute(export.place)}.gguf"
+    return Written(
+        serve=f"python convert_hf_to_gguf.py {quoted(absolute(export.place))} --target-model-dir "
+        f"{quoted(export.backbone)} --outfile {quoted(converted)} && llama-server --model BACKBONE.gguf "
+        f"--model-draft {quoted(converted)} --spec-type draft-eagle3",
+        lost="one chain of best guesses instead of a tree",
+        heads=layer.heads,
+        notes=[
+            "convert_hf_to_gguf.py is in llama.cpp's repository; BACKBONE.gguf is the backbone, converted by it too"
+        ],
+    )
+
+
+def require_eagle(export: Export, name: str) -> None:
+    """Raise RequestError if the heads are not of kind `eagle`, because consumer `name` has no Medusa heads."""
+    if export.heads.config.kind != "eagle":
+        raise RequestError(
+            f"{name} has no Medusa heads; train kind eagle with "
+            f"heads.kind=eagle heads.block={GATED} heads.lm_head=shared, or export to vllm"
+        )
+
+
+def absolute(place: Path) -> Path:
+    """Return the absolute path of an export, because a server may start in another folder than the export command."""
+    return place.resolve()
