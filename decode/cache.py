@@ -69,6 +69,16 @@ class TreeLayer(CacheLayerMixin):
         for states, grown in zip(old, (self.keys, self.values), strict=True):
             grown[:, :, : states.shape[2]] = states
 
+    def join(self, other: TreeLayer, rows: int, used: int) -> None:
+        """Move the keys and values of both layers to new arenas of the owner: first own rows, then those of `other`.
+
+        The owner then has `rows` rows. The first `used` slots of this layer are kept."""
+        mine, theirs = (self.keys, self.values), (other.keys, other.values)
+        self.lazy_initialization(*(states[:1].expand(rows, -1, -1, -1) for states in mine))
+        for joined, own, new in zip((self.keys, self.values), mine, theirs, strict=True):
+            joined[: len(own), :, :used] = own[:, :, :used]
+            joined[len(own) :, :, : other.owner.longest] = new[:, :, : other.owner.longest]
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, heads, N, head size] of N tokens to B rows; returns those of the whole rows."""
         if not self.is_initialized:
@@ -216,3 +226,14 @@ class TreeCache(Cache):
         for layer in filled:
             layer.bind()
         self._set([self.lengths[row] for row in rows])
+
+    def join(self, other: TreeCache) -> None:
+        """Append the rows of another cache of the same model, as new texts join; the other cache is used up."""
+        self.capacity = max(self.capacity, other.capacity)
+        self.arenas, rows = [], len(self.lengths) + len(other.lengths)
+        moving = list(zip(self.tree_layers, other.tree_layers, strict=True))
+        for mine, _ in moving:
+            mine.is_initialized = False
+        for mine, theirs in moving:
+            mine.join(theirs, rows, self.longest)
+        self._set(self.lengths + other.lengths)

@@ -8,6 +8,7 @@ out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=hea
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,23 @@ def decoding(
 ) -> Decoding:
     """Start tree decoding with the drafter that `factory` makes; `None` means plain decoding, one token per step.
 
+    For the arguments and errors see `stepper_for`."""
+    stepper = stepper_for(model, factory, requests, rule, compile, amateur, keep_hidden, keep_drafts)
+    return Decoding(stepper.session, run(stepper.session.sequences, stepper, timer or Timer()))
+
+
+def stepper_for(
+    model: PreTrainedModel,
+    factory: DrafterFactory | None,
+    requests: Sequence[Request],
+    rule: AcceptanceRule,
+    compile: bool | str = False,
+    amateur: Amateur | None = None,
+    keep_hidden: bool = False,
+    keep_drafts: bool = False,
+) -> Stepper:
+    """Make the stepper of requests, with a new session; `factory` makes its drafter, and `None` means plain decoding.
+
     The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding ignores
     `rule`. With `keep_hidden`, the session records the hidden states of all tokens. With `keep_drafts`, each step of a
     drafter holds the drafts that it verified. `compile` may also be one of `decode.settings.CUDA_GRAPHS`, which says
@@ -82,22 +100,19 @@ def decoding(
         raise RequestError("compiled steps keep no drafts; leave out compile or keep_drafts")
     if amateur is not None:
         amateur.require_fitting(model, requests, bool(compile))
-    stepper: Stepper
     if factory is None:
         session = Session(model, requests, slack=int(bool(compile)), keep_hidden=keep_hidden, verifiers=amateur)
         acceptor = Acceptor("rejection" if requests[0].do_sample else "greedy")
     else:
         session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
     if compile:
-        stepper = CompiledStepper(session, acceptor, factory, "torch" if compile is True else compile)
-    elif factory is not None:
-        drafter = factory.start(session, drawn=acceptor.draft == "sample")
-        stepper = TreeStepper(session, drafter, acceptor, keep_drafts)
-    elif amateur is not None:
-        stepper = TreeStepper(session, NoDraft(session.backbone.device), acceptor)
-    else:
-        stepper = PlainStepper(session)
-    return Decoding(session, run(session.sequences, stepper, timer or Timer()))
+        return CompiledStepper(session, acceptor, factory, "torch" if compile is True else compile)
+    if factory is not None:
+        restart = partial(factory.start, session, drawn=acceptor.draft == "sample")
+        return TreeStepper(session, restart(), acceptor, keep_drafts, restart)
+    if amateur is not None:
+        return TreeStepper(session, NoDraft(session.backbone.device), acceptor)
+    return PlainStepper(session)
 
 
 @listing_options()

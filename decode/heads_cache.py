@@ -94,6 +94,12 @@ class HeadsCache:
             if cache is not None:
                 cache.select(rows)
 
+    def join(self, other: HeadsCache) -> None:
+        """Append the rows of another cache of the same heads."""
+        for mine, theirs in ((self.prefix, other.prefix), (self.pairs, other.pairs)):
+            if mine is not None and theirs is not None:
+                mine.join(theirs)
+
     def context_kv(self) -> ContextKV | None:
         """The keys and values of the text for the next guesses; `None` for heads that do not attend to the text."""
         if self.pairs is None:

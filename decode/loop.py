@@ -7,10 +7,10 @@ Shapes: B rows, R of them whose walk has not ended, N nodes of a draft, D its de
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -67,6 +67,8 @@ class StepOutcome(NamedTuple):
 class Stepper(Protocol):
     """One way to decode the rows of a batch step by step: eager, plain or compiled."""
 
+    session: Session
+
     def start(self) -> tuple[list[int], list[int]]:
         """Read the prompts into the caches; returns the rows to decode (session indices), and each row's first root."""
 
@@ -75,6 +77,12 @@ class Stepper(Protocol):
 
     def keep(self, left: list[int]) -> None:
         """Keep only the rows at the indices `left` of the batch, because the other rows have ended."""
+
+    def join(self, other: Self, places: list[int]) -> None:
+        """Take over all rows of `other`, which has just started, as the rows `places` (`decode.session.Session.join`).
+
+        Both steppers were made alike. Raise a `NotImplementedError` if rows of this stepper cannot be joined."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Give back what was borrowed, such as compiled steps; called when the decoding run ends or is interrupted."""
@@ -97,27 +105,37 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step,
     try:
         rows, roots = stepper.start()
         while rows:
-            timer.start()
-            step = Step()
-            for row, root in zip(rows, roots, strict=True):
-                written = sequences.extend(row, [root])
-                if written:
-                    step.ids[row], step.lengths[row] = written, 1
-            rows = [rows[place] for place in _unfinished(sequences, stepper, rows)]
-            if rows:
-                timer.lap("other")
-                outcome = stepper.step(timer)
-                for row, ids, length in zip(rows, outcome.ids, outcome.lengths, strict=True):
-                    step.ids[row] += sequences.extend(row, ids[1:length])
-                    step.lengths[row] = length
-                step.drafts = dict(zip(rows, outcome.drafts, strict=False))
-                left = _unfinished(sequences, stepper, rows)
-                rows, roots = [rows[place] for place in left], [outcome.roots[place] for place in left]
-                timer.lap("other")
+            step, rows, roots = advance(sequences, stepper, rows, roots, timer)
             if step.ids:
                 yield step
     finally:
         stepper.close()
+
+
+def advance(
+    sequences: Sequences, stepper: Stepper, rows: list[int], roots: list[int], timer: Timer
+) -> tuple[Step, list[int], list[int]]:
+    """Decode one step of the unfinished texts `rows`, whose next tokens `roots` are already decided.
+
+    Return the step, the rows that are still unfinished, and their next roots."""
+    timer.start()
+    step = Step()
+    for row, root in zip(rows, roots, strict=True):
+        written = sequences.extend(row, [root])
+        if written:
+            step.ids[row], step.lengths[row] = written, 1
+    rows = [rows[place] for place in _unfinished(sequences, stepper, rows)]
+    if not rows:
+        return step, [], []
+    timer.lap("other")
+    outcome = stepper.step(timer)
+    for row, ids, length in zip(rows, outcome.ids, outcome.lengths, strict=True):
+        step.ids[row] += sequences.extend(row, ids[1:length])
+        step.lengths[row] = length
+    step.drafts = dict(zip(rows, outcome.drafts, strict=False))
+    left = _unfinished(sequences, stepper, rows)
+    timer.lap("other")
+    return step, [rows[place] for place in left], [outcome.roots[place] for place in left]
 
 
 def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list[int]:
@@ -131,12 +149,25 @@ def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list
 class TreeStepper(Stepper):
     """Eager tree decoding: a step proposes a draft, verifies it, accepts some of its nodes and compacts the cache."""
 
-    def __init__(self, session: Session, drafter: Drafter, acceptor: Acceptor, keep_drafts: bool = False) -> None:
-        """Make a stepper. `keep_drafts`: every step also copies its drafts to the host, for `Step.drafts`."""
+    def __init__(
+        self,
+        session: Session,
+        drafter: Drafter,
+        acceptor: Acceptor,
+        keep_drafts: bool = False,
+        restart: Callable[[], Drafter] | None = None,
+    ) -> None:
+        """Make a stepper. `keep_drafts`: every step also copies its drafts to the host, for `Step.drafts`.
+
+        `restart` makes a new drafter when rows join, which learns all texts anew; `None`: the drafter keeps no texts.
+        """
         self.session, self.drafter, self.acceptor = session, drafter, acceptor
-        self.keep_drafts = keep_drafts
-        self.lazy = not (session.target.is_pure and host_waits(session.backbone.device))
+        self.keep_drafts, self.restart = keep_drafts, restart
+
+    @property
+    def lazy(self) -> bool:
         """Whether walks stop where they end (`decode.accept.TreeWalk`); if not, a step waits for the device once."""
+        return not (self.session.target.is_pure and host_waits(self.session.backbone.device))
 
     def start(self) -> tuple[list[int], list[int]]:
         # Typical acceptance decides on every root by argmax, and so also on the first one.
@@ -222,6 +253,14 @@ class TreeStepper(Stepper):
         index = on_device(left, root.device)
         rows = [rows[place] for place in left]
         self.frontier = self.session.frontier(root[index], hidden[index.to(hidden.device)], rows)
+
+    def join(self, other: TreeStepper, places: list[int]) -> None:
+        mine, new = self.frontier, other.frontier
+        self.session.join(other.session, places, mine.rows)
+        root, hidden = torch.cat([mine.root, new.root]), torch.cat([mine.hidden, new.hidden])
+        self.frontier = self.session.frontier(root, hidden, [*mine.rows, *places])
+        if self.restart is not None:
+            self.drafter = self.restart()
 
 
 class Acceptor(AcceptanceRule):

@@ -26,7 +26,6 @@ class PlainStepper(Stepper):
     def start(self) -> tuple[list[int], list[int]]:
         frontier = self.session.prefill()
         self.rows, self.roots = frontier.rows, frontier.root
-        self.root_only = torch.zeros_like(self.roots)[:, None]  # every path
         return self.rows, self.roots.tolist()
 
     def step(self, timer: Timer) -> StepOutcome:
@@ -36,7 +35,7 @@ class PlainStepper(Stepper):
         self.roots = session.target.next(rows, session.sequences, readout.logits[:, -1]).to(session.backbone.device)
         roots = self.roots.tolist()
         timer.lap("accept")
-        path, lengths = self.root_only[: len(rows)], [1] * len(rows)
+        path, lengths = torch.zeros_like(self.roots)[:, None], [1] * len(rows)  # every path is the root alone
         session.verifier.commit(path, lengths)
         session.keep(readout.hidden, path, lengths, rows)
         timer.lap("compact")
@@ -45,3 +44,7 @@ class PlainStepper(Stepper):
     def keep(self, left: list[int]) -> None:
         self.session.select(left)
         self.roots, self.rows = self.roots[on_device(left, self.roots.device)], [self.rows[place] for place in left]
+
+    def join(self, other: PlainStepper, places: list[int]) -> None:
+        self.session.join(other.session, places, self.rows)
+        self.roots, self.rows = torch.cat([self.roots, other.roots]), [*self.rows, *places]

@@ -59,6 +59,18 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def take(self, other: Sequences, places: Sequence[int]) -> None:
+        """Move the texts of `other` to the rows `places`, which are rows of ended texts, or new ones at the end."""
+        for name, theirs in vars(other).items():
+            if isinstance(theirs, list):
+                mine = getattr(self, name)
+                for place, value in zip(places, theirs, strict=True):
+                    mine[place : place + 1] = [value]
+        old, new = self.buffer, other.buffer
+        self.buffer = old.new_zeros(len(self), max(old.shape[1], new.shape[1]))
+        self.buffer[: len(old), : old.shape[1]] = old
+        self.buffer[list(places), : new.shape[1]] = new
+
     def prefix(self, row: int, more: Tensor | None = None) -> Tensor:
         """The token ids [1, T] of a row's text, prompt included, followed by the draft tokens `more`, if given."""
         length, held = self.lengths[row], self.in_buffer[row]

@@ -81,6 +81,19 @@ class Session:
         if self.heads_cache is not None:
             self.heads_cache.select(left)
 
+    def join(self, other: Session, places: Sequence[int], running: Sequence[int]) -> None:
+        """Take over the texts and caches of `other`, whose prompts are read, for the rows `places`.
+
+        `running` are the own rows in the caches, in their order; the rows `places` follow them there. `places` are rows
+        of ended texts, or new ones at the end. Both sessions are of the same models and options, and keep no hidden
+        states. `other` is used up."""
+        assert self.kept_hidden is None
+        self.sequences.take(other.sequences, places)
+        self.target.take(other.target, places, running)
+        self.verifier.join(other.verifier)
+        if self.heads_cache is not None and other.heads_cache is not None:
+            self.heads_cache.join(other.heads_cache)
+
     def _on_hidden(self, hidden: Tensor, next_ids: Tensor, start: int) -> Tensor:
         """Record `hidden` [B, C, H] from position `start` (next tokens: `next_ids` [B, C]); return what heads read."""
         if self.kept_hidden is not None:

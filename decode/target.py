@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
 from decode.accept import Truncation, typical
@@ -51,30 +51,58 @@ READERS = (
 """Processors of transformers that depend on the text that they get, and on nothing else: no call changes the next."""
 
 
+class MostProbable(LogitsProcessor):
+    """Leaves only the most probable token, so that a draw is the choice of greedy decoding."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        kept = torch.full_like(scores, -torch.inf)
+        return cast(torch.FloatTensor, kept.scatter_(-1, scores.argmax(-1, keepdim=True), 0.0))
+
+
 class Target:
     """The backbone's distribution over next tokens, after temperature and penalties; if greedy, its best token."""
 
     def __init__(self, requests: Sequence[Request], truncation: Truncation | None = None) -> None:
-        self.processors = [request.processors for request in requests]
-        self.warpers = [LogitsProcessorList(p for p in r.processors if isinstance(p, WARPERS)) for r in requests]
         self.truncation = truncation
-        self.do_sample = requests[0].do_sample
-        self.draws = RowDraws([request.generator for request in requests])
+        self.of_rows = list(requests)
         config = requests[0].config
         # Per row, for every decided token in order: its scores and its raw logits [1, V], where options ask for them.
         self.kept_scores: list[list[Tensor]] | None = [[] for _ in requests] if config.output_scores else None
         self.kept_logits: list[list[Tensor]] | None = [[] for _ in requests] if config.output_logits else None
+        self._prepare(range(len(requests)))
+
+    def take(self, other: Target, places: Sequence[int], running: Sequence[int]) -> None:
+        """Decide for the texts of `other` in the rows `places`, and no longer for rows that are not `running`."""
+        for place, request in zip(places, other.of_rows, strict=True):
+            self.of_rows[place : place + 1] = [request]
+        self._prepare([*running, *places])
+
+    def _prepare(self, running: Sequence[int]) -> None:
+        """Prepare the decisions of the rows `running`.
+
+        If some of them are greedy and others sample, all draw, and those of a greedy row always give its best token."""
+        requests = self.of_rows
+        sampling = [requests[row].do_sample for row in running]
+        self.do_sample = any(sampling)
+        self.processors = [LogitsProcessorList() for _ in requests]
+        for row, samples in zip(running, sampling, strict=True):
+            best = [] if samples == self.do_sample else [MostProbable()]
+            self.processors[row] = LogitsProcessorList([*requests[row].processors, *best])
+        self.warpers = [LogitsProcessorList(p for p in own if isinstance(p, WARPERS)) for own in self.processors]
+        self.draws = RowDraws([request.generator for request in requests])
         keeps = self.kept_scores is not None or self.kept_logits is not None
         self.is_argmax = not self.do_sample and not keeps and not any(self.processors)
         """Whether one argmax over raw logits decides, so that all nodes can be decided at once."""
-        kinds = {type(processor) for row in self.processors for processor in row}
-        self.is_textless = not keeps and kinds.issubset(WARPERS) and self._are_equal()
+        kinds = {type(processor) for row in running for processor in self.processors[row]}
+        self.is_textless = not keeps and kinds.issubset(WARPERS) and self._are_equal(running)
         """Whether all rows have the same processors, which look only at scores, so that one call serves all rows."""
-        self.is_pure = not keeps and kinds.issubset(WARPERS + READERS)
+        self.is_pure = not keeps and kinds.issubset((*WARPERS, *READERS, MostProbable))
         """Whether scores may be computed for nodes that are not chosen, in any order, as no call leaves a trace."""
+        self.of_all = self.processors[running[0]]
+        """For `is_textless` targets: the processors of every row."""
 
-    def _are_equal(self) -> bool:
-        first, *others = map(settings_of, self.processors)
+    def _are_equal(self, running: Sequence[int]) -> bool:
+        first, *others = (settings_of(self.processors[row]) for row in running)
         return all(other == first for other in others)
 
     def scores(self, row: int, prefix: Tensor, logits: Tensor) -> Tensor:
@@ -94,7 +122,7 @@ class Target:
     def scores_of(self, logits: Tensor, device: torch.device) -> Tensor:
         """Apply the logits processors to `logits` [X, V] at X positions of any rows; only for `is_textless` targets."""
         raw = logits.to(device=device, dtype=torch.float32)  # no copy, as none of these processors writes in place
-        return processed(self.processors[0], self._no_text(raw), raw, self.truncation)
+        return processed(self.of_all, self._no_text(raw), raw, self.truncation)
 
     def scores_of_nodes(
         self, row: int, prefix: Tensor, ids: Tensor, paths: Sequence[Sequence[int]], logits: Tensor
@@ -146,7 +174,7 @@ class Target:
         Draft tokens are drawn from q, which affects how many tokens are accepted, but not the distribution of the text.
         Penalties depend on tokens that are not drawn yet, so q is computed without them."""
         if self.is_textless:
-            warped = processed(self.warpers[0], self._no_text(logits), logits.float().flatten(0, 1)).view_as(logits)
+            warped = processed(self.of_all, self._no_text(logits), logits.float().flatten(0, 1)).view_as(logits)
         else:
             each = zip(rows, logits.float(), strict=True)
             warped = torch.stack([processed(self.warpers[row], self._no_text(one), one) for row, one in each])

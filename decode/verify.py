@@ -69,6 +69,10 @@ class Verifier:
     def select(self, rows: list[int]) -> None:
         self.cache.select(rows)
 
+    def join(self, other: Verifier) -> None:
+        """Append the rows of another verifier of the same models."""
+        self.cache.join(other.cache)
+
     def _end(self, topology: Topology) -> int | None:
         """The first position in a text at which no draft node may be accepted; `None` if the draft does not reach it.
 

@@ -1,12 +1,12 @@
-"""The worker thread of the server. It groups the requested texts into batches, and decodes one batch after the other.
+"""The worker thread of the server, which decodes the requested texts in one running batch.
 
-A text leaves its batch when it ends, or when its client has disconnected."""
+A text joins the batch before any step, and leaves it when it ends or its client has disconnected."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from decode.generation import decoding
+from decode.generation import stepper_for
 from decode.request import prepare
-from decode.results import DecodingRun
 from decode.sequences import Request
+from decode.serve.batch import RunningBatch
 from decode.serve.logprobs import ScoredToken, scored
 from decode.serve.metrics import Metrics
 from decode.serve.texts import TextGenerator, TextStream, joined
@@ -47,11 +47,6 @@ class BatchRow:
     writes: bool = True  # otherwise only the prompt is scored
     left: threading.Event = field(default_factory=threading.Event)  # set to end the text early, as for a lost client
     new_tokens: int = 0  # the number decoded so far
-
-    @property
-    def batch_key(self) -> Settings:
-        """The settings that all texts of a batch must share: all but maximum length, stop strings and `ignore_eos`."""
-        return replace(self.settings, max_new_tokens=1, stop=(), ignore_eos=False)
 
     def request(self, generator: TextGenerator) -> Request:
         """Prepare the decoding of this text, or raise a `RequestError` if its prompt or settings are invalid."""
@@ -88,14 +83,23 @@ class RowEnd(StoppingCriteria):
         return ended
 
 
+class RunningRow(NamedTuple):
+    """A text in the running batch, with the stream of its characters."""
+
+    row: BatchRow
+    stream: TextStream
+
+
 class BatchWorker:
-    """A thread that decodes requested texts, one batch of texts after the other."""
+    """A thread that decodes requested texts. A text joins the running batch as soon as it has room."""
 
     def __init__(self, generator: TextGenerator, batch_size: int) -> None:
         self.generator, self.batch_size = generator, batch_size
         self.arrivals: queue.SimpleQueue[BatchRow | None] = queue.SimpleQueue()
         self.waiting: list[BatchRow] = []
-        self.running: list[BatchRow] = []
+        self.running: dict[int, RunningRow] = {}  # by the row of the batch
+        self.how = Settings().how  # of the running batch: acceptance rule, compiled or not, amateur
+        self.batch = RunningBatch(lambda requests: stepper_for(generator.model, generator.source, requests, *self.how))
         self.metrics = Metrics(lambda: len(self.running), lambda: self.arrivals.qsize() + len(self.waiting))
         self.thread: threading.Thread | None = None
 
@@ -109,12 +113,13 @@ class BatchWorker:
             except Exception as error:
                 ready.set_exception(error)
                 return
-            while (batch := self.next_batch()) is not None:
-                self.running = batch
-                if batch:
-                    self.decode(batch)
+            while self.receive():
+                self.admit()
+                if self.running:
+                    self.step()
+            self.batch.clear()
 
-        self.thread = threading.Thread(target=run, name="batches", daemon=True)
+        self.thread = threading.Thread(target=run, name="batch", daemon=True)
         self.thread.start()
         ready.result()
 
@@ -123,67 +128,74 @@ class BatchWorker:
 
     def stop(self) -> None:
         """Stop decoding after the current step, and end the thread."""
-        for row in (*self.waiting, *self.running):
-            row.left.set()
         self.arrivals.put(None)
         if self.thread is not None:
             self.thread.join(timeout=10)
 
-    def next_batch(self) -> list[BatchRow] | None:
-        """Choose the text that has waited longest, and others with the same settings and prompts of similar length.
+    def receive(self) -> bool:
+        """Let requested texts wait for the batch; returns false if the worker was stopped.
 
-        If no text is waiting, the call blocks until one arrives. `None` means that the worker was stopped."""
-        arrived = [] if self.waiting else [self.arrivals.get()]
+        If no text is waiting or running, the call blocks until one arrives."""
+        arrived = [] if self.waiting or self.running else [self.arrivals.get()]
         while not self.arrivals.empty():
             arrived.append(self.arrivals.get())
-        if None in arrived:
-            return None
-        self.waiting = [row for row in (*self.waiting, *filter(None, arrived)) if not row.left.is_set()]
-        if not self.waiting:
-            return []
-        first = self.waiting[0]
-        alike = [row for row in self.waiting if row.batch_key == first.batch_key]
-        alike.sort(key=lambda row: abs(len(row.prompt) - len(first.prompt)))  # a stable sort: `first` stays first
-        boundaries = [Backbone(model).rope_boundary for model in self.generator.models(first.settings)]
-        alone = any(boundary is not None for boundary in boundaries)  # longrope: a long row would change short ones
-        batch = alike[: 1 if alone else self.batch_size]
-        self.waiting = [row for row in self.waiting if row not in batch]
-        return batch
+        self.waiting += filter(None, arrived)
+        return None not in arrived
 
-    def decode(self, asked: list[BatchRow]) -> None:
-        """Decode a batch until all its texts have ended. An error is passed to the rows concerned, not raised."""
-        requests: dict[BatchRow, Request] = {}
-        backbone = Backbone(self.generator.model)
-        for row in asked:
+    def admit(self) -> None:
+        """Let the texts that have waited longest join the batch, as far as it has room; errors end them."""
+        joining: dict[BatchRow, Request] = {}
+        while self.waiting and len(self.running) + len(joining) < self._room(self.waiting[0]):
+            row = self.waiting.pop(0)
             try:
-                if row.writes:
-                    requests[row] = row.request(self.generator)
-                else:
-                    row.tell(row.ended("", None, (), backbone))
+                if not row.left.is_set() and row.writes:
+                    joining[row] = row.request(self.generator)
+                elif not row.left.is_set():
+                    row.tell(row.ended("", None, (), Backbone(self.generator.model)))
             except Exception as error:
                 row.tell(RowEvent(error=error))
+        if not joining:
+            return
+        if not self.running:
+            self.how = next(iter(joining)).settings.how
         try:
-            if requests:
-                self._decode(list(requests), list(requests.values()))
+            places = self.batch.join(list(joining.values()))
         except Exception as error:
-            for row in requests:
-                row.tell(RowEvent(error=error))
+            self._fail(joining, error)
+            return
+        for row, place in zip(joining, places, strict=True):
+            self.running[place] = RunningRow(row, TextStream(self.generator.tokenizer, row.settings.stop))
 
-    def _decode(self, rows: list[BatchRow], requests: list[Request]) -> None:
-        streams = [TextStream(self.generator.tokenizer, row.settings.stop) for row in rows]
-        run = DecodingRun(decoding(self.generator.model, self.generator.source, requests, *rows[0].settings.how))
-        reasons, ended = run.session.sequences.finish_reason, set()
-        backbone = Backbone(self.generator.model)
-        for step in run:
+    def _room(self, row: BatchRow) -> int:
+        """The number of texts that may be decoded together, if one of them is `row`."""
+        boundaries = [Backbone(model).rope_boundary for model in self.generator.models(row.settings)]
+        alone = any(boundary is not None for boundary in boundaries)  # longrope: a long row would change short ones
+        return 1 if alone else self.batch_size
+
+    def step(self) -> None:
+        """Decode one step of all running texts, and tell their new characters; an error ends all of them."""
+        try:
+            step = self.batch.step()
             self.metrics.add_step(map(len, step.ids.values()), step.lengths.values())
-            for index, ids in step.ids.items():
-                rows[index].new_tokens += len(ids)
-                text = joined(streams[index].step(ids))
-                if (reason := reasons[index]) is not None:
-                    ended.add(index)
-                    text += joined(streams[index].end())
-                    rows[index].tell(rows[index].ended(text, reason, run.results[index].new_ids, backbone))
+            for place, (row, stream) in list(self.running.items()):
+                ids, reason = step.ids.get(place, ()), self.batch.sequences.finish_reason[place]
+                row.new_tokens += len(ids)
+                text = joined(stream.step(ids))
+                if reason is not None:  # also without new tokens, if the context had no room for one
+                    text += joined(stream.end())
+                    new_ids = self.batch.sequences.new_ids[place]
+                    row.tell(row.ended(text, reason, new_ids, Backbone(self.generator.model)))
+                    del self.running[place]
                 elif text:
-                    rows[index].tell(RowEvent(text))
-        for index in set(range(len(rows))) - ended:  # the context had no room for a new token
-            rows[index].tell(rows[index].ended("", None, (), backbone))
+                    row.tell(RowEvent(text))
+        except Exception as error:
+            self.batch.clear()
+            self._fail((), error)
+
+    def _fail(self, joining: Iterable[BatchRow], error: Exception) -> None:
+        """End the texts `joining` with an error, and also the running texts if the batch has dropped them."""
+        lost = [] if self.batch.rows else [running.row for running in self.running.values()]
+        if lost:
+            self.running.clear()
+        for row in (*joining, *lost):
+            row.tell(RowEvent(error=error))

@@ -131,6 +131,11 @@ class ContrastVerifier(Verifier):
         super().select(rows)
         self.amateur.select(rows)
 
+    def join(self, other: Verifier) -> None:
+        assert isinstance(other, ContrastVerifier)
+        super().join(other)
+        self.amateur.join(other.amateur)
+
 
 class ContrastProcessor(LogitsProcessor):
     """Contrastive decoding as a logits processor for one call of `model.generate`, the baseline without drafts.

@@ -276,25 +276,22 @@ def row_of(
     return BatchRow(generator.tokenizer(text)["input_ids"], settings, 0, kept.append)
 
 
-def test_batches_hold_rows_with_equal_options_and_similar_lengths(generator: TextGenerator) -> None:
-    worker = BatchWorker(generator, 3)
-    lengths = [10, 100, 12, 11, 13, 10]
-    rows = [BatchRow([5] * length, Settings(max_new_tokens=length), 0, lambda event: None) for length in lengths]
-    rows[5] = BatchRow([5] * 10, Settings(temperature=1.0), 0, lambda event: None)
+def decode(worker: BatchWorker, *rows: BatchRow) -> None:
+    """Decode rows as the worker's thread does, in this thread."""
     for row in rows:
         worker.add(row)
-    found = [[rows.index(row) for row in worker.next_batch() or ()] for _ in range(3)]
-    assert found == [[0, 3, 2], [1, 4], [5]]
+    while (worker.waiting or worker.running or not worker.arrivals.empty()) and worker.receive():
+        worker.admit()
+        if worker.running:
+            worker.step()
 
 
 def test_batches_of_an_amateur_with_longrope_hold_one_row(generator: TextGenerator) -> None:
     """Longrope rotates all rows by the longest of them."""
     settings = Settings(amateur=Amateur(tiny_model("phi3, longrope")))
-    worker = BatchWorker(generator, 3)
-    rows = [BatchRow([5] * 4, settings, 0, lambda event: None) for _ in range(2)]
-    for row in rows:
-        worker.add(row)
-    assert worker.next_batch() == rows[:1]
+    row = BatchRow([5] * 4, settings, 0, lambda event: None)
+    assert BatchWorker(generator, 3)._room(row) == 1
+    assert BatchWorker(generator, 3)._room(replace(row, settings=SHORT)) == 3
 
 
 def test_a_prompt_that_does_not_fit_the_amateur_is_refused_alone(generator: TextGenerator) -> None:
@@ -312,11 +309,8 @@ def test_a_closed_connection_ends_only_its_row(generator: TextGenerator) -> None
     rows[0].tell = lambda event: (told[0].append(event), rows[0].left.set())  # the reader leaves after the first text
     never = row_of(generator, PROMPTS[1])
     never.left.set()
-    for row in (*rows, never):
-        worker.add(row)
-    batch = worker.next_batch()
-    assert batch == rows
-    worker.decode(batch)
+    decode(worker, *rows, never)
+    assert never.new_tokens == 0
     assert rows[0].new_tokens < 12
     assert rows[1].new_tokens == 40
     assert told[1][-1].finish_reason == "length"
@@ -329,9 +323,9 @@ def test_an_error_goes_only_to_the_readers_of_its_batch(
     worker, events = BatchWorker(generator, 4), []  # type: ignore[var-annotated]
     with monkeypatch.context() as broken:
         broken.setattr(BatchRow, "request", lambda *_: 1 / 0)
-        worker.decode([row_of(generator, PROMPTS[0], events=events)])
+        decode(worker, row_of(generator, PROMPTS[0], events=events))
     assert isinstance(events[0].error, ZeroDivisionError)
-    worker.decode([row_of(generator, PROMPTS[0], events=events)])
+    decode(worker, row_of(generator, PROMPTS[0], events=events))
     assert events[-1].finish_reason == "length"
 
 
@@ -346,7 +340,7 @@ def test_an_error_in_one_row_does_not_affect_other_rows(generator: TextGenerator
         BatchRow([5, 6, 7], SHORT, 0, told["fine"].append),
         BrokenRow([5, 6, 7], replace(SHORT, max_new_tokens=10**9), 0, told["wrong"].append),
     ]
-    BatchWorker(generator, 2).decode(rows)
+    decode(BatchWorker(generator, 2), *rows)
     assert isinstance(told["wrong"][0].error, ZeroDivisionError)
     assert told["fine"][-1].finish_reason == "length"
     assert not any(event.error for event in told["fine"])
@@ -379,10 +373,11 @@ def test_a_closed_http_connection_stops_the_row(url: str, api: CompletionApi) ->
     reply = connection.makefile("rb")
     assert reply.readline().startswith(b"HTTP/1.1 200")
     assert any(b'"text"' in line for line in reply)  # the headers come before the row is decoded, its text does not
-    running = api.worker.running
+    running = [row for row, _ in api.worker.running.values()]
     reply.close()
     connection.close()
-    assert ask(url, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200  # the worker is free again
+    while api.worker.running:
+        time.sleep(0.001)
     assert len(running) == 1
     assert running[0].new_tokens < 480
 
@@ -390,14 +385,14 @@ def test_a_closed_http_connection_stops_the_row(url: str, api: CompletionApi) ->
 def test_a_closed_http_connection_stops_a_row_whose_text_is_not_streamed(url: str, api: CompletionApi) -> None:
     body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 480, "ignore_eos": True})
     connection = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
-    before = api.worker.running
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall((head + body).encode())
-    while api.worker.running is before or not api.worker.running:
+    while not api.worker.running:
         time.sleep(0.001)
-    running = api.worker.running
+    running = [row for row, _ in api.worker.running.values()]
     connection.close()
-    assert ask(url, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200  # the worker is free again
+    while api.worker.running:
+        time.sleep(0.001)
     assert len(running) == 1
     assert running[0].new_tokens < 480
 

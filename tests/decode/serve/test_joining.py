@@ -1,0 +1,256 @@
+"""Texts that join a running batch at any step are the texts that they are alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+
+from decode.cache import TreeCache
+from decode.drafters import drafter_factory
+from decode.drafters.base import DrafterContext
+from decode.generation import stepper_for
+from decode.request import prepare
+from decode.serve.app import CompletionApi
+from decode.serve.batch import RunningBatch
+from decode.serve.texts import TextGenerator
+from decode.serve.worker import BatchRow, BatchWorker, RowEvent
+from decode.settings import AcceptanceRule, Settings
+from decode.strategies.contrastive import Amateur
+from medusa.backbone import Backbone
+from tests.decode.serve.server_tools import PROMPTS, ask, expected
+from tests.helpers import FAMILIES, plain, random_heads, random_ids, shared_model
+
+GREEDY: dict[str, Any] = {"do_sample": False}
+KINDS: list[dict[str, Any]] = [
+    GREEDY,
+    {"do_sample": True, "temperature": 0.8, "top_k": 0},
+    {"do_sample": True, "temperature": 1.0, "top_k": 0},
+    {"do_sample": True, "temperature": 1.3, "top_p": 0.9, "top_k": 0},
+    {"do_sample": False, "repetition_penalty": 1.4},
+]
+
+
+def arrivals(kinds: list[dict[str, Any]], count: int = 14) -> list[dict[str, Any]]:
+    """Requests of many lengths, each with the step at which it arrives."""
+    rng = random.Random(3)
+    return [
+        {
+            "prompt": random_ids(rng.randint(1, 30), seed=number),
+            "seed": number,
+            "at": rng.randint(0, 3 * count // 2),
+            "kwargs": kinds[number % len(kinds)] | {"max_new_tokens": rng.choice([1, 3, 9, 20]), "eos_token_id": 3},
+        }
+        for number in range(count)
+    ]
+
+
+def decode(model: Any, factory: Any, asked: list[dict[str, Any]], room: int = 4, **how: Any) -> list[list[int]]:
+    """Decode requests in a running batch of at most `room` texts; each joins when it arrived and there is room."""
+    how = {"rule": AcceptanceRule("rejection")} | how
+    batch = RunningBatch(lambda requests: stepper_for(model, factory, requests, **how))
+    left, running, texts, step = list(range(len(asked))), dict[int, int](), [list[int]() for _ in asked], 0
+    widest = 0
+    while left or running:
+        joining = [number for number in left if asked[number]["at"] <= step][: room - len(running)]
+        if joining:
+            made = [asked[number] for number in joining]
+            requests = [prepare(model, [one["prompt"]], [one["seed"]], **one["kwargs"])[0] for one in made]
+            running |= dict(zip(batch.join(requests), joining, strict=True))
+            left = [number for number in left if number not in joining]
+        if running:
+            done = batch.step()
+            for row, number in list(running.items()):
+                texts[number] += done.ids.get(row, [])
+                if batch.sequences.finish_reason[row] is not None:
+                    assert texts[number] == batch.sequences.new_ids[row]
+                    del running[row]
+            assert set(batch.rows) == set(running)
+            widest = max(widest, len(batch.sequences))
+        step += 1
+    assert widest <= room
+    return texts
+
+
+def alone(model: Any, asked: list[dict[str, Any]]) -> list[list[int]]:
+    return [plain(model, one["prompt"], seed=one["seed"], **one["kwargs"]) for one in asked]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_those_of_generate(family: str) -> None:
+    """Greedy and sampled texts, and texts with penalties, are decoded in one batch with one tree."""
+    model, asked = shared_model(family), arrivals(KINDS)
+    factory = drafter_factory(None, DrafterContext(model, random_heads(model), "topk:3,2,2"))
+    texts = decode(model, factory, asked)
+    assert texts == alone(model, asked)
+    assert len({len(text) for text in texts}) > 3
+
+
+@pytest.mark.parametrize(
+    "drafter", [None, "ngram", "lookahead", "model", "mix:heads+ngram", "eagle", "prefix", "hydra", "dynamic"]
+)
+def test_every_drafter_goes_on_when_texts_join(drafter: str | None, tmp_path: Any) -> None:
+    model, asked = shared_model(), arrivals(KINDS)
+    heads, tree = random_heads(model), "topk:3,2,2"
+    if drafter == "eagle":
+        heads = random_heads(model, kind="eagle", block="gated")
+    elif drafter == "hydra":
+        heads = random_heads(model, kind="hydra")
+    elif drafter == "prefix":
+        heads = random_heads(model, prefix_layers=1)
+    elif drafter == "dynamic":
+        tree = "dynamic:12"
+    context = DrafterContext(model, heads, tree)
+    if drafter is None:
+        factory = None
+    elif drafter == "model":
+        shared_model(seed=1).save_pretrained(tmp_path)
+        factory = drafter_factory(f"model:model={tmp_path},tokens=3", context._replace(heads=None, tree=None))
+    elif drafter in ("ngram", "lookahead"):
+        factory = drafter_factory(drafter, context._replace(heads=None, tree=None))
+    else:
+        factory = drafter_factory(drafter if ":" in drafter else None, context)
+    assert decode(model, factory, asked) == alone(model, asked)
+
+
+def test_contrastive_texts_join() -> None:
+    model, asked = shared_model(), arrivals([GREEDY], 8)
+    amateur = Amateur(shared_model(seed=5))
+    factory = drafter_factory("ngram", DrafterContext(model))
+    together = decode(model, factory, asked, amateur=amateur)
+    assert together == [decode(model, factory, [one | {"at": 0}], amateur=amateur)[0] for one in asked]
+    assert together != alone(model, asked)
+
+
+def test_drawn_drafts_do_not_depend_on_the_batch() -> None:
+    model, asked = shared_model(), arrivals(KINDS[1:4])
+    factory = drafter_factory(None, DrafterContext(model, random_heads(model), "topk:3,2,2"))
+    how = {"rule": AcceptanceRule("rejection", draft="sample")}
+    together = decode(model, factory, asked, **how)
+    assert together == [decode(model, factory, [one | {"at": 0}], **how)[0] for one in asked]
+
+
+def test_caches_of_other_capacity_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large cache has several arenas, and a small one has one."""
+    model = shared_model("deepseek_v3")  # keys and values of different shape
+    backbone, texts = Backbone(model), [random_ids(9, seed=1), random_ids(4, seed=2)]
+    made = []
+    for text, capacity, small in zip(texts, (12, 40), (0, 1 << 30), strict=True):
+        monkeypatch.setattr("decode.cache.SMALL_BYTES", small)
+        cache = TreeCache(model.config, 1, capacity)
+        with torch.inference_mode():
+            backbone.forward(torch.tensor([text]), cache, position_ids=torch.arange(len(text))[None])
+        cache.commit_prompt([len(text)])
+        made.append(cache)
+    kept = [[(layer.keys.clone(), layer.values.clone()) for layer in cache.tree_layers] for cache in made]
+    joined, other = made
+    with torch.inference_mode():
+        joined.join(other)
+    assert (joined.lengths, joined.capacity) == ([9, 4], 40)
+    for layer, *parts in zip(joined.tree_layers, *kept, strict=True):
+        assert layer.keys.shape[0] == layer.values.shape[0] == 2
+        for row, (keys, values) in enumerate(parts):
+            length = len(texts[row])
+            assert torch.equal(layer.keys[row, :, :length], keys[0, :, :length])
+            assert torch.equal(layer.values[row, :, :length], values[0, :, :length])
+
+
+def test_a_failed_prefill_leaves_the_running_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shared_model()
+    request = {"max_new_tokens": 9, "do_sample": False}
+    batch = RunningBatch(lambda requests: stepper_for(model, None, requests, AcceptanceRule("greedy")))
+    (row,) = batch.join(prepare(model, [[1, 2, 3]], **request))
+    batch.step()
+    second = prepare(model, [[4, 5]], **request)
+    with monkeypatch.context() as broken:
+        broken.setattr("decode.reference.PlainStepper.start", lambda self: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            batch.join(second)
+    while batch.rows:
+        batch.step()
+    assert batch.sequences.new_ids[row] == plain(model, [1, 2, 3], **request)
+    batch.join(prepare(model, [[1, 2, 3]], **request))
+    monkeypatch.setattr("decode.session.Session.join", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        batch.join(second)
+    assert (batch.rows, batch.stepper) == ([], None)
+
+
+# --- the worker and the server ---------------------------------------------------------------------------------------
+
+
+def test_a_short_text_overtakes_a_long_one(generator: TextGenerator) -> None:
+    worker, told = BatchWorker(generator, 2), list[tuple[str, RowEvent]]()
+    prompt = generator.tokenizer(PROMPTS[0])["input_ids"]
+
+    def row(name: str, count: int) -> BatchRow:
+        return BatchRow(prompt, Settings(max_new_tokens=count), 0, lambda event: told.append((name, event)))
+
+    worker.add(row("long", 60))
+    worker.receive()
+    worker.admit()
+    worker.step()
+    for name in ("short", "third"):
+        worker.add(row(name, 12))
+    while worker.running:
+        worker.receive()
+        worker.admit()
+        worker.step()
+    assert [name for name, event in told if event.finish_reason] == ["short", "third", "long"]
+    for name, count in (("short", 12), ("third", 12), ("long", 60)):
+        text = "".join(event.text for own, event in told if own == name)
+        assert text == expected(generator, PROMPTS[0], Settings(max_new_tokens=count))
+
+
+def test_concurrent_requests_with_disconnects(url: str, api: CompletionApi, generator: TextGenerator) -> None:
+    """Requests of many clients at once: short and long, streamed or not, greedy or sampled; some clients leave."""
+    import http.client
+    import json
+
+    rng, found, errors = random.Random(0), dict[int, Any](), list[BaseException]()
+    bodies = [
+        {
+            "prompt": rng.choice(PROMPTS) + rng.choice(["", " and", ", who was"]),
+            "max_tokens": rng.choice([3, 12, 40]),
+            "temperature": rng.choice([0, 0, 1.0]),
+            "seed": number,
+        }
+        for number in range(24)
+    ]
+    leaving = {3, 8, 13, 21}
+
+    def client(number: int) -> None:
+        try:
+            time.sleep(rng.random() / 2)
+            if number not in leaving:
+                status, answer = ask(url, "/v1/completions", bodies[number])
+                found[number] = answer["choices"][0]["text"] if status == 200 else answer
+                return
+            connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+            body = bodies[number] | {"stream": True, "max_tokens": 400, "ignore_eos": True}
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            connection.getresponse().read(300)
+            connection.close()
+        except BaseException as error:
+            errors.append(error)
+
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(len(bodies))]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join(120)
+    assert not errors
+    assert found.keys() == set(range(len(bodies))) - leaving
+    again = {number: ask(url, "/v1/completions", bodies[number])[1]["choices"][0]["text"] for number in found}
+    assert found == again
+    for number, text in found.items():
+        if not bodies[number]["temperature"]:
+            settings = Settings(max_new_tokens=bodies[number]["max_tokens"])
+            assert text == expected(generator, bodies[number]["prompt"], settings)
+    assert not api.worker.running
