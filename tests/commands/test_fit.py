@@ -189,6 +189,26 @@ def test_a_slow_model_measures_fewer_prompts() -> None:
     assert (plan.test_prompts, plan.rounds) == (20, 2)
 
 
+@pytest.mark.parametrize("lacks", [True, False])
+def test_a_run_that_needs_more_memory_than_there_is_warns(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(options(), PROBE, COSTS, train_prompts=100, test_prompts=20)
+    needed = max(plan.memory_bytes, plan.decoding_bytes)
+    monkeypatch.setattr(plan_module, "total_memory", lambda device: needed - lacks)
+    warning = plan_module.lacking_memory(plan, torch.device("cpu"))
+    assert bool(warning) == lacks
+    assert not warning or ("cpu has" in warning and "--quantization int8" in warning)
+
+
+def test_ignored_ends_of_texts_reach_every_stage(tmp_path: Path) -> None:
+    asked = options(ignore_eos=True, out=str(tmp_path))
+    plan = make_plan(asked, PROBE, COSTS, train_prompts=100, test_prompts=20)
+    run = stages.Run(asked, tmp_path, plan, PROBE)
+    assert "--ignore-eos" in stages.TextStage(run).command
+    assert "--ignore-eos" in stages.BenchmarkStage(run).command
+    asked = options(out=str(tmp_path))
+    assert "--ignore-eos" not in stages.TextStage(stages.Run(asked, tmp_path, plan, PROBE)).command
+
+
 def test_answers_fit_the_context() -> None:
     plan = make_plan(options(), replace(PROBE, context=64), COSTS, train_prompts=100, test_prompts=20)
     assert plan.text_tokens == plan.texts * 63

@@ -72,7 +72,15 @@ def fit(options: FitOptions) -> FitState | None:
 def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     """Check the model and plan the run, or take both from the `state`; print the plan."""
     from medusa.commands.fit.choices import HeadsChoice, choose_heads
-    from medusa.commands.fit.plan import LEAST_MINUTES, Plan, costs_of, describe, make_plan, require_disk
+    from medusa.commands.fit.plan import (
+        LEAST_MINUTES,
+        Plan,
+        costs_of,
+        describe,
+        lacking_memory,
+        make_plan,
+        require_disk,
+    )
     from medusa.commands.fit.probe import Probe, probe
     from medusa.commands.options import warn
     from medusa.loading import load_backbone
@@ -91,6 +99,8 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
                 costs = [costs_of(choice, loaded, found) for choice in choices]
                 plan = make_plan(options, found, costs, len(sides.train), len(sides.test))
                 minutes = plan.minutes
+        if warning := lacking_memory(plan, loaded.model.device):
+            warn(warning)
         del loaded
     for line in describe(plan, found, choices, options):
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -69,6 +69,7 @@ class FitOptions(Options):
         name="max_new_tokens",
         brief="generate at most N tokens per answer",
     )
+    ignore_eos: bool = option(False, "continue answers after the end-of-text token, for models that end them at once")
     load: LoadOptions = group(LoadOptions, "loading")
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
@@ -103,7 +104,7 @@ class FitOptions(Options):
 
     def request(self, prompts: str) -> Json:
         """Return what a continued run must have in common with the run that it continues; `prompts`: their digest."""
-        names = ("purpose", "minutes", "kind", "compare", "tokens", "raw")
+        names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw")
         about = {name: getattr(self, name) for name in names}
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}
         return {"model": self.model, "prompts": prompts, "seed": self.runtime.seed} | about | load

@@ -6,11 +6,14 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 
+import torch
+
 from medusa.commands.fit.choices import HeadsChoice
 from medusa.commands.fit.options import FitOptions
 from medusa.commands.fit.probe import Probe
 from medusa.files import Json, free_bytes, readable
 from medusa.loading import Loaded
+from medusa.memory import total_memory
 from train.config import HeadsConfig
 from train.footprint import CARDS, HeadsSize, fits, heads_size, training_bytes
 from train.heads import new_config
@@ -177,6 +180,15 @@ def require_disk(plan: Plan, folder: Path) -> str | None:
     if plan.disk_bytes <= free:
         return None
     return f"{folder} may take {readable(plan.disk_bytes)}, and its disk has {readable(free)} left"
+
+
+def lacking_memory(plan: Plan, device: torch.device) -> str | None:
+    """Return a warning if `device` has less memory than the plan's estimate, else `None`."""
+    needed, there = max(plan.memory_bytes, plan.decoding_bytes), total_memory(device)
+    if needed <= there:
+        return None
+    way = "--quantization int8 needs less for the model, and another --kind may need less for the heads"
+    return f"the run may need {readable(needed)} of memory, and {device.type} has {readable(there)}; {way}"
 
 
 def clock(seconds: float) -> str:

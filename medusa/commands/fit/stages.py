@@ -50,6 +50,10 @@ class Run(NamedTuple):
         """The prompts in a file of the work folder."""
         return replace(self.options.prompts, prompts=str(self.work / name), max_prompts=None)
 
+    def settings(self, tokens: int, temperature: float = 0.0) -> Settings:
+        """The decoding options of a stage that writes at most `tokens` tokens to a prompt."""
+        return Settings(max_new_tokens=tokens, temperature=temperature, ignore_eos=self.options.ignore_eos)
+
     @property
     def tokens(self) -> int:
         """Tokens of an answer, at most."""
@@ -97,7 +101,7 @@ class TextStage:
             models=Models(backbone=run.options.model),
             load=run.options.load,
             prompts=run.prompts(TRAIN),
-            settings=Settings(max_new_tokens=run.tokens, temperature=TEMPERATURE),
+            settings=run.settings(run.tokens, TEMPERATURE),
             raw=run.options.raw,
             batch_size=run.probe.batch_size,
             runtime=run.options.runtime,
@@ -202,7 +206,7 @@ class CalibrationStage:
             models=Models(backbone=run.options.model, heads=str(run.work / self.choice.name)),
             load=run.options.load,
             prompts=replace(run.prompts(TRAIN), max_prompts=max(ceil(CALIBRATED_ON / length), FEWEST_TEXTS)),
-            settings=Settings(max_new_tokens=CALIBRATION_TOKENS),
+            settings=run.settings(CALIBRATION_TOKENS),
             runtime=run.options.runtime,
             output=run.options.output_to(run.work / f"{self.choice.name}-calibration.json"),
         )
@@ -240,7 +244,7 @@ class BenchmarkStage:
             models=Models(backbone=run.options.model, heads=str(folder), tree="auto"),
             load=run.options.load,
             prompts=replace(run.prompts(TEST), max_prompts=run.plan.test_prompts),
-            settings=Settings(max_new_tokens=run.plan.benchmark_tokens),
+            settings=run.settings(run.plan.benchmark_tokens),
             rounds=run.plan.rounds,
             report=str(folder / REPORT),
             overwrite=True,
