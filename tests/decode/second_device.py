@@ -179,7 +179,7 @@ def compiled(model: Any, factory: DrafterFactory, rule: str, rows: int) -> tuple
     """Compiled decoding, with a step that is not compiled."""
     acceptor = RULES[rule][2]
     session = Session(model, requests_for(rows, rule), factory.num_nodes, acceptor.truncation, heads=factory.heads)
-    return session, CompiledStepper(session, acceptor, factory)
+    return session, CompiledStepper(session, acceptor, factory, graphs="off")
 
 
 @torch.no_grad()
@@ -255,7 +255,7 @@ def main() -> None:
         if name.startswith("decode.") and hasattr(module, "on_device") and module is not transfer:
             module.on_device = on_device
     decode.loop.host_waits = lambda device: True
-    region.compiled = lambda step, device: step
+    region.compiled = lambda step, cuda_graphs: step
     mode = FakeTensorMode()
     outcome = {name: outcome_of(make, mode) for name, make in cases()}
     pack = decode.loop.pack
