@@ -19,6 +19,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 WRONG = {
     "benchmark_loss": ["--device abacus", "--lm-heads neither"],
     "check_architectures": ["--only lama", "--backbone ./no/folder", "--write page.md --only llama"],
+    "check_clients": ["--python ./no/python", "--requests 0"],
     "check_exports": ["vllm no/folder", "write --heads demo"],
     "compare_drafters": ["--on ./no/model demo --prompt Hi --drafters ngram", "--on demo demo --prompt Hi"],
     "compare_kinds": ["--backbone demo --prompt Hi --heads demo", "--backbone ./no/model --prompt Hi --heads a=b"],
@@ -33,7 +34,7 @@ WRONG = {
     "../.ci/check_wheel": ["--fast"],
     "../notebooks/run": ["no.ipynb"],
 }
-SHARED = {"script_tools", "measuring", "tiny_models", "backbone_training"}  # no scripts
+SHARED = {"script_tools", "measuring", "tiny_models", "backbone_training", "openai_checks"}  # no scripts
 
 
 def test_every_script_is_listed() -> None:
