@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
@@ -143,10 +146,14 @@ def _require_compilable(session: Session) -> None:
         raise RequestError(f"--compile is not possible: {reason}; leave it out")
 
 
+@functools.cache
 def _has_compiler() -> bool:
-    from torch._inductor import cpp_builder, exc  # slow to import, and needed only here
+    from torch._inductor import cpp_builder, cpu_vec_isa, exc  # slow to import, and needed only here
 
     try:
-        return bool(cpp_builder.get_cpp_compiler())
+        found = bool(cpp_builder.get_cpp_compiler())
     except exc.InvalidCxxCompiler:
         return False
+    # To find the CPU's vector instructions, torch starts Python several times (0.8 s). A step is traced meanwhile.
+    threading.Thread(target=cpu_vec_isa.valid_vec_isa_list, daemon=True).start()
+    return found
