@@ -177,6 +177,11 @@ class Backbone:
             self._seen = None
 
     @property
+    def state_size(self) -> int:
+        """The size of the hidden states [..., H or E] that forwards return."""
+        return self.hidden_size * (1 if self.feature_layers is None else len(self.feature_layers))
+
+    @property
     def num_layers(self) -> int:
         """The number of decoder layers."""
         return int(self.config.num_hidden_layers)

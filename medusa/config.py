@@ -203,6 +203,14 @@ class MedusaConfig:
         return self.hidden_size * (3 if self.feature_layers == USUAL_LAYERS else len(self.feature_layers))
 
     @property
+    def reads(self) -> str:
+        """The hidden states of the backbone that the heads read, in words."""
+        if self.feature_layers is None:
+            return "the last hidden state"
+        layers = self.feature_layers
+        return "the usual three layers" if isinstance(layers, str) else f"layers {', '.join(map(str, layers))}"
+
+    @property
     def decoder_layers(self) -> int:
         """The number of decoder layers of `eagle` heads."""
         return 1 if self.layer is None else self.layer["layers"]

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
-from medusa.backbone import Backbone
+from medusa.backbone import Backbone, FeatureLayers
+from medusa.checkpoints.folder import load as load_heads
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, load_backbone, load_tokenizer, text_limits
@@ -22,10 +23,10 @@ from medusa.options import LoadOptions
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
 from train.check import check, require_adaptable
-from train.config import FLASH, TrainConfig
+from train.config import FLASH, HeadsConfig, TrainConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.features.files import Features, is_features, open_features
-from train.heads import new_heads, require_same_heads
+from train.heads import backbone_for, feature_layers, new_heads, require_same_heads
 from train.medusa2.adapter import adapt
 from train.medusa2.trainer import Medusa2Trainer
 from train.trainer import MedusaTrainer
@@ -57,7 +58,7 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     if not is_features(config.data.path):  # before the weights are loaded, because the data may have mistakes
         dataset = load_dataset(config.data, *reading, arguments.seed)
     loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
-    backbone = Backbone(loaded.model)
+    backbone = _backbone(config.heads, loaded.model)
     if config.attention == FLASH:  # after Backbone's test, whose few tokens need no such kernel
         loaded.model.set_attn_implementation(FLASH)
     if checkpoint is not None:
@@ -75,6 +76,14 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
         heads.config.raw_prompts = raw
     require_adaptable(config, heads.config)
     return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads)
+
+
+def _backbone(asked: HeadsConfig, model: PreTrainedModel) -> Backbone:
+    """Wrap the backbone for the heads that the section `heads` of a recipe asks for."""
+    layers: FeatureLayers = feature_layers(asked, Backbone(model))
+    if asked.start is not None:
+        layers = load_heads(asked.start).config.feature_layers
+    return backbone_for(model, layers)
 
 
 def _heads(config: TrainConfig, backbone: Backbone, dataset: Rows, quiet: bool) -> MedusaHeads:

@@ -78,6 +78,9 @@ def require_adaptable(config: TrainConfig, heads: HeadsConfig | MedusaConfig) ->
     if adapter is not None and adapter.teacher_tilt and heads.vocabulary:
         wanted = "adapter.teacher_tilt needs heads that guess among all tokens"
         raise RequestError(f"{wanted}; add adapter.teacher_tilt=0, or leave heads.vocabulary out")
+    if adapter is not None and heads.feature_layers is not None:
+        found = "an adapter cannot be trained with heads that read several layers"
+        raise RequestError(f"{found}; leave heads.feature_layers out, or adapter")
     if adapter is not None and adapter.lm_head and heads.lm_head == "shared":
         raise RequestError("adapter.lm_head needs one LM head per head; add heads.lm_head=own")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from medusa.config import BLOCKS, GATED, KINDS, LM_HEADS, MIN_VOCABULARY
+from medusa.config import BLOCKS, GATED, KINDS, LM_HEADS, MIN_VOCABULARY, USUAL_LAYERS
 from medusa.errors import RequestError
 from medusa.loading import DTYPES
 from medusa.options import ATTENTIONS, QUANTIZATIONS, LoadOptions
@@ -36,7 +36,11 @@ class HeadsConfig(Section):
     expansion: float | None = Field(default=None, gt=0)
     """Width of an mlp or gated block, as a multiple of the hidden size."""
     lm_head: Annotated[str | None, one_of(*LM_HEADS)] = None
-    """LM head: own (one for each head, of vocabulary x hidden size weights) or shared (the backbone's)."""
+    """LM head: own (one for each head, of vocabulary x hidden size weights), one (of all heads together; only gated
+    blocks) or shared (the backbone's)."""
+    feature_layers: list[int] | str | None = None
+    """Layers of the backbone whose hidden states gated blocks read, joined by a matrix (EAGLE-3): usual (three layers)
+    or a list, in which i stands for the state after i layers. By default heads read the last hidden state."""
     vocabulary: int | None = None
     """Number of tokens that heads guess among: the most frequent of the training text. Fewer are faster; 0: all."""
     force_vocabulary: bool = False
@@ -52,6 +56,11 @@ class HeadsConfig(Section):
         kinds = ("eagle", None) if self.start else ("eagle",)
         if self.block == GATED and (self.kind not in kinds or self.layers not in (None, 1)):
             raise RequestError(f"heads.block {GATED} needs heads.kind eagle with heads.layers 1; take square or mlp")
+        if self.feature_layers is not None and self.block != GATED and not self.start:
+            raise RequestError(f"heads.feature_layers needs heads.kind=eagle heads.block={GATED}")
+        if isinstance(self.feature_layers, str) and self.feature_layers != USUAL_LAYERS:
+            ways = f"give {USUAL_LAYERS}, or a list of numbers such as [2, 16, 29]"
+            raise RequestError(f"heads.feature_layers is {self.feature_layers!r}; {ways}")
         return self
 
 

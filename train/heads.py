@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from medusa.backbone import Backbone
+from medusa.backbone import Backbone, FeatureLayers, new_layers
 from medusa.checkpoints.folder import load
-from medusa.config import GATED, ORIGINAL_HYDRA, MedusaConfig
+from medusa.config import GATED, ORIGINAL_HYDRA, USUAL_LAYERS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
@@ -18,7 +18,7 @@ from medusa.places import SHIPPED
 from train.architecture import BackboneSizes, choose
 from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 
-SAME_NAMES = ("kind", "prefix_layers", "block", "expansion", "lm_head", "vocabulary")
+SAME_NAMES = ("kind", "prefix_layers", "block", "expansion", "lm_head", "feature_layers", "vocabulary")
 HEADS_ASKED = {"num_heads": "num", "num_layers": "layers"} | {name: name for name in SAME_NAMES}
 """For each field of `MedusaConfig` that a recipe sets, its key in the section `heads`."""
 
@@ -62,9 +62,25 @@ def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: 
         prefix_layers=asked.prefix_layers or 0,
         base_model_name_or_path=name,
         backbone=fingerprint(model, name, revision),
+        feature_layers=feature_layers(asked, backbone),
         vocabulary=asked.vocabulary or None,
         **choose(sizes, asked)._asdict(),
     )
+
+
+def feature_layers(asked: HeadsConfig, backbone: Backbone) -> list[int] | None:
+    """Return the layers that new heads read: the numbers in `asked`, or for `usual` those that suit the backbone."""
+    asked_layers = asked.feature_layers
+    return new_layers(backbone.num_layers) if isinstance(asked_layers, str) else asked_layers
+
+
+def backbone_for(model: PreTrainedModel, layers: FeatureLayers) -> Backbone:
+    """Wrap a backbone for training heads that read these layers (`MedusaConfig.feature_layers`).
+
+    Its hidden states are those that the heads read, followed by the LM head's input, from which labels are made. For
+    heads that read the last hidden state, both are the same."""
+    read = Backbone(model, layers)
+    return read if read.feature_layers is None else Backbone(model, (*read.feature_layers, read.num_layers))
 
 
 def require_startable(start: str, asked: HeadsConfig, hidden_size: int, vocab_size: int) -> MedusaConfig:
@@ -77,6 +93,8 @@ def require_startable(start: str, asked: HeadsConfig, hidden_size: int, vocab_si
         raise RequestError(f"heads.start: {original}, which can decode but not be trained")
     wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()}
     wanted |= {"hidden_size": hidden_size, "vocab_size": held.vocab_size and vocab_size}
+    if isinstance(wanted["feature_layers"], str):  # any numbers will do
+        wanted["feature_layers"] = held.feature_layers or USUAL_LAYERS
     for key, value in wanted.items():
         if value is not None and value != (getattr(held, key) or 0):  # `None` and 0 mean all tokens
             raise RequestError(f"heads.start: {start} has {key} {getattr(held, key)!r}, not {value!r}")
@@ -106,6 +124,7 @@ def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedM
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     """Describe heads in one line: shape, size, and warnings if they lack the LM head's bias or no server loads them."""
     width = f" of width {config.inner_size}" if config.block in ("mlp", GATED) else ""
+    width += f" on {config.reads}" if config.feature_layers else ""
     tokens = f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else ""
     line = (
         f"heads: {config.num_heads} x {config.num_layers} {config.block} block(s){width}, {config.lm_head} LM head, "

@@ -16,6 +16,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs, following_ids
 from medusa.vocabulary import lm_head_for, token_ids
 from train.arguments import MedusaTrainingArguments
+from train.heads import backbone_for
 from train.loss.chunks import chunk_rows
 from train.loss.heads import HeadLosses, head_losses
 from train.loss.labels import IGNORE, head_labels
@@ -46,7 +47,8 @@ class HeadsOnBackbone(nn.Module):
             heads.set_dropout(args.dropout)
         if getattr(model, "hf_device_map", None):  # split over devices: the Trainer must not move the heads
             self.hf_device_map = model.hf_device_map
-        self.backbone = Backbone(model.requires_grad_(False).eval())  # not an nn.Module, so not a submodule
+        frozen = model.requires_grad_(False).eval()
+        self.backbone = backbone_for(frozen, heads.config.feature_layers)  # not an nn.Module, so not a submodule
         if args.objective == "distill" and not self.backbone.splits:
             why = "this backbone caps or scales its LM head's output, so its softmax is not the backbone's distribution"
             raise RequestError(f"training.objective distill: {why}; take argmax, which is the same either way")
@@ -67,36 +69,37 @@ class HeadsOnBackbone(nn.Module):
     ) -> LabelledPositions:
         """Collect the inputs and labels of the heads at the positions of a batch at which head 0 has a label.
 
-        The arguments are the fields [B, T] of a batch of B rows of T tokens. `hidden` [B, T, H] are the backbone's
-        hidden states of size H for these tokens; they are computed if it is `None`."""
+        The arguments are the fields [B, T] of a batch of B rows of T tokens. `hidden` [B, T, H or more] are the
+        backbone's hidden states (`train.heads.backbone_for`) for these tokens; they are computed if it is `None`."""
         backbone, args, num_heads = self.backbone, self.args, self.heads.config.num_heads
         # An evaluation compares guesses with tokens, also with the objective distill.
         argmax = args.objective == "argmax" or (args.objective == "distill" and not self.training)
         if hidden is None:
             hidden = self.states(input_ids, position_ids)
         hidden = hidden.to(backbone.dtype)  # carries gradients in Medusa-2
+        last = hidden[..., -backbone.hidden_size :]  # the LM head's input
         with torch.no_grad():
-            tokens = backbone_choices(backbone, hidden, input_ids) if argmax else input_ids
+            tokens = backbone_choices(backbone, last, input_ids) if argmax else input_ids
         labels = head_labels(tokens, loss_mask, document_ids, num_heads).flatten(1)
         # Without a label of head 0 no decoding step starts here, so the other heads need none.
         places = (labels[0] != IGNORE).nonzero()[:, 0]
         teacher = None
         if args.objective == "distill":
             settings = (args.teacher_temperature, args.hard_label_weight, self.heads.vocabulary)
-            teacher = BackboneTeacher(hidden.flatten(0, 1), places, backbone.head, *settings)
-        shown = hidden.to(self.heads.dtype)
-        if self.training and args.hidden_noise:
-            shown = with_noise(shown, args.hidden_noise)
+            teacher = BackboneTeacher(last.flatten(0, 1), places, backbone.head, *settings)
+        shown = hidden[..., : self.heads.config.feature_size].to(self.heads.dtype)
+        if self.training and args.hidden_noise:  # layer by layer
+            shown = with_noise(shown.unflatten(-1, (-1, backbone.hidden_size)), args.hidden_noise).flatten(-2)
         inputs = self.heads.inputs(shown, input_ids, backbone.embed, position_ids, document_ids, places)
         if self.training and self.scheduled_sampling:
             ids = following_ids(input_ids, num_heads).flatten(0, 1)[places]
             ids = with_own_guesses(self.heads, backbone, inputs, ids, self.scheduled_sampling)
             with torch.no_grad():
-                inputs = inputs._replace(following=backbone.embed(ids).to(inputs.hidden))
+                inputs = inputs._replace(following=self.heads.embed(ids, backbone.embed))
         return LabelledPositions(inputs, labels[:, places], teacher)
 
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Compute the backbone's hidden states [B, T, H] for a batch of B rows of T tokens; H is the hidden size."""
+        """Compute the backbone's hidden states [B, T, H or more] for a batch of B rows of T tokens."""
         # Without autocast, so that the heads read hidden states in the backbone's dtype, as in decoding.
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             return packed_states(self.backbone, input_ids, position_ids)

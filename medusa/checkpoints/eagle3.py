@@ -131,7 +131,8 @@ def _part_sizes(config: MedusaConfig) -> list[int]:
 
 def _names(config: MedusaConfig) -> dict[str, str]:
     """Return the names of the tensors in the file by their names in the state dict, but for those that change."""
-    names, variants = {}, layer_sizes(config)["variants"]
+    names: dict[str, str] = {}
+    variants = layer_sizes(config)["variants"]
     for module, prefix, _ in _pairs(config):
         names |= {module + ours: prefix + theirs for ours, theirs in LAYER_NAMES.items()}
         if "qk_norm" in variants:

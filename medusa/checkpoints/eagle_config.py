@@ -81,7 +81,7 @@ def _layer(tensors: Mapping[str, Tensor], described: Json, source: str) -> Layer
         config = make(**{key: value for key, value in described.items() if key not in ("model_type", "architectures")})
     except Exception as error:  # transformers checks each value in its own way
         raise RequestError(f"{source}: its config.json describes no layer ({first_line(error)})") from None
-    rope = dict(config.rope_parameters)
+    rope: Json = dict(config.rope_parameters or {})
     if "mrope_section" in rope or rope.get("rope_type") == "mrope":  # the three positions of a token of text are one
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
@@ -98,8 +98,8 @@ def _layer(tensors: Mapping[str, Tensor], described: Json, source: str) -> Layer
         width=config.intermediate_size,
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
-        key_value_heads=config.num_key_value_heads,
-        head_size=config.head_dim,
+        key_value_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_size=config.head_dim or config.hidden_size // config.num_attention_heads,
         eps=config.rms_norm_eps,
         rope=rope,
         variants=[],

@@ -32,13 +32,12 @@ def run(options: InfoOptions) -> None:
     tree = Tree.from_paths(config.tree) if config.tree else None
     inner = config.inner_size if config.layer is None else config.layer["width"]
     width = f", {inner} wide" if config.block in ("mlp", GATED, ORIGINAL_EAGLE) else ""
-    features = config.feature_layers or "the last hidden state"
     about: dict[str, object] = {
         "folder": str(find_folder(options.heads)),
         "kind": config.kind + (f", {config.prefix_layers} prefix layers" if config.prefix_layers else ""),
         "heads": config.num_heads,
         "blocks per head": f"{config.num_layers} {config.block}{width}",
-        "reads": f"layers {', '.join(map(str, features))}" if isinstance(features, list) else features,
+        "reads": config.reads,
         "LM head": config.lm_head,
         "hidden size": config.hidden_size,
         "vocabulary": config.vocab_size or "the backbone's",

@@ -6,7 +6,6 @@ the numbers of the layers that `fc` joins (`medusa.checkpoints.eagle_config`), a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from medusa.checkpoints.checkpoint import Checkpoint, Tensors
 from medusa.checkpoints.eagle3 import to_eagle3
 from medusa.checkpoints.eagle_config import IDS
 from medusa.checkpoints.stored import CONFIG, save_tensors
-from medusa.config import GATED, USUAL_LAYERS, MedusaConfig
+from medusa.config import GATED, MedusaConfig
 from medusa.errors import RequestError
 from medusa.export.base import Export, Written, quoted, read_lm_head
 from medusa.files import Json, write_json
@@ -108,13 +107,12 @@ def layer_for(export: Export, name: str) -> Layer:
     backbone = load_config(export.backbone, export.load).get_text_config(decoder=True)
     if backbone.hidden_size != config.hidden_size or config.vocab_size not in (None, backbone.vocab_size):
         raise RequestError(f"these heads do not fit {export.backbone}, which has other sizes; name the right backbone")
-    features: Sequence[int] = ()
-    if config.feature_layers is not None:
-        count = backbone.num_hidden_layers
-        features = usual_layers(count) if config.feature_layers == USUAL_LAYERS else list(config.feature_layers)
-        if not all(0 <= layer < count for layer in features):
-            raise RequestError(f"these heads read the layers {list(features)}, and {export.backbone} has {count}")
-    return Layer(heads, backbone, list(features))
+    features, count = config.feature_layers or [], backbone.num_hidden_layers
+    if isinstance(features, str):
+        features = list(usual_layers(count))
+    if not all(0 <= layer < count for layer in features):
+        raise RequestError(f"these heads read the layers {features}, and {export.backbone} has {count}")
+    return Layer(heads, backbone, features)
 
 
 def require_features(layer: Layer, name: str) -> None:

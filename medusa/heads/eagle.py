@@ -70,6 +70,9 @@ class EagleHeads(CachedAttention, SequentialHeads):
         if self.joins or config.feature_layers is not None:
             inputs = 2 * size if self.joins else config.feature_size
             self.fc = nn.Linear(inputs, size, bias="fc_bias" in self.variants)
+        if config.feature_layers is not None and size == config.hidden_size:  # a new layer reads the last of the layers
+            nn.init.zeros_(self.fc.weight)
+            nn.init.eye_(self.fc.weight[:, -size:])
         if "norm_before_fc" in self.variants:
             self.input_norm = nn.RMSNorm(config.feature_size, eps)
         if "fc_norm" in self.variants:

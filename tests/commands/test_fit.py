@@ -59,6 +59,7 @@ PROBE = Probe(
 )
 SIZE = HeadsSize(num_heads=4, trained=1_000_000, own=0, vocab_size=4096)
 COSTS = [Costs(SIZE, token_seconds=4e-4)]
+SERVED = {"kind": "eagle", "block": "gated", "lm_head": "shared", "feature_layers": "usual"}
 
 
 def prompts(count: int) -> list[Record]:
@@ -218,8 +219,8 @@ def test_answers_fit_the_context() -> None:
 @pytest.mark.parametrize(
     ("given", "parameters", "on_gpu", "heads"),
     [
-        ({"purpose": "vllm"}, 7_000_000_000, True, {"kind": "eagle", "block": "gated", "lm_head": "shared"}),
-        ({"purpose": "sglang"}, 260_000, False, {"kind": "eagle", "block": "gated", "lm_head": "shared"}),
+        ({"purpose": "vllm"}, 7_000_000_000, True, SERVED),
+        ({"purpose": "sglang"}, 260_000, False, SERVED),
         ({"kind": "hydra"}, 260_000, False, {"kind": "hydra"}),
         ({}, 260_000, False, {"kind": "medusa"}),
         ({}, 7_000_000_000, True, {"kind": "recurrent"}),
@@ -483,4 +484,5 @@ def test_heads_for_a_server(
     assert str(tmp_path / "heads" / server) in told
     layer = json.loads((tmp_path / "heads" / server / "config.json").read_text())
     assert layer["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert layer["eagle_config"]["use_aux_hidden_state"] is True, "the form of published layers"
     assert MedusaHeads.from_pretrained(tmp_path / "heads").config.servable

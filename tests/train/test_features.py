@@ -145,9 +145,18 @@ def test_a_recorded_folder_is_read_in_rows(tmp_path: Path) -> None:
 # --- the same heads ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("objective", "kind"), [("text", "medusa"), ("argmax", "medusa"), ("argmax", "eagle")])
-def test_training_from_features_equals_online_training(recipe: Any, tmp_path: Path, objective: str, kind: str) -> None:
-    heads = {"num": 2, "kind": kind}
+SEVERAL = {"kind": "eagle", "block": "gated", "feature_layers": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("objective", "kind"),
+    [("text", {}), ("argmax", {}), ("argmax", {"kind": "eagle"}), ("argmax", SEVERAL), ("distill", SEVERAL)],
+    ids=str,
+)
+def test_training_from_features_equals_online_training(
+    recipe: Any, tmp_path: Path, objective: str, kind: dict[str, Any]
+) -> None:
+    heads = {"num": 2} | kind
     online = recipe("online", training={"objective": objective}, heads=heads)
     cached = recipe("cached", training={"objective": objective}, heads=heads, cache_features=True)
     assert is_features(tmp_path / "cached" / "features")
@@ -356,3 +365,27 @@ def test_a_disk_that_is_too_small_is_rejected_before_writing(
 
 def test_waiting_for_data_is_reported(recipe: Any) -> None:
     assert 0 < recipe(cache_features=True)["reading_share"] < 0.5
+
+
+def test_three_layers_take_four_times_the_space(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The LM head's input is stored too, because labels are made from it."""
+    heads = {"num": 2, "kind": "eagle", "block": "gated", "feature_layers": "usual"}
+    plan = recipe(plan=True, heads=heads)
+    assert plan["layers"] == 4
+    assert plan["missing_bytes"] == 16 * 40 * (4 * 4 * HIDDEN + 9)
+    assert "tokens x 4 layers" in capsys.readouterr().err
+
+
+def test_features_of_other_layers_are_refused(recipe: Any, tmp_path: Path) -> None:
+    recipe("several", heads={"num": 2} | SEVERAL, cache_features=True)
+    folder = tmp_path / "several" / "features"
+    assert json.loads((folder / MANIFEST).read_text())["layers"] == [0, 1, 2]
+    data = {"path": str(folder), "sequence_length": 40}
+    assert "loss" in recipe("same", heads={"num": 2} | SEVERAL, data=data)
+    other = {"num": 2} | SEVERAL | {"feature_layers": [1, 0]}
+    with pytest.raises(RequestError, match=r"are of the layers \[0, 1, 2\], and training needs \[1, 0, 2\]"):
+        recipe("other", heads=other, data=data)
+    with pytest.raises(RequestError, match="training needs only the last one"):
+        recipe("one", data=data)
+    with pytest.raises(RequestError, match="are of other layers; give another features_dir"):
+        recipe("again", heads=other, cache_features=True, features_dir=str(folder))

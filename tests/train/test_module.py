@@ -16,7 +16,8 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs, following_ids
 from tests.helpers import VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
-from train.config import HeadsConfig
+from train.check import require_adaptable
+from train.config import AdapterConfig, HeadsConfig, TrainConfig
 from train.data.datasets import PackedDataset
 from train.data.packing import Example
 from train.heads import new_heads
@@ -87,6 +88,67 @@ def test_noise_is_added_only_to_head_inputs_in_training(kind: str) -> None:
         noisy.eval().labelled_positions(**batch()).inputs.hidden,
         plain.eval().labelled_positions(**batch()).inputs.hidden,
     )
+
+
+# --- several layers --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_labels_come_from_the_last_layer_and_inputs_from_the_chosen_ones() -> None:
+    model = tiny_model("llama")
+    heads = random_heads(model, HEADS, kind="eagle", block="gated", lm_head="shared", feature_layers=[1, 0])
+    module = HeadsOnBackbone(heads, model, MedusaTrainingArguments("unused", use_cpu=True, objective="distill")).train()
+    inputs = batch()
+    out = model(**{name: inputs[name] for name in ("input_ids", "position_ids")}, output_hidden_states=True)
+    found = module.labelled_positions(**inputs)
+    joined = torch.cat([out.hidden_states[1], out.hidden_states[0]], dim=-1).flatten(0, 1)
+    assert found.teacher is not None
+    torch.testing.assert_close(found.inputs.hidden, heads.join(joined)[found.teacher.position])  # type: ignore[operator]
+    torch.testing.assert_close(model.lm_head(found.teacher.hidden), out.logits.flatten(0, 1))
+    stored = module.states(inputs["input_ids"], inputs["position_ids"])
+    again = module.labelled_positions(**inputs, hidden=stored)
+    assert torch.equal(again.inputs.hidden, found.inputs.hidden)
+
+
+def test_new_heads_of_several_layers_start_from_the_last_of_them() -> None:
+    model = tiny_model("llama", num_hidden_layers=9)
+    heads = new_heads(model, HeadsConfig(num=HEADS, kind="eagle", block="gated", feature_layers="usual"), "tiny")
+    assert heads.config.feature_layers == [2, 4, 6]
+    backbone = Backbone(model, heads.config.feature_layers)
+    ids = batch()["input_ids"]
+    hidden = backbone.hidden_states(ids, use_cache=False)
+    features = heads.features(heads.inputs(hidden, ids, backbone.embed))
+    last = nn.functional.normalize(hidden[..., -backbone.hidden_size :], dim=-1).expand(HEADS, -1, -1, -1)
+    torch.testing.assert_close(nn.functional.normalize(features, dim=-1), last)
+
+
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+def test_one_lm_head_learns_from_all_heads(tmp_path: Path, backend: str) -> None:
+    """The gradient of the LM head that heads share is the sum of those of separate ones."""
+    model = tiny_model("llama")
+    form: dict[str, Any] = {"kind": "eagle", "block": "gated", "feature_layers": [0, 1]}
+    gradients = []
+    for lm_head in ("one", "own"):
+        heads = random_heads(model, HEADS, lm_head=lm_head, **form)
+        with torch.no_grad():
+            for seed, (_, parameter) in enumerate(sorted(heads.named_parameters())):
+                values = torch.randn(parameter.shape[-2:], generator=torch.Generator().manual_seed(seed)) * 0.2
+                parameter.copy_(values)
+        module = HeadsOnBackbone(
+            heads, model, MedusaTrainingArguments(str(tmp_path), use_cpu=True, loss_backend=backend)
+        )
+        module(**batch()).objective.sum().backward()
+        assert heads.lm_heads is not None
+        assert heads.lm_heads.grad is not None
+        gradients.append(heads.lm_heads.grad.sum(0))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_an_adapter_needs_heads_of_the_last_layer() -> None:
+    asked = HeadsConfig(kind="eagle", block="gated", feature_layers="usual")
+    recipe = TrainConfig(backbone="b", data="d", output_dir="o", heads=asked, adapter=AdapterConfig())
+    with pytest.raises(RequestError, match="adapter cannot be trained with heads that read several layers"):
+        require_adaptable(recipe, asked)
 
 
 # --- dropout ---------------------------------------------------------------------------------------------------------

@@ -186,6 +186,8 @@ def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) 
         ("training.hidden_noise=-1", "at least 0"),
         ("heads.block=gated", "needs heads.kind eagle"),
         ("heads.vocabulary=5", "at least 32, or 0 for all tokens"),
+        ("heads.feature_layers=usual", "heads.feature_layers needs heads.kind=eagle heads.block=gated"),
+        ("heads={kind: eagle, block: gated, feature_layers: last}", "give usual, or a list of numbers"),
     ],
 )
 def test_invalid_values_are_rejected_with_the_allowed_values(read: Any, override: str, said: str) -> None:

@@ -209,13 +209,14 @@ def test_training_raises_accuracy_and_shortens_decoding(model: Any, texts: list[
     assert [result.input_ids + result.new_ids for result in results] == [text.input_ids for text in texts]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "cascade", "hydra", "recurrent", "eagle"])
+@pytest.mark.parametrize("kind", ["medusa", "cascade", "hydra", "recurrent", "eagle", "eagle-3"])
 @pytest.mark.parametrize("backend", ["auto", "plain"])
 def test_sequential_heads_learn_from_earlier_tokens(model: Any, tmp_path: Path, kind: str, backend: str) -> None:
     """Random tokens, each followed by its own successor: only heads that read the random token can predict the next.
 
     At every other position head 1 predicts the root's successor, and head 2 the first guess's successor.
     """
+    several: dict[str, Any] = {"kind": "eagle", "block": "gated", "feature_layers": [0, 1], "expansion": None}
     successor = torch.randperm(20, generator=torch.Generator().manual_seed(0)).tolist()
     made = []
     for seed in range(12):
@@ -226,14 +227,20 @@ def test_sequential_heads_learn_from_earlier_tokens(model: Any, tmp_path: Path, 
         model,
         made,
         tmp_path,
-        HeadsConfig(num=2, kind=kind, block="mlp", expansion=2.0, lm_head="shared"),
+        HeadsConfig(
+            **(
+                {"num": 2, "kind": kind, "block": "mlp", "expansion": 2.0, "lm_head": "shared"}
+                | (several if kind == "eagle-3" else {})
+            )
+        ),
         max_steps=60,
         learning_rate=1e-2,
         objective="text",
         loss_backend=backend,
     )
     run.train()
-    found = head_accuracy(Backbone(model), run.heads, [OwnText(text.input_ids, 1) for text in made]).heads
+    backbone = Backbone(model, run.heads.config.feature_layers)
+    found = head_accuracy(backbone, run.heads, [OwnText(text.input_ids, 1) for text in made]).heads
     for head in found:
         if run.heads.follows_path:
             assert head.top["1"] > 0.45, "half of the labels can be known"
@@ -278,7 +285,16 @@ def test_evaluation_gives_accuracies_and_the_trees_tau(model: Any, texts: list[O
 
 
 @pytest.mark.parametrize("backend", ["chunked", "plain"])
-@pytest.mark.parametrize("heads", [{"kind": "medusa"}, {"kind": "hydra", "prefix_layers": 1}, {"kind": "eagle"}])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"kind": "medusa"},
+        {"kind": "hydra", "prefix_layers": 1},
+        {"kind": "eagle"},
+        {"kind": "eagle", "block": "gated", "feature_layers": [0, 1]},
+    ],
+    ids=str,
+)
 def test_heads_in_float32_on_a_bfloat16_backbone(
     texts: list[OwnText], tmp_path: Path, heads: dict[str, Any], backend: str
 ) -> None:
@@ -291,7 +307,8 @@ def test_heads_in_float32_on_a_bfloat16_backbone(
     figures = run.evaluate()
     assert 0 < figures["eval_loss"] < 100
     assert figures["eval_tau"] > 1.1, "fresh heads repeat the backbone's guess, which is right here and there"
-    assert head_accuracy(Backbone(backbone), run.heads, texts[:1]).tokens > 0
+    read = Backbone(backbone, run.heads.config.feature_layers)
+    assert head_accuracy(read, run.heads, texts[:1]).tokens > 0
 
 
 def test_distillation_is_evaluated_on_the_backbones_tokens(model: Any, tmp_path: Path) -> None:

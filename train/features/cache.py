@@ -35,6 +35,7 @@ class FeaturePlan:
     backbone_seconds: float  # per training step, for the backbone's forward; cached features save this time
     heads_seconds: float  # per training step, for everything else
     epochs: float
+    layers: int = 1  # of the backbone, whose hidden states are stored for each token
 
     @property
     def saved_per_epoch(self) -> float:
@@ -52,7 +53,8 @@ class FeaturePlan:
 
     def __str__(self) -> str:
         return (
-            f"features: {self.tokens:,} tokens, {readable(self.missing_bytes)} to write, "
+            f"features: {self.tokens:,} tokens{f' x {self.layers} layers' if self.layers > 1 else ''}, "
+            f"{readable(self.missing_bytes)} to write, "
             f"{readable(self.free_bytes)} free; they save {self.saved_per_epoch:.0%} of every epoch after the first, "
             f"{self.saved:.0%} of this run ({self.epochs:.3g} epochs)"
         )
@@ -75,13 +77,14 @@ class FeatureCache:
 
         No file is read or written yet. Hidden states are stored in `dtype`, by default the backbone's."""
         self.folder, self.rows, self.backbone = folder, rows, backbone
-        self.dtype, size = DTYPES[dtype] if dtype else backbone.dtype, backbone.hidden_size
+        self.dtype, size = DTYPES[dtype] if dtype else backbone.dtype, backbone.state_size
         self.row_length = rows.input_ids.shape[1]
         self.row_bytes = self.row_length * files.token_bytes(size, self.dtype)
         self.rows_per_shard = max(1, min(len(rows), files.SHARD_BYTES // self.row_bytes))
         name = str(self.dtype).removeprefix("torch.")
         layout = len(rows), self.row_length, self.rows_per_shard
-        self.manifest = Manifest(fingerprint, name, size, *layout, raw_prompts=rows.counts.has_raw_prompts)
+        layers = None if backbone.feature_layers is None else list(backbone.feature_layers)
+        self.manifest = Manifest(fingerprint, name, size, *layout, rows.counts.has_raw_prompts, layers)
 
     def shard_rows(self) -> Iterator[tuple[Path, slice]]:
         """Yield the path of each shard of the dataset, whether it is written or not, with the rows that it holds."""
@@ -107,8 +110,11 @@ class FeatureCache:
             return
         held, other = Manifest.read(self.folder), "other data"
         if not held.same_states(self.manifest):
-            same_backbone = held.same_states(replace(self.manifest, dtype=held.dtype))
-            other = f"dtype {held.dtype}, not {self.manifest.dtype}" if same_backbone else "another backbone or dtype"
+            wanted = replace(self.manifest, dtype=held.dtype)
+            other = f"dtype {held.dtype}, not {self.manifest.dtype}"
+            if not held.same_states(wanted):
+                same_backbone = held.same_states(replace(wanted, layers=held.layers, hidden_size=held.hidden_size))
+                other = "other layers" if same_backbone else "another backbone or dtype"
         elif held == replace(self.manifest, backbone=held.backbone) and all(
             torch.equal(stored, self._tokens(rows)[name])
             for path, rows in self.shard_rows()
@@ -147,6 +153,7 @@ class FeatureCache:
             backbone_seconds=min(forwards) * args.gradient_accumulation_steps,
             heads_seconds=heads,
             epochs=steps * rows_per_step / len(self.rows) if steps > 0 else args.num_train_epochs,
+            layers=len(self.manifest.layers or [None]),
         )
 
     @torch.no_grad()

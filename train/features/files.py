@@ -3,7 +3,8 @@
 A folder of features is a `manifest.json` and shards `00000.safetensors`, `00001.safetensors`, ... . A shard is either
 complete or absent, and writers only add shards. A shard holds N tokens of documents laid end to end (H hidden size):
 
-    hidden [N, H]        inputs of the LM head and of all Medusa heads, in the backbone's dtype or a smaller one
+    hidden [N, H]        inputs of the LM head and of Medusa heads, in the backbone's dtype or a smaller one; for heads
+                         that read several layers [N, more]: their states, followed by the LM head's input
     input_ids [N]        int32
     document_ids [N]     int32; index of each token's document within the shard; -1 is padding
     loss_mask [N]        bool; True for tokens that count in the loss
@@ -46,11 +47,12 @@ class Manifest:
 
     backbone: Fingerprint
     dtype: str  # of the stored hidden states, such as "float16"
-    hidden_size: int
+    hidden_size: int  # of the stored states, of all layers together
     rows: int | None = None  # of a cached dataset; `None` here and below for features that were recorded text by text
     row_length: int | None = None
     rows_per_shard: int | None = None
     raw_prompts: bool | None = field(default=None, compare=False)  # as in `MedusaConfig`
+    layers: list[int] | None = None  # as `Backbone.feature_layers`; `None`: only the LM head's input
     format: str = FORMAT
     version: int = 1
 
@@ -69,7 +71,8 @@ class Manifest:
         """Whether two manifests are of hidden states of one backbone in one dtype; the backbone's name may differ."""
         ours, theirs = self.backbone or {}, other.backbone or {}
         same_backbone = all(ours.get(key) == theirs.get(key) for key in ("weights", "dtype"))
-        return same_backbone and all(getattr(self, n) == getattr(other, n) for n in ("dtype", "hidden_size", "version"))
+        names = ("dtype", "hidden_size", "layers", "version")
+        return same_backbone and all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 def is_features(path: str | Path) -> bool:
@@ -149,7 +152,12 @@ def open_features(folder: Path, row_length: int, backbone: Backbone) -> Features
     Raise RequestError if another backbone computed the features, or if no token counts in the loss."""
     manifest = Manifest.read(folder)
     fingerprint = manifest.backbone or {}
-    if manifest.hidden_size != backbone.hidden_size or differs(backbone.model, fingerprint):
+    wanted = None if backbone.feature_layers is None else list(backbone.feature_layers)
+    if manifest.layers != wanted and not differs(backbone.model, fingerprint):
+        held, needed = (layers or "only the last one" for layers in (manifest.layers, wanted))
+        ways = "give other data, or other heads.feature_layers"
+        raise RequestError(f"the features in {folder} are of the layers {held}, and training needs {needed}; {ways}")
+    if manifest.hidden_size != backbone.state_size or differs(backbone.model, fingerprint):
         raise RequestError(f"the features in {folder} are of another backbone, {fingerprint.get('name')}")
     features = Features(folder, row_length)
     for _ in range(features.counts.documents):

@@ -107,7 +107,7 @@ def _lm_heads(heads: MedusaHeads, lm_head: nn.Module | None) -> tuple[Tensor, Te
 
     H is the hidden size, V the number of tokens that heads guess among."""
     if heads.lm_heads is not None:
-        return heads.lm_heads, None
+        return heads.lm_heads.expand(heads.config.num_heads, -1, -1), None  # with `lm_head: one` they share one
     assert lm_head is not None
     rows = rows_for(heads, lm_head)
     return rows.weight, rows.bias
