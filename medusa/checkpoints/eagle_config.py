@@ -77,13 +77,15 @@ def read_eagle_config(tensors: Mapping[str, Tensor], published: Json, source: st
 def _layer(tensors: Mapping[str, Tensor], described: Json, source: str) -> LayerSizes:
     """Read the sizes of the decoder layers as transformers does; `variants` is still empty."""
     make = Qwen3Config if described.get("model_type") == "qwen3" else LlamaConfig
+    given = {key: value for key, value in described.items() if key not in ("model_type", "architectures")}
+    for key in ("rope_parameters", "rope_scaling"):
+        if "mrope_section" in (given.get(key) or {}):  # a token of text has one position, so this is the default
+            given[key] = {name: value for name, value in given[key].items() if name == "rope_theta"} or None
     try:
-        config = make(**{key: value for key, value in described.items() if key not in ("model_type", "architectures")})
+        config = make(**given)
     except Exception as error:  # transformers checks each value in its own way
         raise RequestError(f"{source}: its config.json describes no layer ({first_line(error)})") from None
     rope: Json = dict(config.rope_parameters or {})
-    if "mrope_section" in rope or rope.get("rope_type") == "mrope":  # the three positions of a token of text are one
-        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     for name, is_wrong, found in (
         ("hidden_act", config.hidden_act != "silu", f"{config.hidden_act}, not silu"),
