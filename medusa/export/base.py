@@ -54,6 +54,17 @@ class Written:
     """Further hints for the user, one sentence each."""
 
 
+def served_dtype(export: Export) -> str:
+    """The dtype in which a server should run the backbone: that of the backbone's config, otherwise that of the heads.
+
+    Without it, vLLM runs float32 checkpoints in 16 bits, and its texts differ from those here."""
+    try:
+        dtype = load_config(export.backbone, export.load).get_text_config(decoder=True).dtype
+    except RequestError:  # the backbone may be on the machine of the server only
+        dtype = None
+    return str(dtype or export.heads.dtype).removeprefix("torch.")
+
+
 def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=medusa") -> None:
     """Check that the heads are of kind `medusa` with square blocks (Medusa paper, section 2.1), as the format requires.
 

@@ -19,7 +19,7 @@ from medusa.checkpoints.eagle_config import IDS
 from medusa.checkpoints.stored import CONFIG, save_tensors
 from medusa.config import GATED, MedusaConfig
 from medusa.errors import RequestError
-from medusa.export.base import Export, Written, quoted, read_lm_head
+from medusa.export.base import Export, Written, quoted, read_lm_head, served_dtype
 from medusa.files import Json, write_json
 from medusa.heads.eagle_layer import layer_sizes
 from medusa.loading import load_config
@@ -213,7 +213,7 @@ def write_speculators(export: Export) -> Written:
     }
     write_json(export.folder / CONFIG, about | layer.switches())
     return Written(
-        serve=f"vllm serve {quoted(absolute(export.place))}",
+        serve=f"vllm serve {quoted(absolute(export.place))} --dtype {served_dtype(export)}",
         lost="one chain of best guesses instead of a tree",
         heads=layer.heads,
     )

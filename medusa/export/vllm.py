@@ -14,7 +14,7 @@ import json
 
 from medusa.checkpoints.published import PUBLISHED, SHARED, VLLM, to_published
 from medusa.checkpoints.stored import CONFIG, save_tensors
-from medusa.export.base import Export, Written, quoted, require_square, with_own_lm_heads
+from medusa.export.base import Export, Written, quoted, require_square, served_dtype, with_own_lm_heads
 from medusa.export.eagle3 import MODEL_WEIGHTS, absolute, layer_for, write_eagle3
 from medusa.files import write_json
 
@@ -33,7 +33,8 @@ def write_vllm(export: Export) -> Written:
     config = export.heads.config
     method = "eagle3" if config.kind == "eagle" else "medusa"
     asked = {"method": method, "model": str(absolute(export.place)), "num_speculative_tokens": config.num_heads}
-    serve = f"vllm serve {quoted(export.backbone)} --speculative-config {quoted(json.dumps(asked))}"
+    speculate = f"--speculative-config {quoted(json.dumps(asked))}"
+    serve = f"vllm serve {quoted(export.backbone)} --dtype {served_dtype(export)} {speculate}"
     if config.kind == "eagle":
         write_eagle3(export, "vllm", layer_for(export, "vllm"))
         return Written(serve, "one chain of best guesses instead of a tree", export.heads, notes=ON_CPU)

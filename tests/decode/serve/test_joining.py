@@ -93,13 +93,15 @@ def test_texts_are_those_of_generate(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "drafter", [None, "ngram", "lookahead", "model", "mix:heads+ngram", "eagle", "prefix", "hydra", "dynamic"]
+    "drafter", [None, "ngram", "lookahead", "model", "mix:heads+ngram", "eagle", "eagle3", "prefix", "hydra", "dynamic"]
 )
 def test_every_drafter_goes_on_when_texts_join(drafter: str | None, tmp_path: Any) -> None:
     model, asked = shared_model(), arrivals(KINDS)
     heads, tree = random_heads(model), "topk:3,2,2"
     if drafter == "eagle":
         heads = random_heads(model, kind="eagle", block="gated")
+    elif drafter == "eagle3":
+        heads = random_heads(model, kind="eagle", block="gated", feature_layers=[0, 1, 2])
     elif drafter == "hydra":
         heads = random_heads(model, kind="hydra")
     elif drafter == "prefix":

@@ -892,6 +892,7 @@ def test_export_output_and_json(tmp_path: Path, backbone: Path, capsys: pytest.C
     assert command[:3] == ["vllm", "serve", str(backbone)]
     asked = json.loads(command[command.index("--speculative-config") + 1])
     assert asked == {"method": "medusa", "model": str(place), "num_speculative_tokens": K}
+    assert command[command.index("--dtype") + 1] == "float32"  # the backbone's
 
 
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
