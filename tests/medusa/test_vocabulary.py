@@ -256,7 +256,7 @@ def test_whole_steps_can_be_compiled(
 ) -> None:
     """Steps are captured without a graph break, as in tests/decode/compiled/test_compiled.py."""
 
-    def traced(step: Any, device: torch.device) -> Any:
+    def traced(step: Any, cuda_graphs: bool) -> Any:
         torch._dynamo.reset()
         return torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
 
