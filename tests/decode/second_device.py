@@ -50,7 +50,7 @@ from decode.reference import PlainStepper
 from decode.sequences import Request
 from decode.session import Session
 from medusa import Tree
-from tests.helpers import random_heads, random_ids, tiny_model
+from tests.helpers import EAGLE_FORMS, random_heads, random_ids, tiny_model
 
 WARPERS = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(9), TopPLogitsWarper(0.9), MinPLogitsWarper(0.01)]
 READERS = [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(3)]
@@ -62,7 +62,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra"},
     "eagle": {"kind": "eagle"},
     "prefix": {"prefix_layers": 1},
-}
+} | EAGLE_FORMS
 RULES: dict[str, tuple[bool, list[Any], Acceptor]] = {
     # whether tokens are drawn, the processors, and the rule
     "greedy": (False, [], Acceptor("greedy")),

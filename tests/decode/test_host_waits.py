@@ -19,7 +19,7 @@ from decode.drafters.trained_heads import TrainedHeads
 from decode.loop import Step
 from medusa import Tree
 from tests.decode.host_waits import HostWaits
-from tests.helpers import left_padded, plain, random_heads, random_ids
+from tests.helpers import EAGLE_FORMS, left_padded, plain, random_heads, random_ids
 
 NEW, STEPS, SKIPPED = 40, 5, 2  # the first steps may prepare what later ones use again
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8}
@@ -58,7 +58,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra"},
     "eagle": {"kind": "eagle"},
     "prefix layers": {"prefix_layers": 1},
-}
+} | EAGLE_FORMS
 TREES = ("topk:4,2,1", "dynamic:9")
 
 
