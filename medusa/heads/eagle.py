@@ -164,9 +164,9 @@ class EagleHeads(CachedAttention, SequentialHeads):
                 x = layer.norm(residual)
             query, key, value = layer.project(x, angles)
             own.append(joined((key, value)))
-            size = own[0].shape[-1]
-            pairs = [*(pair[..., index * size : (index + 1) * size] for pair in path), own[-1]]
-            residual = self.finish(layer, residual, layer.attend(query, pairs, context_kv, index), token)
+            earlier = [pair.chunk(1 + len(self.deeper), dim=-1)[index] for pair in path] if self.deeper else path
+            attended = layer.attend(query, [*earlier, own[-1]], context_kv, index)
+            residual = self.finish(layer, residual, attended, token)
         normed = self.norm(residual)
         feature = normed if "norm_output" in self.variants else residual
-        return normed, (feature, *path, torch.cat(own, dim=-1))
+        return normed, (feature, *path, torch.cat(own, dim=-1) if self.deeper else own[0])
