@@ -16,7 +16,7 @@ from decode.masks import TreeMasks
 from decode.ops.transfer import on_device
 from decode.topology import chain
 from medusa.backbone import Backbone
-from medusa.heads.context_kv import ContextKV
+from medusa.heads.context_kv import AttendsToText, ContextKV
 from medusa.heads.independent import MedusaHeads
 
 
@@ -30,7 +30,7 @@ class HeadsCache:
         if heads.prefix is not None:
             self.prefix = TreeCache(heads.prefix.config, batch_size, capacity)
             self.masks = TreeMasks(heads.prefix.config, heads.dtype, heads.device)
-        if heads.uses_context:
+        if isinstance(heads, AttendsToText):
             self.pairs = TreeCache(LlamaConfig(num_hidden_layers=heads.config.decoder_layers), batch_size, capacity)
 
     def piece(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
@@ -75,6 +75,7 @@ class HeadsCache:
 
     def _append(self, cache: TreeCache, hidden: Tensor, next_ids: Tensor, counts: list[int]) -> None:
         """Append the KV of T pairs (hidden state, next token) to each row; row b keeps the first `counts[b]` pairs."""
+        assert isinstance(self.heads, AttendsToText)
         token = self.heads.embed(next_ids, self.backbone.embed)
         start = on_device(cache.lengths, hidden.device)[:, None]
         positions = start + torch.arange(hidden.shape[1], device=hidden.device)
@@ -104,6 +105,7 @@ class HeadsCache:
         """The keys and values of the text for the next guesses; `None` for heads that do not attend to the text."""
         if self.pairs is None:
             return None
+        assert isinstance(self.heads, AttendsToText)
         cache, longest = self.pairs, self.pairs.longest
         lengths = on_device(cache.lengths, self.device)[:, None]  # [B, 1]
         seen = torch.arange(longest, device=lengths.device) < lengths

@@ -17,6 +17,7 @@ from decode.target import Target
 from decode.verify import VerifierFactory
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
+from medusa.heads.context_kv import AttendsToText
 from medusa.heads.independent import MedusaHeads
 
 AHEAD = 1024
@@ -55,7 +56,7 @@ class Session:
         self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
         """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""
         self.heads_cache: HeadsCache | None = None  # other heads read only the current hidden state
-        if heads is not None and (heads.prefix is not None or heads.uses_context):
+        if heads is not None and (heads.prefix is not None or isinstance(heads, AttendsToText)):
             self.heads_cache = HeadsCache(heads, self.backbone, len(requests), capacity)
 
     def prefill(self, most_probable_first: bool = False) -> Frontier:

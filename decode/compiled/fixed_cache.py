@@ -16,7 +16,7 @@ from decode.heads_cache import HeadsCache
 from decode.masks import visible_slots
 from decode.topology import Topology
 from medusa.backbone import Backbone
-from medusa.heads.context_kv import ContextKV
+from medusa.heads.context_kv import AttendsToText, ContextKV
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import Tree
 from medusa.tree_support import additive
@@ -222,6 +222,7 @@ class FixedHeadsCache:
             cache.lengths.add_(counts)
         cache = self.pairs
         if cache is not None:
+            assert isinstance(self.heads, AttendsToText)
             positions = cache.append_next(hidden.shape[1])
             pairs = torch.cat([before[:, None], hidden[:, :-1]], dim=1)
             token = self.heads.embed(ids, self.backbone.embed)
@@ -233,6 +234,7 @@ class FixedHeadsCache:
         """The keys and values of the text for the next draft; `None` if the heads do not attend to the text."""
         if self.pairs is None:
             return None
+        assert isinstance(self.heads, AttendsToText)
         lengths = self.pairs.lengths[:, None]
         seen = torch.arange(self.pairs.width, device=lengths.device) < lengths
         kv = [layer.read() for layer in self.pairs.tree_layers]

@@ -16,6 +16,7 @@ size, J own keys.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -125,6 +126,34 @@ class ContextKV:
         if self.place is not None:
             out = out.flatten(0, 1)[self.place]
         return out[..., : self.size], out[..., self.size : self.size + count]
+
+
+class AttendsToText(ABC):
+    """What kinds of heads that attend to the text have in addition: the keys and values of the text's tokens.
+
+    Further shapes: T new tokens, H hidden size."""
+
+    @abstractmethod
+    def project_kv(
+        self,
+        hidden: Tensor,
+        token: Tensor,
+        position_ids: Tensor,
+        append: Append | None = None,
+        seen: Tensor | None = None,
+    ) -> list[KV]:
+        """Compute, for each layer of the heads, the keys and values [B, G, T, D] of a text.
+
+        Args:
+            hidden: [B, T, H] the features that the heads read (`MedusaHeads.read`).
+            token: [B, T, H] the embedding of the token after each position.
+            position_ids: [B, T] the positions of the T tokens in their texts.
+            append: appends the keys and values to those of earlier tokens in a cache, and returns all [B, G, S, D].
+            seen: [B or 1, T, S] the mask, True where a token attends; by default all earlier tokens and itself."""
+
+    @abstractmethod
+    def context_kv(self, kv: list[KV], seen: Tensor, position_ids: Tensor, place: Tensor | None = None) -> ContextKV:
+        """Prepare the keys and values of texts, from `project_kv`, for attention; for arguments see `ContextKV`."""
 
 
 def _extended(states: Tensor, unit: Tensor) -> Tensor:

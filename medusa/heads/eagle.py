@@ -43,18 +43,18 @@ from torch.nn import functional as F
 
 from medusa.config import GATED, ORIGINAL_EAGLE
 from medusa.heads.blocks import Stack
-from medusa.heads.context_kv import KV, Append, ContextKV, Rope
+from medusa.heads.context_kv import KV, Append, AttendsToText, ContextKV, Rope
 from medusa.heads.eagle_layer import CachedAttention, DeeperLayer, GatedStack, joined, layer_sizes
 from medusa.heads.sequential import SequentialHeads, State, normalised
 
 
-class EagleHeads(CachedAttention, SequentialHeads):
+class EagleHeads(CachedAttention, SequentialHeads, AttendsToText):
     """EAGLE heads: a decoder layer that reads pairs of a token and the feature before it.
 
     The feature of a position is the backbone's hidden state or, in a draft, the layer's output. The state of a draft
     node is its feature [..., H], and the joined keys and values [..., L 2 G D] of each pair on the node's path."""
 
-    follows_path = uses_context = True
+    follows_path = True
 
     def make_blocks(self) -> None:
         config, sizes = self.config, layer_sizes(self.config)

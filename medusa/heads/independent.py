@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.blocks import MLPBlock, SquareBlock
-from medusa.heads.context_kv import KV, Append, ContextKV
+from medusa.heads.context_kv import AttendsToText
 from medusa.heads.inputs import HeadInputs, following_ids, visible
 from medusa.heads.pretrained import PretrainedHeads
 
@@ -36,7 +36,6 @@ class MedusaHeads(PretrainedHeads):
     backbone."""
 
     follows_path: ClassVar[bool] = False  # whether heads read the guesses of earlier heads: drafting is level by level
-    uses_context: ClassVar[bool] = False  # whether heads attend to the earlier text, with cached keys and values
 
     def __init__(self, config: MedusaConfig) -> None:
         """Create untrained heads: all blocks are the identity, and LM heads are zero until `start_from` is called."""
@@ -103,30 +102,6 @@ class MedusaHeads(PretrainedHeads):
             return hidden
         return self.prefix(hidden, position_ids, visible(hidden.shape[1], document_ids, hidden.device)[:, None])
 
-    def project_kv(
-        self,
-        hidden: Tensor,
-        token: Tensor,
-        position_ids: Tensor,
-        append: Append | None = None,
-        seen: Tensor | None = None,
-    ) -> list[KV]:
-        """Compute, for each layer of the heads, the keys and values [B, G, T, D] of a text that heads attend to.
-
-        Args:
-            hidden: [B, T, H] the features that the heads read (`read`).
-            token: [B, T, H] the embedding of the token after each position.
-            position_ids: [B, T] the positions of the T tokens in their texts.
-            append: appends the keys and values to those of earlier tokens in a cache, and returns all [B, G, S, D].
-            seen: [B or 1, T, S] the mask, True where a token attends; by default all earlier tokens and itself.
-
-        Heads without `uses_context` raise NotImplementedError."""
-        raise NotImplementedError(f"heads of kind {self.config.kind} do not attend to the text")
-
-    def context_kv(self, kv: list[KV], seen: Tensor, position_ids: Tensor, place: Tensor | None = None) -> ContextKV:
-        """Prepare the keys and values of texts, from `project_kv`, for `step`; for arguments see `ContextKV`."""
-        raise NotImplementedError(f"heads of kind {self.config.kind} do not attend to the text")
-
     def inputs(
         self,
         hidden: Tensor,
@@ -153,7 +128,7 @@ class MedusaHeads(PretrainedHeads):
         read = self.read(hidden, position_ids, document_ids)
         ids = following_ids(input_ids, num_heads or self.config.num_heads)[:, :length]  # [B, T, K]
         context_kv = following = None
-        if self.uses_context:
+        if isinstance(self, AttendsToText):
             with torch.no_grad():
                 token = self.embed(ids[..., 0], embed)
             seen = visible(length, document_ids, hidden.device)

@@ -169,13 +169,6 @@ def test_shared_heads_need_the_lm_head() -> None:
         fresh(lm_head="shared")(HeadInputs(torch.randn(1, H)))
 
 
-def test_independent_heads_have_no_keys_and_values_of_the_text() -> None:
-    """The method belongs to kinds that attend to the text; a call on other heads is a mistake in the caller's code."""
-    hidden = torch.randn(1, 2, H)
-    with pytest.raises(NotImplementedError, match="kind medusa do not attend to the text"):
-        fresh().project_kv(hidden, hidden, torch.arange(2)[None])
-
-
 @pytest.mark.parametrize(
     "settings",
     [
