@@ -71,6 +71,12 @@ def is_plain(weight: object) -> bool:
     return isinstance(weight, Tensor) and type(weight.data) is Tensor and weight.dtype in FLOATS
 
 
+def linear_sizes(layer: nn.Module) -> tuple[int, int] | None:
+    """Return the numbers of inputs and outputs of a linear layer of any class; `None` for other modules."""
+    inputs, outputs = (getattr(layer, name, None) for name in ("in_features", "out_features"))
+    return (inputs, outputs) if isinstance(inputs, int) and isinstance(outputs, int) else None
+
+
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the linear layers of a model that store quantised weights, by name.
 
@@ -78,8 +84,7 @@ def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: layer
         for name, layer in model.named_modules()
-        if hasattr(layer, "in_features") and hasattr(layer, "out_features")
-        if not any(layer.children()) and not is_plain(getattr(layer, "weight", None))
+        if linear_sizes(layer) and not any(layer.children()) and not is_plain(getattr(layer, "weight", None))
     }
 
 
@@ -87,9 +92,10 @@ class ProbedWeight:
     """The flattened weight [out x in] of a quantised linear layer, read from the layer's outputs."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
-        """Read the weight of `layer`, whose inputs have the given dtype."""
-        self.layer, self.dtype = layer, dtype
-        self.inputs, self.outputs = int(layer.in_features), int(layer.out_features)  # type: ignore[arg-type]
+        """Read the weight of `layer`, one of `quantized_layers`, whose inputs have the given dtype."""
+        sizes = linear_sizes(layer)
+        assert sizes is not None
+        self.layer, self.dtype, (self.inputs, self.outputs) = layer, dtype, sizes
 
     def numel(self) -> int:
         """Return the number of weights."""
