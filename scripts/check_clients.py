@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.arguments import parse
 from medusa.commands.options import Output
 from medusa.errors import RequestError, RunError
 from medusa.files import write_text
-from medusa.loading import Loaded, load_backbone
 from medusa.options import Options, count, group, option
 from medusa.records.sources import read_records
 from script_tools import markdown_table, run_script, script_parser, write_jsonl
@@ -108,10 +108,10 @@ def write_expected(folder: Path, options: ClientOptions) -> None:
     backbone = folder / "backbone"
     shutil.copytree(str(files("medusa") / "assets" / "backbone"), backbone)
     write_text(backbone / "chat_template.jinja", TEMPLATE)
-    loaded = load_backbone(str(backbone))
+    stock = Stock(backbone)
     prompts = [str(record.text) for record in read_records("demo")]
-    choices = [scored(loaded, prompt + " They were") for prompt in prompts[: options.prompts]]
-    texts = [{"text": prompt, "answer": written(loaded, prompt, NEW)} for prompt in prompts]
+    choices = [stock.scored(prompt + " They were") for prompt in prompts[: options.prompts]]
+    texts = [{"text": prompt, "answer": stock.written(prompt, NEW)} for prompt in prompts]
     tasks = folder / "tasks"
     for task, body, records in (("likelihood", CHOICE, choices), ("generation", GENERATION, texts[: options.prompts])):
         data = tasks / f"{task}.jsonl"
@@ -120,29 +120,36 @@ def write_expected(folder: Path, options: ClientOptions) -> None:
     write_jsonl(folder / "choices.jsonl", "log_p", [record["log_p"] for record in choices])
     lengths = [4, 12, 24, 48, 96]
     asked = [(prompts[n % len(prompts)], lengths[n % len(lengths)]) for n in range(options.requests)]
-    told = {pair: written(loaded, *pair) for pair in dict.fromkeys(asked)}
+    told = {pair: stock.written(*pair) for pair in dict.fromkeys(asked)}
     concurrent = [{"prompt": prompt, "tokens": tokens, "text": told[prompt, tokens]} for prompt, tokens in asked]
     write_text(folder / "expected.json", json.dumps({"texts": texts, "choices": choices, "concurrent": concurrent}))
 
 
-@torch.inference_mode()
-def written(loaded: Loaded, prompt: str, tokens: int) -> str:
-    """The greedy text of transformers' own `generate` after a prompt, without special tokens."""
-    inputs = loaded.tokenizer(prompt, return_tensors="pt")  # type: ignore[misc]
-    ids = loaded.model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]  # type: ignore[operator]
-    return str(loaded.tokenizer.decode(ids, skip_special_tokens=True))  # type: ignore[union-attr]
+class Stock:
+    """A model as transformers runs it, without code of this project."""
 
+    def __init__(self, folder: Path) -> None:
+        """Load the model and the tokenizer in `folder`, on the CPU and in float32, as the server does."""
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
-@torch.inference_mode()
-def scored(loaded: Loaded, text: str) -> dict[str, Any]:
-    """A task of lm-eval: a text with endings, and the most probable ending by transformers' forwards."""
-    log_p = []
-    for ending in ENDINGS:
-        ids, context = (loaded.tokenizer(part)["input_ids"] for part in (text + ending, text))  # type: ignore[misc]
-        scores = loaded.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        own = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        log_p.append(float(own[len(context) - 1 :].sum()))
-    return {"text": text, "choices": ENDINGS, "label": log_p.index(max(log_p)), "log_p": log_p}
+    @torch.inference_mode()
+    def written(self, prompt: str, tokens: int) -> str:
+        """Return the greedy text of `generate` after a prompt, without special tokens."""
+        inputs = self.tokenizer(prompt, return_tensors="pt")
+        ids = self.model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    @torch.inference_mode()
+    def scored(self, text: str) -> dict[str, Any]:
+        """Return a task of lm-eval: a text with endings, and the most probable ending by forwards of the model."""
+        log_p = []
+        for ending in ENDINGS:
+            ids, context = (self.tokenizer(part)["input_ids"] for part in (text + ending, text))
+            scores = self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            own = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+            log_p.append(float(own[len(context) - 1 :].sum()))
+        return {"text": text, "choices": ENDINGS, "label": log_p.index(max(log_p)), "log_p": log_p}
 
 
 @contextmanager
@@ -151,7 +158,7 @@ def served(folder: Path, batch_size: int) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = f"serve demo --name demo --port {port} --batch-size {batch_size} --quiet --backbone".split()
+    words = f"serve demo --name demo --port {port} --batch-size {batch_size} --device cpu --quiet --backbone".split()
     command = [sys.executable, "-m", "medusa", *words, str(folder / "backbone")]
     process = subprocess.Popen(command)
     try:
