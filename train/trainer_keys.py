@@ -118,7 +118,7 @@ GROUPS: dict[str, dict[str, Key]] = {
         ),
         "dataloader_prefetch_factor": Key("Number of batches that each data process reads ahead.", (Ge(1),)),
         "dataloader_persistent_workers": Key(
-            "Keep the data processes between passes, as those that are started by default."
+            "Keep the data processes between passes; the two that are started by default are kept."
         ),
         "dataloader_multiprocessing_context": Key(
             "How data processes are started.", (one_of(*multiprocessing.get_all_start_methods()),)

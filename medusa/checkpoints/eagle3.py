@@ -115,7 +115,7 @@ def _use_one_norm(tensors: Tensors) -> None:
 
 
 def _pairs(config: MedusaConfig) -> list[tuple[str, str, int]]:
-    """For each layer: the beginnings of its names in the state dict and in the file, and by how much to roll inputs.
+    """For each layer: how its names begin in the state dict and in the file, and by how many columns to roll `pair`.
 
     The first layer's input is [hidden state ; token] in this package, and [token ; hidden state] in EAGLE-3."""
     first = 0 if config.block == ORIGINAL_EAGLE else layer_sizes(config)["hidden_size"]
@@ -130,7 +130,7 @@ def _part_sizes(config: MedusaConfig) -> list[int]:
 
 
 def _names(config: MedusaConfig) -> dict[str, str]:
-    """Return the names of the tensors in the file by their names in the state dict, but for those that change."""
+    """Map the names of tensors in the state dict to those in the file, for all tensors that are stored unchanged."""
     names: dict[str, str] = {}
     variants = layer_sizes(config)["variants"]
     for module, prefix, _ in _pairs(config):

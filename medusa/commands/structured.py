@@ -56,7 +56,7 @@ class Structured(Options):
     def applied(self, settings: Settings, grammars: Callable[[], Grammars]) -> Settings:
         """Return `settings` with the grammar that the options choose, or `settings` itself.
 
-        `grammars` reads the vocabulary, and is called only if there is a grammar. Raise a `RequestError` as it does, or
-        if the settings cannot be combined with a grammar."""
+        `grammars` reads the vocabulary, and is called only if there is a grammar. Raise a `RequestError` if the grammar
+        is not valid, or if the settings cannot be combined with a grammar."""
         source = self.source()
         return settings if source is None else replace(settings, grammar=grammars().compiled(source))

@@ -33,7 +33,7 @@ def curves(run: Run) -> None:
     """Measure the time of a step over n nodes, T(n), by context, batch size and attention (MHA, GQA).
 
     The steps are those of decoding, at as many lengths of text. The heads are random, so a step accepts about one
-    token. Every way but the last leaves a fifth of the time to each way after it."""
+    token. A way stops early enough to leave a fifth of the time to each way after it."""
     scale = run.scale
     for later, (how, way) in zip(reversed(range(len(scale.ways))), scale.ways.items(), strict=True):
         settings = Settings(max_new_tokens=SKIPPED + scale.steps, ignore_eos=True, **way)

@@ -8,7 +8,7 @@ MIN_ROWS = 24  # with fewer positions, reading the LM head takes longer than mul
 MIN_ROWS_OWN = {"cpu": 40, "cuda": 1024}
 """With own LM heads, every chunk also reads and writes the gradients of their weights, which a GPU does as fast as the
 products of some hundred positions."""
-MOST_BYTES_OWN = 2 << 30  # of a chunk's logits, where `MIN_ROWS_OWN` on a GPU would take more
+MOST_BYTES_OWN = 2 << 30  # of the logits of a chunk; for large vocabularies, this limit comes before `MIN_ROWS_OWN`
 
 
 def chunk_rows(num_heads: int, vocab_size: int, device: str, own: bool = False) -> int:
