@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from decode.settings import Settings
-from medusa.commands.fit import continued_by, fit
+from medusa.commands.fit import fit
 from medusa.commands.fit.options import FitOptions
 from medusa.commands.options import CommandOptions, Models, Output, Prompts, RuntimeOptions
 from medusa.files import ASSETS
@@ -64,11 +64,10 @@ def run(options: DemoOptions) -> None:
     console.print(
         "[bold]The model[/bold]: a Llama that writes children's stories, shipped with this package.\n", highlight=False
     )
-    with continued_by(asked.folder, options.output):
-        state = fit(asked)
-        assert state is not None, "the demo does not stop after the plan"
-        show_story(asked, state)
-        conclude(asked, state)
+    state = fit(asked)
+    assert state is not None, "the demo does not stop after the plan"
+    show_story(asked, state)
+    conclude(asked, state)
 
 
 def show_story(options: FitOptions, state: FitState) -> None:

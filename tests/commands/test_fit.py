@@ -56,6 +56,7 @@ PROBE = Probe(
     read_seconds=1e-4,
     batch_step_seconds=0.064,
     step_seconds=0.005,
+    cache_bytes=12_288,
 )
 SIZE = HeadsSize(num_heads=4, trained=1_000_000, own=0, vocab_size=4096)
 COSTS = [Costs(SIZE, token_seconds=4e-4)]
@@ -307,7 +308,11 @@ def test_a_run_continues_only_with_its_own_request(tmp_path: Path) -> None:
     request = options(minutes=3.0).request("digest")
     FitState(tmp_path, request).finish("plan", {"a": 1})
     assert FitState(tmp_path, request).stages == {"plan": {"a": 1}}
-    for changed, told in ({"minutes": 4.0}, "--minutes 3.0, not 4.0"), ({"prompts": "other"}, "other prompts"):
+    for changed, told in (
+        ({"minutes": 4.0}, "--minutes 3.0, not 4.0"),
+        ({"ignore_eos": True}, "--ignore-eos False, not True"),
+        ({"prompts": "other"}, "other prompts"),
+    ):
         with pytest.raises(RequestError, match=f"holds a run with {told}; .*--overwrite"):
             FitState(tmp_path, request | changed)
 
@@ -323,6 +328,23 @@ def test_overwrite_deletes_an_earlier_run_only_once_the_new_one_is_planned(
     assert "no backbone at org/missing" in capsys.readouterr().err
     assert main(command("--overwrite", "--plan")) == 0
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_an_interrupted_plan_does_not_promise_to_continue(
+    command: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The folder still holds the earlier run, which the command without --overwrite would take as its own."""
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    FitState(tmp_path / "heads", {"model": "other"}).finish("text", {})
+    monkeypatch.setattr("medusa.commands.fit.planned", interrupt)
+    assert main(command("--overwrite")) == 130
+    assert capsys.readouterr().err.endswith("medusa fit: interrupted\n")
 
 
 def test_the_command_that_continues_a_run_does_not_start_it_again() -> None:

@@ -34,10 +34,9 @@ Planned = tuple["Probe", "Plan", "list[HeadsChoice]"]
 def run(options: FitOptions) -> None:
     from medusa.commands.fit.conclusion import conclude
 
-    with continued_by(options.folder, options.output):
-        state = fit(options)
-        if state is not None:
-            conclude(options, state)
+    state = fit(options)
+    if state is not None:
+        conclude(options, state)
 
 
 def fit(options: FitOptions) -> FitState | None:
@@ -60,12 +59,13 @@ def fit(options: FitOptions) -> FitState | None:
     if options.plan:
         options.output.write({"plan": plan.to_json(), "probe": asdict(probe)})
         return None
-    if options.overwrite:
-        remove_earlier(options.folder, MADE)  # not before: the plan fails if the model is missing or unsuitable
-    if "plan" not in state.stages:
-        listed = [choice._asdict() for choice in choices]
-        state.finish("plan", {"plan": asdict(plan), "probe": asdict(probe), "choices": listed})
-    make(Run(options, state.work, plan, probe), state, sides, choices)
+    with continued_by(options.folder, options.output):  # not before: so far, the folder holds at most an earlier run
+        if options.overwrite:
+            remove_earlier(options.folder, MADE)  # not before: the plan fails if the model is missing or unsuitable
+        if "plan" not in state.stages:
+            listed = [choice._asdict() for choice in choices]
+            state.finish("plan", {"plan": asdict(plan), "probe": asdict(probe), "choices": listed})
+        make(Run(options, state.work, plan, probe), state, sides, choices)
     return state
 
 

@@ -36,7 +36,7 @@ class Probe:
     read_seconds: float  # to read one token as part of a batch, as in training
     batch_step_seconds: float  # to write one token in each of `batch_size` rows
     step_seconds: float  # to write one token in one row: a plain decoding step
-    cache_bytes: int = 0  # of a token in the KV cache
+    cache_bytes: int  # of a token in the KV cache
 
     @property
     def batch_size(self) -> int:

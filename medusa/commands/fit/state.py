@@ -31,7 +31,8 @@ class FitState:
         self.content = found
         for name, value in request.items():
             if held.get(name) != value:
-                option = {"model": "MODEL", "purpose": "--for", "tokens": "--max-new-tokens"}.get(name, f"--{name}")
+                own = {"model": "MODEL", "purpose": "--for", "tokens": "--max-new-tokens"}
+                option = own.get(name, f"--{name.replace('_', '-')}")
                 what = "other prompts" if name == "prompts" else f"{option} {held.get(name)!r}, not {value!r}"
                 raise RequestError(
                     f"{folder} holds a run with {what}; type the same command to continue it, choose another --output, "
