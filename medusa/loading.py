@@ -97,8 +97,11 @@ def _placement(name: str, options: LoadOptions, device: str, kind: str) -> dict[
     if options.quantization is not None and stored is not None:
         raise RequestError(f"the weights of {name} are quantised already; leave out --quantization")
     if options.quantization == "int4":
-        with torch.device("meta"):  # layers without memory
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+        try:
+            with torch.device("meta"):  # layers without memory
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+        except Exception as error:  # transformers raises errors of many types here
+            raise _missing(name, error) from error
         if (odd := layer_without_groups(model)) is not None:
             raise RequestError(f"--quantization int4 of {name}: {odd}; choose int8")
     if device == "auto" or stored is not None or options.quantization is not None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import T5Config
 
 from medusa import MedusaHeads, RequestError
 from medusa.__main__ import main
@@ -174,6 +175,14 @@ def test_int4_refuses_layers_that_do_not_divide_into_groups(tmp_path: Path) -> N
     odd = r"--quantization int4 of .*mlp.down_proj has 48 inputs, which is no multiple of 32; choose int8"
     with pytest.raises(RequestError, match=odd):
         load_backbone(str(tmp_path), LoadOptions(quantization="int4"))
+
+
+@needs_torchao
+@KINDS
+def test_a_model_that_writes_no_text_is_refused(kind: str, tmp_path: Path) -> None:
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(RequestError, match=r"no backbone at .*: Unrecognized configuration class"):
+        load_backbone(str(tmp_path), LoadOptions(quantization=kind))
 
 
 @needs_torchao
