@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -77,12 +77,6 @@ class Stepper(Protocol):
 
     def keep(self, left: list[int]) -> None:
         """Keep only the rows at the indices `left` of the batch, because the other rows have ended."""
-
-    def join(self, other: Self, places: list[int]) -> None:
-        """Take over all rows of `other`, which has just started, as the rows `places` (`decode.session.Session.join`).
-
-        Both steppers were made alike. Raise a `NotImplementedError` if rows of this stepper cannot be joined."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Give back what was borrowed, such as compiled steps; called when the decoding run ends or is interrupted."""
@@ -159,8 +153,8 @@ class TreeStepper(Stepper):
     ) -> None:
         """Make a stepper. `keep_drafts`: every step also copies its drafts to the host, for `Step.drafts`.
 
-        `restart` makes a new drafter when rows join, which learns all texts anew; `None`: the drafter keeps no texts.
-        """
+        A drafter may keep what it has read of the texts. When other texts join, `restart` makes a new drafter, which
+        reads all texts again. Without `restart`, the drafter must keep nothing from step to step."""
         self.session, self.drafter, self.acceptor = session, drafter, acceptor
         self.keep_drafts, self.restart = keep_drafts, restart
 
@@ -255,6 +249,7 @@ class TreeStepper(Stepper):
         self.frontier = self.session.frontier(root[index], hidden[index.to(hidden.device)], rows)
 
     def join(self, other: TreeStepper, places: list[int]) -> None:
+        """Take over the texts of `other`, which has just started, as the rows `places`; see `Session.join`."""
         mine, new = self.frontier, other.frontier
         self.session.join(other.session, places, mine.rows)
         root, hidden = torch.cat([mine.root, new.root]), torch.cat([mine.hidden, new.hidden])

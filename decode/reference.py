@@ -46,5 +46,6 @@ class PlainStepper(Stepper):
         self.roots, self.rows = self.roots[on_device(left, self.roots.device)], [self.rows[place] for place in left]
 
     def join(self, other: PlainStepper, places: list[int]) -> None:
+        """Take over the texts of `other`, which has just started, as the rows `places`; see `Session.join`."""
         self.session.join(other.session, places, self.rows)
         self.roots, self.rows = torch.cat([self.roots, other.roots]), [*self.rows, *places]

@@ -103,9 +103,6 @@ class CompiledStepper(Stepper):
         self.rows = [self.rows[place] for place in left]
         self.region.end_rows(self._alive())
 
-    def join(self, other: Stepper, places: list[int]) -> None:
-        raise NotImplementedError("compiled steps are made for one batch of rows")
-
     def close(self) -> None:
         """Give the compiled region of this session back to the model, which keeps it for reuse."""
         if self.taken is not None:

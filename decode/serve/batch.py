@@ -6,6 +6,7 @@ held an ended text is used again, so memory does not grow with the number of tex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 
@@ -13,11 +14,23 @@ from decode.loop import Step, Stepper, Timer, advance
 from decode.sequences import Request, Sequences
 
 
+@runtime_checkable
+class GrowingStepper(Stepper, Protocol):
+    """A stepper that can take over the texts of another one. Compiled steppers cannot, as their rows are fixed."""
+
+    def join(self, other: Self, places: list[int]) -> None:
+        """Take over all texts of `other`, which has just started, as the rows `places` (`decode.session.Session.join`).
+
+        Both steppers have the same models and options."""
+
+
 class RunningBatch:
     """Texts that are decoded together, each of which is the text of its request alone."""
 
     def __init__(self, stepper_for: Callable[[Sequence[Request]], Stepper]) -> None:
-        """Make an empty batch; `stepper_for` makes steppers that can be joined, such as those of one drafter."""
+        """Make an empty batch; `stepper_for` makes the steppers of new texts, all with the same models and options.
+
+        Unless it makes `GrowingStepper`s, texts must not join before all running texts have ended."""
         self.stepper_for = stepper_for
         self.stepper: Stepper | None = None
         self.rows: list[int] = []
@@ -34,12 +47,15 @@ class RunningBatch:
         """Read the prompts of new texts; returns the row of each of them in all later steps, until it has ended.
 
         An error while prompts are read changes nothing for the running texts; a later error drops all texts."""
+        if not self.rows:
+            self.clear()  # before the new stepper starts, so that it can use the compiled step of the last one
+            self.stepper = self.stepper_for(requests)
+            self.rows, self.roots = map(list, self.stepper.start())
+            return list(self.rows)
         new = self.stepper_for(requests)
+        assert isinstance(self.stepper, GrowingStepper), "its number of rows is fixed"
+        assert isinstance(new, GrowingStepper), "it is made like the running one"
         rows, roots = new.start()
-        if self.stepper is None or not self.rows:
-            self.clear()
-            self.stepper, self.rows, self.roots = new, list(rows), list(roots)
-            return list(rows)
         unused = [row for row in range(len(self.sequences)) if row not in self.rows]
         places = [*unused, *range(len(self.sequences), len(self.sequences) + len(rows))][: len(rows)]
         try:

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from decode.cache import TreeCache
+from decode.compiled.region import Regions
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.generation import stepper_for
@@ -25,7 +26,7 @@ from decode.settings import AcceptanceRule, Settings
 from decode.strategies.contrastive import Amateur
 from medusa.backbone import Backbone
 from tests.decode.serve.server_tools import PROMPTS, ask, expected
-from tests.helpers import FAMILIES, plain, random_heads, random_ids, shared_model
+from tests.helpers import FAMILIES, plain, random_heads, random_ids, shared_model, tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 KINDS: list[dict[str, Any]] = [
@@ -136,6 +137,20 @@ def test_drawn_drafts_do_not_depend_on_the_batch() -> None:
     how = {"rule": AcceptanceRule("rejection", draft="sample")}
     together = decode(model, factory, asked, **how)
     assert together == [decode(model, factory, [one | {"at": 0}], **how)[0] for one in asked]
+
+
+def test_compiled_texts_follow_each_other_in_one_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode.compiled.region.compiled", lambda step, cuda_graphs: step)  # as written
+    model, asked = tiny_model(), arrivals([GREEDY], 3)
+    factory = drafter_factory(None, DrafterContext(model, random_heads(model), "chain:2"))
+    batch = RunningBatch(lambda requests: stepper_for(model, factory, requests, AcceptanceRule("greedy"), compile=True))
+    for one in asked:
+        (row,) = batch.join(prepare(model, [one["prompt"]], **one["kwargs"]))
+        while batch.rows:
+            batch.step()
+        assert batch.sequences.new_ids[row] == plain(model, one["prompt"], **one["kwargs"])
+    batch.clear()
+    assert len(Regions.of(model)) == 1
 
 
 def test_caches_of_other_capacity_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
