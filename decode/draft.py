@@ -1,11 +1,11 @@
 """What a drafter hands to verification: candidate tokens, their tree, and the distributions they were drawn from.
 
-Shapes: B rows of the batch, N nodes of a draft, node 0 the root, M nodes of a side branch, H hidden size, V vocabulary.
-"""
+Shapes: B rows of the batch, N nodes of a draft, node 0 the root, M nodes of a side branch, H hidden size, V vocabulary,
+D nodes of the longest path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -55,6 +55,12 @@ class Draft(NamedTuple):
         for branch in self.side_branches:
             ids, topology = torch.cat([ids, branch.ids], dim=1), topology.beside(branch.topology)
         return Draft(ids, topology)
+
+    def records(self, path: Tensor, lengths: Sequence[int]) -> list[DraftRecord]:
+        """Copy the draft of each row to the host, with the first `lengths[b]` nodes of the accepted `path[b]` [B, D]."""
+        parents = self.topology.parent.expand_as(self.ids)
+        rows = zip(self.ids.tolist(), parents.tolist(), path.tolist(), lengths, strict=True)
+        return [DraftRecord(ids, above, accepted[:length]) for ids, above, accepted, length in rows]
 
 
 class DraftRecord(NamedTuple):

@@ -180,7 +180,7 @@ class TreeStepper(Stepper):
         outcome = unpack(pack(draft, accepted).tolist())  # the one moment at which most steps wait for the device
         draws.keep(outcome.lengths)
         if self.keep_drafts:
-            outcome = outcome._replace(drafts=records(draft, accepted, outcome.lengths))
+            outcome = outcome._replace(drafts=draft.records(accepted.path, outcome.lengths))
         timer.lap("accept")
         self.frontier = self.compact(draft, readout, accepted, outcome.lengths)
         timer.lap("compact")
@@ -286,13 +286,6 @@ def pack(draft: Draft, accepted: Acceptance) -> Tensor:
 def unpack(packed: Sequence[list[int]]) -> StepOutcome:
     """Read the outcome of a decoding step from the tensor that `pack` made, given as one list per row."""
     return StepOutcome([row[0] for row in packed], [row[1] for row in packed], [row[2:] for row in packed])
-
-
-def records(draft: Draft, accepted: Acceptance, lengths: Sequence[int]) -> list[DraftRecord]:
-    """Copy the draft of each row to the host, with the first `lengths[b]` nodes of accepted path b."""
-    parents, paths = draft.topology.parent.expand_as(draft.ids).tolist(), accepted.path.tolist()
-    rows = zip(draft.ids.tolist(), parents, paths, lengths, strict=True)
-    return [DraftRecord(ids, above, path[:length]) for ids, above, path, length in rows]
 
 
 def at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
