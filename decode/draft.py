@@ -1,7 +1,7 @@
 """What a drafter hands to verification: candidate tokens, their tree, and the distributions they were drawn from.
 
-Shapes: B rows of the batch, N nodes of a draft, node 0 the root, M nodes of a side branch, H hidden size, V vocabulary,
-D nodes of the longest path."""
+Shapes: B rows of the batch, N nodes of a draft, node 0 the root, M nodes of a side branch, H hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Draft(NamedTuple):
         return Draft(ids, topology)
 
     def records(self, path: Tensor, lengths: Sequence[int]) -> list[DraftRecord]:
-        """Copy the draft of each row to the host, with the first `lengths[b]` nodes of the accepted `path[b]` [B, D]."""
+        """Copy each row's draft to the host, with the first `lengths[b]` nodes of the accepted path, `path[b]`."""
         parents = self.topology.parent.expand_as(self.ids)
         rows = zip(self.ids.tolist(), parents.tolist(), path.tolist(), lengths, strict=True)
         return [DraftRecord(ids, above, accepted[:length]) for ids, above, accepted, length in rows]

@@ -27,12 +27,13 @@ from decode.accept import (
     typical,
 )
 from decode.draft import Draft, Drafter, DraftRecord, Frontier
-from decode.ops.draws import RewoundDraws, RowDraws
+from decode.ops.draws import NO_TOKEN, RewoundDraws, RowDraws
 from decode.ops.fast_topk import most_probable
 from decode.ops.transfer import host_waits, on_device
 from decode.rejection import accept_sampled
 from decode.sequences import Sequences
 from decode.settings import AcceptanceRule
+from medusa.errors import RunError
 
 if TYPE_CHECKING:
     from decode.session import Session
@@ -111,7 +112,10 @@ def advance(
 ) -> tuple[Step, list[int], list[int]]:
     """Decode one step of the unfinished texts `rows`, whose next tokens `roots` are already decided.
 
-    Return the step, the rows that are still unfinished, and their next roots."""
+    Return the step, the rows that are still unfinished, and their next roots. Raise a `RunError` if no next token could
+    be drawn, as `model.generate` raises a `RuntimeError`."""
+    if NO_TOKEN in roots:
+        raise RunError("the model gives probabilities that are NaN; load it in another dtype, such as float32")
     timer.start()
     step = Step()
     for row, root in zip(rows, roots, strict=True):

@@ -1,5 +1,8 @@
 """Random draws of tokens: from one generator per row or one for all rows, with and without replacement.
 
+A broken model gives scores whose softmax is NaN. A draw from NaN is `NO_TOKEN`. The host finds it when it reads the
+tokens, so that no check makes it wait.
+
 Shapes: B rows of a batch, R of them that draw a token, M distributions that rows share, V vocabulary, C draws per row.
 """
 
@@ -10,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+NO_TOKEN = -1
 MASS_LEFT = 2**-24
 """Drawing without replacement ends when the remaining probability is this small; float64 sums are not exact below."""
 
@@ -33,7 +37,8 @@ class RowDraws:
         if not len(rows):
             return index.clone()
         noise = [torch.empty_like(p[0]).exponential_(generator=g) for g in self._generators(rows)]
-        return (p.index_select(0, index) / torch.stack(noise)).argmax(-1)
+        p = p.index_select(0, index)
+        return (p / torch.stack(noise)).argmax(-1).masked_fill_(p[:, 0].isnan(), NO_TOKEN)
 
     def keep(self, counts: Sequence[int]) -> None:
         """Tell how many of the tokens drawn for each row were needed; here all were."""
@@ -115,7 +120,7 @@ def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
     the next distribution. A token of probability 0 is never found, because its sum equals that of the token before."""
     heights = sums + torch.arange(len(sums), dtype=sums.dtype, device=sums.device)[:, None]
     found = torch.searchsorted(heights.flatten(), u.clamp(max=1 - 2**-52 * len(sums)) + index, right=True)
-    return found - index * sums.shape[-1]
+    return (found - index * sums.shape[-1]).masked_fill(sums[:, -1].isnan().index_select(0, index), NO_TOKEN)
 
 
 def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
@@ -123,7 +128,8 @@ def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
 
     Row i uses `q[index[i]]`. A token's interval of [0, 1) is as long as its probability. The intervals of the row's
     earlier tokens are cut out, and its next number in `u` is scaled to the rest. If at most `MASS_LEFT` is left, the
-    row's first token is repeated; acceptance skips it. This adds no bias: it is decided before that number is used."""
+    row's first token is repeated; acceptance skips it. This adds no bias: it is decided before that number is used.
+    A distribution of NaN gives token 0, which acceptance skips, too. So broken heads do not change the text."""
     sums = cumulative(q)
     start = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)
     tokens = torch.zeros(u.shape, dtype=torch.long, device=q.device)
@@ -134,5 +140,5 @@ def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
         x = u[:, at] * left.clamp_min(0)
         for gap in range(at):
             x = torch.where(x >= low[:, gap], x - low[:, gap] + high[:, gap], x)
-        tokens[:, at] = torch.where(left > MASS_LEFT, invert(sums, index, x), tokens[:, 0])
+        tokens[:, at] = torch.where(left > MASS_LEFT, invert(sums, index, x).clamp_min(0), tokens[:, 0])
     return tokens
