@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
-WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+WHITESPACE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Spaces as Python's `json.dumps` sets them, because weak models that may write any whitespace write nothing else."""
 KEPT = 64  # compiled grammars
 
@@ -36,7 +37,7 @@ def json_schema_source(schema: object) -> str:
     from llguidance import LLMatcher
 
     try:
-        source = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=WHITESPACE)  # type: ignore[arg-type]
+        source = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=WHITESPACE)
     except ValueError as error:
         raise _wrong("JSON schema", str(error)) from None
     return _valid(source, "JSON schema")
@@ -81,8 +82,10 @@ class Grammars:
         if ends is None:
             raise RequestError("this backbone has no end-of-text token, with which a text of a grammar must end")
         self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends)
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise RequestError(f"llguidance reads only fast tokenizers, and this is a {type(tokenizer).__name__}")
         try:
-            self.tokenizer = from_tokenizer(tokenizer, Backbone(model).vocab_size, self.ends)  # type: ignore[arg-type]
+            self.tokenizer = from_tokenizer(tokenizer, Backbone(model).vocab_size, self.ends)
         except ValueError as error:
             raise RequestError(f"llguidance cannot read this tokenizer: {' '.join(str(error).split())}") from None
         self.compiled = lru_cache(KEPT)(self._compiled)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LogitsProcessorList, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, LogitsProcessorList, PreTrainedTokenizerFast
 
 pytest.importorskip("llguidance", reason="needs the extra structured")
 pytest.importorskip("jsonschema", reason="comes with the extra dev")
@@ -19,7 +19,13 @@ pytest.importorskip("jsonschema", reason="comes with the extra dev")
 import jsonschema
 
 from decode import generate
+from decode.drafters import drafter_factory
+from decode.drafters.base import DrafterContext
+from decode.generation import stepper_for
+from decode.request import prepare
 from decode.results import text_of
+from decode.serve.batch import RunningBatch
+from decode.settings import AcceptanceRule
 from decode.strategies.grammar import Grammar, Grammars, json_schema_source, lark_source
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
@@ -116,6 +122,41 @@ def test_greedy_text_is_that_of_generate_with_the_processor(letters: Grammars, d
     assert len({tuple(text) for text in expected}) > 1
 
 
+@pytest.mark.parametrize("drafter", [None, "lookahead"])
+def test_a_free_text_and_texts_of_two_grammars_share_a_running_batch(letters: Grammars, drafter: str | None) -> None:
+    """Texts join and leave at any step; greedy and sampled ones keep the texts that they have alone."""
+    model = shared_model(eos_token_id=END)
+    context = DrafterContext(model) if drafter else DrafterContext(model, random_heads(model), "topk:4,3,2")
+    factory = drafter_factory(drafter, context)
+    grammars = [letters.compiled(lark_source(text)) for text in (LETTERS_GRAMMAR, "start: /([a-d]{2}x)*[e-h]/")]
+    asked, running, found = list(range(9)), dict[int, int](), dict[int, list[int]]()
+    options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": END, "pad_token_id": END, "temperature": 1.2}
+
+    def kwargs(number: int) -> dict[str, Any]:
+        return options | {"do_sample": number % 2 == 1, "top_k": 0}
+
+    batch = RunningBatch(lambda requests: stepper_for(model, factory, requests, AcceptanceRule("rejection")))
+    while asked or running:
+        if asked and len(running) < 3:
+            number = asked.pop(0)
+            grammar = None if number % 3 == 1 else grammars[number % 3 // 2]
+            requests = prepare(model, [random_ids(3 + number)], [number], grammar, **kwargs(number))
+            running[batch.join(requests)[0]] = number
+        batch.step()
+        for row in set(running) - set(batch.rows):
+            found[running.pop(row)] = batch.sequences.new_ids[row]
+    for number, text in found.items():
+        prompt, processors = random_ids(3 + number), LogitsProcessorList()
+        if number % 3 != 1:
+            processors.append(grammars[number % 3 // 2].processor(len(prompt)))
+        ids = torch.tensor([prompt])
+        torch.manual_seed(number)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=processors, **kwargs(number))
+        assert text == out[0, len(prompt) :].tolist(), number
+        assert len(text) == 20 or text[-1] == END
+    assert {len(text) for text in found.values()} >= {20}
+
+
 @pytest.mark.parametrize("draft", ["topk", "sample"])
 def test_samples_follow_the_masked_distribution(letters: Grammars, draft: str) -> None:
     """The judge walks down all texts of the grammar with the model's own forwards."""
@@ -205,4 +246,6 @@ def test_wrong_grammars_are_named(letters: Grammars) -> None:
     with pytest.raises(RequestError, match=r'the grammar is invalid: .*unknown name: "foo"') as error:
         lark_source("start: foo")
     assert "\n" not in str(error.value)
+    with pytest.raises(RequestError, match="only fast tokenizers, and this is a ByT5Tokenizer"):
+        Grammars(shared_model(eos_token_id=END), ByT5Tokenizer())
     assert letters.compiled(lark_source(LETTERS_GRAMMAR)) is letters.compiled(lark_source(LETTERS_GRAMMAR))
