@@ -15,6 +15,7 @@ Without numbers of layers, the layers are those of `medusa.backbone.usual_layers
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -43,21 +44,22 @@ def read_eagle_config(tensors: Mapping[str, Tensor], published: Json, source: st
 
     The tensors have the names of `medusa.checkpoints.eagle3`. Raise RequestError if the layer is of a form that
     `medusa.heads.eagle` does not have."""
-    eagle = published.get("eagle_config") or {}
-    described = published | (published.get("transformer_layer_config") or {})
+    eagle, speculators = (_section(published, key, source) for key in ("eagle_config", "speculators_config"))
+    described = published | _section(published, "transformer_layer_config", source)
     sizes = _layer(tensors, described, source)
     size, is_original = sizes["hidden_size"], "layers.0.hidden_norm.weight" not in tensors
     switched = {name for name in SWITCHES if published.get(name, eagle.get(name))}
     sizes["variants"] = sorted(switched | {name for tensor, name in OF_TENSORS.items() if tensor in tensors})
     offsets, vocab_size = tensors.get("d2t"), described.get("vocab_size")
     fewer = offsets is not None and (len(offsets) != vocab_size or bool(offsets.any()))
-    proposals = (published.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    verifier = (published.get("speculators_config") or {}).get("verifier") or {}
+    verifier = _section(speculators, "verifier", source)
     hidden_size = published.get("target_hidden_size") or size
+    if not isinstance(hidden_size, int):
+        raise RequestError(f"{source}: its target_hidden_size is {hidden_size!r}; it must be a whole number")
     config = MedusaConfig(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        num_heads=published.get("medusa_num_heads") or proposals[0].get("speculative_tokens") or STEPS,
+        num_heads=published.get("medusa_num_heads") or _proposed(speculators) or STEPS,
         kind="eagle",
         block=ORIGINAL_EAGLE if is_original else GATED,
         expansion=sizes["width"] / size,
@@ -79,12 +81,16 @@ def _layer(tensors: Mapping[str, Tensor], described: Json, source: str) -> Layer
     make = Qwen3Config if described.get("model_type") == "qwen3" else LlamaConfig
     given = {key: value for key, value in described.items() if key not in ("model_type", "architectures")}
     for key in ("rope_parameters", "rope_scaling"):
-        if "mrope_section" in (given.get(key) or {}):  # a token of text has one position, so this is the default
+        if "mrope_section" in _section(given, key, source):  # a token of text has one position, so this is the default
             given[key] = {name: value for name, value in given[key].items() if name == "rope_theta"} or None
     try:
         config = make(**given)
     except Exception as error:  # transformers checks each value in its own way
         raise RequestError(f"{source}: its config.json describes no layer ({first_line(error)})") from None
+    stored = {match[0] for name in tensors if (match := re.match(r"layers\.\d+\.", name))}
+    if config.num_hidden_layers != len(stored):
+        named = f"its config.json names {config.num_hidden_layers} layers"
+        raise RequestError(f"{source}: {named}, and there are tensors of {len(stored)}")
     rope: Json = dict(config.rope_parameters or {})
     windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     for name, is_wrong, found in (
@@ -108,6 +114,30 @@ def _layer(tensors: Mapping[str, Tensor], described: Json, source: str) -> Layer
     )
 
 
+def _section(content: Json, key: str, source: str) -> Json:
+    """Return the object under `key`, empty if there is none; raise RequestError if something else is there."""
+    found = content.get(key) or {}
+    if not isinstance(found, dict):
+        raise RequestError(f"{source}: its {key} is {found!r}; it must be an object")
+    return found
+
+
+def _layer_numbers(content: Json, source: str) -> list[int]:
+    """Return the numbers of layers in `content`, empty if there are none; raise RequestError if they are no numbers."""
+    found = content.get(IDS) or []
+    if not isinstance(found, list) or any(type(number) is not int for number in found):
+        raise RequestError(f"{source}: its {IDS} is {found!r}; it must be a list of whole numbers")
+    return found
+
+
+def _proposed(speculators: Json) -> int | None:
+    """Return the number of tokens that the first proposal method of speculators proposes; `None` if none is named."""
+    match speculators.get("proposal_methods"):
+        case [{"speculative_tokens": int(count)}, *_]:
+            return count
+    return None
+
+
 def _lm_head(tensors: Mapping[str, Tensor], published: Json) -> str:
     """Return `one` if the layer has an LM head, or `shared` if it has none or a copy of the backbone's."""
     if "medusa_num_heads" in published:  # exports of this package: older ones only have copies
@@ -126,12 +156,7 @@ def _feature_layers(
         raise RequestError(f"{source} misses the tensor fc.weight, which joins hidden states of several layers")
     inputs = tensors["fc.weight"].shape[-1]
     count = inputs // hidden_size
-    if published.get(IDS):
-        layers = list(published[IDS])
-    elif eagle.get(IDS):
-        layers = [layer + 1 for layer in eagle[IDS]]
-    else:
-        layers = []
+    layers = _layer_numbers(published, source) or [number + 1 for number in _layer_numbers(eagle, source)]
     fits = len(layers) == count or (not layers and count == 3)
     if not count or count * hidden_size != inputs or not fits:
         which = f"{layers or 'unnamed'} layers of {hidden_size}"
