@@ -11,10 +11,12 @@ import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -151,7 +153,9 @@ class Backbone:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Hook the LM head and the feature layers once for all forwards in this context; add no hook without need."""
+        """Hook the LM head and the feature layers once for all forwards in this context; add no hook without need.
+
+        Hooks see the forwards of all threads, and record those of their own."""
         modules = {} if self.splits else {self.num_layers: self.head}
         for layer in self.feature_layers or ():
             if layer < self.num_layers:
@@ -160,11 +164,12 @@ class Backbone:
             yield
             return
         seen: dict[int, Tensor] = {}
-        self._seen = seen
+        self._seen, owner = seen, get_ident()
 
         def watch(number: int, module: nn.Module) -> RemovableHandle:
             def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-                seen[number] = args[0] if args else kwargs["hidden_states"]
+                if is_dynamo_compiling() or get_ident() == owner:  # torch.compile cannot trace `get_ident`
+                    seen[number] = args[0] if args else kwargs["hidden_states"]
 
             return module.register_forward_pre_hook(record, with_kwargs=True)
 

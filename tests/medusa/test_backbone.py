@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -113,6 +114,31 @@ def test_caps_and_scales_keep_the_order_of_logits(family: str) -> None:
     hidden, logits = backbone.forward(IDS, DynamicCache())
     assert not torch.equal(backbone.lm_head(hidden), logits)
     assert torch.equal(backbone.lm_head(hidden).argmax(-1), logits.argmax(-1))
+
+
+@torch.no_grad()
+def test_a_forward_of_another_thread_changes_no_hidden_states() -> None:
+    """The other forward runs after hooks have recorded states, and before these are read."""
+    model = tiny_model("gemma2")  # its LM head is hooked, too
+    ids = [torch.tensor([random_ids(9, seed=seed)]) for seed in range(2)]
+    expected = [Backbone(model, [1, 0, 2]).hidden_states(each, use_cache=False) for each in ids]
+    found: list[torch.Tensor] = []
+
+    def other() -> None:
+        with torch.no_grad():
+            found.append(Backbone(model, [1, 0, 2]).hidden_states(ids[1], use_cache=False))
+
+    def in_between(*_: Any) -> None:
+        hook.remove()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    backbone = Backbone(model, [1, 0, 2])
+    hook = model.get_output_embeddings().register_forward_hook(in_between)
+    found.append(backbone.hidden_states(ids[0], use_cache=False))
+    assert torch.equal(found[0], expected[1])
+    assert torch.equal(found[1], expected[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
