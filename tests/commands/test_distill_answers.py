@@ -6,8 +6,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from operator import itemgetter
 from pathlib import Path
@@ -20,10 +18,12 @@ from decode.bench import methods
 from decode.results import Result
 from medusa.__main__ import main
 from medusa.commands.distill import DistillOptions, distill
+from medusa.commands.distill.journal import Journal
 from medusa.commands.options import Models, Output, Prompts
 from medusa.options import LoadOptions
 from tests.commands.test_cli import Place, build
 from tests.commands.test_prompting import TEMPLATE
+from tests.train.processes import forked_command
 
 
 class Done(NamedTuple):
@@ -157,18 +157,6 @@ def test_distill_is_a_function_that_returns_figures(
 
 # --- interruptions ---------------------------------------------------------------------------------------------------
 
-SLOWLY = """
-import sys, time
-from medusa.__main__ import main
-from medusa.commands.distill.journal import Journal
-once = Journal.append
-def append(*args):
-    once(*args)
-    time.sleep(0.05)
-Journal.append = append
-sys.exit(main())
-"""
-
 
 @pytest.fixture
 def command(chat: str, tmp_path: Path) -> list[str]:
@@ -179,19 +167,26 @@ def command(chat: str, tmp_path: Path) -> list[str]:
     return [*argv, "--output", str(tmp_path / "own.jsonl")]
 
 
-def started(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", SLOWLY, *command], stderr=subprocess.PIPE, text=True)
+def stopped(command: list[str], number: int, output: Path, told: Path, lines: int = 4) -> tuple[int, str]:
+    """Run the command slowly in a process of its own, and send it a signal once the file has this many lines.
 
+    Returns the exit status and standard error."""
+    once = Journal.append
 
-def stopped(process: subprocess.Popen[str], number: int, output: Path, lines: int = 4) -> tuple[int, str]:
-    """Send a signal once the file has this many lines; return the exit status and standard error."""
+    def append(*args: Any) -> None:
+        once(*args)
+        time.sleep(0.05)
+
+    with pytest.MonkeyPatch.context() as patch, told.open("w") as errors:
+        patch.setattr(Journal, "append", append)
+        process = forked_command(command, errors.fileno(), errors.fileno())
     limit = time.monotonic() + 120
-    while process.poll() is None and not (output.exists() and output.read_bytes().count(b"\n") >= lines):
+    while not (output.exists() and output.read_bytes().count(b"\n") >= lines):
         assert time.monotonic() < limit
+        assert os.waitpid(process, os.WNOHANG)[0] == 0, told.read_text()
         time.sleep(0.02)
-    os.kill(process.pid, number)
-    err = process.communicate(timeout=60)[1]
-    return process.returncode, err
+    os.kill(process, number)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), told.read_text()
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
@@ -199,7 +194,7 @@ def test_a_signal_keeps_finished_answers_and_the_same_command_continues(
     command: list[str], tmp_path: Path, number: int, status: int
 ) -> None:
     output = tmp_path / "own.jsonl"
-    ended, err = stopped(started(command), number, output)
+    ended, err = stopped(command, number, output, tmp_path / "told")
     assert ended == status, err
     kept = [json.loads(line) for line in output.read_text().split("\n")[:-1]]
     assert 4 <= len(kept) < 24

@@ -4,12 +4,10 @@ Objects are made and warmed up with real tensors on the CPU. Then all their tens
 `gpu`, and steps run on them. Like a GPU, the device cannot mix with the CPU: an operation on tensors of both, and any
 other operation on the CPU, is a fault. Only `on_device` may copy numbers of the host to the device.
 
-The backend's name is known to the whole process, so tests run this file as a process of its own. It prints, as JSON,
-the faults of each case, and how many values the host read from the device."""
+The backend's name is known to the whole process, so tests call `outcomes` in a copy of theirs."""
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -249,7 +247,8 @@ def other(drafter: str, rule: str, rows: int) -> tuple[Session, Stepper]:
     return eager(model, factories[drafter](), rule, rows)
 
 
-def main() -> None:
+def outcomes() -> dict[str, dict[str, Any]]:
+    """The faults of each case, and how many values the host read from the device; changes the process for good."""
     _setup_privateuseone_for_python_backend("gpu")
     for name, module in list(sys.modules.items()):
         if name.startswith("decode.") and hasattr(module, "on_device") and module is not transfer:
@@ -262,7 +261,7 @@ def main() -> None:
     for name, fault in PLANTED.items():
         decode.loop.pack = lambda draft, accepted, fault=fault: (fault(draft.ids), pack(draft, accepted))[1]
         outcome[f"planted: {name}"] = outcome_of(partial(other, "mix", "greedy", 1), mode)
-    print(json.dumps(outcome))
+    return outcome
 
 
 def outcome_of(make: Callable[[], tuple[Session, Stepper]], mode: FakeTensorMode) -> dict[str, Any]:
@@ -271,7 +270,3 @@ def outcome_of(make: Callable[[], tuple[Session, Stepper]], mode: FakeTensorMode
     except Exception as error:  # fake tensors raise one for tensors of two devices, and for most reads of values
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "/decode/" in f.filename]
         return {"faults": [f"{type(error).__name__}: {error} ({frames[-1].filename}:{frames[-1].lineno})"], "reads": 0}
-
-
-if __name__ == "__main__":
-    main()

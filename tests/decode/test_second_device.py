@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.decode import second_device
+from tests.train.processes import forked
+
 TWICE = ("lookahead", "model", "mix", "typical, penalties")  # steps that read what they drafted or predicted, too
 
 
 @pytest.fixture(scope="module")
-def outcome() -> dict[str, dict[str, Any]]:
-    """The faults and reads of each case (`second_device.py`), in a process of its own, which knows the device."""
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
-    command = [sys.executable, "-m", "tests.decode.second_device"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | paths, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The faults and reads of each case (`second_device.py`), in a copy of this process, which knows the device."""
+    folder = tmp_path_factory.mktemp("second_device")
+
+    def work() -> None:
+        torch.manual_seed(0)
+        (folder / "found").write_text(json.dumps(second_device.outcomes()))
+
+    status = os.waitpid(forked(work, folder / "error"), 0)[1]
+    assert status == 0, (folder / "error").read_text()[-2000:]
+    found: dict[str, dict[str, Any]] = json.loads((folder / "found").read_text())
     return found
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +16,7 @@ from transformers import AutoConfig
 from medusa import places
 from medusa.checkpoints.folder import find_folder
 from medusa.errors import RequestError
-from medusa.loading import DEMO, _tokenizer, load_backbone, load_config
+from medusa.loading import DEMO, _tokenizer, load_backbone, load_config, load_tokenizer
 from medusa.options import LoadOptions
 
 
@@ -132,18 +129,18 @@ def test_the_cache_is_used_without_a_network(hub: Any, monkeypatch: pytest.Monke
     assert given == {"name": "org/model", "revision": None, "trust_remote_code": False, "local_files_only": True}
 
 
-def test_a_damaged_tokenizer_of_a_hub_model_is_named(tmp_path: Path) -> None:
-    """Without the error, a chat model would count as one without a tokenizer. A program, as the cache is set once."""
+def test_a_damaged_tokenizer_of_a_hub_model_is_named(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the error, a chat model would count as one without a tokenizer."""
     snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / "1234"
     shutil.copytree(DEMO, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
     (snapshot / "tokenizer.json").write_text("{broken")
     refs = snapshot.parents[1] / "refs"
     refs.mkdir()
     (refs / "main").write_text("1234")
-    program = "from medusa.loading import load_tokenizer; load_tokenizer('org/model')"
-    offline = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=offline, capture_output=True, text=True, check=False)
-    assert "the tokenizer at org/model cannot be loaded: " in done.stderr
+    hub(fail)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(RequestError, match="the tokenizer at org/model cannot be loaded: "):
+        load_tokenizer("org/model")
 
 
 def test_a_model_may_come_from_a_folder_that_only_looks_like_a_hub_id(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from decode.settings import Settings
+from medusa.commandline import exit_status
 from medusa.config import KINDS
 from medusa.errors import RequestError
 from scripts.gpu_battery import __main__ as battery
@@ -27,6 +29,7 @@ from scripts.gpu_battery.checks import cudnn_attention
 from scripts.gpu_battery.report import REPORT
 from scripts.gpu_battery.run import FULL, TOY, Run, Stage, run_stage
 from scripts.gpu_battery.steps import profile_steps, target_of
+from tests.train.processes import forked_command
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -134,15 +137,21 @@ def test_a_stage_ends_at_its_limit_and_keeps_its_figures(tmp_path: Path, monkeyp
 
 def test_an_interrupted_battery_ends_its_stage_and_writes_a_report(tmp_path: Path) -> None:
     """`timeout 540 python -m scripts.gpu_battery ...` sends SIGTERM when the time of the call is over."""
-    command = [sys.executable, "-m", "scripts.gpu_battery", "--rehearse", "--stage", "backbone", "--output", tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPO) as process:
-        until = time.monotonic() + 120
-        while not (tmp_path / "logs" / "backbone.log").is_file() and time.monotonic() < until:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, told
-    assert b"figures.jsonl keeps" in told
+
+    def rehearsing(words: Sequence[str]) -> int:
+        return exit_status("gpu_battery", lambda: battery.main(words))
+
+    words = ["--rehearse", "--stage", "backbone", "--output", str(tmp_path)]
+    told = tmp_path / "told"
+    with told.open("w") as errors:
+        process = forked_command(words, errors.fileno(), errors.fileno(), rehearsing)
+    until = time.monotonic() + 120
+    while not (tmp_path / "logs" / "backbone.log").is_file() and time.monotonic() < until:
+        time.sleep(0.05)
+    os.kill(process, signal.SIGTERM)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    assert status == 128 + signal.SIGTERM, told.read_text()
+    assert "figures.jsonl keeps" in told.read_text()
     assert "| backbone | interrupted |" in (tmp_path / REPORT).read_text()
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState
+
+from medusa.__main__ import main
 
 
 def forked(work: Callable[[], object], errors: Path | None = None) -> int:
@@ -29,6 +32,28 @@ def forked(work: Callable[[], object], errors: Path | None = None) -> int:
         finally:
             os._exit(status)
     return process
+
+
+def forked_command(words: Sequence[str], out: int, err: int, program: Callable[[Sequence[str]], int] = main) -> int:
+    """Run `medusa`, or another program, in a copy of this process that writes to these descriptors.
+
+    Gives the process id."""
+
+    def work() -> None:
+        for number, target, name in ((1, out, "stdout"), (2, err, "stderr")):
+            os.dup2(target, number)
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
+        try:
+            status = program(words)
+            sys.stdout.flush()  # as Python does at its end
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            sys.stderr.flush()
+        raise SystemExit(status)
+
+    return forked(work)
 
 
 def as_two_ranks(work: Callable[[], object], folder: Path) -> None:

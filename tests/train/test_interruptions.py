@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,12 +16,13 @@ import pytest
 import torch
 from transformers import TrainerCallback, TrainerState
 
+from medusa.__main__ import main
 from medusa.commandline import exit_status
 from medusa.commands.train import command_to_continue
 from medusa.errors import Interrupted, RequestError
 from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids, tiny_model
-from tests.train.processes import as_two_ranks, forked
+from tests.train.processes import as_two_ranks, forked, forked_command
 from train.checkpoints import RESCUE, remove_rescues, whole_checkpoints
 from train.interruptions import SAVE_TIMES, RescueClock, Signals
 from train.recipe import parse_recipe
@@ -103,15 +102,21 @@ def lines_of_the_log(content: dict[str, Any], **options: Any) -> list[dict[str, 
     return kept
 
 
+@pytest.fixture(scope="module")
+def whole(recipe: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    """The folder and the log of a run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole") / "whole"
+    return folder, lines_of_the_log(recipe(folder))
+
+
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 7), (signal.SIGTERM, 10), (signal.SIGTERM, STEPS)])
 def test_a_signal_ends_a_run_after_its_step_and_the_run_resumes_bit_for_bit(
-    recipe: Any, at: Any, tmp_path: Path, number: int, step: int
+    recipe: Any, whole: Any, at: Any, tmp_path: Path, number: int, step: int
 ) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    expected = lines_of_the_log(recipe(whole))
+    stopped, (uninterrupted, expected) = tmp_path / "stopped", whole
     before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     at(step, send(number))
     with pytest.raises(Interrupted) as stop:
@@ -122,32 +127,31 @@ def test_a_signal_ends_a_run_after_its_step_and_the_run_resumes_bit_for_bit(
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
     at(0, lambda: None)
     assert lines_of_the_log(recipe(stopped), resume=True) == expected
-    assert same(whole, stopped)
+    assert same(uninterrupted, stopped)
     assert not (stopped / RESCUE).exists()
 
 
 def test_the_command_prints_the_line_that_continues(recipe: Any, tmp_path: Path) -> None:
-    """With a real process, as started by a user, and its line typed again."""
+    """With a process of its own, as started by a user, and its line typed again."""
     content = recipe(tmp_path / "out", max_steps=4000)
     path = tmp_path / "my recipe.json"
     path.write_text(json.dumps(content), encoding="utf-8")
-    words = [sys.executable, "-m", "medusa", "train", str(path), "--overwrite", "training.seed=5"]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    seen = ""
-    while not re.search(r"step +\d", seen):
-        line = process.stderr.readline()
-        assert line, seen
-        seen += line
-    process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, told
+    reading, writing = os.pipe()
+    process = forked_command(["train", str(path), "--overwrite", "training.seed=5"], writing, writing)
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as lines:
+        seen = ""
+        while not re.search(r"step +\d", seen):
+            line = lines.readline()
+            assert line, seen
+            seen += line
+        os.kill(process, signal.SIGTERM)
+        told = lines.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGTERM, told
     step = re.search(r"medusa train: interrupted; saved .*rescue/checkpoint-(\d+); continue with: medusa (.*)", told)
     assert step is not None, told
     assert step[2] == f"train '{path}' training.seed=5 --resume"
     assert "Traceback" not in told
-    from medusa.__main__ import main
-
     assert main(["train", str(path), "training.seed=5", "--resume", f"training.max_steps={int(step[1]) + 1}"]) == 0
 
 
@@ -303,9 +307,10 @@ def test_the_clock_waits_for_the_minutes_or_for_twenty_saves(monkeypatch: pytest
     assert not RescueClock(minutes=0).due()
 
 
-def test_a_killed_run_loses_only_the_time_since_its_last_rescue(recipe: Any, at: Any, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    expected = lines_of_the_log(recipe(whole))
+def test_a_killed_run_loses_only_the_time_since_its_last_rescue(
+    recipe: Any, whole: Any, at: Any, tmp_path: Path
+) -> None:
+    killed, (uninterrupted, expected) = tmp_path / "killed", whole
 
     def work() -> None:
         at(17, send(signal.SIGKILL))
@@ -317,7 +322,7 @@ def test_a_killed_run_loses_only_the_time_since_its_last_rescue(recipe: Any, at:
     assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
     assert whole_checkpoints(killed) == [killed / RESCUE / "checkpoint-16"], "only the last one is kept"
     assert lines_of_the_log(recipe(killed), resume=True) == expected
-    assert same(whole, killed)
+    assert same(uninterrupted, killed)
     assert [path.name for path in whole_checkpoints(killed)] == [f"checkpoint-{STEPS}"]
 
 
