@@ -90,7 +90,7 @@ def most_waits(monkeypatch: pytest.MonkeyPatch, taken: Iterator[Step]) -> tuple[
     return max(found)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_waits_of_a_step(llama: Any, monkeypatch: pytest.MonkeyPatch, mode: str, rows: int) -> None:
     budget, options = MODES[mode]
@@ -132,12 +132,13 @@ def test_the_global_generator_is_where_plain_sampling_leaves_it(llama: Any) -> N
 @pytest.mark.parametrize("kind", HEADS)
 def test_waits_of_all_kinds_of_heads(llama: Any, monkeypatch: pytest.MonkeyPatch, kind: str, rows: int) -> None:
     heads = random_heads(llama, **HEADS[kind])
-    list(decoded(llama, heads, rows, tree=TREES[0]))  # makes the tables of paths that heads with prefix layers keep
-    for mode in ("greedy", "sampled", "drawn drafts"):
+    if heads.config.prefix_layers:
+        list(decoded(llama, heads, rows, tree=TREES[0]))  # makes the tables of paths that these heads keep
+    # Heads guess before the rule decides, so one drawing rule with each form of tree is enough.
+    for mode, tree in (("greedy", TREES[0]), ("sampled", TREES[1]), ("drawn drafts", TREES[0])):
         budget, options = MODES[mode]
-        for tree in TREES[: 1 if mode == "drawn drafts" else 2]:
-            waits, places = most_waits(monkeypatch, decoded(llama, heads, rows, tree=tree, **options))
-            assert waits <= budget, f"{kind}, {mode}, {rows} rows, {tree}: {waits} waits\n{places}"
+        waits, places = most_waits(monkeypatch, decoded(llama, heads, rows, tree=tree, **options))
+        assert waits <= budget, f"{kind}, {mode}, {rows} rows, {tree}: {waits} waits\n{places}"
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -133,8 +133,7 @@ def test_a_ragged_batch_equals_its_rows_alone(llama: Any, drafter: Guesser) -> N
 @pytest.mark.parametrize(
     "options",
     [
-        {"repetition_penalty": 1.4},
-        {"no_repeat_ngram_size": 3},
+        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3},
         {"do_sample": True, "top_k": 0},
         {"do_sample": True, "temperature": 0.3, "top_p": 0.9, "repetition_penalty": 1.2},
     ],
