@@ -34,4 +34,6 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "CALIBRATED_ON", 1300)
     monkeypatch.setattr(plan, "BENCHMARK_TOKENS", 16)
     monkeypatch.setattr(plan, "FEWEST_BENCHMARK_TOKENS", 16)
+    monkeypatch.setattr(plan, "BENCHMARK_SECONDS", 0.0)  # instead of all prompts, the fewest
+    monkeypatch.setattr(plan, "FEWEST_TEST", 4)
     monkeypatch.setattr(calibrate, "SIZES", (1, 4, 8))
