@@ -240,11 +240,12 @@ def test_the_form_of_distilled_prompts_is_saved_with_the_heads(
     assert MedusaHeads.from_pretrained(heads).config.raw_prompts is raw
     done = generate("--heads", heads, "--tree", "chain", rows=[ROWS[0][0]])
     assert done.prompts == ["bcd" if raw else "ubcda"]
-    for more in (
+    ways = [
         ("data.streaming=true",),
         ("cache_features=true", f"features_dir={features}"),
         (f"data.path={features}", "data.sequence_length=8", "heads.num=3"),
-    ):
+    ]
+    for more in ways[: 1 if raw else 3]:  # the next test has raw prompts in features
         assert read_json(Path(trained_on(own, models, *more)) / "config.json")["raw_prompts"] is raw, more
 
 

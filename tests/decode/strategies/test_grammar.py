@@ -178,7 +178,7 @@ def test_samples_follow_the_masked_distribution(letters: Grammars, draft: str) -
 
     walk("", 1.0)
     assert sum(exact.values()) == pytest.approx(1)
-    draws = 3000
+    draws = 1800  # differences of p by a tenth are found in nine cases of ten
     options = {"max_new_tokens": 6, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     found: Counter[str] = Counter()
     heads, inputs = random_heads(model), left_padded([prompt])
@@ -221,14 +221,14 @@ def test_samples_follow_the_masked_distribution(letters: Grammars, draft: str) -
 def test_json_is_always_valid(demo: Any, demo_json: Grammar, temperature: float, options: dict[str, Any]) -> None:
     heads, tokenizer = MedusaHeads.from_pretrained("demo"), demo.tokenizer
     rows = [tokenizer(text)["input_ids"] for text in ("Once upon a time", "Tom", "A person as JSON: ")]
-    sampling = {"do_sample": True, "temperature": temperature, "seeds": range(24)} if temperature else {}
+    sampling = {"do_sample": True, "temperature": temperature, "seeds": range(12)} if temperature else {}
     out = generate(
         demo.model,
         heads,
         **left_padded(rows, pad=tokenizer.eos_token_id),
         grammar=demo_json,
         max_new_tokens=120,
-        num_return_sequences=8 if temperature else 1,
+        num_return_sequences=4 if temperature else 1,
         **sampling,
         **options,
     )
