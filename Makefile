@@ -22,9 +22,10 @@ LATER := not known_faults and not planted_fault and not sampled_texts and not lo
 
 install: $(VENV)/installed
 
-$(VENV)/installed: $(VENV)/base
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+	touch $(VENV)/base $@
 
 # The demo needs no tools of development, which take longer to install than everything else.
 $(VENV)/base: pyproject.toml constraints.txt
