@@ -1,4 +1,4 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests. They import torch late: the process that hands tests to others needs none of it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,13 @@ import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from medusa import places
-from tests.helpers import LETTERS, shared_model
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
-torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
-transformers.logging.set_verbosity_error()
 # Shells let their background jobs ignore Ctrl-C, and the processes that tests start and interrupt would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -36,6 +30,16 @@ def pytest_collection_finish() -> None:
 SHARED = Path(__file__).resolve().parents[1] / ".." / "shared"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quiet_and_on_one_thread() -> None:
+    """The models are tiny: threads would only wait for each other."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder ../shared with models and data; tests that need it are skipped without it."""
@@ -47,18 +51,25 @@ def shared() -> Path:
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hub seems to answer; what a test then loads from it must be replaced, too."""
-    monkeypatch.setattr(places, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr("medusa.places.hub_is_reachable", lambda: True)
 
 
 @pytest.fixture(scope="session")
 def llama() -> Any:
     """A tiny random Llama; tests must not change it."""
+    from tests.helpers import shared_model
+
     return shared_model()
 
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """Token i is the i-th character of `LETTERS`, so texts can be read off ids."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.helpers import LETTERS
+
     inner = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(LETTERS)}, unk_token="a"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     inner.decoder = decoders.Fuse()
@@ -81,4 +92,6 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, caches: Iterator[Path]) -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Seed every test, so that results do not depend on the order of tests."""
+    import torch
+
     torch.manual_seed(0)
