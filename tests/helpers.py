@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import random
 import string
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import tiny_models
 from decode.draft import Draft, Drafter, Frontier
@@ -111,6 +116,21 @@ def random_tree(nodes: int, seed: int = 0, max_rank: int = 5, max_depth: int = 5
             paths.append(path)
     rng.shuffle(paths)
     return Tree.from_paths([path for path in paths if path])
+
+
+def rename_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a fault: our forwards run sdpa under another name, with which Falcon adds masks as 0 and 1."""
+    AttentionInterface.register("sdpa_renamed", sdpa_attention_forward)
+    AttentionMaskInterface.register("sdpa_renamed", sdpa_mask)
+
+    @contextlib.contextmanager
+    def renamed(config: PretrainedConfig, masks: Any = None) -> Iterator[None]:
+        config._attn_implementation = "sdpa_renamed"
+        yield
+        config._attn_implementation = "sdpa"
+
+    for place in ("decode.verify", "decode.prefill"):
+        monkeypatch.setattr(f"{place}.grouped", renamed)
 
 
 def left_padded(prompts: list[list[int]], pad: int = 0) -> dict[str, Tensor]:

@@ -167,8 +167,6 @@ def _figures(contender: Contender, plain: Contender, stock: Contender, chosen: S
     """Compute a contender's metrics on the prompts with indices `chosen`. `plain`, `stock`: baselines of speedups."""
     rates = contender.tokens_per_second(chosen)
     results = [contender.rounds[0][index] for index in chosen]
-    pairs = list(zip(contender.rounds, plain.rounds, strict=True))
-    equal = [all(mine[index].new_ids == theirs[index].new_ids for mine, theirs in pairs) for index in chosen]
     sample = Sample.of(contender.prompt_figures(chosen))
     drawn = sample.resampling()
     speedups, intervals = [], []
@@ -185,11 +183,19 @@ def _figures(contender: Contender, plain: Contender, stock: Contender, chosen: S
         accepted_by_depth=accepted_by_depth(results),
         speedup=speedups[0],
         speedup_vs_generate=speedups[1],
-        equal_to_plain=sum(equal) / len(equal),
+        equal_to_plain=_equal(contender, plain, chosen),
+        equal_to_generate=_equal(contender, stock, chosen),
         tau_interval=interval(sample.tau(drawn)) if sample.num_batches > 1 else None,
         speedup_interval=intervals[0],
         speedup_vs_generate_interval=intervals[1],
     )
+
+
+def _equal(contender: Contender, other: Contender, chosen: Sequence[int]) -> float:
+    """Compute the fraction (0 to 1) of the prompts `chosen` whose texts by two contenders are equal in every round."""
+    pairs = list(zip(contender.rounds, other.rounds, strict=True))
+    equal = [all(mine[index].new_ids == theirs[index].new_ids for mine, theirs in pairs) for index in chosen]
+    return sum(equal) / len(equal)
 
 
 def accepted_by_depth(results: Sequence[Result]) -> list[float]:

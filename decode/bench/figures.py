@@ -66,6 +66,7 @@ class MethodFigures:
     speedup: float  # tokens per second, divided by the tokens per second of plain decoding in our own loop
     speedup_vs_generate: float  # tokens per second, divided by the tokens per second of transformers' `model.generate`
     equal_to_plain: float  # fraction of prompts whose texts equal those of plain decoding in every round
+    equal_to_generate: float | None = None  # the same, for the texts of transformers' `model.generate`
     tau_interval: Interval | None = None
     speedup_interval: Interval | None = None
     speedup_vs_generate_interval: Interval | None = None
@@ -81,7 +82,7 @@ class MethodFigures:
         content = asdict(self)
         if self.by_category is not None:
             content["by_category"] = {name: part.to_json() for name, part in self.by_category.items()}
-        optional = ["tau_by_position", "prompts", "step_ms", "by_category", "accepted_by_node"]
+        optional = ["equal_to_generate", "tau_by_position", "prompts", "step_ms", "by_category", "accepted_by_node"]
         if self.accepted_by_node is None:  # with a report, null means that no calibration is stored
             optional.append("calibration")
         return {name: value for name, value in content.items() if value is not None or name not in optional}
@@ -211,14 +212,19 @@ class BenchmarkResult:
         )
 
     def _equal_texts(self) -> str:
-        """Say how many texts equal those of plain decoding, in one sentence."""
+        """Say how many texts equal those of plain decoding and of `model.generate`, in one sentence."""
         settings, medusa = self.settings, self.medusa
         if is_lossy(settings.acceptance):
             return f"Acceptance {settings.acceptance} is lossy: the texts may differ from those of plain decoding."
         if settings.temperature > 0:
             return "The texts are sampled, so they are not compared."
         equal = round(medusa.equal_to_plain * settings.prompts)
-        return f"{equal} of {settings.prompts} texts equal those of plain decoding."
+        told = f"{equal} of {settings.prompts} texts equal those of plain decoding"
+        if medusa.equal_to_generate is None:  # an earlier version wrote the file
+            return f"{told}."
+        if medusa.equal_to_generate == medusa.equal_to_plain == 1:
+            return f"{told} and of model.generate."
+        return f"{told}, and {round(medusa.equal_to_generate * settings.prompts)} those of model.generate."
 
     def to_json(self) -> dict[str, object]:
         """Return the content of the file that `medusa benchmark --json` writes."""

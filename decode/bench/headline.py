@@ -41,7 +41,7 @@ class Evidence:
 
     subject: str  # the backbone and the drafter: `org/model with the heads org/heads`
     conditions: str  # hardware, prompts and decoding options
-    texts: str  # how many texts equal those of plain decoding, as a sentence
+    texts: str  # how many texts equal those of plain decoding and of `model.generate`, as a sentence
     batches: int  # number of batches of prompts
     rounds: int
     steps: int  # decoding steps with the drafter in one round

@@ -4,11 +4,11 @@
   medusa verify --backbone org/model --drafter ngram --prompts own.jsonl
   medusa verify org/heads --prompts own.jsonl --full --report evidence.html
 
-Greedy: every prompt is decoded with and without drafts. Sampling: after each of the first four prompts, a million steps
-are sampled with the best guesses as drafts, and with sampled drafts. Their tokens are tested against the backbone's own
-distribution. Lossy acceptance rules are tested too, and are expected to differ. --report writes an HTML page with
-tables and pictures. Exit status 1: the outputs differ. Correct decoding fails the sampling test in at most 1 of 10,000
-runs.
+Greedy: every prompt is decoded with drafts and by model.generate. Sampling: after each of the first four prompts, a
+million steps are sampled with the best guesses as drafts, and with sampled drafts. Their tokens are tested against the
+backbone's own distribution. Lossy acceptance rules are tested too, and are expected to differ. --report writes an HTML
+page with tables and pictures. Exit status 1: the outputs differ. Correct decoding fails the sampling test in at most 1
+of 10,000 runs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import threading
@@ -12,11 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-from decode import generate, masks, prefill, verify
+from decode import generate, masks
 from decode import tree_check as capability
 from decode.cache import TreeCache
 from decode.masks import visible
@@ -25,7 +21,7 @@ from decode.tree_check import TreeCheck, check_tree_forward, require_tree_forwar
 from medusa import RequestError, tree_support
 from medusa.backbone import Backbone
 from medusa.tree_support import FULL_LAYER, LayerKind
-from tests.helpers import FAMILIES, REFUSED, random_heads, random_ids, tiny_model
+from tests.helpers import FAMILIES, REFUSED, random_heads, random_ids, rename_attention, tiny_model
 
 WINDOWED = ["mistral", "qwen2", "gemma3_text", "gemma2", "llama4_text"]
 PROMPT = torch.tensor([random_ids(6)])
@@ -118,18 +114,8 @@ def test_a_cache_that_keeps_the_wrong_nodes_is_caught(family: str, monkeypatch: 
 
 def test_an_attention_with_another_name_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Falcon's eager branch has no mask in a prefill; the self-test reads prompts as decoding does."""
-    AttentionInterface.register("sdpa_renamed", sdpa_attention_forward)
-    AttentionMaskInterface.register("sdpa_renamed", sdpa_mask)
-
-    @contextlib.contextmanager
-    def renamed(config: Any) -> Any:
-        config._attn_implementation = "sdpa_renamed"
-        yield
-        config._attn_implementation = "sdpa"
-
     assert check_tree_forward(tiny_model("falcon")).ok
-    for module in (prefill, verify):
-        monkeypatch.setattr(module, "grouped", renamed)
+    rename_attention(monkeypatch)
     assert not check_tree_forward(tiny_model("falcon")).ok
 
 

@@ -13,7 +13,7 @@ import torch
 import check_architectures as script
 from decode import generation, masks
 from medusa.errors import RequestError
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import random_ids, rename_attention, tiny_model
 from tiny_models import SUPPORTED
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -27,8 +27,30 @@ def test_a_supported_row(name: str) -> None:
     assert all(set(checks) == {"float32", "bfloat16", "float16"} for checks in row.checks.values())
     cells = row.cells()
     assert len(cells) == len(script.SUPPORTED_COLUMNS)
-    assert cells[-2] == "same"
+    assert cells[-2] == ("same" if name == "gemma2" else "same / same")
     assert float(cells[-1]) > 1.2
+
+
+WITHOUT_SDPA = ("gemma2", "gptj", "gpt_oss")
+
+
+@pytest.mark.parametrize("attention", script.ATTENTIONS)
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_every_supported_model_writes_the_text_of_generate(name: str, attention: str) -> None:
+    """Prompts of 1 to 40 tokens, alone and in a ragged batch; a model may compare the name of its attention."""
+    model = script.offered(name, attn_implementation=attention)
+    assert (model is None) == (attention == "sdpa" and name in WITHOUT_SDPA)
+    if model is not None:
+        same, tau = script.compare_texts(model)
+        assert same
+        assert tau > 1.1, "hardly any guess was accepted: no power"
+
+
+def test_texts_that_differ_from_generate_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    rename_attention(monkeypatch)
+    monkeypatch.setattr(generation, "require_tree_forward", lambda model: None)  # or decoding would refuse
+    assert not script.compare_texts(tiny_model("falcon, rope"))[0]
+    assert script.compare_texts(tiny_model("llama"))[0], "a Llama takes any name"
 
 
 @pytest.mark.parametrize("name", ["mpt", "lfm2", "t5"])
@@ -69,7 +91,7 @@ def test_a_row_and_its_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert "opt" in capsys.readouterr().out
     told = json.loads((tmp_path / "out.json").read_text())
     opt, bloom = told["rows"]
-    assert (opt["name"], opt["model"], opt["same"]) == ("opt", "OPTForCausalLM", True)
+    assert (opt["name"], opt["model"], opt["same"]) == ("opt", "OPTForCausalLM", {"sdpa": True, "eager": True})
     assert opt["checks"]["sdpa"]["float32"]["error"] < 1e-5
     assert "ALiBi" in bloom["refusal"]
     assert torch.__version__ in told["versions"]

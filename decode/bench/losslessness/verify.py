@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decode.bench.losslessness.cases import FALSE_ALARM, Case, passes, rules_for, threshold
 from decode.bench.losslessness.experiment import Experiment, require_room
-from decode.bench.methods import Job, Method
+from decode.bench.methods import Job, Method, transformers_method
 from decode.strategies.contrastive import Amateur
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
@@ -122,12 +122,13 @@ class VerificationResult:
 
 
 def verify(asked: Verification) -> VerificationResult:
-    """Compare all greedy texts with and without the drafter, then test samples of the first `sampled_prompts` prompts.
+    """Compare greedy texts with those of `model.generate`, then test samples of the first `sampled_prompts` prompts.
 
     The option `compile` applies only to greedy decoding with the drafter; all other decoding is eager."""
     eager, model = replace(asked.settings, compile=False), asked.loaded.model
     advance = asked.start_progress("greedy", len(asked.prompts))
-    methods = asked.plain(eager), asked.drafted(asked.settings)
+    # Not `asked.plain`, whose forwards and masks are our own: a fault there would change both texts alike.
+    methods = transformers_method(model, eager, asked.loaded.tokenizer), asked.drafted(asked.settings)
     greedy = compare_greedy(model, *methods, asked.prompts, asked.batch_size, advance, eager.amateur)
     rules, chosen = rules_for(asked.source), asked.prompts[: asked.sampled_prompts]
     targets = list(product((0.5, 1.0, 1.5), (1.0, 0.9))) if asked.full else [(1.0, 1.0)]

@@ -166,7 +166,7 @@ def test_tau_and_steps() -> None:
     assert (figures.tau, figures.steps, figures.new_tokens) == (4.0, 6, 24)
 
 
-def test_equal_to_plain_is_the_share_of_prompts_with_the_same_text() -> None:
+def test_equal_texts_are_the_share_of_prompts_with_the_same_text() -> None:
     def other(prompts: Any, on_step: Any = None, seeds: Any = None) -> list[Result]:
         results = Fake("m", [1.0])(prompts)
         for result in results:
@@ -178,6 +178,10 @@ def test_equal_to_plain_is_the_share_of_prompts_with_the_same_text() -> None:
     run_rounds(them, [[[1]], [[2]], [[3]], [[4]]], rounds=1)
     figures = summarize(them, [None] * 4)
     assert (figures["medusa"].equal_to_plain, figures["transformers"].equal_to_plain) == (0.75, 1.0)
+    them = contenders(other, Fake("t", [1.0]), other)
+    run_rounds(them, [[[1]], [[2]], [[3]], [[4]]], rounds=1)
+    figures = summarize(them, [None] * 4)
+    assert (figures["medusa"].equal_to_plain, figures["medusa"].equal_to_generate) == (1.0, 0.75)
 
 
 def test_categories_have_separate_figures() -> None:

@@ -101,6 +101,15 @@ def test_too_little_evidence_gives_a_reason_and_a_way_out(
     assert not re.search(r"\d\.\d\d times", told.title + told.text)
 
 
+def test_texts_are_compared_with_generate_itself() -> None:
+    result = outcome(FAST)
+    assert "8 of 8 texts equal those of plain decoding and of model.generate." in result.headline.text
+    result.medusa.equal_to_generate = 0.75
+    assert "8 of 8 texts equal those of plain decoding, and 6 those of model.generate." in result.headline.text
+    result.medusa.equal_to_generate = None  # as in files of earlier versions
+    assert "8 of 8 texts equal those of plain decoding." in result.headline.text
+
+
 def test_sampled_and_lossy_texts_are_not_called_equal() -> None:
     sampled = outcome(FAST, temperature=1.0, acceptance="rejection").headline.text
     assert "sampled, so they are not compared" in sampled

@@ -14,7 +14,7 @@ import decode.rejection
 import decode.verify
 from decode.bench.losslessness.cases import FALSE_ALARM, RULES, Case, Rule, passes, threshold
 from decode.bench.losslessness.experiment import Experiment, narrowed
-from decode.bench.losslessness.verify import compare_greedy, tie_bound
+from decode.bench.losslessness.verify import Verification, compare_greedy, tie_bound, verify
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads
@@ -22,8 +22,9 @@ from decode.results import Result
 from decode.settings import Settings
 from medusa import Tree
 from medusa.errors import RequestError
+from medusa.loading import Loaded
 from medusa.tree import load_tree
-from tests.helpers import EAGLE_FORMS, FORMS, VOCAB, random_heads, random_ids, random_tree, tiny_model
+from tests.helpers import EAGLE_FORMS, FORMS, VOCAB, random_heads, random_ids, random_tree, rename_attention, tiny_model
 
 DRAWS = 60_000
 PROMPT = random_ids(7, seed=3)
@@ -266,6 +267,19 @@ def test_rounding_is_told_from_errors_at_any_scale_of_the_logits(dtype: torch.dt
 def test_no_gap_is_allowed_in_float64() -> None:
     assert tie_bound(torch.float64, 20.0) == 0
     assert tie_bound(torch.float16, 16.0) == 8 * 16 * 2**-10
+
+
+def test_verify_compares_with_generate_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of our forwards changes our plain decoding alike, so comparing with it shows nothing."""
+    rename_attention(monkeypatch)
+    monkeypatch.setattr("decode.generation.require_tree_forward", lambda model: None)  # or decoding would refuse
+    falcon = tiny_model("falcon")
+    assert compare_greedy(falcon, *methods(falcon), [PROMPT]).passed
+    for model, equal in ((falcon, 0), (tiny_model("llama"), 1)):
+        loaded, source = Loaded(model, None, "a model"), TrainedHeads(random_heads(model), Tree.top_k([3, 2]))
+        settings = Settings(max_new_tokens=20)
+        asked = Verification(loaded=loaded, source=source, settings=settings, prompts=[PROMPT], draws=1000)
+        assert verify(asked).greedy.equal == equal
 
 
 def test_cases_use_the_given_tree(model: Any) -> None:

@@ -10,7 +10,6 @@ from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from decode import generate
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.ops.grouped_attention import SDPA, grouped, sdpa_grouped
@@ -18,7 +17,7 @@ from decode.prefill import prefill
 from decode.topology import Topology
 from decode.verify import Verifier
 from medusa.backbone import Backbone
-from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
+from tests.helpers import random_ids, random_tree, tiny_model
 
 
 def verify(model: Any) -> torch.Tensor:
@@ -82,17 +81,6 @@ def test_a_custom_sdpa_is_kept() -> None:
         assert ALL_ATTENTION_FUNCTIONS[SDPA] is own
     finally:
         AttentionInterface.register(SDPA, stock)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("lengths", [[1], [2], [5], [12], [40], [12, 3, 7]])
-def test_falcon_text_equals_generate(lengths: list[int], attention: str) -> None:
-    """Falcon compares the name of its attention with "sdpa", and adds a boolean mask as 0 and 1 if it differs."""
-    model = tiny_model("falcon", attn_implementation=attention)
-    prompts = [random_ids(length, seed=length) for length in lengths]
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-    out = generate(model, random_heads(model), **left_padded(prompts), tree="topk:3,2,1", **options)
-    assert out[:, max(lengths) :].tolist() == [plain(model, prompt, **options) for prompt in prompts]
 
 
 def test_without_a_mask_transformers_sdpa_runs() -> None:
