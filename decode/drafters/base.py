@@ -23,6 +23,7 @@ class DrafterFactory(ABC):
 
     num_nodes: int  # of the largest draft, including the root and side branches
     num_bytes: int = 0  # of weights and tables, without the backbone and without memory that grows with the text
+    tree: Layout | None = None  # the tree of its drafts, if it has one
     heads: MedusaHeads | None = None  # the Medusa heads that draft, if any; a session keeps their KV caches
     can_draw: bool = False  # whether drafts can be sampled from the drafter's own distributions (`--draft sample`)
     warm_up: int = 0  # steps in which the drafter collects guesses; tests of losslessness start after these steps

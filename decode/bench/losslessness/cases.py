@@ -10,9 +10,14 @@ from torch import Tensor
 
 from decode.bench.losslessness.chi2 import DISTANCES, GoodnessOfFit, combined
 from decode.drafters.base import DrafterFactory
+from medusa.tree import Tree
 
 FALSE_ALARM = 1e-4  # probability that a run of `medusa verify` reports a difference although the decoder is correct
 CAUTION = 4.0  # p-values as small as the threshold are at most this many times too frequent (`chi2.MIN_EXPECTED`)
+
+
+MAX_CHILDREN = 2  # children per node in most drawn trees: each further child multiplies the distributions to compute
+WHOLE_SHARE = 20  # trees with all children are drawn this many times less often
 
 
 class Rule(NamedTuple):
@@ -21,6 +26,7 @@ class Rule(NamedTuple):
     acceptance: str
     draft: str
     against: str = "target"  # or `truncated target`, which `typical-sampled` samples from
+    whole: bool = False  # whether nodes of drawn trees keep all their children, instead of the first `MAX_CHILDREN`
 
     @property
     def is_judged(self) -> bool:
@@ -31,6 +37,7 @@ class Rule(NamedTuple):
 RULES = (
     Rule("rejection", "topk"),
     Rule("rejection", "sample"),
+    Rule("rejection", "sample", whole=True),
     Rule("typical-sampled", "topk", "truncated target"),
     Rule("typical-sampled", "topk"),
     Rule("typical", "topk"),
@@ -38,8 +45,12 @@ RULES = (
 
 
 def rules_for(source: DrafterFactory) -> list[Rule]:
-    """List the acceptance rules that can be tested with a drafter. Some need a drafter that can sample its guesses."""
-    return [rule for rule in RULES if rule.draft == "topk" or source.can_draw]
+    """List the acceptance rules that can be tested with a drafter. Some need a drafter that can sample its guesses.
+
+    Decoding draws no dynamic trees, and few children make a tree that is whole in any case."""
+    is_wide = isinstance(source.tree, Tree) and source.tree.clip(2).children.shape[1] > MAX_CHILDREN
+    drawn = [rule for rule in RULES if rule.draft == "topk" or source.can_draw]
+    return [rule for rule in drawn if is_wide or not rule.whole]
 
 
 @dataclass
@@ -55,7 +66,7 @@ class Case:
     frequencies: Tensor  # [V] the observed frequencies of the first token after the root
     target: Tensor  # [V] the expected probabilities of the first token after the root
     draft: Tensor | None  # [V] the probabilities of the first head; `None` for a drafter without heads
-    mean_accepted: float  # accepted draft tokens per step; the tree has 2 levels and, if sampled, 2 children per node
+    mean_accepted: float  # accepted draft tokens per step; the tree has 2 levels, and few children (`Rule.whole`)
 
     @property
     def joint(self) -> GoodnessOfFit:
@@ -99,7 +110,8 @@ def figures_table(cases: list[Case]) -> tuple[list[str], list[list[str]]]:
     smallest, rows = threshold(cases), []
     for case in cases:
         verdicts = ("DIFFERS", "passed") if case.rule.is_judged else ("lossy", "unseen")
-        rule = [case.rule.acceptance + ("*" if case.rule.against != "target" else ""), case.rule.draft]
+        draft = case.rule.draft + (", whole" if case.rule.whole else "")
+        rule = [case.rule.acceptance + ("*" if case.rule.against != "target" else ""), draft]
         about = [*rule, str(case.prompt + 1), f"{case.temperature:g}", f"{case.top_p:g}"]
         for tokens, found in case.tests():
             variation = [f"{found.total_variation:.5f}", f"{found.expected_total_variation:.5f}"]

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
 from decode.accept import Acceptance, Truncation, accept_longest, accept_walk, ended_at, typical
-from decode.bench.losslessness.cases import Case, Rule
+from decode.bench.losslessness.cases import MAX_CHILDREN, WHOLE_SHARE, Case, Rule
 from decode.bench.losslessness.chi2 import combined, goodness_of_fit
 from decode.draft import Draft
 from decode.drafters.base import DrafterFactory
@@ -40,7 +40,6 @@ STAR = 256  # nodes of a tree that tries many tokens after the root
 TEXTS = 8  # texts of a forward without a tree
 FIRST_TOKENS = 32  # the second token is tested after each of so many first tokens
 MAX_ROWS = 50_000  # draws that are taken together; fewer for a large vocabulary
-MAX_CHILDREN = 2  # children per node in a drawn tree: each further child multiplies the distributions to compute
 MAX_SCORES = 2**28  # scores that are cached, 1 GiB of float32
 
 Take = Callable[[int], tuple[Draft, Acceptance]]  # samples that many steps: their drafts, and the accepted nodes
@@ -169,19 +168,23 @@ class Experiment:
 
     @torch.inference_mode()
     def run(self, rule: Rule, number: int, draws: int, on_progress: OnDraws = lambda draws: None) -> Case:
-        """Sample `draws` steps with `rule`, and test their tokens. `number`: the prompt's index, for the result."""
+        """Sample `draws` steps with `rule`, and test their tokens. `number`: the prompt's index, for the result.
+
+        If `rule.whole`, so many steps take too long, and only one of `WHOLE_SHARE` is sampled."""
         truncation = Truncation(self.settings.epsilon, self.settings.delta)
         truncate = truncation if rule.acceptance == "typical-sampled" else None
         after_root, after_firsts = self.after_root, self.after_firsts
         if rule.draft == "sample":
-            take = self._sampled(truncate)
+            take = self._sampled(truncate, rule.whole)
         else:
             draft = self.context.drafter.propose(self.context.frontier)
             scores = self.context.scores_of_nodes(draft)
             take = self._chosen(rule, draft, _truncated(scores, truncate))
             if not self.is_independent:
                 after_root, after_firsts = scores[0], self._of_firsts(draft, scores)
-        first, second, accepted_tokens = self._count(take, draws, on_progress, rule.acceptance == "typical")
+        share = WHOLE_SHARE if rule.whole else 1
+        draws = -(-draws // share)
+        first, second, accepted_tokens = self._count(take, draws, on_progress, rule.acceptance == "typical", share)
         truncated = truncation if rule.against == "truncated target" else None
         target = _truncated(after_root, truncated).double().softmax(-1).cpu()
         after = _truncated(after_firsts, truncated).double().softmax(-1).cpu()
@@ -190,16 +193,19 @@ class Experiment:
         second_fit = combined([goodness_of_fit(counts, p) for counts, p in zip(second, after, strict=True)])
         return Case(*about, first_fit, second_fit, first / draws, target, self.head, accepted_tokens / draws)
 
-    def _count(self, take: Take, draws: int, on_progress: OnDraws, same: bool) -> tuple[Tensor, Tensor, int]:
+    def _count(
+        self, take: Take, draws: int, on_progress: OnDraws, same: bool, share: int
+    ) -> tuple[Tensor, Tensor, int]:
         """Take `draws` decoding steps with `take`, and count the tokens that they write.
 
         Return how often each of V tokens came first after the root [V], and how often each came second after each of
         the F most probable first tokens [F, V]. The third result is the number of accepted tokens. With `same`, all
-        steps give the same result, so one is taken and counted `draws` times."""
+        steps give the same result, so one is taken and counted `draws` times. Each step stands for `share` steps of the
+        progress, and so many times fewer are taken together, because they need more memory."""
         first = torch.zeros(self.vocab, dtype=torch.long)
         second = torch.zeros(len(self.firsts), self.vocab, dtype=torch.long)
         place = torch.full((self.vocab,), -1).index_copy_(0, torch.tensor(self.firsts), torch.arange(len(self.firsts)))
-        accepted_tokens, at_once = 0, max(1_000, min(MAX_ROWS, 2**27 // self.vocab))
+        accepted_tokens, at_once = 0, max(1_000, min(MAX_ROWS, 2**27 // self.vocab)) // share
         for start in range(0, draws, draws if same else at_once):
             rows, weight = (1, draws) if same else (min(at_once, draws - start), 1)
             draft, accepted = take(rows)
@@ -212,7 +218,7 @@ class Experiment:
             cells = place[one[both]] * self.vocab + two[both]
             second += weight * cells.bincount(minlength=second.numel()).view_as(second)
             accepted_tokens += weight * int(more.sum())
-            on_progress(weight * rows)
+            on_progress(weight * rows * share)
         return first, second, accepted_tokens
 
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
@@ -241,11 +247,14 @@ class Experiment:
 
         return take
 
-    def _sampled(self, truncate: Truncation | None) -> Take:
-        """Make a function that samples steps, each on a newly sampled draft. `truncate` cuts off unlikely tokens."""
+    def _sampled(self, truncate: Truncation | None, whole: bool = False) -> Take:
+        """Make a function that samples steps, each on a newly sampled draft. `truncate` cuts off unlikely tokens.
+
+        Unless `whole`, nodes keep `MAX_CHILDREN` children."""
         context = self.context
         # Draws must not choose nodes, so the candidates of a dynamic tree replace the tree.
-        source = self.source.reshaped(lambda tree: narrowed(tree.candidates, MAX_CHILDREN))
+        narrow = self.source.reshaped(lambda tree: narrowed(tree.candidates, MAX_CHILDREN))
+        source = self.source if whole else narrow
         drafter = source.start(context.session, drawn=True)
         assert isinstance(drafter, HeadsDrafter | LevelwiseDrafter), "drafters that can draw have these shapes"
         root_scores = _truncated(context.verified(), truncate)

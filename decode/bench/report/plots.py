@@ -201,7 +201,7 @@ def frequencies(cases: Sequence[Case], name_of: Callable[[int], str]) -> Figure:
 
     `cases` belong to this prompt; only rejection sampling is drawn. The upper plot shows the frequencies, and the
     probabilities of backbone and draft; the lower, frequency minus backbone probability in standard deviations."""
-    judged = [case for case in cases if case.rule.acceptance == "rejection"]
+    judged = [case for case in cases if case.rule.acceptance == "rejection" and not case.rule.whole]
     target, draft = judged[0].target, judged[0].draft
     p, shown = target.topk(min(24, int((target > 0).sum())))
     at, figure = range(len(shown)), Figure(figsize=(11, 4.6))

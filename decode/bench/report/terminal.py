@@ -86,7 +86,7 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
         console,
         [head[column] for column in narrow],
         [[row[column] for column in narrow] for row in rows],
-        f"{outcome.asked.draws:,} draws by each rule",
+        f"{outcome.asked.draws:,} draws by each rule, in two levels; drawn trees: two children a node, or whole",
         keys=6 if full else 4,
         justify="left",
         styles=[{"DIFFERS": "red", "passed": ""}.get(row[place], "dim") for row in rows],
