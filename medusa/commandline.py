@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import select
 import shutil
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from medusa.errors import Interrupted, RequestError, RunError, did_you_mean
+
+LONGEST = 1000  # characters of an error; of a longer one, the beginning and the end are printed
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -53,21 +56,34 @@ def width() -> int:
 def exit_status(program: str, run: Callable[[], int | None]) -> int:
     """Call `run` and return its exit status (0 for `None`). Errors are printed in one line that begins with `program`.
 
-    The status is 1 after a `RunError`, 2 after a `RequestError`, 130 after Ctrl-C and 143 after SIGTERM."""
+    The status is 1 after a `RunError`, 2 after a `RequestError` or for a name that is too long for a file, 130 after
+    Ctrl-C and 143 after SIGTERM."""
     try:
         return run() or 0
     except RequestError as error:
-        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{program}: error: {_one_line(error)}", file=sys.stderr)
         return 2
     except RunError as error:
-        print(f"{program}: failed: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{program}: failed: {_one_line(error)}", file=sys.stderr)
         return 1
+    except OSError as error:  # each option that names a file would otherwise look for it
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = str(error.filename)
+        told = f"{name[:40]}... has {len(name)} characters, more than the name of a file may have"
+        print(f"{program}: error: {told}", file=sys.stderr)
+        return 2
     except Interrupted as stopped:
         print(f"{program}: interrupted{stopped.saved and '; '}{stopped.saved}", file=sys.stderr)
         return 128 + stopped.number  # as in shells
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return 130  # as in shells
+
+
+def _one_line(error: Exception) -> str:
+    told = " ".join(str(error).split())
+    return told if len(told) <= LONGEST else f"{told[: LONGEST // 2]} ... {told[-LONGEST // 2 :]}"
 
 
 def until_pipe_closes(run: Callable[[], int]) -> int:

@@ -20,8 +20,13 @@ EMBEDDINGS = ("own", "shared")
 USUAL_LAYERS = "usual"  # EAGLE-3's choice of three layers (`medusa.backbone.usual_layers`)
 VARIANTS = ("attention_bias", "fc_bias", "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "qk_norm")
 MIN_VOCABULARY = 32  # tokens in the smallest reduced vocabulary; usual trees need fewer guesses of a head
-MINIMA = {"hidden_size": 1, "num_heads": 1, "num_layers": 1, "prefix_layers": 0}
-MINIMA |= {"vocab_size": 1, "vocabulary": MIN_VOCABULARY}  # the smallest values of fields with whole numbers
+MAX_SIZE, MAX_COUNT = 2**24, 2**10  # far more than any model has; larger tensors could not be described
+LIMITS = {"hidden_size": (1, MAX_SIZE), "vocab_size": (1, MAX_SIZE), "vocabulary": (MIN_VOCABULARY, MAX_SIZE)}
+LIMITS |= {"num_heads": (1, MAX_COUNT), "num_layers": (1, MAX_COUNT), "prefix_layers": (0, MAX_COUNT)}
+"""The smallest and the largest values of fields with whole numbers."""
+SIZE_LIMITS = {"layers": MAX_COUNT, "heads": MAX_COUNT, "key_value_heads": MAX_COUNT}
+SIZE_LIMITS |= {"hidden_size": MAX_SIZE, "width": MAX_SIZE, "head_size": MAX_SIZE}
+"""The largest values of sizes of decoder layers."""
 
 PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}
 PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}  # keys of FasterDecoding, TGI and LoRAX
@@ -121,14 +126,14 @@ class MedusaConfig:
         if self.block == GATED and (self.kind != "eagle" or self.num_layers != 1):
             raise RequestError(f"heads.block {GATED} belongs to kind eagle with heads.layers 1; take square or mlp")
         self._check_eagle()
-        for name, least in MINIMA.items():
+        for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             if value is None and name in ("vocab_size", "vocabulary"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise RequestError(f"heads.{name} is {value!r}; it must be a whole number of at least {least}")
-        if type(self.expansion) not in (int, float) or not 0 < self.expansion < math.inf:
-            raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0 (4 is usual)")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise RequestError(f"heads.{name} is {value!r}; it must be a whole number from {least} to {most}")
+        if type(self.expansion) not in (int, float) or not 0 < self.expansion * self.hidden_size <= MAX_SIZE:
+            raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0, such as 4, but not immense")
         if self.vocabulary is not None and (self.vocab_size is None or self.vocabulary >= self.vocab_size):
             tokens = self.vocab_size or "an unknown number of"
             raise RequestError(f"heads.vocabulary is {self.vocabulary} of {tokens} tokens; take fewer")
@@ -136,9 +141,8 @@ class MedusaConfig:
         if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == set(keys)):
             raise RequestError(f"the config's prefix is {self.prefix!r}; its keys must be {', '.join(sorted(keys))}")
         for key, size in (self.prefix or {}).items():
-            kinds, number = ((int, float), "number") if key in ("eps", "base") else ((int,), "whole number")
-            if key != "norm" and (isinstance(size, bool) or not isinstance(size, kinds) or not 0 < size < math.inf):
-                raise RequestError(f"the config's prefix has {key} {size!r}; it must be a {number} above 0")
+            if key != "norm" and (wrong := _size_error(key, size)):
+                raise RequestError(f"the config's prefix has {key} {size!r}; it must be {wrong}")
         if not isinstance(self.backbone, dict):
             raise RequestError(f"the config's backbone is {self.backbone!r}; it must be a fingerprint, or left out")
         if not isinstance(self.raw_prompts, bool | None):
@@ -176,14 +180,14 @@ class MedusaConfig:
         if not isinstance(layer, dict) or set(layer) != set(keys):
             raise RequestError(f"the config's layer is {layer!r}; its keys must be {', '.join(sorted(keys))}")
         for key, size in layer.items():
-            kinds, named = {
-                "eps": ((int, float), "a number above 0"),
-                "rope": ((dict,), "an object"),
-                "variants": ((list,), "a list"),
-            }.get(key, ((int,), "a whole number above 0"))
-            wrong = isinstance(size, bool) or not isinstance(size, kinds)
-            if wrong or (isinstance(size, int | float) and not 0 < size < math.inf):
-                raise RequestError(f"the config's layer has {key} {size!r}; it must be {named}")
+            if key == "rope":
+                wrong = "" if isinstance(size, dict) else "an object"
+            elif key == "variants":
+                wrong = "" if isinstance(size, list) else "a list"
+            else:
+                wrong = _size_error(key, size)
+            if wrong:
+                raise RequestError(f"the config's layer has {key} {size!r}; it must be {wrong}")
         for variant in layer["variants"]:
             if variant not in VARIANTS:
                 choice = choose_one_of(str(variant), VARIANTS)
@@ -252,3 +256,12 @@ class MedusaConfig:
         """Make a config from the content of `config.json`, which must have a `hidden_size`; ignore unknown keys."""
         keys = PUBLISHED_KEYS | {key: key for key in OUR_KEYS}
         return cls(**{field: content[key] for field, key in keys.items() if key in content})
+
+
+def _size_error(key: str, size: object) -> str:
+    """Say what the value `key` of a decoder layer must be if `size` is no such number; empty if it is."""
+    if key in SIZE_LIMITS:
+        fits = type(size) is int and 0 < size <= SIZE_LIMITS[key]
+        return "" if fits else f"a whole number above 0 and at most {SIZE_LIMITS[key]}"
+    fits = isinstance(size, int | float) and not isinstance(size, bool) and 0 < size < math.inf
+    return "" if fits else "a number above 0"

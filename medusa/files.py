@@ -69,7 +69,7 @@ def read_json(path: Path) -> Any:
         raise RequestError(f"no such file: {path}") from None
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error.strerror}); give a JSON file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number too long, or nested too deeply
         raise RequestError(f"{path} is not JSON ({error})") from None
 
 

@@ -31,6 +31,7 @@ from medusa.shipped import tree_files
 
 RankPath = tuple[int, ...]  # a node's path: the rank of the guess at each depth, from depth 1; 0 is the best guess
 MAX_NODES = 4096  # in one tree
+MAX_RANK = 2**31 - 1  # no vocabulary is as large
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +159,8 @@ def _checked(path: Sequence[int]) -> RankPath:
         raise RequestError(f"the tree's path {path!r} is no path; write a list of ranks such as [0, 1]")
     if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in path):
         raise RequestError(f"the tree's path {list(path)} holds something that is no rank; ranks are 0, 1, 2, ...")
+    if max(path) > MAX_RANK:
+        raise RequestError(f"the tree's path {list(path)} holds a rank above {MAX_RANK}, and no vocabulary is as large")
     return tuple(path)
 
 
@@ -209,7 +212,7 @@ def _read_paths(path: Path) -> list[list[int]]:
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise RequestError(f"the tree file {path} is neither JSON nor YAML ({first_line(error)})") from None
     if not isinstance(content, dict) or not isinstance(content.get("paths"), list):
         raise RequestError(f'the tree file {path} must hold {{"paths": [[0], [0, 0], [1], ...]}}')

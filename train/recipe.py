@@ -26,7 +26,7 @@ def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
     path = recipe_file(path)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise RequestError(f"{path} is not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(content, dict):
         raise RequestError(f"{path} must hold a mapping with backbone, data, output_dir, heads and training")
@@ -71,5 +71,5 @@ def _apply_override(content: Json, override: str) -> None:
             raise RequestError(f"cannot set {name}: {parent} is not a mapping")
     try:
         place[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise RequestError(f"{override!r}: {text!r} is not YAML; quote it") from None

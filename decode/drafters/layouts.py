@@ -179,7 +179,7 @@ def _resolved(tree: TreeLike, heads: MedusaHeads) -> Layout:
         return default_tree(heads)
     if isinstance(tree, str) and tree.startswith("dynamic"):
         name, _, number = tree.partition(":")
-        if name != "dynamic" or not number.isdecimal():
+        if name != "dynamic" or not number.isdecimal() or len(number) > 9:
             raise RequestError(f"{tree!r} is no tree; write dynamic: and a number of nodes, such as dynamic:16")
         return DynamicTree.over_heads(int(number), num_heads)
     if isinstance(tree, str):

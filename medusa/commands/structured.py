@@ -50,7 +50,7 @@ class Structured(Options):
             return lark_source(text) if self.json_schema is None else json_schema_source(json.loads(text))
         except RequestError as error:
             raise RequestError(f"{name} {path}: {error}") from None
-        except (OSError, ValueError) as error:  # errors in JSON and in UTF-8 are ValueErrors
+        except (OSError, ValueError, RecursionError) as error:  # errors in JSON and in UTF-8 are ValueErrors
             raise RequestError(f"{name} {path} cannot be read: {error}") from None
 
     def applied(self, settings: Settings, grammars: Callable[[], Grammars]) -> Settings:

@@ -127,6 +127,8 @@ def parse_json(text: str, where: str) -> object:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise RequestError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    except (ValueError, RecursionError) as error:  # a number that is too long, or nested too deeply
+        raise RequestError(f"{where}: not JSON ({error})") from None
 
 
 def _sharegpt_messages(turns: object, where: str) -> list[Json]:
@@ -148,7 +150,7 @@ def _with_parsed_arguments(message: Json, where: str) -> Json:
             function = call["function"] = dict(call.get("function") or {})
             if isinstance(function.get("arguments"), str):
                 function["arguments"] = json.loads(function["arguments"])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         raise RequestError(f'{where}: tool_calls must be a list of {{"function": {{"name", "arguments"}}}}') from None
     return message | {"tool_calls": calls}
 

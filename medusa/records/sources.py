@@ -114,6 +114,8 @@ def _json_array(path: Path) -> list[object]:
     except json.JSONDecodeError as error:
         hint = "; a file with one record a line is named .jsonl" if error.msg == "Extra data" else ""
         raise RequestError(f"{path}:{error.lineno}: not JSON ({error.msg} at column {error.colno}){hint}") from None
+    except (ValueError, RecursionError) as error:  # a number that is too long, or nested too deeply
+        raise RequestError(f"{path}: not JSON ({error})") from None
     if not isinstance(content, list):
         raise RequestError(f"{path} must hold a JSON array of records")
     return content

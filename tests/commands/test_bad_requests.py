@@ -90,6 +90,9 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "unknown device": (("--device", "abacus"), "cpu, cuda"),
     "unknown tree": (("--tree", "oak"), "no tree 'oak'"),
     "a missing tree file": (("--tree", "/no/such/tree.json"), "/no/such/tree.json"),
+    "a tree name of 5,000 characters": (("--tree", "x" * 5000), "has 5000 characters"),
+    "prompts of 5,000 characters": (("--prompts", "x" * 5000), "more than the name of a file may have"),
+    "a tree of 5,000 digits": (("--tree", "dynamic:" + "9" * 5000), "9 ... 9"),
     "a tree of no width": (("--tree", "topk:0"), "width"),
     "an unknown drafter": (
         ("--drafter", "oracle"),

@@ -18,7 +18,10 @@ from torch import Tensor
 from medusa import MedusaConfig, MedusaHeads, RequestError
 from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, PROVENANCE, WEIGHTS
 from medusa.heads.inputs import HeadInputs
-from tests.helpers import random_heads, tiny_model
+from medusa.records.sources import read_records
+from medusa.tree import load_tree
+from tests.helpers import random_heads, shared_model, tiny_model
+from train.recipe import load_recipe
 
 H, V = 6, 9
 
@@ -282,6 +285,57 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
 def test_an_invalid_config_is_rejected_at_load(tmp_path: Path, published: dict) -> None:
     """Without this check a TypeError would appear in the middle of decoding."""
     refusal(write(tmp_path, original_tensors(heads=2), published))
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent"])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"medusa_num_heads": 10**9}, "heads.num_heads is 1000000000; it must be a whole number from 1 to 1024"),
+        ({"medusa_num_heads": 1000}, "names block 999 but holds 7 tensors; its heads are not complete"),
+        ({"medusa_num_layers": 1000}, "names block 2999 but holds 7 tensors"),
+        ({"prefix_layers": 10**6}, "heads.prefix_layers is 1000000; it must be a whole number from 0 to 1024"),
+        ({"prefix_layers": 1000}, "names prefix_layer 999 but holds 7 tensors"),
+        ({"hidden_size": 2**63}, "heads.hidden_size is 9223372036854775808"),
+        ({"block": "mlp", "expansion": 1e300}, "heads.expansion is 1e"),
+        ({"tree": [[2**63]]}, "holds a rank above"),
+    ],
+)
+def test_a_config_of_more_than_the_file_holds_is_refused_before_modules_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, changed: dict[str, Any], said: str
+) -> None:
+    random_heads(shared_model(), 3, kind=kind).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(content | changed))
+    monkeypatch.setattr("medusa.checkpoints.checkpoint.empty", lambda config: pytest.fail("modules are made"))
+    with pytest.raises(RequestError, match=said):
+        MedusaHeads.from_pretrained(tmp_path)
+
+
+def test_files_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    random_heads(shared_model(), 3).save_pretrained(tmp_path)
+    for place, depth in {
+        CONFIG: 20_000,
+        "a.json": 20_000,
+        "a.jsonl": 20_000,
+        "tree.json": 2000,
+        "a.yaml": 2000,
+    }.items():
+        (tmp_path / place).write_text(f'{{"kind": "medusa", "paths": {nested(depth)}}}\n')
+    for read in (
+        lambda: MedusaHeads.from_pretrained(tmp_path),
+        lambda: load_tree(str(tmp_path / "tree.json"), 3),
+        lambda: load_recipe(tmp_path / "a.yaml", []),
+        lambda: load_recipe("medusa1", [f"data={nested(2000)}"]),
+        lambda: list(read_records(tmp_path / "a.json")),
+        lambda: list(read_records(tmp_path / "a.jsonl")),
+    ):
+        with pytest.raises(RequestError, match=r"not JSON|neither JSON nor YAML|not YAML"):
+            read()
 
 
 @pytest.mark.parametrize("vocab_size", ["many", 0, -1, 2.5])
