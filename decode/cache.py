@@ -88,13 +88,13 @@ class TreeLayer(CacheLayerMixin):
         owner.reserve(end)
         owner.pending = count
         if owner.is_even:
-            self.keys[:, :, owner.longest : end] = key_states
-            self.values[:, :, owner.longest : end] = value_states
+            self.keys.narrow(2, owner.longest, count).copy_(key_states)
+            self.values.narrow(2, owner.longest, count).copy_(value_states)
         else:
             rows, slots = owner.appended(count, key_states.device)
             self.keys[rows, :, slots] = key_states.transpose(1, 2)
             self.values[rows, :, slots] = value_states.transpose(1, 2)
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
     def get_seq_length(self) -> int:
         return self.owner.longest
@@ -201,20 +201,19 @@ class TreeCache(Cache):
             raise RuntimeError("commit() without a forward before it")
         longest = max(counts, default=0)
         if longest > 1 and not in_place:  # a single node is the root, which is already in its place
-            path = path[:, :longest].clamp_min(0)
             for arena in self.arenas:
-                self._move(arena.buffer, path.to(arena.buffer.device), longest)
+                self._move(arena.buffer, path[:, :longest].to(arena.buffer.device), longest)
         self._set([old + new for old, new in zip(self.lengths, counts, strict=True)])
         self.pending = 0
 
     def _move(self, buffer: Tensor, path: Tensor, count: int) -> None:
         if len(self.lengths) == 1:
             start = self.lengths[0]
-            buffer[:, :, :, start : start + count] = buffer.index_select(3, path[0] + start)
+            buffer.narrow(3, start, count).copy_(buffer.index_select(3, path[0] + start))
             return
         # Rows that keep fewer than `count` nodes also move garbage, into slots that the next forward overwrites.
         rows, slots = self.appended(count, buffer.device)
-        buffer[:, rows, :, slots] = buffer[:, rows, :, slots[:, :1] + path]
+        buffer[:, rows, :, slots] = buffer[:, rows, :, slots[:, :1] + path.clamp_min(0)]
 
     def select(self, rows: list[int]) -> None:
         """Keep only the rows with the indices `rows`, because the texts of the other rows have ended."""

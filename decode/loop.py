@@ -20,6 +20,7 @@ from decode.accept import (
     Passes,
     Truncation,
     accept_greedy,
+    accept_greedy_on_host,
     accept_longest,
     accept_walk,
     among_best,
@@ -165,7 +166,7 @@ class TreeStepper(Stepper):
     @property
     def lazy(self) -> bool:
         """Whether walks stop where they end (`decode.accept.TreeWalk`); if not, a step waits for the device once."""
-        return not (self.session.target.is_pure and host_waits(self.session.backbone.device))
+        return not (self.session.target.is_pure and host_waits(self.frontier.root.device))
 
     def start(self) -> tuple[list[int], list[int]]:
         # Typical acceptance decides on every root by argmax, and so also on the first one.
@@ -180,8 +181,8 @@ class TreeStepper(Stepper):
         draws = self.session.target.draws.of(self.frontier.rows)
         if not self.lazy:
             draws = RewoundDraws(draws.generators, draft.ids.device)
-        accepted = self.accept(draft, readout, draws)
-        outcome = unpack(pack(draft, accepted).tolist())  # the one moment at which most steps wait for the device
+        accepted, decided = self.decide(draft, readout, draws)
+        outcome = unpack(decided)
         draws.keep(outcome.lengths)
         if self.keep_drafts:
             outcome = outcome._replace(drafts=draft.records(accepted.path, outcome.lengths))
@@ -189,6 +190,15 @@ class TreeStepper(Stepper):
         self.frontier = self.compact(draft, readout, accepted, outcome.lengths)
         timer.lap("compact")
         return outcome
+
+    def decide(self, draft: Draft, readout: Readout, draws: RowDraws) -> tuple[Acceptance, list[list[int]]]:
+        """Accept nodes of the draft (`accept`), and copy the outcome to the host, as lists that `unpack` reads."""
+        is_greedy = self.session.target.is_argmax and self.acceptor.passes is None
+        if is_greedy and draft.ids.is_cpu and self.lazy:
+            best, depth_limit = most_probable(readout.logits), self.session.verifier.depth_limit(draft)
+            return accept_greedy_on_host(draft, best, depth_limit)
+        accepted = self.accept(draft, readout, draws)
+        return accepted, pack(draft, accepted).tolist()  # the one moment at which most steps wait for the device
 
     def accept(self, draft: Draft, readout: Readout, draws: RowDraws) -> Acceptance:
         """Decide which nodes of the draft are accepted, by the acceptance rule; `draws` are those of its rows."""

@@ -115,6 +115,11 @@ class Topology:
         return self.find_children(self.place)
 
     @cached_property
+    def on_host(self) -> list[tuple[list[int], list[int]]]:
+        """The parents and the depths of the nodes in each of R trees, as numbers on the host, which waits for them."""
+        return list(zip(self.parent.tolist(), self.depth.tolist(), strict=True))
+
+    @cached_property
     def widths(self) -> list[int]:
         """The most children of a node at each depth from 0 to D - 1, as numbers on the host, which waits for them."""
         most = torch.zeros(self.max_depth + 1, dtype=torch.long, device=self.parent.device)

@@ -13,8 +13,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from decode.accept import Acceptance, accept_greedy, accept_longest, accept_walk, typical
+from decode.accept import Acceptance, accept_greedy, accept_greedy_on_host, accept_longest, accept_walk, typical
 from decode.draft import Draft
+from decode.loop import pack
 from decode.topology import Topology, chosen_part
 from medusa import Tree
 from tests.helpers import random_tree
@@ -137,9 +138,13 @@ def test_greedy_and_walk_equal_the_slow_walk(seed: int, with_room: bool) -> None
 
     greedy, walk = accept_greedy(draft, best, limit), walked(draft, draw, limit)
     whole = walked(draft, lambda row, path: int(best[row, path[-1]]), limit, lazy=False)
+    on_host, decided = accept_greedy_on_host(draft, best, limit)
+    assert decided == [line[: 2 + int(line[0])] for line in pack(draft, greedy).tolist()]
+    for name in ("length", "next_root", "end"):
+        assert getattr(on_host, name).equal(getattr(greedy, name))
     for row in range(rows):
         expected = slow_walk(tree_of(draft, row), draft.ids[row].tolist(), best[row].tolist(), room[row])
-        assert line_of(greedy, row) == expected
+        assert line_of(greedy, row) == line_of(on_host, row) == expected
         assert line_of(walk, row) == line_of(whole, row) == expected
         assert int(greedy.next_root[row]) == int(walk.next_root[row]) == int(best[row, expected[-1]])
         assert int(whole.next_root[row]) == int(best[row, expected[-1]])
