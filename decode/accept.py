@@ -217,3 +217,17 @@ def ended_at(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:
     rows = end if topology.is_shared else torch.arange(len(end), device=end.device)  # a shared topology reads no rows
     length = topology.at(topology.depth, rows, end) + 1
     return Acceptance(topology.at(topology.paths, rows, end), length, next_root, end)
+
+
+def pack(draft: Draft, accepted: Acceptance) -> Tensor:
+    """Pack each row's path length, next root and token ids of the path into one tensor, for one copy to the host."""
+    ids = draft.ids.gather(1, accepted.path.clamp_min(0))
+    return torch.cat([accepted.length[:, None], accepted.next_root[:, None], ids], dim=1)
+
+
+def at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
+    """Select the hidden states [B, H] at the ends of the accepted paths, from those of all N nodes, [B, N, H]."""
+    end = accepted.end.to(hidden.device)
+    if len(end) == 1:
+        return hidden[0].index_select(0, end)
+    return hidden.gather(1, end[:, None, None].expand(-1, -1, hidden.shape[-1]))[:, 0]

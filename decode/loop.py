@@ -24,7 +24,9 @@ from decode.accept import (
     accept_longest,
     accept_walk,
     among_best,
+    at_end,
     near_best,
+    pack,
     typical,
 )
 from decode.draft import Draft, Drafter, DraftRecord, Frontier
@@ -291,20 +293,6 @@ class Acceptor(AcceptanceRule):
         return Truncation(self.epsilon, self.delta) if self.rule == "typical-sampled" else None
 
 
-def pack(draft: Draft, accepted: Acceptance) -> Tensor:
-    """Pack each row's path length, next root and token ids of the path into one tensor, for one copy to the host."""
-    ids = draft.ids.gather(1, accepted.path.clamp_min(0))
-    return torch.cat([accepted.length[:, None], accepted.next_root[:, None], ids], dim=1)
-
-
 def unpack(packed: Sequence[list[int]]) -> StepOutcome:
     """Read the outcome of a decoding step from the tensor that `pack` made, given as one list per row."""
     return StepOutcome([row[0] for row in packed], [row[1] for row in packed], [row[2:] for row in packed])
-
-
-def at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
-    """Select the hidden states [B, H] at the ends of the accepted paths, from those of all N nodes, [B, N, H]."""
-    end = accepted.end.to(hidden.device)
-    if len(end) == 1:
-        return hidden[0].index_select(0, end)
-    return hidden.gather(1, end[:, None, None].expand(-1, -1, hidden.shape[-1]))[:, 0]

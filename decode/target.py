@@ -10,6 +10,7 @@ M distributions (rows may share one), V vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -20,7 +21,7 @@ from transformers.generation import logits_process
 from decode.accept import Truncation, typical
 from decode.ops.draws import Draws, RowDraws
 from decode.ops.fast_topk import most_probable
-from decode.ops.transfer import on_device
+from decode.ops.transfer import on_device, unchecked
 from decode.sequences import Request, Sequences
 
 WARPERS = (
@@ -190,7 +191,9 @@ def processed(
 ) -> Tensor:
     """Process scores [X, V] after `ids` [X, T]; `truncation` sets tokens that typical acceptance rejects to -inf."""
     for processor in processors:  # the list's own `__call__` inspects each signature again, which takes longer
-        scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+        # Only the eta warper makes a distribution. What it would find, NaN, is found when the tokens are read.
+        with unchecked() if isinstance(processor, logits_process.EtaLogitsWarper) else nullcontext():
+            scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
     if truncation is None:
         return scores
     return scores.masked_fill(~typical(scores.softmax(-1), *truncation), -torch.inf)

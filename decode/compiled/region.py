@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.accept import at_end, pack
 from decode.cache import TreeCache
 from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, static, window_of
 from decode.compiled.graphs import GraphedStep
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Drafter, Frontier
 from decode.heads_cache import HeadsCache
-from decode.loop import at_end, pack
 from decode.masks import visible_slots
 from decode.ops.grouped_attention import grouped
 from medusa.backbone import Backbone

@@ -13,9 +13,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from decode.accept import Acceptance, accept_greedy, accept_greedy_on_host, accept_longest, accept_walk, typical
+from decode.accept import Acceptance, accept_greedy, accept_greedy_on_host, accept_longest, accept_walk, pack, typical
 from decode.draft import Draft
-from decode.loop import pack
 from decode.topology import Topology, chosen_part
 from medusa import Tree
 from tests.helpers import random_tree

@@ -26,6 +26,7 @@ MODES: dict[str, dict[str, Any]] = {
     "walk, penalties": {"tree": "topk:3,2", "repetition_penalty": 1.2},
     "drawn drafts": {"tree": "topk:3,2", "draft": "sample"},
     "compiled": {"tree": "topk:3,2", "compile": True},
+    "eta": {"eta_cutoff": 1e-3},  # its warper makes a distribution, which PyTorch would check
 }
 
 
