@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import NamedTuple, cast
@@ -43,7 +43,8 @@ class Backbone:
 
     In most models the logits are `lm_head(base(x))`, so that they can be computed for selected positions only. A
     forward over four tokens tests this once for each model. Other models also scale or cap logits or hidden
-    states (Cohere, Gemma-2, MiniCPM3): they compute their logits themselves, and a hook records the LM head's input."""
+    states (Cohere, Gemma-2, MiniCPM3): they compute their logits themselves, and a hook records the LM head's input. So
+    do models that a user has changed by hooks on the whole model or by another `forward`."""
 
     def __init__(self, model: PreTrainedModel, feature_layers: FeatureLayers = None) -> None:
         """Wrap the model; raise RequestError if it has no LM head or lacks one of the `feature_layers`.
@@ -67,9 +68,7 @@ class Backbone:
         """Whether `model.generate` drops its KV cache and reads the whole text again at `rope_boundary`."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._seen: dict[int, Tensor] | None = None  # the inputs of hooked modules: layer i, or the LM head (n)
-        if self.head not in _SPLITS:
-            _SPLITS[self.head] = self._splits()
-        self.splits = _SPLITS[self.head]
+        self.splits = not _is_changed(model) and self._tested_splits()
 
     @property
     def head_weight(self) -> Tensor:
@@ -84,6 +83,14 @@ class Backbone:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    def _tested_splits(self) -> bool:
+        """The result of `_splits`, which is tested once for each LM head and each `forward` of the model's class."""
+        forward = type(self.model).forward
+        known = _SPLITS.get(self.head)
+        if known is None or known[0] is not forward:
+            known = _SPLITS[self.head] = forward, self._splits()
+        return known[1]
 
     @torch.no_grad()
     def _splits(self) -> bool:
@@ -256,8 +263,17 @@ def new_layers(num_layers: int) -> list[int]:
     return [min(layer, num_layers - 1) for layer in (1, num_layers // 2, num_layers - 1)]
 
 
-# The result of `Backbone._splits` for each LM head in memory. It is stored here, so that the model is not modified.
-_SPLITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+def _is_changed(model: PreTrainedModel) -> bool:
+    """Whether hooks or a replaced `forward` of the whole model may change its logits, so that it must run whole.
+
+    Accelerate replaces `forward` in a model on several devices only to move tensors."""
+    replaced = "forward" in vars(model) and not hasattr(model, "_hf_hook")
+    return replaced or bool(model._forward_hooks or model._forward_pre_hooks)
+
+
+# The result of `Backbone._splits` for each LM head in memory, with the tested `forward` of the model's class. It is
+# stored here, so that the model is not modified.
+_SPLITS: weakref.WeakKeyDictionary[nn.Module, tuple[Callable[..., object], bool]] = weakref.WeakKeyDictionary()
 
 
 def at(values: Tensor, last: Tensor | None) -> Tensor:

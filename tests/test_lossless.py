@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from scipy import stats
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from decode import generate, request, steps
+from decode.bench.methods import plain_method
 from decode.generation import decoding
 from decode.loop import Acceptor
 from decode.request import prepare
+from decode.settings import Settings
 from medusa import Tree
 from tests.helpers import (
     FAMILIES,
@@ -160,6 +163,47 @@ def test_greedy_with_processors(llama: Any, options: dict) -> None:
         prompt = random_ids(8, seed)
         session, taken, text = scripted(llama, prompt, TREES["random"], lambda step: step % 4, **options)
         assert session.sequences.new_ids[0] == text == ids_of(taken)
+
+
+TILT = torch.linspace(0, 9, VOCAB)
+
+
+def change(model: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change the logits of the whole model, as users do."""
+    forward = type(model).forward
+
+    def tilted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        out.logits = out.logits + TILT
+        return out
+
+    def other_ids(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs | {"input_ids": (kwargs["input_ids"] + 1) % VOCAB}
+
+    if how == "forward hook":
+        model.register_forward_hook(lambda module, args, out: setattr(out, "logits", out.logits + TILT))
+    elif how == "pre-hook":
+        model.register_forward_pre_hook(other_ids, with_kwargs=True)
+    elif how == "forward of the model":
+        model.forward = MethodType(tilted, model)
+    else:
+        monkeypatch.setattr(type(model), "forward", tilted)
+
+
+@pytest.mark.parametrize("how", ["forward hook", "pre-hook", "forward of the model", "forward of the class"])
+def test_changes_of_the_whole_model_are_honoured(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In most models the base and the LM head run apart, which would leave out hooks on the whole model."""
+    model, prompts = tiny_model("llama"), [random_ids(9, seed=1), random_ids(4, seed=2)]
+    heads, options = random_heads(model), {"max_new_tokens": NEW, "do_sample": False}
+    before = [plain(model, prompt, **options) for prompt in prompts]
+    generate(model, heads, torch.tensor(prompts[:1]), **options)  # the model is known before it is changed
+    change(model, how, monkeypatch)
+    expected = [plain(model, prompt, **options) for prompt in prompts]
+    assert expected != before, "the change has no effect: no power"
+    out = generate(model, heads, **left_padded(prompts), tree="topk:3,2", **options)
+    assert out[:, 9:].tolist() == expected
+    found = plain_method(model, Settings(max_new_tokens=NEW))(prompts)
+    assert [result.new_ids for result in found] == expected
 
 
 # Sampling

@@ -222,6 +222,7 @@ def modules_key(module: nn.Module) -> Key:
     return tuple(
         (
             type(part),
+            type(part).forward,
             *((id(p), p.dtype, p.device) for p in part._parameters.values() if p is not None),
             *part._forward_pre_hooks.values(),
             *part._forward_hooks.values(),
