@@ -8,15 +8,18 @@ Shapes: R trees, N nodes of each tree, V vocabulary."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections import OrderedDict
 from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -85,12 +88,12 @@ def require_tree_forward(model: PreTrainedModel) -> None:
 def check_tree_forward(model: PreTrainedModel) -> TreeCheck:
     """Test whether a model's logits over trees are right, by three short forwards with the KV cache and two without.
 
-    Attention windows and chunks of real models are longer than a quick test, so the test shortens them in the model's
-    configuration until it ends, under a lock. A forward of the model in another thread would see the short windows."""
+    Attention windows and chunks of real models are longer than a quick test, so the test shortens them in a copy of
+    the model that shares its tensors. Other threads may run the model meanwhile."""
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
     # Dropout and routing noise may draw random numbers; the caller's generators stay as they were.
-    with _LOCK, _short_windows(model), torch.random.fork_rng(devices), torch.no_grad():
-        return _check(model)
+    with _LOCK, torch.random.fork_rng(devices), torch.no_grad():
+        return _check(_with_short_windows(model))
 
 
 def _check(model: PreTrainedModel) -> TreeCheck:
@@ -174,18 +177,34 @@ def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[l
     return torch.cat(logits)
 
 
-@contextlib.contextmanager
-def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    # Parts of a model may hold copies of its configuration, and a multimodal model holds one within another.
-    configs = [model.config, model.config.get_text_config(decoder=True)]
-    configs += [c for module in model.modules() if isinstance(c := getattr(module, "config", None), PretrainedConfig)]
-    with contextlib.ExitStack() as stack:
-        for config, name in itertools.product(configs, ("sliding_window", "attention_chunk_size")):
-            window = getattr(config, name, None)
-            if window and window > WINDOW:
-                stack.callback(setattr, config, name, window)
+def _with_short_windows(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of the model that shares its tensors, with shorter windows and chunks in its own configurations."""
+    if any(isinstance(vars(module).get("forward"), FunctionType) for module in model.modules()):
+        return model  # the function may run the modules that it was made for, whose windows must not change
+    copies: dict[nn.Module, nn.Module] = {module: object.__new__(type(module)) for module in model.modules()}
+    configs: dict[int, Any] = {}  # one copy of each; parts of a model may hold the same configuration
+
+    def own(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return copies.get(value, value)
+        if isinstance(value, PretrainedConfig):
+            return copy.deepcopy(value, configs)
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, own(value.__self__))
+        if isinstance(value, partial):  # so accelerate replaces `forward`
+            return partial(own(value.func), *map(own, value.args), **value.keywords)
+        if type(value) in (dict, OrderedDict):  # of modules, parameters, buffers and hooks
+            return type(value)((name, own(part)) for name, part in value.copy().items())
+        return value
+
+    for module, copied in copies.items():
+        vars(copied).update({name: own(value) for name, value in vars(module).copy().items()})
+        copied._compiled_call_impl = None  # what `module.compile` has made runs the module itself
+    for config in [value for value in configs.values() if isinstance(value, PretrainedConfig)]:
+        for name in ("sliding_window", "attention_chunk_size"):
+            if (getattr(config, name, None) or 0) > WINDOW:
                 setattr(config, name, WINDOW)
-        yield
+    return cast("PreTrainedModel", copies[model])
 
 
 def _tolerance(backbone: Backbone) -> float:

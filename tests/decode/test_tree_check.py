@@ -253,6 +253,39 @@ def test_the_self_test_leaves_the_model_unchanged(family: str, broken: bool, mon
     assert torch.equal(model(PROMPT).logits, logits)
 
 
+@pytest.mark.parametrize("family", WINDOWED)
+def test_other_threads_see_no_short_window(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread runs the model during each of the self-test's forwards."""
+    model, ids = long_windows(family), torch.tensor([random_ids(30)])
+    expected, found = model(ids).logits, list[Tensor]()
+
+    def meanwhile() -> None:
+        thread = threading.Thread(target=lambda: found.append(model(ids).logits))
+        thread.start()
+        thread.join()
+
+    for name in ("_plain", "_through_trees"):
+        whole = getattr(capability, name)
+        monkeypatch.setattr(capability, name, lambda *args, whole=whole: (meanwhile(), whole(*args))[1])
+    assert check_tree_forward(model).ok
+    assert len(found) == 3
+    assert all(torch.equal(logits, expected) for logits in found)
+
+
+def test_a_model_whose_forward_is_a_function_of_its_own_is_tested() -> None:
+    """The function runs the modules that it was made for, not a copy of them."""
+    model, calls = long_windows("mistral"), []
+    forward = model.forward
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return forward(*args, **kwargs)
+
+    model.forward = counting
+    assert check_tree_forward(model).ok
+    assert calls
+
+
 def test_dropout_does_not_use_the_callers_generator() -> None:
     model, state = tiny_model("llama", attention_dropout=0.5).train(), torch.get_rng_state()
     assert not check_tree_forward(model).ok
