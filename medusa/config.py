@@ -23,15 +23,17 @@ MIN_VOCABULARY = 32  # tokens in the smallest reduced vocabulary; usual trees ne
 MAX_SIZE, MAX_COUNT = 2**24, 2**10  # far more than any model has; larger tensors could not be described
 LIMITS = {"hidden_size": (1, MAX_SIZE), "vocab_size": (1, MAX_SIZE), "vocabulary": (MIN_VOCABULARY, MAX_SIZE)}
 LIMITS |= {"num_heads": (1, MAX_COUNT), "num_layers": (1, MAX_COUNT), "prefix_layers": (0, MAX_COUNT)}
+LIMITS |= {"rank": (1, MAX_SIZE)}
 """The smallest and the largest values of fields with whole numbers."""
 SIZE_LIMITS = {"layers": MAX_COUNT, "heads": MAX_COUNT, "key_value_heads": MAX_COUNT}
 SIZE_LIMITS |= {"hidden_size": MAX_SIZE, "width": MAX_SIZE, "head_size": MAX_SIZE}
 """The largest values of sizes of decoder layers."""
+MAX_RANK = 256  # the largest default of `MedusaConfig.rank`
 
 PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}
 PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}  # keys of FasterDecoding, TGI and LoRAX
 OUR_KEYS: tuple[str, ...] = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size")
-OUR_KEYS += ("vocabulary", "prefix", "feature_layers", "layer", "embeddings", "backbone", "tree", "raw_prompts")
+OUR_KEYS += ("rank", "vocabulary", "prefix", "feature_layers", "layer", "embeddings", "backbone", "tree", "raw_prompts")
 """The fields with the same name in JSON; other programs ignore them."""
 
 
@@ -93,6 +95,9 @@ class MedusaConfig:
     """The residual block: `square` (Medusa paper, section 2.1), `mlp`, `gated` (EAGLE-3), `eagle1` or `hydra`."""
     expansion: float = 1.0
     """The width of the hidden layer of `mlp` and `gated` blocks, as a multiple of `hidden_size`."""
+    rank: int | None = None
+    """The rank R of the path term in heads of kind `markov` (`medusa.heads.markov`), `None` for other kinds.
+    By default half of `hidden_size`, but at most `MAX_RANK`."""
     lm_head: str = "own"
     """`own`: each head has an LM head. `one`: all heads have one together. `shared`: they use the backbone's."""
     vocabulary: int | None = None
@@ -126,9 +131,11 @@ class MedusaConfig:
         if self.block == GATED and (self.kind != "eagle" or self.num_layers != 1):
             raise RequestError(f"heads.block {GATED} belongs to kind eagle with heads.layers 1; take square or mlp")
         self._check_eagle()
+        if self.rank is not None and self.kind != "markov":
+            raise RequestError(f"heads.rank belongs to kind markov, not {self.kind}; leave it out")
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
-            if value is None and name in ("vocab_size", "vocabulary"):
+            if value is None and name in ("vocab_size", "vocabulary", "rank"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise RequestError(f"heads.{name} is {value!r}; it must be a whole number from {least} to {most}")
@@ -137,6 +144,8 @@ class MedusaConfig:
         if self.vocabulary is not None and (self.vocab_size is None or self.vocabulary >= self.vocab_size):
             tokens = self.vocab_size or "an unknown number of"
             raise RequestError(f"heads.vocabulary is {self.vocabulary} of {tokens} tokens; take fewer")
+        if self.kind == "markov" and self.rank is None:
+            self.rank = min((self.hidden_size + 1) // 2, MAX_RANK)
         keys = PrefixSizes.__annotations__
         if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == set(keys)):
             raise RequestError(f"the config's prefix is {self.prefix!r}; its keys must be {', '.join(sorted(keys))}")

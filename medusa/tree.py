@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, product
 from pathlib import Path
@@ -32,6 +32,7 @@ from medusa.shipped import tree_files
 RankPath = tuple[int, ...]  # a node's path: the rank of the guess at each depth, from depth 1; 0 is the best guess
 MAX_NODES = 4096  # in one tree
 MAX_RANK = 2**31 - 1  # no vocabulary is as large
+SHORTLIST = 32  # the default number of candidates of each head from which a tree of markov heads is made
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,8 @@ class Tree:
     """[N, N] True where the column's node is the row's node or one of its ancestors."""
     paths: Tensor
     """[N, D + 1] the indices of the nodes from the root to each node, padded with -1."""
+    shortlist: int = SHORTLIST
+    """The number of candidates of each head from which the nodes are taken, for heads of kind `markov`."""
     min_probability: ClassVar[float] = 0.0  # 0: static trees keep all nodes; dynamic trees may prune improbable ones
 
     @classmethod
@@ -91,11 +94,13 @@ class Tree:
         return cls.from_paths(chain.from_iterable(levels))
 
     def to(self, device: torch.device | str) -> Tree:
-        return Tree(*(getattr(self, field.name).to(device) for field in fields(self)))
+        tensors = {name: getattr(self, name).to(device) for name in ("parent", "depth", "rank", "ancestors", "paths")}
+        return replace(self, **tensors)
 
     def clip(self, max_depth: int) -> Tree:
         """Return this tree without the nodes deeper than `max_depth`."""
-        return Tree.from_paths([path for path in self.rank_paths if len(path) <= max_depth])
+        clipped = Tree.from_paths([path for path in self.rank_paths if len(path) <= max_depth])
+        return replace(clipped, shortlist=self.shortlist)
 
     def to_json(self) -> list[list[int]]:
         """Return the paths of ranks of all nodes except the root, in the form of `config.json`."""

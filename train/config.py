@@ -26,6 +26,8 @@ class HeadsConfig(Section):
     """Number of heads, by default 4; a decoding step gives at most num + 1 tokens."""
     kind: Annotated[str | None, one_of(*KINDS)] = None
     """Kind of heads (docs/kinds.md), by default medusa, which are independent heads."""
+    rank: int | None = Field(default=None, ge=1)
+    """Rank of the term for the token before, in heads of kind markov; by default half the hidden size, up to 256."""
     prefix_layers: int | None = Field(default=None, ge=0)
     """Number of decoder layers between the backbone and the heads (prefix attention), usually 1; 0: none."""
     block: Annotated[str | None, one_of(*BLOCKS)] = None

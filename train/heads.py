@@ -18,7 +18,7 @@ from medusa.places import SHIPPED
 from train.architecture import BackboneSizes, choose
 from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 
-SAME_NAMES = ("kind", "prefix_layers", "block", "expansion", "lm_head", "feature_layers", "vocabulary")
+SAME_NAMES = ("kind", "rank", "prefix_layers", "block", "expansion", "lm_head", "feature_layers", "vocabulary")
 HEADS_ASKED = {"num_heads": "num", "num_layers": "layers"} | {name: name for name in SAME_NAMES}
 """For each field of `MedusaConfig` that a recipe sets, its key in the section `heads`."""
 
@@ -60,6 +60,7 @@ def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: 
         num_heads=asked.num or NUM_HEADS,
         kind=asked.kind or "medusa",
         prefix_layers=asked.prefix_layers or 0,
+        rank=asked.rank,
         base_model_name_or_path=name,
         backbone=fingerprint(model, name, revision),
         feature_layers=feature_layers(asked, backbone),

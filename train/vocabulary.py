@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.markov import MarkovHeads
 from train.architecture import OVERHEAD, TREE, BackboneSizes
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.features.files import PER_TOKEN, Features
@@ -93,7 +94,8 @@ def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: flo
     assert config.vocab_size is not None
     sizes = BackboneSizes(config.hidden_size, config.vocab_size, sum(p.numel() for p in model.parameters()))
     blocks = heads.num_parameters - (0 if heads.lm_heads is None else heads.lm_heads.numel())
-    read = config.num_heads if heads.lm_heads is not None or heads.follows_path else 1
+    in_levels = heads.follows_path and not isinstance(heads, MarkovHeads)
+    read = config.num_heads if heads.lm_heads is not None or in_levels else 1
     gain = vocabulary_gain(
         sizes, num_heads=config.num_heads, blocks=blocks, lm_heads=read, vocabulary=config.vocabulary, coverage=coverage
     )

@@ -47,12 +47,13 @@ class CompiledStepper(Stepper):
             raise RequestError(ONE_SHAPE)
         self.regions = Regions.of(session.backbone.model)  # before the key, which lists the model's attributes
         self.taken: Region | None = None
-        shape = tree.temperatures if isinstance(tree, DynamicTree) else None
+        nodes = tree.candidates
+        shape = (tree.num_nodes, nodes.shortlist, tree.temperatures if isinstance(tree, DynamicTree) else None)
         backbone, device = session.backbone, session.backbone.device.type
         self.graphs = graphs
         self.key: Key = (
             len(session.sequences),
-            (tree.num_nodes, shape, *tree.candidates.parent.tolist(), *tree.candidates.rank.tolist()),
+            (*shape, *nodes.parent.tolist(), *nodes.rank.tolist()),
             FixedSampler.key(session.target, acceptor),
             (backbone.config._attn_implementation, torch.get_num_threads()),
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,

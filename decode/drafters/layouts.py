@@ -83,18 +83,21 @@ class DynamicTree:
 
     @cached_property
     def _scale(self) -> Tensor:
-        """The temperatures of K heads, [K, 1, 1], kept on the device to save a transfer from the CPU in every step."""
-        return torch.tensor(self.temperatures, device=self.candidates.depth.device)[:, None, None]
+        """The temperatures [K] of K heads, kept on the device to save a transfer from the CPU in every step."""
+        return torch.tensor(self.temperatures, device=self.candidates.depth.device)
+
+    def scaled(self, logits: Tensor, first: int = 0) -> Tensor:
+        """Divide logits [k, ...] of k heads, the first with the index `first`, by their temperatures, in float32."""
+        if not self.temperatures:
+            return logits.float()
+        temperatures = self._scale[first : first + len(logits)].to(logits.device)
+        return logits.float() / temperatures.view(-1, *[1] * (logits.ndim - 1))
 
     def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
         """Compute the log-softmax, at the heads' temperatures, of logits over V tokens.
 
         `logits` are [k, B, V] of the first k heads for B texts, or [..., V] of the head with the index `head`."""
-        if self.temperatures and head is not None:
-            logits = logits.float() / self.temperatures[head]
-        elif self.temperatures:
-            logits = logits.float() / self._scale[: len(logits)].to(logits.device)
-        return logits.log_softmax(-1, dtype=torch.float32)
+        return (self.scaled(logits) if head is None else self.scaled(logits[None], head)[0]).log_softmax(-1)
 
     def path_log_probs(self, confidences: Tensor) -> Tensor:
         """Compute the log probabilities of the paths to S candidates in B texts, [B, S].
@@ -125,6 +128,12 @@ Layout = Tree | DynamicTree
 """A tree whose nodes are fixed, or a tree whose nodes are chosen in every step."""
 TreeLike = Layout | str | Sequence[Sequence[int]] | None
 """A tree as users give it: an object, a name or file, a list of paths, or `None` for the tree saved with the heads."""
+
+
+def with_shortlist(tree: Layout, shortlist: int) -> Layout:
+    """Copy a tree, which then takes its nodes from `shortlist` candidates of each head (`Tree.shortlist`)."""
+    candidates = replace(tree.candidates, shortlist=shortlist)
+    return replace(tree, candidates=candidates) if isinstance(tree, DynamicTree) else candidates
 
 
 def bounded(confidences: Tensor) -> Tensor:

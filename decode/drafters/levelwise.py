@@ -1,11 +1,11 @@
-"""Drafters that grow a tree level by level: one forward per level predicts the children of its expanded nodes.
+"""Drafters that grow a tree level by level: each level's `step` predicts the children of its expanded nodes.
 
 A node is expanded if it gets children. A static tree fixes which nodes are expanded. A dynamic tree expands the most
 probable nodes of each level, equally many in every step unless `min_probability` prunes the tree. In a sampled tree
 (`--draft sample`), the children of a node are drawn from the drafter's distribution there.
 
 Shapes: B rows, M nodes of a level, W expanded nodes of a level, R guesses considered per node, S size of a drafter's
-state at a node, V vocabulary, N nodes of the tree."""
+state at a node, V vocabulary, C tokens among which a step guesses, N nodes of the tree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.sequential import SequentialHeads, State
 from medusa.tree import Tree
-from medusa.vocabulary import lm_head_for, over_all, token_ids
+from medusa.vocabulary import lm_head_for
 
 
 class Level(NamedTuple):
@@ -35,6 +35,29 @@ class Level(NamedTuple):
     rank: Tensor  # [M] rank of each node's token among the guesses for its parent's children, from 0
     place: Tensor  # [M] index of each node among its siblings
     expanded: Tensor  # [W of the next level] indices of the expanded nodes among the M nodes of this level
+
+
+class Guesses(NamedTuple):
+    """What a step predicts for the children of W nodes in each of B texts."""
+
+    logits: Tensor  # [B, W, C]
+    state: State  # for the next step
+    ids: Tensor | None = None  # [C], or [B, C] for each text, the ids of the C tokens; `None`: all V tokens in order
+
+    def tokens(self, places: Tensor) -> Tensor:
+        """Convert indices [B, ...] among the C tokens to token ids of the same shape."""
+        if self.ids is None:
+            return places
+        ids = self.ids.to(places.device)
+        return ids[places] if ids.ndim == 1 else ids.gather(1, places.flatten(1)).view_as(places)
+
+    def over(self, vocab_size: int) -> Tensor:
+        """Expand the logits to those of all V = `vocab_size` tokens, [B, W, V]; other tokens get -inf."""
+        if self.ids is None:
+            return self.logits
+        spread = self.logits.new_full((*self.logits.shape[:-1], vocab_size), -torch.inf)
+        ids = self.ids.to(self.logits.device).view(-1, 1, self.ids.shape[-1])
+        return spread.scatter_(-1, ids.expand_as(self.logits), self.logits)
 
 
 def levels_of(tree: Tree) -> list[Level]:
@@ -69,8 +92,9 @@ def width_of(tree: DynamicTree) -> int:
 class LevelwiseDrafter(ABC):
     """Base class of level-by-level drafters. With a `target` (`--draft sample`), they sample a static tree's tokens."""
 
-    def __init__(self, tree: Layout, target: Target | None = None) -> None:
-        self.tree, self.target = tree, target  # the target holds the sampling options and random draws of the texts
+    def __init__(self, tree: Layout, vocab_size: int, target: Target | None = None) -> None:
+        self.tree, self.vocab_size = tree, vocab_size  # V, the backbone's
+        self.target = target  # the target holds the sampling options and random draws of the texts
         if isinstance(tree, DynamicTree):
             self.width = width_of(tree)
             return
@@ -81,21 +105,18 @@ class LevelwiseDrafter(ABC):
 
     @abstractmethod
     def begin(self, frontier: Frontier) -> State:
-        """Make the state from which `step` predicts the root's children: tensors [B, 1, S], any S, for B texts."""
+        """Make the state from which the first `step` predicts the root's children in each of B texts."""
 
     @abstractmethod
-    def step(self, depth: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
-        """Predict the children of W nodes at `depth` in each of B texts; returns logits [B, W, V] and the nodes' state.
+    def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
+        """Predict the children of W nodes at `depth` in each of B texts.
 
-        `tokens` [B, W] are the nodes' tokens. `state` [B, W, S]: for each node, the state from its parent's step."""
+        `state` is that of the step above, `parent` [B, W] are the indices of the nodes' parents among its nodes (for
+        the root: 0), and `tokens` [B, W] the nodes' tokens."""
 
-    def token_ids(self, guesses: Tensor) -> Tensor:
-        """Convert indices in the drafter's vocabulary, which may be a reduced one, to token ids of the same shape."""
-        return guesses
-
-    def over_vocabulary(self, logits: Tensor) -> Tensor:
-        """Expand the drafter's logits to the backbone's V tokens, [..., V]; tokens that it never predicts get -inf."""
-        return logits
+    def log_confidences(self, tree: DynamicTree, logits: Tensor, depth: int) -> Tensor:
+        """Convert the logits [B, W, C] of the step at `depth` to log probabilities at the temperatures of `tree`."""
+        return tree.log_confidences(logits, depth)
 
     def propose(self, frontier: Frontier) -> Draft:
         """Draft a tree for each text in `frontier`: a static, a dynamic or a sampled tree."""
@@ -105,15 +126,16 @@ class LevelwiseDrafter(ABC):
             return self._dynamic(frontier, self.tree)
         if self.target is not None:
             return self.draw(frontier, self.target, self.target.draws.of(frontier.rows))
-        ids, state, tokens = [frontier.root[:, None]], self.begin(frontier), frontier.root[:, None]
+        root = frontier.root[:, None]
+        ids, state, parent, tokens = [root], self.begin(frontier), torch.zeros_like(root), root
         for depth, level in enumerate(self.levels):
-            logits, state = self.step(depth, state, tokens, frontier.context_kv)
+            guesses = self.step(depth, state, parent, tokens, frontier.context_kv)
             count = self.top[depth]
-            guesses = self.token_ids(top_k(logits, count).indices).flatten(1).to(tokens.device)  # [B, W * R]
-            found = guesses[:, level.parent * count + level.rank]
+            best = guesses.tokens(top_k(guesses.logits, count).indices).flatten(1).to(root.device)  # [B, W * R]
+            found = best[:, level.parent * count + level.rank]
             ids.append(found)
-            above = level.parent[level.expanded].to(state[0].device)
-            tokens, state = found[:, level.expanded], tuple(part[:, above] for part in state)
+            state, parent = guesses.state, level.parent[level.expanded].expand(len(root), -1)
+            tokens = found[:, level.expanded]
         return Draft(torch.cat(ids, dim=1), self.topology)
 
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
@@ -122,10 +144,11 @@ class LevelwiseDrafter(ABC):
         zero, log_p_above = torch.zeros_like(root), torch.zeros(root.shape, device=root.device)
         # Per level [B, M]: ids, parents among all nodes, log probabilities, depths.
         levels, num_nodes = [(root, zero, log_p_above, zero)], 1
-        state, tokens, above = self.begin(frontier), root, zero
+        state, of_nodes, tokens, above = self.begin(frontier), zero, root, zero
         for depth in range(tree.max_depth):
-            logits, state = self.step(depth, state, tokens, frontier.context_kv)
-            best = top_k(tree.log_confidences(logits, depth), min(TOP, tree.num_nodes - 1))  # [B, W, R]
+            guesses = self.step(depth, state, of_nodes, tokens, frontier.context_kv)
+            state, confidences = guesses.state, self.log_confidences(tree, guesses.logits, depth)
+            best = top_k(confidences, min(TOP, tree.num_nodes - 1, confidences.shape[-1]))  # [B, W, R]
             log_p = (bounded(best.values.to(root.device)) - STEEPNESS + log_p_above[:, :, None]).flatten(1)
             log_p, indices = log_p.topk(min(tree.num_nodes - 1, log_p.shape[1]), dim=-1)  # [B, M], the best first
             count = min(log_p.shape[1], tree.num_worthwhile(log_p))
@@ -133,14 +156,12 @@ class LevelwiseDrafter(ABC):
                 break
             log_p, indices = log_p[:, :count], indices[:, :count]
             parent = indices // best.values.shape[-1]  # [B, M] index among the W nodes
-            found = self.token_ids(best.indices).to(root.device).flatten(1).gather(1, indices)
+            found = guesses.tokens(best.indices).to(root.device).flatten(1).gather(1, indices)
             levels.append((found, above.gather(1, parent), log_p, torch.full_like(found, depth + 1)))
             width = min(self.width, count)
             tokens, log_p_above = found[:, :width], log_p[:, :width]
             above = torch.arange(num_nodes, num_nodes + width, device=root.device).expand(len(root), -1)
-            num_nodes += count
-            index = parent[:, :width, None].to(state[0].device)
-            state = tuple(part.gather(1, index.expand(-1, -1, part.shape[-1])) for part in state)
+            num_nodes, of_nodes = num_nodes + count, parent[:, :width]
         ids, parent, log_p, depths = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
         chosen = tree.most_probable(log_p)
         nodes = chosen.shape[1]
@@ -155,17 +176,19 @@ class LevelwiseDrafter(ABC):
         rows = len(frontier.rows)
         assert not shared or rows == 1, "copies of one row only"
         everyone = torch.arange(len(root), device=root.device)
-        # P distinct paths, sorted by row and predicted once each, have states [rows, P / rows, S] and last tokens
-        # [rows, P / rows]; `path` [B, W] is the index of the path to each expanded node.
+        # P distinct paths, sorted by row and predicted once each, have parents and last tokens [rows, P / rows];
+        # `path` [B, W] is the index of the path to each expanded node.
         state, tokens = self.begin(frontier), frontier.root[:, None]
+        parent = torch.zeros_like(tokens)
         path = torch.arange(rows, device=root.device).repeat_interleave(copies)[:, None]
         ids, distributions, of_children, known = [root[:, None]], [], [path], 0
         counts = [width * most for width, most in self.drawn]
         u = draws.uniforms(everyone, sum(counts)).split(counts, dim=1)
         for depth, level in enumerate(self.levels):
-            logits, state = self.step(depth, state, tokens, frontier.context_kv)
-            q = target.draft_probabilities(frontier.rows, self.over_vocabulary(logits))
-            q = q.flatten(0, 1).to(root.device)  # [P, V]
+            guesses = self.step(depth, state, parent, tokens, frontier.context_kv)
+            state = guesses.state
+            q = target.draft_probabilities(frontier.rows, guesses.over(self.vocab_size))
+            per_row, q = q.shape[1], q.flatten(0, 1).to(root.device)  # [P, V]
             distributions.append(q)
             known += len(q)
             width, most = self.drawn[depth]
@@ -178,8 +201,7 @@ class LevelwiseDrafter(ABC):
                 paths, path = keys.unique(return_inverse=True)
             else:
                 paths, path = keys.flatten(), torch.arange(keys.numel(), device=root.device).view(keys.shape)
-            before, tokens = (paths // q.shape[-1]).to(state[0].device), (paths % q.shape[-1]).view(rows, -1)
-            state = tuple(part.flatten(0, 1)[before].unflatten(0, (rows, -1)) for part in state)
+            parent, tokens = (part.view(rows, -1) for part in (paths // q.shape[-1] % per_row, paths % q.shape[-1]))
             own = torch.zeros_like(found)
             own[:, level.expanded] = known + path
             of_children.append(own)
@@ -193,20 +215,20 @@ class PathDrafter(LevelwiseDrafter):
     def __init__(self, heads: SequentialHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
         """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""
         require_draftable(heads.config, backbone.hidden_size, backbone.vocab_size, tree, target is not None)
-        super().__init__(tree.to(backbone.device), target)
+        super().__init__(tree.to(backbone.device), backbone.vocab_size, target)
         self.heads, self.backbone, self.dtype = heads, backbone, heads.dtype
         self.lm_head = lm_head_for(heads, backbone)
 
     def begin(self, frontier: Frontier) -> State:
         return (frontier.hidden.to(self.heads.device, self.dtype)[:, None],)
 
-    def step(self, depth: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
+    def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
         embedded = self.heads.embed(tokens, self.backbone.embed)
-        features, state = self.heads.step(depth, state, embedded, context_kv)
-        return self.heads.logits_of(depth, features, self.lm_head), state
+        features, state = self.heads.step(depth, selected(state, parent), embedded, context_kv)
+        return Guesses(self.heads.logits_of(depth, features, self.lm_head), state, self.heads.vocabulary)
 
-    def token_ids(self, guesses: Tensor) -> Tensor:
-        return token_ids(self.heads, guesses)
 
-    def over_vocabulary(self, logits: Tensor) -> Tensor:
-        return over_all(self.heads, logits, self.backbone.vocab_size)
+def selected(state: State, parent: Tensor) -> State:
+    """Select the states [B, W, S] of nodes by their indices `parent` [B, W] from the states of the level above."""
+    index = parent.to(state[0].device)[:, :, None]
+    return tuple(part.gather(1, index.expand(-1, -1, part.shape[-1])) for part in state)

@@ -19,7 +19,7 @@ from decode.cache import TreeCache
 from decode.draft import Draft, Drafter, Frontier
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
 from decode.drafters.layouts import DynamicTree, Layout
-from decode.drafters.levelwise import LevelwiseDrafter
+from decode.drafters.levelwise import Guesses, LevelwiseDrafter, selected
 from decode.drafters.small_model import load_small_model, require_same_vocabulary, small_model_path
 from decode.masks import grown_masks
 from decode.ops.fast_topk import argmax, top_k
@@ -117,7 +117,7 @@ class ModelDrafter(LevelwiseDrafter):
     def __init__(self, source: DraftModel, session: Session, target: Target | None = None) -> None:
         self.backbone = Backbone(source.model)
         self.device = self.backbone.device
-        super().__init__(source.tree.to(self.device), target)
+        super().__init__(source.tree.to(self.device), self.backbone.vocab_size, target)
         self.source, self.sequences = source, session.sequences
         self.layers = LayerKinds(self.backbone.config)
         self.is_chain = isinstance(self.tree, Tree) and self.tree.max_rank == 0 and target is None
@@ -196,8 +196,8 @@ class ModelDrafter(LevelwiseDrafter):
                     break
             ids.append(token)
             if depth < count:
-                found, state = self.step(depth, state, token[:, None], None)
-                logits = found[:, 0]
+                guesses = self.step(depth, state, torch.zeros_like(token[:, None]), token[:, None], None)
+                logits, state = guesses.logits[:, 0], guesses.state
         return Draft(torch.stack(ids, dim=1), chain(len(ids), frontier.root.device))
 
     def begin(self, frontier: Frontier) -> State:
@@ -210,14 +210,14 @@ class ModelDrafter(LevelwiseDrafter):
         self.text_lengths, self.levels_read = list(self.cache.lengths), []
         return (frontier.root.new_empty(len(rows), 1, 0),)
 
-    def step(self, depth: int, state: State, tokens: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, State]:
+    def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
         if depth == 0:  # the root is the text's last token, which was read with the text
-            return self._candidates(self._first[:, None]), state
-        (above,), (rows, width) = state, tokens.shape
+            return Guesses(self._candidates(self._first[:, None]), state)
+        (above,), (rows, width) = selected(state, parent), tokens.shape
         offset = self.cache.lengths[0] - self.text_lengths[0]
         itself = torch.arange(offset, offset + width, device=self.device).expand(rows, -1)[:, :, None]
-        parent = above[:, :, -1] if above.shape[-1] else torch.full_like(tokens, -1)
-        self.levels_read.append((tokens, parent))
+        slot = above[:, :, -1] if above.shape[-1] else torch.full_like(tokens, -1)
+        self.levels_read.append((tokens, slot))
         seen = torch.cat([above, itself], dim=-1)  # [B, W, A + 1]
         positions = on_device(self.text_lengths, self.device)[:, None] + (depth - 1)
         masks = self._masks(seen)
@@ -226,7 +226,7 @@ class ModelDrafter(LevelwiseDrafter):
                 tokens, self.cache, position_ids=positions.expand(-1, width), attention_mask=masks
             ).logits
         self.cache.commit_prompt([width] * rows)
-        return self._candidates(logits), (seen,)
+        return Guesses(self._candidates(logits), (seen,))
 
     def _candidates(self, logits: Tensor) -> Tensor:
         """Return `logits` [B, W, V] of W nodes; in sampled drafts, all but the `topk` largest of a node are -inf."""

@@ -10,11 +10,13 @@ from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, 
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import Layout, TreeLike, resolve_tree
 from decode.drafters.levelwise import PathDrafter
+from decode.drafters.trellis import TrellisDrafter
 from decode.session import Session
 from decode.target import Target
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.markov import MarkovHeads
 from medusa.heads.sequential import SequentialHeads
 from medusa.memory import bytes_of
 from medusa.tree import Tree
@@ -83,6 +85,8 @@ def heads_drafter(
     heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None
 ) -> HeadsDrafter | PathDrafter:
     """Make the drafter that fills `tree` with guesses of `heads`. With a `target`, the drafter samples its drafts."""
+    if isinstance(heads, MarkovHeads):
+        return TrellisDrafter(heads, backbone, tree, target)
     if isinstance(heads, SequentialHeads) and heads.follows_path:
         return PathDrafter(heads, backbone, tree, target)
     return HeadsDrafter(heads, backbone, tree, target)

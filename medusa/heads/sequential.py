@@ -51,9 +51,8 @@ class SequentialHeads(MedusaHeads, ABC):
             context_kv: keys and values of the earlier text; `None` without such text or in kinds that ignore it."""
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
-        hidden, following, context_kv = inputs
-        if self.follows_path and following is None:
-            raise RequestError(f"heads of kind {self.config.kind} guess from earlier tokens; pass `following`")
+        hidden, _, context_kv = inputs
+        following = self.require_following(inputs) if self.follows_path else inputs.following
         state: State = (hidden,)
         found = []
         for head in range(self.config.num_heads if num_heads is None else num_heads):
@@ -61,6 +60,12 @@ class SequentialHeads(MedusaHeads, ABC):
             feature, state = self.step(head, state, token, context_kv)
             found.append(feature)
         return torch.stack(found)
+
+    def require_following(self, inputs: HeadInputs) -> Tensor:
+        """Return the embeddings [..., K, H] of the tokens after each position; raise RequestError without them."""
+        if inputs.following is None:
+            raise RequestError(f"heads of kind {self.config.kind} guess from earlier tokens; pass `following`")
+        return inputs.following
 
     def logits_of(self, head: int, features: Tensor, lm_head: LMHead) -> Tensor:
         """Apply the LM head of the head with index `head` to its features [..., H]; return logits [..., V]."""

@@ -56,6 +56,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "independent": {},
     "vocabulary": {"vocabulary": 32},
     "recurrent": {"kind": "recurrent"},
+    "markov": {"kind": "markov"},
     "cascade": {"kind": "cascade"},
     "hydra": {"kind": "hydra"},
     "eagle": {"kind": "eagle"},

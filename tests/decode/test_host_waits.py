@@ -57,6 +57,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "recurrent": {"kind": "recurrent"},
     "cascade": {"kind": "cascade"},
     "hydra": {"kind": "hydra"},
+    "markov": {"kind": "markov"},
     "eagle": {"kind": "eagle"},
     "prefix layers": {"prefix_layers": 1},
 } | EAGLE_FORMS

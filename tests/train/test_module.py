@@ -246,6 +246,19 @@ def test_scheduled_sampling_is_rejected_for_heads_without_guesses(kind: str) -> 
         on_backbone(kind, scheduled_sampling=0.5)
 
 
+# --- path dropout ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "share"), [({}, 0.4), ({"path_dropout": 0.0}, 0.0), ({"path_dropout": 0.2}, 0.2)])
+def test_path_dropout_reaches_markov_heads(given: dict[str, float], share: float) -> None:
+    assert on_backbone("markov", **given).heads.path_dropout == share
+
+
+def test_path_dropout_is_rejected_for_other_kinds() -> None:
+    with pytest.raises(RequestError, match="training.path_dropout is for heads.kind markov, not recurrent; leave it"):
+        on_backbone("recurrent", path_dropout=0.0)
+
+
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 

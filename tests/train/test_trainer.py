@@ -212,7 +212,7 @@ def test_training_raises_accuracy_and_shortens_decoding(model: Any, texts: list[
 @pytest.mark.parametrize(
     ("backend", "kind"),
     [
-        *(("auto", kind) for kind in ("medusa", "cascade", "hydra", "recurrent", "eagle", "eagle-3")),
+        *(("auto", kind) for kind in ("medusa", "cascade", "hydra", "recurrent", "markov", "eagle", "eagle-3")),
         *(("plain", kind) for kind in ("recurrent", "eagle")),  # tests/train/test_loss.py compares the two losses
     ],
 )

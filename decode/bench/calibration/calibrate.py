@@ -2,7 +2,8 @@
 
 Tokens per second are tau / T. tau is the mean number of tokens per step, which is predicted from recorded texts of the
 backbone. T is the time of a step, which is measured in the decoding loop. Both static and dynamic trees are tried
-(`decode.drafters.layouts`). Dynamic trees accept more guesses with as many nodes, but choosing the nodes takes time."""
+(`decode.drafters.layouts`). Dynamic trees accept more guesses with as many nodes, but choosing the nodes takes time.
+For heads of kind `markov` the number of candidates is chosen, too, with the best tree."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from decode.bench.calibration.stored import (
 )
 from decode.bench.machine import stopwatch
 from decode.bench.methods import medusa_method
-from decode.drafters.layouts import TOP, DynamicTree, Layout
+from decode.drafters.layouts import TOP, DynamicTree, Layout, with_shortlist
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import decoding
 from decode.request import prepare
@@ -40,9 +41,11 @@ from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.heads.markov import MarkovHeads
 from medusa.tree import Tree
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)  # numbers of nodes of the trees to try; 1 is plain decoding
+SHORTLISTS = (8, 16, 32, 64)  # numbers of candidates to try for heads of kind markov (`Tree.shortlist`)
 WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
 NODES = 256  # of a batch, all rows together: the most with which a step on a CPU can pay
 WARM_UP = 2  # steps at the beginning of each timing that do not count
@@ -84,13 +87,19 @@ def calibrate(
     unknown = [(tree, of_step) for tree, of_step, predicted in timed if predicted is None]
 
     def measured_tau(tree: Layout) -> float:
-        on_progress(f"decoding with a dynamic tree of {tree.num_nodes} nodes")
+        on_progress(f"decoding with a tree of {tree.num_nodes} nodes")
         return decoded_tau(model, heads, prompts, tree, replace(settings, max_new_tokens=longest, compile=False))
 
     points = sorted(add_competitive(points, unknown, recording, measured_tau), key=lambda one: (one.dynamic, one.nodes))
     about = RecordedTexts(len(texts), recording.tokens, sum(map(len, prompts)), steps=recording.steps)
     holds_for = situation(model, heads, settings, batch_size)
-    return Calibration(points, best_of(points), list(temperatures), holds_for, about)
+    found = Calibration(points, best_of(points), list(temperatures), holds_for, about)
+    if isinstance(heads, MarkovHeads) and found.best.nodes > 1:
+        trees = [with_shortlist(found.tree, size) for size in SHORTLISTS]
+        taus = [measured_tau(tree) for tree in trees]
+        seconds = time_steps(model, heads, prompts, trees, taus, settings, batch_size, rounds)
+        found.shortlist = max(zip(taus, seconds, SHORTLISTS, strict=True), key=lambda one: one[0] / one[1])[2]
+    return found
 
 
 def require_steps(recording: Recording) -> None:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from decode.bench.machine import machine
-from decode.drafters.layouts import DynamicTree, Layout
+from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
 from decode.settings import Settings
 from medusa.errors import RunError
 from medusa.files import Json, read_json, write_json
@@ -20,7 +20,7 @@ from medusa.fingerprint import heads_fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import DTYPES
 from medusa.quantization import quantization_of
-from medusa.tree import Tree
+from medusa.tree import SHORTLIST, Tree
 
 FILE = "calibration.json"
 MIN_STEPS = 500  # a calibration replays at least so many steps; from fewer, the prediction of tau is too uncertain
@@ -67,6 +67,7 @@ class Calibration:
     temperatures: list[float]  # one per head, at which dynamic trees compute the probabilities of its guesses
     holds_for: dict[str, object]  # what the calibration is valid for (`situation`)
     texts: RecordedTexts
+    shortlist: int = SHORTLIST  # the number of candidates of each head, for heads of kind `markov`
 
     @property
     def best(self) -> CalibrationPoint:
@@ -75,9 +76,10 @@ class Calibration:
     @property
     def tree(self) -> Layout:
         """The best tree, in the form that drafters accept: static or dynamic."""
+        tree: Layout = Tree.from_paths(self.best.paths)
         if self.best.dynamic:
-            return DynamicTree.over_heads(self.best.nodes, len(self.temperatures), tuple(self.temperatures))
-        return Tree.from_paths(self.best.paths)
+            tree = DynamicTree.over_heads(self.best.nodes, len(self.temperatures), tuple(self.temperatures))
+        return with_shortlist(tree, self.shortlist)
 
 
 def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, object]:

@@ -15,6 +15,7 @@ from decode.bench.losslessness.cases import figures_table
 from decode.bench.losslessness.verify import VerificationResult
 from decode.settings import is_lossy
 from medusa.tables import print_table
+from medusa.tree import SHORTLIST
 
 
 def print_benchmark(console: Console, result: BenchmarkResult) -> None:
@@ -112,6 +113,8 @@ def print_calibration(console: Console, found: Calibration, measured: float | No
     )
     if found.best.nodes == 1:
         console.print("plain decoding is fastest here: these heads guess too little for the cost of a tree")
+    if found.shortlist != SHORTLIST:
+        console.print(f"fastest with {found.shortlist} candidates of each head")
     if measured is not None:
         console.print(f"predicted tau {found.best.tau:.3f}, measured on held-out texts {measured:.3f}")
     console.print(f"kept for --tree auto in {place}", soft_wrap=True, markup=False)

@@ -41,7 +41,7 @@ from tests.helpers import (
     tiny_model,
 )
 
-FOLLOWING = ["hydra", "recurrent", "eagle"]
+FOLLOWING = ["hydra", "recurrent", "markov", "eagle"]
 
 
 def heads_for(

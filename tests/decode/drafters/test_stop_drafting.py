@@ -11,7 +11,7 @@ import torch
 from decode import generate, steps
 from decode.bench.methods import medusa_method
 from decode.draft import Draft, Frontier
-from decode.drafters.layouts import STEEPNESS, DynamicTree, resolve_tree
+from decode.drafters.layouts import STEEPNESS, DynamicTree, resolve_tree, with_shortlist
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
 from decode.settings import DecodingOptions, Settings
@@ -20,7 +20,7 @@ from medusa.errors import RequestError
 from medusa.heads import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from tests.helpers import left_padded, plain, random_heads, random_ids
+from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids
 
 NODES, HEADS = 14, 3
 TEMPERATURES = (0.5, 0.5, 0.5)
@@ -37,6 +37,7 @@ def heads_for(model: Any, kind: str, scale: float = 1.0) -> MedusaHeads:
 
 def drafted(model: Any, heads: MedusaHeads, least: float, rows: list[int]) -> Draft:
     tree = DynamicTree(NODES, DynamicTree.over_heads(NODES, HEADS).candidates, TEMPERATURES, least)
+    tree = with_shortlist(tree, VOCAB)  # for heads that estimate the probability of all other tokens together
     hidden = torch.randn(5, Backbone(model).hidden_size, generator=torch.Generator().manual_seed(1))
     frontier = Frontier(torch.arange(3, 8)[rows], hidden[rows], rows)
     with torch.no_grad():

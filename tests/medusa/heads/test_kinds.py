@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads import KINDS
 from medusa.heads.inputs import HeadInputs
+from medusa.heads.markov import MarkovHeads
 from medusa.heads.sequential import SequentialHeads, normalised
 
 H, V, K = 6, 11, 3
@@ -77,6 +79,35 @@ def test_features_follow_the_formula_of_the_kind(kind: str, block: str, layers: 
         state = x
         expected.append(x)
     torch.testing.assert_close(heads.features(inputs()), torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", ["square", "mlp"])
+def test_markov_features_are_independent_features_and_a_gated_term_of_the_token_before(block: str) -> None:
+    heads = fresh("markov", 1, block=block, num_layers=2, expansion=2.0, lm_head="shared", rank=4)
+    weights, (hidden, following, _) = dict(heads.named_parameters()), inputs()
+    assert following is not None
+    independent = MedusaHeads.from_config(replace(heads.config, kind="medusa", rank=None))
+    independent.load_state_dict({name: tensor for name, tensor in weights.items() if name.startswith("blocks.")})
+    expected = independent.features(inputs())
+    for head in range(K):
+        token = following[:, head] / following[:, head].pow(2).mean(-1, keepdim=True).sqrt()
+        gate = 1 / (1 + (-(hidden @ weights["gate"][head] + weights["gate_bias"][head])).exp())
+        expected[head] += (gate * (token @ weights["token"][head])) @ weights["out"][head]
+    torch.testing.assert_close(heads.features(inputs()), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_path_dropout_leaves_out_the_path_term_of_a_share_of_the_positions_in_training() -> None:
+    heads, positions = fresh("markov", 1, lm_head="shared"), 2000
+    assert isinstance(heads, MarkovHeads)
+    heads.path_dropout = 0.4
+    alike = HeadInputs(inputs().hidden[:1].expand(positions, -1), inputs().following[:1].expand(positions, -1, -1))
+    whole, without = heads.eval().features(alike), heads.run_blocks(alike.hidden, slice(None))
+    torch.manual_seed(0)
+    trained = heads.train().features(alike)
+    dropped = (trained == without).all(-1)
+    assert torch.equal(trained, torch.where(dropped[..., None], without, whole))
+    assert (dropped.float().mean(1) - 0.4).abs().max() < 5 * (0.24 / positions) ** 0.5
+    assert len(dropped.unique(dim=0)) == K, "the heads drop the same positions"
 
 
 def apply_rope(x: torch.Tensor, position: int) -> torch.Tensor:
@@ -172,10 +203,11 @@ def test_a_head_depends_only_on_earlier_tokens(kind: str) -> None:
         assert other.following is not None
         other.following[:, changed] += torch.linspace(-1, 2, H)
         differs = [not torch.equal(a, b) for a, b in zip(features, heads.features(other), strict=True)]
-        assert differs == [heads.follows_path and head >= changed for head in range(K)]
+        reads = range(changed, changed + 1 if kind == "markov" else K) if heads.follows_path else ()
+        assert differs == [head in reads for head in range(K)]
 
 
-@pytest.mark.parametrize("kind", ["hydra", "recurrent", "eagle"])
+@pytest.mark.parametrize("kind", ["hydra", "recurrent", "markov", "eagle"])
 def test_sequential_heads_need_the_path(kind: str) -> None:
     with pytest.raises(RequestError, match=kind):
         fresh(kind).features(HeadInputs(inputs().hidden))

@@ -1,0 +1,104 @@
+"""Drafts with Markov heads: one pass of all heads and one table for each pair of neighbouring heads, then look-ups.
+
+The heads' independent parts give the candidates of each head, its M most probable tokens. Only the first head's guesses
+have a path already, the root. All further paths lead from a candidate of one head to a candidate of the next. So K - 1
+tables [M, M] of logits describe them (a trellis, as in Viterbi decoding), which one batched product computes:
+
+                 root ── C_1 ══ C_2 ══ C_3        ══ a table of M x M logits
+
+The rest is `LevelwiseDrafter` with a step that looks up a row. The LM head is read once, whatever the tree.
+`PathDrafter` drafts with the same heads without shortlists, and is the oracle.
+
+Shapes: B texts, K heads (as many as the tree is deep), M candidates of a head, W nodes, H hidden size, R the rank of
+the path term, V the heads' vocabulary."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decode.draft import Frontier
+from decode.drafters.layouts import DynamicTree, Layout
+from decode.drafters.levelwise import Guesses, PathDrafter
+from decode.ops.fast_topk import top_k
+from decode.target import Target
+from medusa.backbone import Backbone
+from medusa.heads.context_kv import ContextKV
+from medusa.heads.markov import MarkovHeads
+from medusa.heads.sequential import State
+from medusa.vocabulary import rows_for, token_ids
+
+
+class Trellis(NamedTuple):
+    """The scores of all paths over the candidates of K heads, in B texts: logits, or for dynamic trees confidences."""
+
+    ids: Tensor  # [K, B, M] the token ids of the candidates
+    first: Tensor  # [B, 1, M] of the candidates of the first head
+    tables: Tensor  # [K - 1, B, M, M] of each head's candidates (last) after each candidate of the head before it
+
+
+class TrellisDrafter(PathDrafter):
+    """Drafts trees over the candidates of Markov heads: `tree.candidates.shortlist` for each head."""
+
+    heads: MarkovHeads
+
+    def __init__(self, heads: MarkovHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
+        """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""
+        super().__init__(heads, backbone, tree, target)
+        static = self.tree.candidates
+        wanted = max(static.shortlist, static.max_rank + 1)
+        self.shortlist = min(wanted, heads.config.draft_vocab_size(backbone.vocab_size))  # M
+
+    def begin(self, frontier: Frontier) -> State:
+        heads, count = self.heads, self.tree.max_depth
+        hidden = frontier.hidden.to(heads.device, self.dtype)
+        root = heads.embed(frontier.root[None], self.backbone.embed)
+        features = heads.run_blocks(hidden, slice(count))
+        first = features[:1] + heads.path_terms(hidden, root, slice(1))
+        logits = heads.logits(torch.cat([first, features[1:]]), self.lm_head)  # [K, B, V]
+        best = top_k(logits, self.shortlist)
+        ids = token_ids(heads, best.indices)
+        tables = best.values[1:, :, None] + self.path_logits(hidden, ids[:-1], best.indices[1:]).to(best.values)
+        if isinstance(self.tree, DynamicTree):
+            return Trellis(ids, *confident(self.tree, logits, best.indices, tables))
+        return Trellis(ids, best.values[0, :, None], tables)
+
+    def path_logits(self, hidden: Tensor, before: Tensor, places: Tensor) -> Tensor:
+        """Compute what the path terms add to logits, [K - 1, B, M, M], for pairs of candidates of neighbouring heads.
+
+        `before` [K - 1, B, M] are token ids, and `places` [K - 1, B, M] indices in the vocabulary of the next head."""
+        heads = self.heads
+        later = slice(1, len(before) + 1)
+        codes = heads.codes(hidden, heads.embed(before, self.backbone.embed), later)  # [K - 1, B, M, R]
+        if heads.lm_heads is None:
+            rows = rows_for(heads, self.backbone.head).weight[places]  # [K - 1, B, M, H]
+        else:
+            rows = heads.lm_heads[later].transpose(1, 2)[torch.arange(len(places))[:, None, None], places]
+        read = rows.to(codes.dtype) @ heads.out[later, None].transpose(2, 3)  # [K - 1, B, M, R]
+        return codes @ read.transpose(2, 3)
+
+    def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
+        ids, first, tables = state
+        if depth == 0:
+            return Guesses(first, state, ids[0])
+        same = ids[depth - 1][:, None] == tokens.to(ids.device)[:, :, None]  # [B, W, M]
+        found = same.int().argmax(-1, keepdim=True)
+        rows = tables[depth - 1].gather(1, found.expand(-1, -1, tables.shape[-1]))
+        return Guesses(rows, state, ids[depth])
+
+    def log_confidences(self, tree: DynamicTree, logits: Tensor, depth: int) -> Tensor:
+        return logits  # they are confidences already (`confident`)
+
+
+def confident(tree: DynamicTree, logits: Tensor, places: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert the scores of a trellis to log probabilities at the temperatures of `tree`: `first` and `tables`.
+
+    `logits` [K, B, V] are those of the independent parts (with the root's path term for the first head), `places`
+    [K, B, M] the candidates in them. Tokens that are no candidates keep these logits after every token."""
+    scaled, pairs = tree.scaled(logits), tree.scaled(tables, first=1)
+    first = scaled[0].log_softmax(-1).gather(-1, places[0])
+    others = scaled[1:].scatter(-1, places[1:], -torch.inf).logsumexp(-1)  # [K - 1, B]
+    total = torch.logaddexp(pairs.logsumexp(-1), others[:, :, None])
+    return first[:, None], pairs - total[..., None]

@@ -1,0 +1,231 @@
+"""decode/drafters/trellis.py: look-ups draft what the heads say on each path, computed path by path."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode.bench.calibration.calibrate import calibrate
+from decode.bench.calibration.stored import store, stored
+from decode.bench.methods import plain_method
+from decode.draft import Draft, Frontier
+from decode.drafters import levelwise
+from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
+from decode.drafters.levelwise import PathDrafter
+from decode.drafters.trained_heads import heads_drafter
+from decode.drafters.trellis import TrellisDrafter
+from decode.ops.draws import SharedDraws
+from decode.request import prepare, with_generators
+from decode.settings import Settings
+from decode.target import Target
+from medusa import Tree
+from medusa.backbone import Backbone
+from medusa.heads.inputs import HeadInputs
+from medusa.heads.markov import MarkovHeads
+from medusa.tree import SHORTLIST
+from tests.helpers import VOCAB, random_heads, random_ids, random_tree
+
+ROWS, K = 3, 3
+FORMS: dict[str, dict[str, Any]] = {
+    "shared": {"lm_head": "shared", "block": "mlp", "num_layers": 2},
+    "own": {"lm_head": "own"},
+    "vocabulary": {"lm_head": "shared", "vocabulary": 40},
+    "own vocabulary": {"lm_head": "own", "vocabulary": 40, "rank": 5},
+}
+
+
+def markov(model: Any, **settings: Any) -> MarkovHeads:
+    heads = random_heads(model, K, kind="markov", **settings).double()
+    assert isinstance(heads, MarkovHeads)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.mul_(0.5)  # confidences below e^-50 count as equal
+    if heads.vocabulary is not None:
+        heads.vocabulary = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[: len(heads.vocabulary)]
+    return heads
+
+
+def frontier(model: Any, rows: int = ROWS) -> Frontier:
+    hidden = torch.randn(rows, Backbone(model).hidden_size, generator=torch.Generator().manual_seed(1))
+    return Frontier(torch.arange(3, 3 + rows), hidden.double(), list(range(rows)))
+
+
+@pytest.fixture(scope="module")
+def double(llama: Any) -> Any:
+    return copy.deepcopy(llama).double()
+
+
+@torch.no_grad()
+def logits_after(model: Any, heads: MarkovHeads, hidden: Tensor, path: list[int]) -> Tensor:
+    """The logits of the head after the tokens of `path`, root first, over all tokens, [VOCAB]."""
+    backbone, lm_head = Backbone(model), Backbone(model).head_weight
+    padded = torch.tensor([path + [0] * (K - len(path))])
+    features = heads.features(HeadInputs(hidden[None], backbone.embed(padded)))[len(path) - 1, 0]
+    return said(heads, features, len(path) - 1, lm_head)
+
+
+@torch.no_grad()
+def independent_logits(model: Any, heads: MarkovHeads, hidden: Tensor, head: int) -> Tensor:
+    """The logits of the independent part of a head over all tokens, [VOCAB]: those without a path term."""
+    out, heads.out.data = heads.out.data, torch.zeros_like(heads.out)
+    found = logits_after(model, heads, hidden, [0] * (head + 1))
+    heads.out.data = out
+    return found
+
+
+def said(heads: MarkovHeads, features: Tensor, head: int, lm_head: Tensor) -> Tensor:
+    ids = torch.arange(VOCAB) if heads.vocabulary is None else heads.vocabulary
+    logits = lm_head[ids] @ features if heads.lm_heads is None else features @ heads.lm_heads[head]
+    return torch.full((VOCAB,), -torch.inf, dtype=logits.dtype).index_put((ids,), logits)
+
+
+def candidates(model: Any, heads: MarkovHeads, start: Frontier, row: int, shortlist: int) -> list[list[int]]:
+    """The candidates of each head: its most probable tokens without a path; those of the first head know the root."""
+    first = logits_after(model, heads, start.hidden[row], [int(start.root[row])])
+    later = [independent_logits(model, heads, start.hidden[row], head) for head in range(1, K)]
+    return [logits.topk(shortlist).indices.tolist() for logits in (first, *later)]
+
+
+def path_to(draft: Draft, row: int, node: int) -> list[int]:
+    topology = draft.topology
+    line = topology.paths[0 if topology.is_shared else row, node]
+    return draft.ids[row, line[line >= 0]].tolist()
+
+
+@torch.no_grad()
+def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any) -> None:
+    """The oracle reads the LM head for every node. Scores agree to 1e-12 in float64, and trees are equal."""
+    start = frontier(double)
+    trees: list[Layout] = [*(random_tree(14, seed, max_depth=K) for seed in range(3)), Tree.chain(2)]
+    trees += [DynamicTree.over_heads(nodes, K, (0.7, 1.0, 1.5)) for nodes in (2, 9, 40)]
+    for settings in FORMS.values():
+        heads = markov(double, **settings)
+        for tree in trees:
+            drafters = [
+                make(heads, Backbone(double), with_shortlist(tree, VOCAB)) for make in (TrellisDrafter, PathDrafter)
+            ]
+            fast, slow = (drafter.propose(start) for drafter in drafters)
+            assert torch.equal(fast.ids, slow.ids)
+            assert torch.equal(fast.topology.parent, slow.topology.parent)
+        trellis = TrellisDrafter(heads, Backbone(double), with_shortlist(Tree.chain(K), VOCAB))
+        ids, first, tables = trellis.begin(start)
+        for row in range(ROWS):
+            root = [int(start.root[row])]
+            expected = logits_after(double, heads, start.hidden[row], root)[ids[0, row]]
+            torch.testing.assert_close(first[row, 0], expected, rtol=0, atol=1e-12)
+            for head in range(1, K):
+                before = [root[0], *[0] * (head - 1)]
+                for place in (0, 5, ids.shape[-1] - 1):
+                    path = [*before, int(ids[head - 1, row, place])]
+                    expected = logits_after(double, heads, start.hidden[row], path)[ids[head, row]]
+                    torch.testing.assert_close(tables[head - 1, row, place], expected, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_a_static_tree_holds_the_best_candidates_of_each_path(double: Any, form: str) -> None:
+    heads, start = markov(double, **FORMS[form]), frontier(double)
+    tree = with_shortlist(random_tree(14, 1, max_depth=K), 8)
+    draft = heads_drafter(heads, Backbone(double), tree).propose(start)
+    for row in range(ROWS):
+        allowed = candidates(double, heads, start, row, 8)
+        for node in range(1, tree.num_nodes):
+            *path, token = path_to(draft, row, node)
+            logits = logits_after(double, heads, start.hidden[row], path)
+            best = sorted(allowed[len(path) - 1], key=lambda t, logits=logits: -float(logits[t]))
+            assert token == best[int(tree.candidates.rank[node])]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("nodes", [2, 6, 15])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_dynamic_tree_holds_the_most_probable_paths(
+    double: Any, form: str, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with a search over all paths of candidates; other tokens keep the logits of the independent part."""
+    monkeypatch.setattr(levelwise, "width_of", lambda tree: tree.num_nodes)
+    heads, start, temperatures = markov(double, **FORMS[form]), frontier(double), (0.7, 1.0, 1.5)
+    tree = with_shortlist(DynamicTree.over_heads(nodes, K, temperatures), 15)
+    draft = heads_drafter(heads, Backbone(double), tree).propose(start)
+    for row in range(ROWS):
+        allowed, hidden = candidates(double, heads, start, row, 15), start.hidden[row]
+        taken, open_paths = [], {(): 0.0}
+        while len(taken) < nodes:
+            path = max(open_paths, key=lambda p: open_paths[p])
+            worth = open_paths.pop(path)
+            taken.append(path)
+            head = len(path)
+            if head == K:
+                continue
+            logits = logits_after(double, heads, hidden, [int(start.root[row]), *path])
+            if head:
+                others = independent_logits(double, heads, hidden, head)
+                logits = others.index_put((torch.tensor(allowed[head]),), logits[allowed[head]])
+            log_p = (logits / temperatures[head]).log_softmax(-1)
+            open_paths |= {(*path, token): worth + float(log_p[token]) for token in allowed[head]}
+        assert {tuple(path_to(draft, row, node)[1:]) for node in range(nodes)} == set(taken)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("form", ["own", "vocabulary"])
+def test_drawn_tokens_are_candidates_and_follow_the_stored_distributions(double: Any, form: str, copies: bool) -> None:
+    """q is the distribution on the path over the candidates, and zero elsewhere; first children follow it."""
+    heads, tree, rows = markov(double, **FORMS[form]), with_shortlist(Tree.top_k([2, 2, 1]), 5), 3000
+    prepared = prepare(double, [[1, 2]], [0], max_new_tokens=4, do_sample=True, temperature=0.8, top_k=0, top_p=1.0)
+    requests = with_generators(double, rows * prepared, range(rows))
+    one = frontier(double, 1)
+    if copies:
+        drafter = TrellisDrafter(heads, Backbone(double), tree, Target(requests[:1]))
+        draft = drafter.draw(one, Target(requests[:1]), SharedDraws(torch.Generator().manual_seed(0)), rows)
+    else:
+        start = Frontier(one.root.expand(rows), one.hidden.expand(rows, -1), list(range(rows)))
+        draft = TrellisDrafter(heads, Backbone(double), tree, Target(requests)).propose(start)
+    assert draft.proposal is not None
+    q, of_children = draft.proposal
+    allowed = candidates(double, heads, one, 0, 5)
+    for row in (0, 7):
+        for node in range(tree.candidates.num_nodes):
+            depth = int(tree.candidates.depth[node])
+            if depth == K:
+                continue
+            logits, kept = (
+                logits_after(double, heads, one.hidden[0], path_to(draft, row, node)),
+                torch.tensor(allowed[depth]),
+            )
+            expected = torch.zeros(VOCAB).index_put((kept,), (logits[kept] / 0.8).softmax(-1).float())
+            torch.testing.assert_close(q[of_children[row, node]], expected, rtol=1e-4, atol=1e-6)
+    first, second = tree.candidates.children[0]
+    seen = draft.ids[:, first].bincount(minlength=VOCAB).double() / rows
+    assert (seen - q[of_children[0, 0]].double()).abs().max() < 5 * (0.25 / rows) ** 0.5
+    assert (draft.ids[:, first] != draft.ids[:, second]).all(), "siblings differ"
+
+
+@pytest.mark.parametrize("fastest", [8, 64])
+def test_a_calibration_chooses_and_keeps_the_number_of_candidates(
+    llama: Any, fastest: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("decode.bench.calibration.calibrate.MIN_STEPS", 1)
+
+    def seconds(*args: Any) -> list[float]:
+        return [1.0 if tree.candidates.shortlist in (fastest, SHORTLIST) else 100.0 for tree in args[3]]
+
+    def tau(*args: Any) -> float:  # all trees accept less than with the fastest number of candidates
+        return 2.0 if args[3].candidates.shortlist == fastest else 1.9
+
+    monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", seconds)
+    monkeypatch.setattr("decode.bench.calibration.calibrate.decoded_tau", tau)
+    settings, prompts = Settings(max_new_tokens=12), [random_ids(5, seed=seed) for seed in range(4)]
+    texts = [(result.input_ids, result.new_ids) for result in plain_method(llama, settings)(prompts)]
+    heads = random_heads(llama, K, kind="markov", lm_head="shared")
+    found = calibrate(llama, heads, texts, settings, sizes=(1, 4))
+    assert found.shortlist == found.tree.candidates.shortlist == fastest
+    monkeypatch.setattr("decode.bench.calibration.stored.MIN_STEPS", 1)
+    again = stored([store([tmp_path / "calibration.json"], found)], found.holds_for)
+    assert again is not None
+    assert again.tree.candidates.shortlist == fastest
