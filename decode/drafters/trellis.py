@@ -75,7 +75,8 @@ class TrellisDrafter(PathDrafter):
         if heads.lm_heads is None:
             rows = rows_for(heads, self.backbone.head).weight[places]  # [K - 1, B, M, H]
         else:
-            rows = heads.lm_heads[later].transpose(1, 2)[torch.arange(len(places))[:, None, None], places]
+            head = torch.arange(len(places), device=places.device)[:, None, None]
+            rows = heads.lm_heads[later].transpose(1, 2)[head, places]
         read = rows.to(codes.dtype) @ heads.out[later, None].transpose(2, 3)  # [K - 1, B, M, R]
         return codes @ read.transpose(2, 3)
 

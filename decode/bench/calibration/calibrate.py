@@ -95,10 +95,11 @@ def calibrate(
     holds_for = situation(model, heads, settings, batch_size)
     found = Calibration(points, best_of(points), list(temperatures), holds_for, about)
     if isinstance(heads, MarkovHeads) and found.best.nodes > 1:
-        trees = [with_shortlist(found.tree, size) for size in SHORTLISTS]
-        taus = [measured_tau(tree) for tree in trees]
-        seconds = time_steps(model, heads, prompts, trees, taus, settings, batch_size, rounds)
-        found.shortlist = max(zip(taus, seconds, SHORTLISTS, strict=True), key=lambda one: one[0] / one[1])[2]
+        shortened = [with_shortlist(found.tree, size) for size in SHORTLISTS]
+        known = [measured_tau(tree) for tree in shortened]
+        seconds = time_steps(model, heads, prompts, shortened, known, settings, batch_size, rounds)
+        speeds = [accepted / of_step for accepted, of_step in zip(known, seconds, strict=True)]
+        found.shortlist = SHORTLISTS[speeds.index(max(speeds))]
     return found
 
 
