@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from decode.strategies.grammar import Grammars
 from decode.tree_check import require_tree_forward
 
 INCOMPLETE = "\ufffd"  # tokenizers return this character for an incomplete or invalid UTF-8 character
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte, in tokenizers that fall back on bytes
 KEPT_BEFORE = 8  # ids of the earlier text with which new ids are decoded, since a token's text may depend on them
 
 
@@ -38,14 +40,18 @@ def joined(pieces: Sequence[TextPiece]) -> str:
 class TextStream:
     """Converts the token ids of one text to pieces of text, step by step. A piece never changes after its return.
 
-    A token that ends inside a character waits for the rest of the character. Text that may be the beginning of a stop
-    string waits until more text shows whether it is. All pieces joined equal `decode.results.text_of` of all ids."""
+    A token that ends inside a character waits for the rest of the character, and tokens of single bytes wait for
+    another token: an invalid byte makes all bytes beside it invalid. Text that may be the beginning of a stop string
+    waits until more text shows whether it is, and so do spaces that the tokenizer may remove. All pieces joined equal
+    `decode.results.text_of` of all ids."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), before: Sequence[int] = ()
     ) -> None:
         """Make an empty stream. The token ids `before` precede the text and decide whether it begins with a space."""
         self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.special = frozenset(tokenizer.all_special_ids)
+        self.cleans, self.raw = cleans_up(tokenizer), list[TextPiece]()  # text from which spaces may still be removed
         self.ids = list(before[-KEPT_BEFORE:])
         self.start, self.done = 0, len(self.ids)  # ids[start:done] were converted, and give new ids their context
         self.waiting: list[TextPiece] = []
@@ -57,7 +63,7 @@ class TextStream:
         for place, token in enumerate(ids):
             self.ids.append(token)
             text = self._new_text()
-            if text and not text.endswith(INCOMPLETE):
+            if text and not text.endswith(INCOMPLETE) and not self._ends_with_byte():
                 self._take(text, drafted=place > 0)
         self.steps += 1
         return self._release(self._possible_stop())
@@ -66,6 +72,7 @@ class TextStream:
         """End the text, and return the pieces of text that were held back."""
         if text := self._new_text():
             self._take(text, drafted=False)
+        self._wait(self._cleaned(len(joined(self.raw))))
         return self._release(0)
 
     def _new_text(self) -> str:
@@ -74,13 +81,44 @@ class TextStream:
         return self._decode(self.ids[self.start :])[len(known) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
+        kept = {"clean_up_tokenization_spaces": False} if self.cleans else {}
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, **kept)) if ids else ""
+
+    def _ends_with_byte(self) -> bool:
+        """Whether the last token that is not special is one of a single byte."""
+        last = next((token for token in reversed(self.ids[self.done :]) if token not in self.special), None)
+        return last is not None and BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(last))) is not None
 
     def _take(self, text: str, drafted: bool) -> None:
         self.start, self.done = self.done, len(self.ids)
+        piece = TextPiece(text, drafted, self.steps)
+        if not self.cleans:
+            self._wait([piece])
+            return
+        self.raw.append(piece)
+        raw = joined(self.raw)
+        # Between two words, but not after an apostrophe, or after n, which may be the beginning of n't.
+        cuts = (at for at in range(len(raw) - 1, 0, -1) if raw[at] == " " and raw[at - 1] not in " '")
+        self._wait(self._cleaned(next((at for at in cuts if raw[max(at - 2, 0) : at] not in (" n", "n")), 0)))
+
+    def _cleaned(self, count: int) -> list[TextPiece]:
+        """Take the first `count` characters of the text from which spaces may be removed, and remove them."""
+        pieces, self.raw = _split(self.raw, count)
+        whole = joined(pieces)
+        rest, cleaned = self.tokenizer.clean_up_tokenization(whole) if self.cleans else whole, []
+        for piece in pieces:
+            kept = ""
+            for character in piece.text:
+                if rest.startswith(character):
+                    kept, rest = kept + character, rest[1:]
+            cleaned.append(piece._replace(text=kept))
+        return cleaned
+
+    def _wait(self, pieces: Sequence[TextPiece]) -> None:
+        """Add pieces of text to those that wait; at a stop string, the text ends."""
         if self.ended:
             return
-        self.waiting.append(TextPiece(text, drafted, self.steps))
+        self.waiting += pieces
         waiting = joined(self.waiting)
         if cuts := [waiting.index(string) for string in self.stop if string in waiting]:
             self.ended = True
@@ -106,6 +144,13 @@ def _split(pieces: Sequence[TextPiece], count: int) -> tuple[list[TextPiece], li
         rest.append(piece._replace(text=piece.text[count:]))
         count = max(count - len(piece.text), 0)
     return [piece for piece in first if piece.text], [piece for piece in rest if piece.text]
+
+
+def cleans_up(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer removes spaces, such as those before full stops, from the whole text that it decodes."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    corrupts = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    return bool(tokenizer.clean_up_tokenization_spaces) and (type(model).__name__ != "BPE" or bool(corrupts))
 
 
 WARM_UP_STEPS = 5

@@ -32,6 +32,31 @@ def of_words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>")
 
 
+def fast(model: Any, decoder: Any, **settings: Any) -> PreTrainedTokenizerFast:
+    inner = Tokenizer(model)
+    inner.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>", **settings)
+
+
+def vocabulary(tokens: list[str]) -> dict[str, int]:
+    return {token: index for index, token in enumerate(["<unk>", "<s>", *tokens])}
+
+
+def of_kind(kind: str) -> PreTrainedTokenizerFast:
+    """A tiny tokenizer of a usual kind; most random sequences of its tokens are no text."""
+    if kind == "byte fallback":  # Llama-2, Mistral, Gemma
+        found = [f"<0x{byte:02X}>" for byte in (0xE2, 0x82, 0xAC, 0xC3, 0xA9, 0xFF, 0x41)]
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        return fast(models.BPE(vocabulary([*found, "▁", "▁the", "e", "猫"]), []), decoders.Sequence(steps))
+    if kind.startswith("WordPiece"):  # BERT
+        words = ["the", "do", "n", "t", "##t", "m", "s", "re", "ve", ".", ",", "?", "!", "'", "##s", "n't", "'s", "ab"]
+        cleans = kind != "WordPiece"
+        model = models.WordPiece(vocabulary(words), unk_token="<unk>")
+        return fast(model, decoders.WordPiece(cleanup=cleans), clean_up_tokenization_spaces=cleans)
+    tokens = [*"ÃâĤ¬©ÿaĠ", "Ġthe", "âĤ"]  # bytes as GPT-2 writes them
+    return fast(models.BPE(vocabulary(tokens), []), decoders.ByteLevel())
+
+
 def streamed(tokenizer: Any, ids: list[int], stop: tuple[str, ...] = (), seed: int = 0) -> list[list[TextPiece]]:
     """In steps of random length."""
     rng, stream, out, rest = random.Random(seed), TextStream(tokenizer, stop), [], list(ids)
@@ -51,6 +76,25 @@ def joined(steps: list[list[TextPiece]]) -> str:
 def test_pieces_are_the_text_before_the_stop_string(demo: Any, stop: tuple[str, ...], seed: int) -> None:
     ids = [*demo(TEXT)["input_ids"], demo.eos_token_id]
     assert joined(streamed(demo, ids, stop, seed)) == text_of(ids, demo, stop)
+
+
+@pytest.mark.parametrize("kind", ["byte fallback", "byte level", "WordPiece", "WordPiece, clean-up"])
+def test_pieces_of_random_tokens_are_the_whole_text(kind: str) -> None:
+    """Also of tokens that are no text: invalid UTF-8, words in no order, special tokens between bytes."""
+    tokenizer, rng = of_kind(kind), random.Random(0)
+    for seed in range(500):
+        ids = [rng.randrange(1, len(tokenizer)) for _ in range(rng.randint(1, 30))]
+        stop = ("the",) if seed % 5 == 0 else ()
+        assert joined(streamed(tokenizer, ids, stop, seed)) == text_of(ids, tokenizer, stop), ids
+
+
+def test_pieces_come_before_the_end_of_a_text_with_clean_up() -> None:
+    tokenizer = of_kind("WordPiece, clean-up")
+    stream = TextStream(tokenizer)
+    ids = [tokenizer.convert_tokens_to_ids(word) for word in ("the", "ab", "do", ".", "ab", "n", "'", "t", "the")]
+    found = ["".join(piece.text for piece in stream.step([token])) for token in ids]
+    assert found == ["", "the", " ab", "", " do.", " ab", "", "", "n't"]
+    assert stream.end() == [TextPiece(" the", False, 8)]
 
 
 def test_no_piece_ends_within_a_character(demo: Any) -> None:
