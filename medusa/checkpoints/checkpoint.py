@@ -47,7 +47,8 @@ class Checkpoint:
 
         The token ids of a reduced vocabulary must be valid and unique. Error messages begin with `source`, the file."""
         config = self.config
-        stacks = 1 if config.kind in ("medusa", "eagle") else config.num_heads  # other heads have blocks of their own
+        # Each of these heads has modules of its own; other kinds keep the tensors of all heads together.
+        stacks = config.num_heads if config.kind in ("cascade", "hydra", "recurrent") else 1
         blocks, layers = stacks * config.num_layers, config.decoder_layers
         # Before modules are made: a million of them takes minutes.
         require_plausible(self.tensors, source, block=blocks, layer=layers, prefix_layer=config.prefix_layers)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from medusa import MedusaConfig, MedusaHeads, RequestError
 from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, PROVENANCE, WEIGHTS
+from medusa.heads import KINDS
 from medusa.heads.inputs import HeadInputs
 from medusa.records.sources import read_records
 from medusa.tree import load_tree
@@ -285,6 +286,14 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
 def test_an_invalid_config_is_rejected_at_load(tmp_path: Path, published: dict) -> None:
     """Without this check a TypeError would appear in the middle of decoding."""
     refusal(write(tmp_path, original_tensors(heads=2), published))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_heads_of_every_kind_are_read(tmp_path: Path, kind: str) -> None:
+    """More heads than the file holds tensors, in the kinds that keep the tensors of all heads together."""
+    config = MedusaConfig(H, V, 20, kind=kind, lm_head="shared")
+    MedusaHeads.from_config(config).save_pretrained(tmp_path)
+    assert MedusaHeads.from_pretrained(tmp_path).config.num_heads == 20
 
 
 def nested(depth: int) -> str:
