@@ -91,6 +91,8 @@ class DraftModelConfig(DrafterConfig):
 class DraftModel(DrafterFactory):
     """A factory of drafters that share a loaded draft model and the tree of its drafts."""
 
+    tree: Layout
+
     def __init__(self, model: PreTrainedModel, tree: Layout, topk: int = 0, confidence: float = 0.0) -> None:
         """Make a factory from a loaded model, which must support tree attention. Options: see `DraftModelConfig`."""
         require_tree_support(model)

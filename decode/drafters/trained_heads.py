@@ -69,6 +69,7 @@ class TrainedHeads(DrafterFactory):
 
     can_draw = True
     heads: MedusaHeads
+    tree: Layout
 
     def __init__(self, heads: MedusaHeads, tree: Layout) -> None:
         self.heads, self.tree = heads, tree
