@@ -17,10 +17,16 @@ from medusa.heads.independent import MedusaHeads
 from medusa.places import SHIPPED
 from train.architecture import BackboneSizes, choose
 from train.config import NUM_HEADS, HeadsConfig, TrainConfig
+from train.scales import state_sizes
 
 SAME_NAMES = ("kind", "rank", "prefix_layers", "block", "expansion", "lm_head", "feature_layers", "vocabulary")
 HEADS_ASKED = {"num_heads": "num", "num_layers": "layers"} | {name: name for name in SAME_NAMES}
 """For each field of `MedusaConfig` that a recipe sets, its key in the section `heads`."""
+
+START = 0.1
+"""The size of the states that the matrix `fc` of new heads gives, at first copies of the last of the layers.
+
+Small, because the heads add to these states what they learn (docs/log.md)."""
 
 
 def new_heads(
@@ -42,6 +48,10 @@ def new_heads(
     if vocabulary is not None:
         heads.vocabulary = vocabulary
     heads.start_from(backbone.head_weight.detach())
+    if heads.config.feature_layers is not None:
+        sizes = state_sizes(Backbone(model, heads.config.feature_layers))
+        with torch.no_grad():
+            heads.get_parameter("fc.weight").mul_(START / sizes.cpu())
     return heads.to(backbone.head_weight.device)
 
 

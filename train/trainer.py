@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from train.loss.heads import HeadLosses
 from train.loss.labels import IGNORE, head_labels
 from train.module import HeadsOnBackbone
 from train.rescue import InterruptibleTrainer
+from train.scales import even_steps, state_sizes
 
 PROBE_STEPS = 3  # timed training steps, from which a time budget's number of steps is estimated
 MARGIN = 5  # max_steps is this many times the estimate, so that the clock ends the run and never max_steps
@@ -105,7 +107,8 @@ class MedusaTrainer(InterruptibleTrainer):
             self.fit_budget(TrainerState.load_from_json(f"{path}/{TRAINER_STATE_NAME}").global_step if path else 0)
         self._stepped = False
         self.clock.start()
-        outcome = super().train(resume_from_checkpoint, *args, **kwargs)
+        with self.even_steps():
+            outcome = super().train(resume_from_checkpoint, *args, **kwargs)
         if self.log_sums.sums is not None:
             self.log({"loss": 0.0})  # `log` replaces it by the loss of the last steps
         self.end_if_interrupted()
@@ -113,6 +116,12 @@ class MedusaTrainer(InterruptibleTrainer):
             remove_rescues(Path(str(self.args.output_dir)))
         self.heads.eval()  # dropout off, for decoding
         return outcome
+
+    def even_steps(self) -> AbstractContextManager[None]:
+        """The context in which heads of several layers learn from layers of all sizes alike (`train.scales`)."""
+        if self.heads.config.feature_layers is None:
+            return nullcontext()
+        return even_steps(self.heads, state_sizes(self.backbone)[: self.heads.config.feature_size])
 
     def has_ended(self) -> bool:
         """Whether a run that has just been resumed had ended already: by its steps, its time or its patience."""

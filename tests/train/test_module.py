@@ -23,6 +23,7 @@ from train.data.datasets import PackedDataset
 from train.data.packing import Example
 from train.heads import new_heads
 from train.module import HeadsOnBackbone, with_noise, with_own_guesses
+from train.scales import even_steps
 
 HEADS, STEPS = 3, 6
 GUIDED = {"hidden_noise": 0.1, "dropout": 0.2, "scheduled_sampling": 0.5}
@@ -121,6 +122,61 @@ def test_new_heads_of_several_layers_start_from_the_last_of_them() -> None:
     features = heads.features(heads.inputs(hidden, ids, backbone.embed))
     last = nn.functional.normalize(hidden[..., -backbone.hidden_size :], dim=-1).expand(HEADS, -1, -1, -1)
     torch.testing.assert_close(nn.functional.normalize(features, dim=-1), last)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [0.05, 1, 40])
+def test_new_heads_of_several_layers_start_with_small_states_on_every_model(size: float) -> None:
+    """The states of all layers grow with the embeddings."""
+    model = tiny_model("llama", num_hidden_layers=9)
+    model.get_input_embeddings().weight.mul_(size / model.get_input_embeddings().weight.square().mean().sqrt())
+    heads = new_heads(model, HeadsConfig(num=HEADS, kind="eagle", block="gated", feature_layers="usual"), "tiny")
+    joined = heads.join(Backbone(model, [2, 4, 6]).hidden_states(batch()["input_ids"], use_cache=False))  # type: ignore[operator]
+    assert 0.07 < float(joined.square().mean().sqrt()) < 0.14
+
+
+def test_heads_learn_from_large_states_as_from_states_of_size_1() -> None:
+    """Steps on states s times as large give weights 1 / s times as large, also where gradients are clipped."""
+    model = tiny_model("llama")
+    sizes = torch.tensor([30.0, 0.2]).repeat_interleave(Backbone(model).hidden_size)
+    states = torch.randn(64, len(sizes), generator=torch.Generator().manual_seed(0))
+    wanted = torch.randn(64, Backbone(model).hidden_size, generator=torch.Generator().manual_seed(1))
+    trained = []
+    for scale in (torch.ones_like(sizes), sizes):
+        heads = random_heads(model, HEADS, kind="eagle", block="gated", lm_head="shared", feature_layers=[0, 1])
+        fc = heads.get_parameter("fc.weight")
+        fc.data = torch.randn(fc.shape, generator=torch.Generator().manual_seed(2)) / scale
+        with even_steps(heads, scale):
+            optimizer = torch.optim.AdamW([fc], lr=0.1, weight_decay=0.0)
+            for _ in range(5):
+                optimizer.zero_grad()
+                (heads.join(states * scale) - wanted).square().mean().backward()  # type: ignore[operator]
+                nn.utils.clip_grad_norm_([fc], 1e-3)
+                optimizer.step()
+        trained.append(fc.detach() * scale)
+    torch.testing.assert_close(*trained)
+    fc.grad = None
+    heads.join(states).sum().backward()  # type: ignore[operator]
+    torch.testing.assert_close(fc.grad, states.sum(0).expand_as(fc), msg="the context has ended")
+
+
+def test_a_step_of_training_is_even_over_layers_of_all_sizes(tmp_path: Path) -> None:
+    """Adam's first step changes every weight by the learning rate; here, every weight times the size of its layer."""
+    model = tiny_model("llama", num_hidden_layers=9)
+    model.get_input_embeddings().weight.data *= 1000
+    asked = HeadsConfig(num=HEADS, kind="eagle", block="gated", feature_layers="usual")
+    heads = new_heads(model, asked, "tiny")
+    before = heads.get_parameter("fc.weight").detach().clone()
+    examples = [Example(random_ids(30, seed=seed), [True] * 30) for seed in range(4)]
+    given = {"max_steps": 1, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    arguments = MedusaTrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, **given)  # type: ignore[arg-type]
+    MedusaTrainer(model, heads, arguments, train_dataset=PackedDataset(examples, sequence_length=32)).train()
+    ids = torch.tensor([example.input_ids for example in examples])
+    states = Backbone(model, [2, 4, 6]).hidden_states(ids, use_cache=False).unflatten(-1, (3, -1))
+    sizes = states.square().mean(-1).sqrt().flatten(0, 1).median(0).values
+    assert sizes.min() > 5, "or this shows nothing"
+    changed = (heads.get_parameter("fc.weight") - before).abs().unflatten(-1, (3, -1)).amax((0, 2))
+    torch.testing.assert_close(changed * sizes, torch.full((3,), 1e-3), rtol=0.3, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])
