@@ -1,0 +1,53 @@
+"""Draft with an export in speculators, for scripts/check_consumers.py. It runs without this project's packages.
+
+speculators trains drafters and has no loop that decodes. Its model guesses at all positions of our texts, and a guess
+is accepted if the text goes on with it. With the format vllm, its converter makes the folder that its loader reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from speculators import SpeculatorModel
+from speculators.convert.entrypoints import convert_model
+from transformers import AutoModelForCausalLM
+
+JOB = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+place, guesses = JOB["export"], JOB["guesses"]
+if JOB["format"] == "vllm":
+    place = str(Path(sys.argv[2]).with_suffix(".converted"))
+    convert_model(model=JOB["export"], verifier=JOB["backbone"], algorithm="eagle3", output_path=place)
+drafter = SpeculatorModel.from_pretrained(place, attn_implementation="eager")
+drafter.load_verifier_weights()
+drafter = drafter.float().eval()
+backbone = AutoModelForCausalLM.from_pretrained(JOB["backbone"], dtype=torch.float32)
+layers = drafter.config.eagle_aux_hidden_state_layer_ids
+steps: list[list[int]] = []
+with torch.no_grad():
+    for row in JOB["prompts"]:
+        ids = row["input_ids"] + row["new_ids"]
+        states = backbone(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        hidden = torch.cat([states[layer] for layer in layers], dim=-1)[:, :-1]
+        following = torch.tensor([ids[1:]])
+        guessed = drafter(
+            hidden_states=hidden, input_ids=following, document_ids=torch.zeros_like(following), ttt_steps=guesses
+        )
+        if drafter.d2t is not None:
+            guessed = [tokens + drafter.d2t[tokens] for tokens in guessed]
+        written, lengths = len(row["input_ids"]), []
+        while written < len(ids):
+            count = 0
+            while (
+                count < guesses
+                and written + 1 + count < len(ids)
+                and int(guessed[count][0, written - 1]) == ids[written + 1 + count]
+            ):
+                count += 1
+            lengths.append(1 + count)
+            written += 1 + count
+        steps.append(lengths)
+found = {"version": f"speculators {version('speculators')}", "texts": None, "steps": steps}
+Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
