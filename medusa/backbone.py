@@ -11,6 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from threading import get_ident
 from typing import NamedTuple, cast
 
@@ -66,7 +67,6 @@ class Backbone:
         self.rope_boundary = longrope_boundary(model)
         self.rereads = self.config.model_type in ("phi3", "phimoe", "phi4_multimodal")
         """Whether `model.generate` drops its KV cache and reads the whole text again at `rope_boundary`."""
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._seen: dict[int, Tensor] | None = None  # the inputs of hooked modules: layer i, or the LM head (n)
         self.splits = not _is_changed(model) and self._tested_splits()
 
@@ -91,6 +91,11 @@ class Backbone:
         if known is None or known[0] is not forward:
             known = _SPLITS[self.head] = forward, self._splits()
         return known[1]
+
+    @cached_property
+    def _keeps_logits(self) -> bool:
+        """Whether the model can compute logits at selected positions only; few models are asked this."""
+        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     @torch.no_grad()
     def _splits(self) -> bool:
