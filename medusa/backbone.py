@@ -172,7 +172,7 @@ class Backbone:
         for layer in self.feature_layers or ():
             if layer < self.num_layers:
                 modules[layer] = self.layers[layer]
-        if not modules or self._seen is not None:
+        if self._seen is not None or not (modules or self.feature_layers):
             yield
             return
         seen: dict[int, Tensor] = {}
@@ -249,9 +249,16 @@ class Backbone:
         if seen is None:
             return states
         seen[self.num_layers] = states
-        parts = None if self.feature_layers is None else [seen[layer] for layer in self.feature_layers]
+        if self.feature_layers is None:
+            seen.clear()
+            return states
+        parts = [seen[layer] for layer in self.feature_layers]
         seen.clear()
-        return states if parts is None else torch.cat([part.to(states.device) for part in parts], dim=-1)
+        if any(part.dim() != states.dim() for part in parts):  # Gemma-3n: four versions of each state
+            raise RequestError(
+                f"{type(self.model).__name__} has several states per token; take heads without feature_layers"
+            )
+        return torch.cat([part.to(states.device) for part in parts], dim=-1)
 
 
 def usual_layers(num_layers: int) -> tuple[int, ...]:

@@ -106,6 +106,20 @@ def test_layers_that_a_model_does_not_have_are_refused() -> None:
         Backbone(tiny_model(), "usual")
 
 
+@torch.no_grad()
+def test_the_last_layer_alone_needs_no_hook() -> None:
+    model = tiny_model()
+    backbone = Backbone(model, [2])
+    assert torch.equal(backbone.hidden_states(IDS, use_cache=False), head_input(model, IDS))
+    assert torch.equal(backbone.forward(IDS, DynamicCache()).hidden, head_input(model, IDS))
+
+
+def test_a_model_with_several_states_per_token_is_refused() -> None:
+    """Between its layers, Gemma-3n holds four versions of each hidden state."""
+    with pytest.raises(RequestError, match=r"Gemma3nForCausalLM has several states per token; take heads without"):
+        Backbone(tiny_model("gemma3n_text"), [0, 1]).hidden_states(IDS, use_cache=False)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "cohere"])
 @torch.no_grad()
 def test_caps_and_scales_keep_the_order_of_logits(family: str) -> None:
