@@ -28,7 +28,7 @@ from decode.bench.losslessness.chi2 import GoodnessOfFit, goodness_of_fit
 from decode.draft import Draft, Proposal
 from decode.drafters.heads import sampled_draft
 from decode.ops.draws import MASS_LEFT, RowDraws, SharedDraws, cumulative, draw_distinct, invert
-from decode.rejection import accept_sampled
+from decode.rejection import accept_sampled, residual
 from decode.topology import Topology
 from medusa import Tree
 
@@ -295,6 +295,13 @@ def test_a_confident_wrong_head_keeps_the_target(rest: float) -> None:
         assert goodness_of_fit(second.bincount(minlength=WORDS), law).p_value > FALSE_ALARM
     else:
         assert (second == 2).all()
+
+
+def test_residuals() -> None:
+    """Worked by hand; without mass, as rounding can leave it, a draw from p itself is right."""
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
+    q = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
+    torch.testing.assert_close(residual(p, q), torch.tensor([[0.8, 0.2, 0.0], [0.5, 0.3, 0.2]]))
 
 
 def test_acceptance_rises_as_q_approaches_p() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import (
@@ -15,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from decode.accept import Truncation
 from decode.ops.fast_topk import most_probable
 from decode.sequences import Request, Sequences
 from decode.target import Target
@@ -26,6 +29,11 @@ PROCESSORS = {
     "top_k": [TopKLogitsWarper(3)],
     "top_p": [TemperatureLogitsWarper(1.5), TopPLogitsWarper(0.7)],
     "penalty": [RepetitionPenaltyLogitsProcessor(1.7), NoRepeatNGramLogitsProcessor(2)],
+}
+WARPED = {
+    "cooler": [TemperatureLogitsWarper(0.7)],
+    "both": [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.8)],
+    "warmer": [TemperatureLogitsWarper(1.5), TopKLogitsWarper(3)],
 }
 
 
@@ -80,6 +88,39 @@ def test_seeded_draws_equal_transformers() -> None:
     torch.manual_seed(5)
     theirs = [int(torch.multinomial(processors(prefix, row[None].clone()).softmax(-1), 1)) for row in logits]
     assert ours == theirs
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "both"])
+def test_tokens_are_typical_after_the_processors(name: str) -> None:
+    """The target of typical-sampled, by hand; before the processors other tokens would be typical."""
+    epsilon, delta = 0.3, 0.6
+    processors, logits = LogitsProcessorList((PROCESSORS | WARPED)[name]), 3 * torch.randn(40, V)
+
+    def by_hand(scores: torch.Tensor) -> torch.Tensor:
+        p = scores.softmax(-1).double()
+        entropy = torch.tensor([[-sum(x * math.log(x) for x in row if x > 0)] for row in p.tolist()])
+        return (p > (delta * torch.exp(-entropy)).clamp_max(epsilon)) | (p == p.amax(-1, keepdim=True))
+
+    prefix = torch.tensor([[1, 2]])
+    processed = processors(prefix, logits.clone())
+    kept = by_hand(processed)
+    assert not torch.equal(kept, by_hand(logits))
+    target = Target(requests_of([[1]], processors, do_sample=True), Truncation(epsilon, delta))
+    one_by_one = torch.cat([target.scores(0, prefix, row) for row in logits])
+    for scores in (target.scores_of(logits, logits.device), one_by_one):
+        assert torch.equal(scores, processed.masked_fill(~kept, -torch.inf))
+
+
+def test_q_has_the_temperature_and_top_p_of_its_row() -> None:
+    """Rows with equal options are processed together; a penalty, or options that differ, make them go one by one."""
+    rows, logits = [2, 0], 3 * torch.randn(2, 4, V)
+    penalty = RepetitionPenaltyLogitsProcessor(1.7)
+    different, equal = list(WARPED.values()), [WARPED["both"]] * 3
+    for options, others in ((equal, []), (equal, [penalty]), (different, []), (different, [penalty])):
+        requests = [requests_of([[1]], LogitsProcessorList([*others, *own]), do_sample=True)[0] for own in options]
+        q = Target(requests).draft_probabilities(rows, logits)
+        expected = [LogitsProcessorList(options[row])(None, one.clone()) for row, one in zip(rows, logits, strict=True)]
+        assert torch.equal(q, torch.stack(expected).softmax(-1))
 
 
 def test_without_sampling_the_most_probable_token_after_processing() -> None:

@@ -99,13 +99,17 @@ def test_logits_cover_only_the_draft_vocabulary(llama: Any, kind: str, lm_head: 
 
 def test_rows_of_the_lm_head_are_selected_once(llama: Any) -> None:
     _, some = pair(llama)
+    assert some.vocabulary is not None
     layer, other = nn.Linear(8, VOCAB), nn.Linear(8, VOCAB, bias=False)
     rows = rows_for(some, layer)
     assert rows_for(some, layer) is rows
     assert torch.equal(rows.weight, layer.weight[some.vocabulary])
     assert torch.equal(rows.bias, layer.bias[some.vocabulary])
     assert not any(parameter.requires_grad for parameter in rows.parameters())
-    assert rows_for(some, other).weight.shape == (WORDS, 8)
+    assert torch.equal(rows_for(some, other).weight, other.weight[some.vocabulary]), "of another backbone"
+    some.vocabulary = some.vocabulary.flip(0)
+    assert torch.equal(rows_for(some, other).weight, other.weight[some.vocabulary]), "of another vocabulary"
+    rows_for(some, layer)
     assert rows_for(some, layer.double()).weight.dtype == torch.float64
     assert not any("rows" in name for name in some.state_dict()), "heads never hold a part of the backbone"
 

@@ -22,6 +22,7 @@ from train.config import AdapterConfig, HeadsConfig, TrainConfig
 from train.data.datasets import PackedDataset
 from train.data.packing import Example
 from train.heads import new_heads
+from train.loss.labels import IGNORE
 from train.module import HeadsOnBackbone, with_noise, with_own_guesses
 from train.scales import even_steps
 
@@ -59,6 +60,25 @@ def trainer(output: Path, kind: str, **settings: Any) -> MedusaTrainer:
 
 def losses(run: MedusaTrainer) -> list[float]:
     return [line["loss"] for line in run.state.log_history if "loss" in line]
+
+
+# --- positions -------------------------------------------------------------------------------------------------------
+
+
+def test_heads_are_taught_where_the_first_of_them_has_a_label() -> None:
+    """Before an answer, later heads reach it from positions at which no step starts."""
+    answers = (5, 8)  # where they begin
+    given = batch(12) | {"loss_mask": torch.arange(12) >= torch.tensor(answers)[:, None]}
+    ids, module = given["input_ids"], on_backbone(objective="text")
+    found = module.labelled_positions(**given)
+    places = [(row, at) for row, first in enumerate(answers) for at in range(first - 2, 10)]
+    expected = [
+        [int(ids[row, at]) if at < 12 else IGNORE for row, at in ((r, a + k + 2) for r, a in places)]
+        for k in range(HEADS)
+    ]
+    assert found.labels.tolist() == expected
+    states = module.states(ids, given["position_ids"])
+    assert torch.equal(found.inputs.hidden, torch.stack([states[place] for place in places]))
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------

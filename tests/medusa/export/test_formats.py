@@ -561,12 +561,22 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     assert "model-00001-of-00002.safetensors" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content", [[], {}, {"weight_map": 3}, {"weight_map": {"medusa_head.0.0.linear.weight": "../x"}}]
-)
+@pytest.mark.parametrize("content", [[], {}, {"weight_map": 3}, {"weight_map": {"0.0.linear.weight": 3}}])
 def test_an_invalid_shard_index_is_rejected(tmp_path: Path, content: Any) -> None:
     (tmp_path / f"{MODEL}.index.json").write_text(json.dumps(content))
-    assert "index" in refusal(tmp_path)
+    assert "has no weight_map of tensors and files" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_an_index_names_no_file_outside_its_folder(tmp_path: Path, absolute: bool) -> None:
+    """The file exists and holds all tensors, so that nothing but the check of its name refuses it."""
+    tensors = to_published(some_heads().checkpoint())
+    write(tmp_path, tensors, {})
+    place = str(tmp_path / MODEL) if absolute else f"../{MODEL}"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / f"{MODEL}.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, place)}))
+    assert "which is not a file in the same folder" in refusal(folder)
 
 
 def renamed(heads: MedusaHeads, form: str) -> dict[str, Tensor]:

@@ -172,6 +172,19 @@ def test_eagle_equals_one_layer_over_text_and_predicted_features() -> None:
             tokens.append(table[ids[row, (at + step + 2) % (length + K)]])  # after the last step nobody looks
 
 
+def test_eagle_without_a_text_attends_to_its_path_alone() -> None:
+    heads, given = fresh("eagle", 6, block="mlp", lm_head="shared"), inputs()
+    assert given.following is not None
+    assert given.context_kv is None
+    found = heads.features(given)
+    for place, hidden in enumerate(given.hidden):
+        features = [hidden]
+        for step in range(K):
+            out = eagle_by_hand(heads, features, list(given.following[place, : step + 1]), 0)
+            torch.testing.assert_close(found[step, place], out, rtol=1e-4, atol=1e-5)
+            features.append(out)
+
+
 def test_eagle_attends_only_to_earlier_pairs_of_its_document() -> None:
     heads, hidden = fresh("eagle", 8, lm_head="shared"), inputs().hidden[None]
     ids, documents = torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1]])
