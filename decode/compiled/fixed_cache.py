@@ -33,7 +33,8 @@ class FixedLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = True
 
-    def __init__(self, owner: FixedCache, places: tuple[Place, Place]) -> None:
+    def __init__(self, owner: FixedCache, places: tuple[Place, ...]) -> None:
+        """Make a layer whose keys and values have these `places`; a layer that reads those of another has none."""
         super().__init__()
         self.owner, self.places, self.is_initialized = owner, places, True
 
@@ -76,10 +77,11 @@ class FixedCache(Cache):
         shapes: dict[object, list[Tensor]] = {}
         self.tree_layers: list[FixedLayer] = []
         for layer in like.tree_layers:
-            keys, values = (self._place(shapes, states) for states in (layer.keys, layer.values))
-            self.tree_layers.append(FixedLayer(self, (keys, values)))
+            held = (layer.keys, layer.values) if layer.is_initialized else ()  # Gemma-3n: layers share keys
+            self.tree_layers.append(FixedLayer(self, tuple(self._place(shapes, states) for states in held)))
         self.shapes = [(len(alike), alike[0][:, :, :0]) for alike in shapes.values()]
-        self.rows, device = len(layer.keys), layer.keys.device
+        first = like.tree_layers[0].keys
+        self.rows, device = len(first), first.device
         self.buffers: list[Tensor] = []  # [parts, B, heads, S, head size] each; a part is one layer's keys or values
         self.window = torch.empty(0)  # an element for each block of the window; only the number of elements matters
         self.lengths = static(torch.zeros(self.rows, dtype=torch.long, device=device))
@@ -132,7 +134,8 @@ class FixedCache(Cache):
     def load(self, other: TreeCache) -> None:
         """Copy the keys and values of the cache `other`, whose memory is freed."""
         for layer, source in zip(self.tree_layers, other.tree_layers, strict=True):
-            for (buffer, part), states in zip(layer.places, (source.keys, source.values), strict=True):
+            held = (source.keys, source.values) if layer.places else ()
+            for (buffer, part), states in zip(layer.places, held, strict=True):
                 mine = self.buffers[buffer][part]
                 # No earlier text may remain after these slots: a masked NaN would still reach the output, as 0 x NaN.
                 mine[:, :, : other.longest] = states[:, :, : other.longest]

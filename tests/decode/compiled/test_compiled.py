@@ -113,6 +113,14 @@ def test_greedy_texts_equal_generate(family: str, tree: str) -> None:
 
 
 @pytest.mark.usefixtures("as_written")
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_read_the_keys_of_other_layers(family: str) -> None:
+    model, prompt = shared_model(family), random_ids(5)
+    found = texts(model, random_heads(model), [prompt], TREES["chain"], max_new_tokens=12, do_sample=False)
+    assert found == [plain(model, prompt, max_new_tokens=12)]
+
+
+@pytest.mark.usefixtures("as_written")
 def test_double_precision() -> None:
     model = tiny_model("llama", dtype=torch.float64)
     prompt = random_ids(5)
