@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from medusa.errors import RequestError, choose_one_of
 from medusa.files import Json
-from medusa.heads import KINDS
+from medusa.heads import KINDS, NATIVE, NATIVE_KINDS
 from medusa.tree import Tree
 
 GATED, GATED_EPS = "gated", 1e-6  # the block of EAGLE-3, and the epsilon of all norms in its layer
@@ -33,7 +33,8 @@ MAX_RANK = 256  # the largest default of `MedusaConfig.rank`
 PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}
 PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}  # keys of FasterDecoding, TGI and LoRAX
 OUR_KEYS: tuple[str, ...] = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size")
-OUR_KEYS += ("rank", "vocabulary", "prefix", "feature_layers", "layer", "embeddings", "backbone", "tree", "raw_prompts")
+OUR_KEYS += ("rank", "vocabulary", "prefix", "feature_layers", "layer", "embeddings", "mtp")
+OUR_KEYS += ("backbone", "tree", "raw_prompts")
 """The fields with the same name in JSON; other programs ignore them."""
 
 
@@ -86,13 +87,13 @@ class MedusaConfig:
     num_layers: int = 1
     """The number of residual blocks in each head."""
     kind: str = "medusa"
-    """The kind of heads: a key of `medusa.heads.KINDS`."""
+    """The kind of heads: a key of `medusa.heads.KINDS` or `NATIVE_KINDS`."""
     prefix_layers: int = 0
     """The number of decoder layers between the backbone and the heads (`medusa.heads.prefix`)."""
     prefix: PrefixSizes | None = None
     """The sizes of prefix layers from another program's checkpoint; `None`: the default sizes."""
     block: str = "square"
-    """The residual block: `square` (Medusa paper, section 2.1), `mlp`, `gated` (EAGLE-3), `eagle1` or `hydra`."""
+    """The block: `square` (Medusa paper, section 2.1), `mlp`, `gated` (EAGLE-3), `eagle1`, `hydra` or `mtp`."""
     expansion: float = 1.0
     """The width of the hidden layer of `mlp` and `gated` blocks, as a multiple of `hidden_size`."""
     rank: int | None = None
@@ -109,6 +110,8 @@ class MedusaConfig:
     """The sizes of the decoder layers of `eagle` heads; `None`: one layer with default sizes."""
     embeddings: str = "shared"
     """`shared`: heads read the backbone's input embeddings. `own`: `eagle` heads have input embeddings."""
+    mtp: Json | None = None
+    """For kind `mtp`: the config of the model that the layer comes from, as in the model's `config.json`."""
     base_model_name_or_path: str | None = None
     """The folder or Hub id of the backbone."""
     backbone: Fingerprint = field(default_factory=Fingerprint)
@@ -119,8 +122,8 @@ class MedusaConfig:
     """Whether the prompts of the training data were plain text (True) or in a chat template; `None` if unknown."""
 
     def __post_init__(self) -> None:
-        blocks = (*BLOCKS, ORIGINAL_EAGLE, ORIGINAL_HYDRA)
-        choices = {"kind": KINDS, "block": blocks, "lm_head": LM_HEADS, "embeddings": EMBEDDINGS}
+        blocks = (*BLOCKS, ORIGINAL_EAGLE, ORIGINAL_HYDRA, NATIVE)
+        choices = {"kind": (*KINDS, *NATIVE_KINDS), "block": blocks, "lm_head": LM_HEADS, "embeddings": EMBEDDINGS}
         for name, allowed in choices.items():
             if getattr(self, name) not in tuple(allowed):
                 raise RequestError(
@@ -131,6 +134,7 @@ class MedusaConfig:
         if self.block == GATED and (self.kind != "eagle" or self.num_layers != 1):
             raise RequestError(f"heads.block {GATED} belongs to kind eagle with heads.layers 1; take square or mlp")
         self._check_eagle()
+        self._check_mtp()
         if self.rank is not None and self.kind != "markov":
             raise RequestError(f"heads.rank belongs to kind markov, not {self.kind}; leave it out")
         for name, (least, most) in LIMITS.items():
@@ -182,6 +186,17 @@ class MedusaConfig:
                 raise RequestError(f"heads.feature_layers is {layers!r}; {ways}")
         if self.layer is not None:
             self._check_layer(self.layer)
+
+    def _check_mtp(self) -> None:
+        """Raise RequestError if the heads are of kind `mtp` and lack one of its settings, or have one by mistake."""
+        native = (self.kind == NATIVE, self.block == NATIVE, self.mtp is not None)
+        if any(native) and not all(native):
+            raise RequestError(f"heads of kind {NATIVE} have the block {NATIVE} and the config of their model (mtp)")
+        if all(native) and (not isinstance(self.mtp, dict) or not isinstance(self.mtp.get("model_type"), str)):
+            raise RequestError(f"the config's mtp is {self.mtp!r}; it must be a model's config, with its model_type")
+        if all(native) and (self.lm_head != "shared" or self.num_layers != 1 or self.prefix_layers):
+            needs = "heads.lm_head=shared with heads.layers 1 and without heads.prefix_layers"
+            raise RequestError(f"heads.kind {NATIVE} needs {needs}")
 
     def _check_layer(self, layer: LayerSizes) -> None:
         """Raise RequestError if a size of the decoder layers of `eagle` heads is invalid."""

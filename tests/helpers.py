@@ -76,7 +76,13 @@ EAGLE_FORMS: dict[str, dict[str, Any]] = {
     },
 }
 EAGLE_FORMS = {name: {"kind": "eagle", "lm_head": "shared"} | settings for name, settings in EAGLE_FORMS.items()}
-FORMS = {kind: {"kind": kind} for kind in KINDS} | EAGLE_FORMS  # the settings of heads of every kind
+MTP_FORM: dict[str, Any] = {  # of a model whose layers are a Llama's; the backbone can be another one of its size
+    "kind": "mtp",
+    "block": "mtp",
+    "lm_head": "shared",
+    "mtp": COMMON | {"model_type": "llama", "num_mtp_layers": 1},
+}
+FORMS = {kind: {"kind": kind} for kind in KINDS} | EAGLE_FORMS | {"mtp": MTP_FORM}  # the settings of every kind
 
 
 def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:

@@ -70,6 +70,14 @@ class DrafterConfig(ABC):
         `tree` and `stop_drafting`: see `resolve_tree`. Raise a `RequestError` if a tree does not fit the heads."""
         return ()
 
+    def own_heads(self, model: PreTrainedModel) -> MedusaHeads | None:
+        """Return heads that the drafter finds in the backbone's own files; `None` if it looks for none."""
+        return None
+
+    def planned_heads(self, config: PretrainedConfig) -> MedusaHeads | None:
+        """Return the `own_heads` of a backbone with this config, without weights; raise RequestError if it has none."""
+        return None
+
     @abstractmethod
     def factory(self, context: DrafterContext) -> DrafterFactory:
         """Load the drafter's models and tables, or raise a `RequestError` if one is missing or does not fit."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.draft import Draft, Drafter, Frontier
 from decode.drafters import parse
@@ -90,6 +90,12 @@ class MixConfig(DrafterConfig):
     def check(self, config: PretrainedConfig) -> None:
         for part in self.configs:
             part.check(config)
+
+    def own_heads(self, model: PreTrainedModel) -> MedusaHeads | None:
+        return next((heads for part in self.configs if (heads := part.own_heads(model)) is not None), None)
+
+    def planned_heads(self, config: PretrainedConfig) -> MedusaHeads | None:
+        return next((heads for part in self.configs if (heads := part.planned_heads(config)) is not None), None)
 
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
         return tuple(layout for part in self.configs for layout in part.layouts(heads, tree, stop_drafting))

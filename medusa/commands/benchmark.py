@@ -62,7 +62,7 @@ class BenchmarkOptions(CommandOptions):
     settings: Settings = group(Settings, "generation", max_new_tokens=128)
     drafter: tuple[str, ...] = option(
         (),
-        "measure this drafter: heads (default), blockwise, model:NAME, ngram, rest:DIR, lookahead, mix:A+B "
+        "measure this drafter: heads (default), blockwise, mtp, model:NAME, ngram, rest:DIR, lookahead, mix:A+B "
         "(docs/drafters.md); repeatable: results call the first one `medusa`",
         metavar="NAME",
         brief="measure heads (default), ngram, ...; repeatable",

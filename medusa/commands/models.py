@@ -50,12 +50,13 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
             small_model.require_same_vocabulary(small, load_config(path, options), config, role)
             theirs, ours = load_tokenizer(path, options), load_tokenizer(models.backbone, load)
             small_model.require_same_tokenizer(small, theirs, ours, models.backbone, role)
-    if models.heads is None or not any(drafter.needs_heads for drafter in drafters):
-        return
-    heads, sizes = MedusaHeads.from_pretrained(models.heads), head_sizes(config)
-    require_sizes(heads.config, *sizes)
+    given, sizes = None, head_sizes(config)
+    if models.heads is not None and any(drafter.needs_heads for drafter in drafters):
+        given = MedusaHeads.from_pretrained(models.heads)
+        require_sizes(given.config, *sizes)
     for drafter in drafters:
-        for tree in drafter.layouts(heads, models.tree, settings.stop_drafting):
+        heads = given if drafter.needs_heads else drafter.planned_heads(config)
+        for tree in () if heads is None else drafter.layouts(heads, models.tree, settings.stop_drafting):
             require_draftable(heads.config, *sizes, tree, settings.draft == "sample")
 
 
@@ -194,9 +195,11 @@ def open_drafter(
 
     For heads without a tree, a tree is calibrated with the generation `settings`, unless `settings` is `None`. Raise
     RequestError if the drafter does not fit the backbone."""
-    models, heads, tree = command.models, None, None
+    models, tree = command.models, None
     if config.needs_heads and models.heads is not None:
         heads = open_heads(models.heads, loaded)
+    else:
+        heads = config.own_heads(loaded.model)
     if config.takes_tree and heads is not None:
         tree = models.tree if settings is None else choose_tree(command, loaded, heads, settings)
     stop_drafting = command.settings.stop_drafting if config.takes_tree else 0.0
@@ -228,7 +231,7 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
     if found is None and settings.compile:
         note(
             "no calibration with compiled steps, so the tree is the one that is fastest in eager steps; medusa "
-            f"calibrate {command.models.heads} --compile finds the fastest in compiled steps (takes minutes)"
+            f"calibrate {command.models.heads or 'HEADS'} --compile finds the fastest in compiled steps (takes minutes)"
         )
         settings = replace(settings, compile=False)
         found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)

@@ -49,7 +49,8 @@ class Models(Options):
     )
     drafter: str | None = option(
         None,
-        "draft with heads (default), blockwise, model:NAME, ngram, rest:DIR, lookahead or mix:A+B (docs/drafters.md)",
+        "draft with heads (default), blockwise, mtp, model:NAME, ngram, rest:DIR, lookahead or mix:A+B "
+        "(docs/drafters.md)",
         metavar="NAME",
         brief="draft with heads (default), ngram, model:B or others",
     )

@@ -17,9 +17,11 @@ KINDS = {  # the module and the class of each kind of heads
     "markov": "markov:MarkovHeads",  # each head reads the hidden state and the one token before its guess
     "eagle": "eagle:EagleHeads",  # one layer with attention to the text, which runs once for each head
 }
+NATIVE = "mtp"  # the kind of a layer that comes with the model, for multi-token prediction
+NATIVE_KINDS = {NATIVE: "mtp:MtpHeads"}  # as `KINDS`, for heads that cannot be made from sizes alone
 
 
 def class_of(kind: str) -> Callable[..., nn.Module]:
     """Return the class of a kind of heads, such as `eagle`. Its constructor takes a `MedusaConfig`."""
-    found: Callable[..., nn.Module] = resolve_name(f"medusa.heads.{KINDS[kind]}")
+    found: Callable[..., nn.Module] = resolve_name(f"medusa.heads.{(KINDS | NATIVE_KINDS)[kind]}")
     return found

@@ -11,7 +11,7 @@ So the softmax runs over text keys and own keys. The extra dimensions of the out
 caller multiplies the own values by these weights and adds them to the output.
 
 Shapes: B rows, S keys of the text, Q queries of a row, R selected queries, A attention heads, G heads of keys, D their
-size, J own keys.
+size, E the size of values (usually D), J own keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from medusa.errors import RequestError
 from medusa.files import Json
 
-KV = tuple[Tensor, Tensor]  # keys and values of one layer, [B, G, S, D] each
+KV = tuple[Tensor, Tensor]  # keys [B, G, S, D] and values [B, G, S, E] of one layer
 Append = Callable[[Tensor, Tensor, int], KV]
 """Appends new keys and values to those of a layer in a cache, and returns all of them."""
 BASE = 10_000.0  # of the rotary embeddings
@@ -81,47 +81,50 @@ class ContextKV:
         steps: int,
         rope: Rope,
         place: Tensor | None = None,
+        window: int | None = None,
     ) -> None:
         """Prepare S text tokens and Q queries in each of B rows for attention with A attention heads of size D.
 
         Args:
-            kv: for each layer [B, G, S, D] keys and values of the text, with the keys already rotated. A is a multiple
-                of G: several queries share a key (arXiv 2305.13245).
+            kv: for each layer the keys [B, G, S, D] and values [B, G, S, E] of the text, with the keys already rotated.
+                A is a multiple of G: several queries share a key (arXiv 2305.13245).
             seen: [B, Q, S] the mask, True where a query sees a text token. B or Q is 1 if rows or queries share it.
             position_ids: [B, Q] positions of head 0's queries; [B, 1] if a row's queries share one, [R] with `place`.
             steps: the number of heads, the maximum of J. Head i (from 0) adds one own key, at `position_ids` + i.
             rope: the rotations of keys and queries.
-            place: [R] indices of the selected queries in the flattened [B * Q]; by default all queries."""
-        keys = kv[0][0]
-        self.place, self.rows, self.queries, self.size = place, len(keys), seen.shape[1], keys.shape[-1]
+            place: [R] indices of the selected queries in the flattened [B * Q]; by default all queries.
+            window: the number of last keys that a query sees, its own ones included; by default all."""
+        keys, values = kv[0]
+        self.place, self.rows, self.queries, self.size = place, len(keys), seen.shape[1], values.shape[-1]
         ahead = torch.arange(steps, device=position_ids.device)
         self.angles = rope.angles(position_ids[..., None] + ahead, keys.dtype)  # [..., steps, D] each
         self.extra = -(-steps // 8) * 8  # attention kernels are faster with multiples of 8
-        hidden = F.pad(~seen, (0, self.extra))[:, None]
-        # Kernels on a GPU need rows that are a multiple of 8 elements apart, or copy the mask in every call.
-        shape, width = hidden.shape[:-1], hidden.shape[-1]
-        mask = torch.zeros(*shape, -(-width // 8) * 8, dtype=keys.dtype, device=keys.device)[..., :width]
-        self.mask = mask.masked_fill_(hidden, -torch.inf)
-        unit = F.pad(torch.eye(self.extra, dtype=keys.dtype, device=keys.device), (self.size, 0))
+        self.masks = [_additive(seen, self.extra, keys)]
+        if window is not None:  # one mask for each head, which has one own key more than the head before it
+            back = seen.flip(-1).cumsum(-1).flip(-1)  # 1 at the last key of the text, 2 at the key before it, ...
+            self.masks = [_additive(seen & (back + head < window), self.extra, keys) for head in range(steps)]
+        unit = torch.eye(self.extra, dtype=keys.dtype, device=keys.device)
         self.layers = [(_extended(keys, unit), _extended(values, unit)) for keys, values in kv]
 
-    def attend(self, query: Tensor, own: Tensor, layer: int = 0) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, own: Tensor, layer: int = 0, scale: float | None = None) -> tuple[Tensor, Tensor]:
         """Attend to text and own keys; return the text's part of the output, and own keys' softmax weights [..., A, J].
 
         Args:
             query: [B, Q, A, D], or [R, A, D] for the R queries that the constructor's `place` selects; the text's part
-                has this shape too. If all queries share the mask (`seen` is [B, 1, S]), Q can be any number.
+                has this shape with E for D. If all queries share the mask (`seen` is [B, 1, S]), Q can be any number.
             own: [..., A, J] unscaled inner products of each query with its own keys; J counts those so far.
-            layer: the index of the layer whose keys and values are used."""
-        count = own.shape[-1]
+            layer: the index of the layer whose keys and values are used.
+            scale: the factor of inner products; `None`: 1 / sqrt(D)."""
+        count, scale = own.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
         query = F.pad(torch.cat([query, own], dim=-1), (0, self.extra - count), value=NOTHING)
         if self.place is not None:
             grid = query.new_zeros(self.rows * self.queries, *query.shape[1:])
             query = grid.index_copy(0, self.place, query).unflatten(0, (self.rows, -1))
         keys, values = self.layers[layer]
+        mask = self.masks[min(count, len(self.masks)) - 1]
         grouped = {"enable_gqa": True} if keys.shape[1] != query.shape[-2] else {}
         out = F.scaled_dot_product_attention(
-            query.transpose(1, 2), keys, values, attn_mask=self.mask, scale=self.size**-0.5, **grouped
+            query.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, **grouped
         ).transpose(1, 2)
         if self.place is not None:
             out = out.flatten(0, 1)[self.place]
@@ -156,10 +159,50 @@ class AttendsToText(ABC):
         """Prepare the keys and values of texts, from `project_kv`, for attention; for arguments see `ContextKV`."""
 
 
+def attend_to_path(
+    query: Tensor,
+    own: Sequence[Tensor],
+    groups: int,
+    context_kv: ContextKV | None,
+    layer: int = 0,
+    scale: float | None = None,
+) -> Tensor:
+    """Attend to the text and to the path; return the attention's output [..., A, E], before its matrix.
+
+    `query` [..., A, D] is that of the path's last pair, and `own` [..., G (D + E)] are the keys and values of all pairs
+    of the path (`joined`), of G = `groups` heads of keys. `layer` is the layer's index in `context_kv`, and `scale` the
+    factor of inner products (`None`: 1 / sqrt(D))."""
+    size, scale = query.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
+    states = torch.stack(list(own), dim=-2).unflatten(-1, (groups, -1))
+    keys, values = (part[..., None, :] for part in states.tensor_split([size], dim=-1))  # [..., J, G, 1, D or E]
+    by_group = query.unflatten(-2, (groups, -1))[..., None, :, :, :]  # [..., 1, G, A / G, D]
+    scores = (by_group * keys).sum(-1).flatten(-2).transpose(-1, -2)  # [..., A, J]
+    if context_kv is None:
+        seen, weights = query.new_zeros(*query.shape[:-1], values.shape[-1]), (scores * scale).softmax(-1)
+    else:
+        seen, weights = context_kv.attend(query, scores, layer, scale)
+    shares = weights.transpose(-1, -2).unflatten(-1, (groups, -1))[..., None]
+    return seen + (shares * values).sum(-4).flatten(-3, -2)
+
+
+def joined(kv: KV) -> Tensor:
+    """Join the key [..., G, D] and the value [..., G, E] of a pair to one vector [..., G (D + E)]."""
+    return torch.cat(kv, dim=-1).flatten(-2)
+
+
+def _additive(seen: Tensor, extra: int, keys: Tensor) -> Tensor:
+    """Make the mask [B, 1, Q, S + J] of `seen` [B, Q, S] and J = `extra` visible keys, in the dtype of `keys`."""
+    hidden = F.pad(~seen, (0, extra))[:, None]
+    # Kernels on a GPU need rows that are a multiple of 8 elements apart, or copy the mask in every call.
+    shape, width = hidden.shape[:-1], hidden.shape[-1]
+    mask = torch.zeros(*shape, -(-width // 8) * 8, dtype=keys.dtype, device=keys.device)[..., :width]
+    return mask.masked_fill_(hidden, -torch.inf)
+
+
 def _extended(states: Tensor, unit: Tensor) -> Tensor:
-    """Pad keys or values [B, A, S, D] with J zeros, append `unit` [J, D + J], and return [B, A, S + J, D + J]."""
+    """Append J unit vectors `unit` [J, J] of new dimensions to keys or values [B, G, S, D]: [B, G, S + J, D + J]."""
     out = F.pad(states, (0, len(unit), 0, len(unit)))
-    out[:, :, states.shape[2] :] = unit
+    out[:, :, states.shape[2] :, states.shape[3] :] = unit
     return out
 
 

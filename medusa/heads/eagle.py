@@ -43,8 +43,8 @@ from torch.nn import functional as F
 
 from medusa.config import GATED, ORIGINAL_EAGLE
 from medusa.heads.blocks import Stack
-from medusa.heads.context_kv import KV, Append, AttendsToText, ContextKV, Rope
-from medusa.heads.eagle_layer import CachedAttention, DeeperLayer, GatedStack, joined, layer_sizes
+from medusa.heads.context_kv import KV, Append, AttendsToText, ContextKV, Rope, joined
+from medusa.heads.eagle_layer import CachedAttention, DeeperLayer, GatedStack, layer_sizes
 from medusa.heads.sequential import SequentialHeads, State, normalised
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa.config import GATED_EPS, LayerSizes, MedusaConfig
-from medusa.heads.context_kv import BASE, KV, ContextKV, apply_rope, attention_heads
+from medusa.heads.context_kv import BASE, KV, ContextKV, apply_rope, attend_to_path, attention_heads
 
 
 def layer_sizes(config: MedusaConfig) -> LayerSizes:
@@ -68,25 +68,8 @@ class CachedAttention(nn.Module):
         return _rotated(key if self.key_norm is None else self.key_norm(key), angles), value
 
     def attend(self, query: Tensor, own: list[Tensor], context_kv: ContextKV | None, layer: int) -> Tensor:
-        """Attend to the text and to the path; return the attention's output [..., A D], before its matrix.
-
-        `query` [..., A, D] is that of the path's last pair, and `own` [..., 2 G D] are the keys and values of all pairs
-        of the path (`joined`). `layer` is the layer's index in `context_kv`."""
-        states = torch.stack(own, dim=-2).unflatten(-1, (self.groups, -1))
-        keys, values = (part[..., None, :] for part in states.chunk(2, dim=-1))  # [..., J, G, 1, D]
-        by_group = query.unflatten(-2, (self.groups, -1))[..., None, :, :, :]  # [..., 1, G, A / G, D]
-        scores = (by_group * keys).sum(-1).flatten(-2).transpose(-1, -2)  # [..., A, J]
-        if context_kv is None:
-            seen, weights = torch.zeros_like(query), (scores * self.size**-0.5).softmax(-1)
-        else:
-            seen, weights = context_kv.attend(query, scores, layer)
-        shares = weights.transpose(-1, -2).unflatten(-1, (self.groups, -1))[..., None]
-        return (seen + (shares * values).sum(-4).flatten(-3, -2)).flatten(-2)
-
-
-def joined(kv: KV) -> Tensor:
-    """Join the key and the value [..., G, D] of a pair to one vector [..., 2 G D]."""
-    return torch.cat(kv, dim=-1).flatten(-2)
+        """Attend to the text and to the path (`attend_to_path`); return the output [..., A D], before its matrix."""
+        return attend_to_path(query, own, self.groups, context_kv, layer).flatten(-2)
 
 
 def _rotated(x: Tensor, angles: KV) -> Tensor:

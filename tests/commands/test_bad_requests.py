@@ -96,10 +96,12 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "a tree of no width": (("--tree", "topk:0"), "width"),
     "an unknown drafter": (
         ("--drafter", "oracle"),
-        "choose one of heads, blockwise, model, ngram, rest, lookahead, mix",
+        "choose one of heads, blockwise, mtp, model, ngram, rest, lookahead, mix",
     ),
     "an unknown option of a drafter": (("--drafter", "ngram:size=3"), "no option 'size=3'"),
     "no datastore": (("--drafter", "rest:/no/such/folder"), "no datastore at /no/such/folder"),
+    "a model without an MTP layer": (("--drafter", "mtp"), "has no MTP layers"),
+    "an MTP layer for nothing": (("--drafter", "mtp:0"), "tokens is 0; it must be at least 1"),
     "another drafter, compiled": (("--drafter", "ngram", "--compile"), "cannot be compiled"),
     "another drafter that stops": (("--drafter", "ngram", "--stop-drafting", "0.1"), "dynamic trees of heads"),
     "a tree for a drafter without heads": (("--drafter", "ngram", "--tree", "chain"), "leave it out"),

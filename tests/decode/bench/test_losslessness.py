@@ -66,7 +66,7 @@ def test_lossless_rules_pass_and_lossy_rules_differ(model: Any, settings: dict[s
         assert 0 < case.mean_accepted < 2
 
 
-@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent", "markov", "eagle", *EAGLE_FORMS])
+@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent", "markov", "eagle", *EAGLE_FORMS, "mtp"])
 def test_every_kind_of_heads_and_a_dynamic_tree(model: Any, kind: str) -> None:
     heads, rules = random_heads(model, 3, **FORMS[kind]), [rule for rule in RULES[:4] if not rule.whole]
     with torch.no_grad():

@@ -131,7 +131,8 @@ def test_double_precision() -> None:
 @pytest.mark.usefixtures("as_written")
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
 @pytest.mark.parametrize(
-    ("kind", "prefix_layers"), [*((kind, n) for kind in KINDS for n in (0, 1)), *((form, 0) for form in EAGLE_FORMS)]
+    ("kind", "prefix_layers"),
+    [*((kind, n) for kind in KINDS for n in (0, 1)), *((form, 0) for form in (*EAGLE_FORMS, "mtp"))],
 )
 def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
     llama: Any, kind: str, prefix_layers: int, tree: str, monkeypatch: pytest.MonkeyPatch
@@ -285,7 +286,7 @@ TRACED = [(rule, tree, "medusa") for rule in RULES for tree in ("static", "with 
 TRACED = [case for case in TRACED if case[1] != "root" or not case[0].startswith("typical")]
 TRACED += [("greedy", tree, kind) for kind in ("recurrent", "eagle") for tree in ("shallow", "shallow, grown")]
 TRACED += [("greedy", "shallow", "eagle-1"), ("greedy", "shallow, grown", "eagle-3")]
-TRACED += [("greedy", "shallow", "eagle-3, variants")]
+TRACED += [("greedy", "shallow", "eagle-3, variants"), ("greedy", "shallow", "mtp")]
 
 
 @pytest.mark.usefixtures("traced")

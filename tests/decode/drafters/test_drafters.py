@@ -175,7 +175,10 @@ def test_stop_strings(llama: Any, drafter: Guesser, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("oracle", "there is no drafter 'oracle'; choose one of heads, blockwise, model, ngram, rest, lookahead, mix"),
+        (
+            "oracle",
+            "there is no drafter 'oracle'; choose one of heads, blockwise, mtp, model, ngram, rest, lookahead, mix",
+        ),
         ("ngram:length=3", "no option 'length=3'; its options: n=, min_n=, tokens="),
         ("ngram:5", "no option '5'"),
         ("ngram:n=3,n=4", "n is given twice"),

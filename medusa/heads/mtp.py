@@ -1,0 +1,170 @@
+"""MTP heads: a layer for multi-token prediction, which the model brings along, runs once for each head.
+
+DeepSeek-V3 (arXiv 2412.19437, section 2.2) and other models are trained with such layers, which transformers calls
+`MtpLayer`. As in `medusa.heads.eagle`, the layer reads pairs of a feature f and the embedding e of the token after it.
+For head 0, f is the backbone's hidden state. For later heads, f is the layer's previous output f'.
+
+    g = P [norm(e) ; norm(f)]      f' = norm(block(g))
+
+P is a matrix, `block` a decoder layer of the model, with the attention and the experts of its other layers, and the
+backbone's LM head reads f'. The block is transformers' own module. Only its attention to cached keys is ours: the block
+calls the function `_attention`, as it would call sdpa.
+
+A model can have several MTP layers, one for each further token. Here the first of them runs for all heads, as in
+FastMTP (arXiv 2509.18362), so that one layer drafts as many tokens as asked.
+
+Shapes: `...` any positions or nodes, B rows, T tokens, M positions of a call, H hidden size, A attention heads, G heads
+of keys, D their size, E the size of values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import MtpLayer, MtpModel
+
+from medusa.errors import RequestError, first_line
+from medusa.files import Json
+from medusa.heads.context_kv import KV, Append, AttendsToText, ContextKV, Rope, attend_to_path, joined
+from medusa.heads.sequential import SequentialHeads, State
+
+ATTENTION = "medusa_mtp"  # the name of `_attention` among transformers' attention functions
+ATTENTION_TYPES = ("full_attention", "sliding_attention")  # the types of layers whose keys can be those of a tree
+SPECIAL = ("chain_hidden_post_norm", "mtp_hidden_states_first")  # settings of layers with another input or norm
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Attends with queries [1, A, M, D], keys [1, G, M, D], values [1, G, M, E] and a scale; returns [1, M, A, E]."""
+
+
+class MtpHeads(SequentialHeads, AttendsToText):
+    """MTP heads: a decoder layer of the model that reads pairs of a token and the feature before it.
+
+    The state of a draft node is its feature [..., H], and the joined key and value [..., G (D + E)] of each pair on the
+    node's path."""
+
+    follows_path = True
+
+    def make_blocks(self) -> None:
+        layers = new_layers(self.config.mtp or {})
+        self.layer = cast("MtpLayer", layers.layers[0])
+        self.rope = ModelRope(layers)
+        self.window: int | None = getattr(self.layer.mtp_block.self_attn, "sliding_window", None)
+
+    def _input(self, feature: Tensor, token: Tensor) -> Tensor:
+        """Compute the block's input [..., H] from features [..., H] and token embeddings [..., H]."""
+        return self.layer.eh_proj(torch.cat([self.layer.enorm(token), self.layer.hnorm(feature)], dim=-1))
+
+    def project_kv(
+        self,
+        hidden: Tensor,
+        token: Tensor,
+        position_ids: Tensor,
+        append: Append | None = None,
+        seen: Tensor | None = None,
+    ) -> list[KV]:
+        found: list[KV] = []
+
+        def keep(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            found.append((key, value) if append is None else append(key, value, 0))
+            return query.transpose(1, 2)[..., :1].expand(-1, -1, -1, value.shape[-1])  # which nobody reads
+
+        block = self.layer.mtp_block
+        block.self_attn(
+            hidden_states=block.input_layernorm(self._input(hidden, token)),
+            position_embeddings=self.rope.angles(position_ids, hidden.dtype),
+            attention_mask=None,
+            attend=keep,
+        )
+        return found
+
+    def context_kv(self, kv: list[KV], seen: Tensor, position_ids: Tensor, place: Tensor | None = None) -> ContextKV:
+        return ContextKV(kv, seen, position_ids, self.config.num_heads, self.rope, place, self.window)
+
+    def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
+        assert token is not None
+        feature, *path = state
+        shape, own = feature.shape[:-1], list(path)
+        if context_kv is None:
+            angles = self.rope.angles(torch.full((), head, device=feature.device), feature.dtype)
+        else:
+            angles = context_kv.angles[0][..., head, :], context_kv.angles[1][..., head, :]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # [M, A or G, D or E]
+            own.append(joined((key, value)).unflatten(0, shape))
+            out = attend_to_path(query.unflatten(0, shape), own, key.shape[1], context_kv, scale=scale)
+            return out.reshape(1, -1, *out.shape[-2:])
+
+        flat = self._input(feature, token).reshape(1, -1, feature.shape[-1])
+        out = self.layer.mtp_block(
+            flat,
+            position_embeddings=tuple(part.expand(*shape, -1).reshape(1, flat.shape[1], -1) for part in angles),
+            attention_mask=None,
+            attend=attend,
+        )
+        feature = self.layer.post_norm(out).reshape(*shape, -1)
+        return feature, (feature, *own)
+
+
+class ModelRope(Rope):
+    """The rotations of a model's own module for rotary embeddings, in the interface of `Rope`.
+
+    A pair counts at the position of its token, as in transformers: one after the position of its feature."""
+
+    def __init__(self, layers: MtpModel) -> None:
+        """Make the module anew on the CPU, because the one of `layers` can be on the meta device."""
+        kind = cast("Callable[..., nn.Module]", type(layers.rotary_emb))
+        with torch.device("cpu"):
+            self.rotary = kind(config=layers.config)
+        by_layer = "layer_type" in inspect.signature(self.rotary.forward).parameters
+        self.keywords = {"layer_type": layers.config.layer_types[0]} if by_layer else {}
+
+    def angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        self.rotary.to(position_ids.device)
+        like = torch.empty(0, dtype=dtype, device=position_ids.device)
+        cos, sin = self.rotary(like, position_ids=position_ids.reshape(1, -1) + 1, **self.keywords)
+        return cos.reshape(*position_ids.shape, -1), sin.reshape(*position_ids.shape, -1)
+
+
+def new_layers(content: Json) -> MtpModel:
+    """Make the first MTP layer of a model with random weights, from the content of the model's `config.json`.
+
+    The layer attends by the functions in the keyword `attend`. Raise RequestError if the model has no such layer."""
+    name = content.get("model_type")
+    try:
+        config = AutoConfig.for_model(**content).get_mtp_config()
+        with torch.device("meta"):  # a model without memory, from which transformers takes the classes of the parts
+            skeleton = AutoModelForCausalLM.from_config(config)
+        layers = MtpModel(skeleton, 1)
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"transformers makes no MTP layer of a {name}: {first_line(error)}") from error
+    block = layers.layers[0].mtp_block
+    parts = all(hasattr(block, part) for part in ("input_layernorm", "self_attn"))
+    special = [key for key in SPECIAL if getattr(layers.config, key, None) is not None]
+    kinds = getattr(layers.config, "layer_types", None) or ["full_attention"]
+    if not parts or special or layers.rotary_emb is None or kinds[0] not in ATTENTION_TYPES:
+        why = f"its layer is of type {kinds[0]}" + f" with {special[0]}" * bool(special)
+        raise RequestError(f"the MTP layer of a {name} cannot draft trees: {why}; take another drafter, such as ngram")
+    layers.config._attn_implementation = ATTENTION
+    return layers
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attend: Attend,
+    scaling: float,
+    **settings: object,
+) -> tuple[Tensor, None]:
+    """Call `attend`, which the caller of a block passes, in the place of sdpa; see transformers' AttentionInterface."""
+    return attend(query, key, value, scaling), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
