@@ -11,10 +11,12 @@ from transformers.utils import is_flash_attn_2_available
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json, require_writable_folder
+from medusa.heads import NATIVE
 from medusa.loading import head_sizes, load_config
+from medusa.native_layers import native_config
 from medusa.shipped import shipped_configs
 from medusa.tree import load_tree
-from train.architecture import learning_rate
+from train.architecture import FINE_TUNING, learning_rate
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
 from train.config import FLASH, NUM_HEADS, AdapterConfig, HeadsConfig, TrainConfig
@@ -53,6 +55,8 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
     backbone = load_config(config.backbone, config.load_options)
     sizes = head_sizes(backbone)
     num_heads = config.heads.num or NUM_HEADS
+    if config.heads.kind == NATIVE and config.heads.start is None:
+        native_config(backbone, num_heads)  # refuses a backbone without such a layer
     if config.heads.start is not None:
         held = require_startable(config.heads.start, config.heads, *sizes)
         require_adaptable(config, held)
@@ -95,7 +99,7 @@ def _require_modules(adapter: AdapterConfig, backbone: PretrainedConfig) -> None
 def _training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
     """Make the training arguments: the recipe's section `training` over defaults from other keys and `hidden_size`."""
     given: Json = {
-        "learning_rate": learning_rate(hidden_size),
+        "learning_rate": learning_rate(hidden_size) * (FINE_TUNING if config.heads.kind == NATIVE else 1),
         "disable_tqdm": quiet,  # its default depends on the log level of transformers
         **device_defaults(config, config.cache_features or is_features(config.data.path)),
     }

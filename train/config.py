@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from medusa.config import BLOCKS, GATED, KINDS, LM_HEADS, MIN_VOCABULARY, USUAL_LAYERS
+from medusa.config import BLOCKS, GATED, LM_HEADS, MIN_VOCABULARY, USUAL_LAYERS
 from medusa.errors import RequestError
+from medusa.heads import KINDS, NATIVE, NATIVE_KINDS
 from medusa.loading import DTYPES
 from medusa.options import ATTENTIONS, QUANTIZATIONS, LoadOptions
 from medusa.records.sources import DOCUMENT_SEPARATOR
@@ -24,8 +25,9 @@ class HeadsConfig(Section):
 
     num: int | None = Field(default=None, ge=1)
     """Number of heads, by default 4; a decoding step gives at most num + 1 tokens."""
-    kind: Annotated[str | None, one_of(*KINDS)] = None
-    """Kind of heads (docs/kinds.md), by default medusa, which are independent heads."""
+    kind: Annotated[str | None, one_of(*KINDS, *NATIVE_KINDS)] = None
+    """Kind of heads (docs/kinds.md), by default medusa, which are independent heads. mtp fine-tunes the backbone's own
+    layer for multi-token prediction."""
     rank: int | None = Field(default=None, ge=1)
     """Rank of the term for the token before, in heads of kind markov; by default half the hidden size, up to 256."""
     prefix_layers: int | None = Field(default=None, ge=0)
@@ -58,6 +60,11 @@ class HeadsConfig(Section):
         kinds = ("eagle", None) if self.start else ("eagle",)
         if self.block == GATED and (self.kind not in kinds or self.layers not in (None, 1)):
             raise RequestError(f"heads.block {GATED} needs heads.kind eagle with heads.layers 1; take square or mlp")
+        if self.kind == NATIVE:
+            fixed = ("rank", "prefix_layers", "block", "layers", "expansion", "lm_head", "feature_layers")
+            for key in fixed if self.start is None else ():
+                if getattr(self, key):
+                    raise RequestError(f"heads.kind {NATIVE} is a layer of the backbone; leave heads.{key} out")
         if self.feature_layers is not None and self.block != GATED and not self.start:
             raise RequestError(f"heads.feature_layers needs heads.kind=eagle heads.block={GATED}")
         if isinstance(self.feature_layers, str) and self.feature_layers != USUAL_LAYERS:

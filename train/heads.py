@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +12,12 @@ from transformers import PreTrainedModel
 
 from medusa.backbone import Backbone, FeatureLayers, new_layers
 from medusa.checkpoints.folder import load
-from medusa.config import GATED, ORIGINAL_HYDRA, USUAL_LAYERS, MedusaConfig
+from medusa.config import GATED, ORIGINAL_HYDRA, USUAL_LAYERS, Fingerprint, MedusaConfig
 from medusa.errors import RequestError
 from medusa.fingerprint import fingerprint
+from medusa.heads import NATIVE
 from medusa.heads.independent import MedusaHeads
+from medusa.native_layers import native_config, read_layer
 from medusa.places import SHIPPED
 from train.architecture import BackboneSizes, choose
 from train.config import NUM_HEADS, HeadsConfig, TrainConfig
@@ -29,12 +33,20 @@ START = 0.1
 Small, because the heads add to these states what they learn (docs/log.md)."""
 
 
+class Origin(TypedDict):
+    """The fields of `MedusaConfig` that name the backbone of heads."""
+
+    base_model_name_or_path: str
+    backbone: Fingerprint
+
+
 def new_heads(
     model: PreTrainedModel, asked: HeadsConfig, name: str, revision: str | None = None, vocabulary: Tensor | None = None
 ) -> MedusaHeads:
     """Make the heads of `asked` (the recipe's section `heads`) for the backbone `model` of this name and revision.
 
     The blocks of new heads start as the identity, so at first each head predicts what the backbone's LM head predicts.
+    Heads of kind `mtp` start as the model's own layer.
     Heads guess among the N tokens with the ids `vocabulary` [N], by default among all tokens. Raise RequestError if the
     backbone has no linear LM head, or if trained heads to continue from (`asked.start`) differ from `asked`."""
     backbone = Backbone(model)
@@ -45,6 +57,8 @@ def new_heads(
         heads.config.backbone = fingerprint(model, name, revision)
         return heads
     heads = MedusaHeads.from_config(new_config(asked, model, name, revision))
+    if asked.kind == NATIVE:
+        heads.load_state_dict(read_layer(model, backbone.device), strict=False)  # the vocabulary follows
     if vocabulary is not None:
         heads.vocabulary = vocabulary
     heads.start_from(backbone.head_weight.detach())
@@ -57,9 +71,12 @@ def new_heads(
 
 def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None) -> MedusaConfig:
     """The configuration of new heads: values set in `asked` (see `new_heads`), and for the rest what suits `model`."""
-    backbone = Backbone(model)
+    backbone, num_heads = Backbone(model), asked.num or NUM_HEADS
     if name != SHIPPED and Path(name).is_dir():  # absolute: the heads may be used from another folder
         name = str(Path(name).resolve())
+    origin: Origin = {"base_model_name_or_path": name, "backbone": fingerprint(model, name, revision)}
+    if asked.kind == NATIVE:
+        return replace(native_config(model.config, num_heads), **origin, vocabulary=asked.vocabulary or None)
     if asked.lm_head is None and asked.block != "square" and getattr(backbone.head, "bias", None) is not None:
         # An own LM head has no bias, so its first predictions would be far from the backbone's.
         asked = asked.model_copy(update={"lm_head": "shared"})
@@ -67,12 +84,11 @@ def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: 
     return MedusaConfig(
         hidden_size=backbone.hidden_size,
         vocab_size=backbone.vocab_size,
-        num_heads=asked.num or NUM_HEADS,
+        num_heads=num_heads,
         kind=asked.kind or "medusa",
         prefix_layers=asked.prefix_layers or 0,
         rank=asked.rank,
-        base_model_name_or_path=name,
-        backbone=fingerprint(model, name, revision),
+        **origin,
         feature_layers=feature_layers(asked, backbone),
         vocabulary=asked.vocabulary or None,
         **choose(sizes, asked)._asdict(),

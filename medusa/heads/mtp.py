@@ -130,7 +130,7 @@ class ModelRope(Rope):
 
 
 def new_layers(content: Json) -> MtpModel:
-    """Make the first MTP layer of a model with random weights, from the content of the model's `config.json`.
+    """Make the first MTP layer of a model, whose weights have no values yet, from the content of its `config.json`.
 
     The layer attends by the functions in the keyword `attend`. Raise RequestError if the model has no such layer."""
     name = content.get("model_type")

@@ -27,6 +27,10 @@ WRONG = {
     "draw": ["", "exactness {tmp} --prompt 99", "benchmark no.json {tmp}/x.png"],
     "gpu_battery": ["--call 4 --output {tmp}", "--stage dance --output {tmp}"],
     "make_backbone": ["--data no.txt --output {tmp}/x --steps 1"],
+    "make_mtp_model": [
+        "--data no.txt --tokenizer demo --output {tmp}/x",
+        "--minutes 0 --data a --tokenizer b --output c",
+    ],
     "make_shipped_heads": ["--data no.txt --work {tmp} --output {tmp}/x"],
     "measure_step": ["", "--random 2xbig"],
     "plant_faults": ["--only nothing-like-this"],
