@@ -17,8 +17,8 @@ from decode import generate
 from medusa import MedusaHeads
 from medusa.errors import RequestError
 from medusa.native_layers import native_heads
-from tests.helpers import plain, random_ids, tiny_model
-from tiny_models import save_with_mtp
+from tests.helpers import plain, random_ids
+from tests.native_models import needs_forward_layer, save_native
 from train.arguments import MedusaTrainingArguments
 from train.config import HeadsConfig
 from train.heads import new_heads
@@ -33,14 +33,11 @@ STEPS = 3
 def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny random DeepSeek-V3 with an MTP layer."""
     path = tmp_path_factory.mktemp("backbone")
-    model = tiny_model("deepseek_v3")
-    layers = MtpModel(model, 1)
-    for parameter in layers.layers.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    save_with_mtp(model, layers.layers, path)
+    save_native("deepseek_v3", path)
     return path
 
 
+@needs_forward_layer
 def test_the_loss_is_that_of_forward_layer(backbone: Path, tmp_path: Path) -> None:
     """FastMTP's loss by hand: at each position transformers' code runs the layer, and later steps read its output."""
     model = AutoModelForCausalLM.from_pretrained(backbone).eval()

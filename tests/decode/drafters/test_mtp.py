@@ -22,7 +22,7 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.native_layers import native_config, native_heads
 from tests.helpers import left_padded, plain, random_ids, tiny_model
-from tiny_models import save_with_mtp
+from tests.native_models import needs_forward_layer, save_native
 
 FAMILIES = ["deepseek_v3", "glm4_moe", "mellum"]  # latent attention, several queries for a key, and a window of 4
 
@@ -35,12 +35,8 @@ class Native(NamedTuple):
 
 
 def native(family: str, folder: Path) -> Native:
-    model = tiny_model(family)
-    layers = MtpModel(model, model.config.num_mtp_layers)
-    for parameter in layers.layers.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    save_with_mtp(model, layers.layers, folder)
-    return Native(AutoModelForCausalLM.from_pretrained(folder).eval(), layers.eval())
+    layers = save_native(family, folder)
+    return Native(AutoModelForCausalLM.from_pretrained(folder).eval(), layers)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -48,6 +44,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return native(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@needs_forward_layer
 @torch.no_grad()
 def test_logits_are_those_of_forward_layer(found: Native) -> None:
     model, layers = found
