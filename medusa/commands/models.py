@@ -56,7 +56,9 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
         require_sizes(given.config, *sizes)
     for drafter in drafters:
         heads = given if drafter.needs_heads else drafter.planned_heads(config)
-        for tree in () if heads is None else drafter.layouts(heads, models.tree, settings.stop_drafting):
+        if heads is None:
+            continue
+        for tree in drafter.layouts(heads, models.tree, settings.stop_drafting):
             require_draftable(heads.config, *sizes, tree, settings.draft == "sample")
 
 
@@ -196,10 +198,9 @@ def open_drafter(
     For heads without a tree, a tree is calibrated with the generation `settings`, unless `settings` is `None`. Raise
     RequestError if the drafter does not fit the backbone."""
     models, tree = command.models, None
+    heads = config.own_heads(loaded.model)
     if config.needs_heads and models.heads is not None:
         heads = open_heads(models.heads, loaded)
-    else:
-        heads = config.own_heads(loaded.model)
     if config.takes_tree and heads is not None:
         tree = models.tree if settings is None else choose_tree(command, loaded, heads, settings)
     stop_drafting = command.settings.stop_drafting if config.takes_tree else 0.0

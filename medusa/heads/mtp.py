@@ -72,8 +72,9 @@ class MtpHeads(SequentialHeads, AttendsToText):
             return query.transpose(1, 2)[..., :1].expand(-1, -1, -1, value.shape[-1])  # which nobody reads
 
         block = self.layer.mtp_block
-        block.self_attn(
-            hidden_states=block.input_layernorm(self._input(hidden, token)),
+        norm, attention = cast("nn.Module", block.input_layernorm), cast("nn.Module", block.self_attn)
+        attention(
+            hidden_states=norm(self._input(hidden, token)),
             position_embeddings=self.rope.angles(position_ids, hidden.dtype),
             attention_mask=None,
             attend=keep,
@@ -105,7 +106,7 @@ class MtpHeads(SequentialHeads, AttendsToText):
             attention_mask=None,
             attend=attend,
         )
-        feature = self.layer.post_norm(out).reshape(*shape, -1)
+        feature = cast("nn.Module", self.layer.post_norm)(out).reshape(*shape, -1)
         return feature, (feature, *own)
 
 
