@@ -222,14 +222,13 @@ def write_speculators(export: Export) -> Written:
 def write_llama_cpp(export: Export) -> Written:
     """Write heads of kind `eagle` as input of llama.cpp's own converter; raise RequestError for all other heads.
 
-    The converter takes the layers (2, n // 2, n - 3) of the backbone's n, whatever the file says."""
+    The converter takes the layers that the config names, in llama.cpp as of llama-cpp-python 0.3.36."""
     require_eagle(export, "llama.cpp")
     layer = layer_for(export, "llama.cpp")
     require_features(layer, "llama.cpp")
-    taken = list(usual_layers(layer.backbone.num_hidden_layers))
-    if layer.features != taken:
-        ways = f"train them with heads.feature_layers={taken}, or export to vllm"
-        raise RequestError(f"llama.cpp reads the layers {taken} of this backbone, not {layer.features}; {ways}")
+    if len(layer.features) != 3:
+        ways = "train them with heads.feature_layers=usual, or export to vllm"
+        raise RequestError(f"llama.cpp reads three layers of the backbone, not {layer.features}; {ways}")
     if (count := layer_sizes(layer.config)["layers"]) != 1:
         raise RequestError(f"llama.cpp reads one decoder layer, and these heads have {count}; export to vllm or sglang")
     layer = with_lm_head(layer, export)

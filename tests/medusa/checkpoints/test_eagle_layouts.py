@@ -419,8 +419,8 @@ def read_as(to: str, folder: Path) -> tuple[Layout, Tensors]:
     assert config["norm_before_residual"] is False
     if to == "sglang":  # the output of layer i
         read = [layer + 1 for layer in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
-    elif to == "llama.cpp":  # the converter computes them
-        read = [2, LAYERS // 2, LAYERS - 3]
+    elif to == "llama.cpp":
+        read = config["eagle_aux_hidden_state_layer_ids"]
         assert "draft_vocab_size" in config
         assert config["num_hidden_layers"] == 1
     else:
@@ -489,7 +489,7 @@ def test_published_layers_are_written_for_sglang_and_read_again(name: str, backb
     [
         ("speculators", {"feature_layers": None}, "speculators needs the hidden states of three layers"),
         ("llama.cpp", {"feature_layers": None}, "heads.feature_layers=usual, or export to vllm"),
-        ("llama.cpp", {"feature_layers": [1, 4, 8]}, r"reads the layers \[2, 4, 6\] of this backbone, not \[1, 4, 8\]"),
+        ("llama.cpp", {"feature_layers": [1, 4]}, r"reads three layers of the backbone, not \[1, 4\]"),
         ("vllm", {"feature_layers": [1, 4, 9]}, r"read the layers \[1, 4, 9\], and .* has 9"),
         ("vllm", {"lm_head": "own"}, "heads.lm_head=shared"),
         ("sglang", "speculators", "sglang does not read layers with norm_before_fc; vllm or speculators does"),
