@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -246,8 +247,8 @@ def test_seeded_generate_equals_transformers(llama: Any) -> None:
     assert torch.equal(generate(llama, heads, ids, tree=TREES["wide"], **options), theirs)
 
 
-@pytest.mark.parametrize("draft", ["topk", "sample"])
-def test_sampled_texts_have_the_models_distribution(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "draft"), [("medusa", "topk"), ("medusa", "sample"), ("markov", "sample")])
+def test_sampled_texts_have_the_models_distribution(kind: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare all texts of three tokens (vocabulary of seven) with the model, for both forms of rejection.
 
     A chi-square test compares the counts in 3000 rows of one batch with the products of the model's probabilities.
@@ -255,7 +256,7 @@ def test_sampled_texts_have_the_models_distribution(draft: str, monkeypatch: pyt
     """
     words, rows, prompt = 7, 3000, [1, 2, 3]
     model = tiny_model("llama", vocab_size=words, initializer_range=0.15)
-    heads = random_heads(model, 2)
+    heads = random_heads(model, 2, kind=kind)
 
     def p(texts: list[list[int]]) -> torch.Tensor:
         with torch.no_grad():
@@ -281,7 +282,7 @@ def test_sampled_texts_have_the_models_distribution(draft: str, monkeypatch: pyt
         model,
         heads,
         torch.tensor([prompt]),
-        tree=Tree.top_k([3, 2]),
+        tree=replace(Tree.top_k([3, 2]), shortlist=4),  # markov heads draw from four of the seven tokens
         draft=draft,
         num_return_sequences=rows,
         do_sample=True,

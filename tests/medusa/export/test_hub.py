@@ -787,7 +787,9 @@ def test_an_adapter_is_another_backbone_than_its_base(backbones: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"kind": "hydra"}, {"kind": "eagle"}, {"prefix_layers": 1}, {"vocabulary": 40}], ids=str
+    "settings",
+    [{"kind": "hydra"}, {"kind": "markov"}, {"kind": "eagle"}, {"prefix_layers": 1}, {"vocabulary": 40}],
+    ids=str,
 )
 def test_unsupported_heads_are_not_exported(
     settings: dict[str, Any], llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture
