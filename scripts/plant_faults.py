@@ -4,7 +4,8 @@
     python scripts/plant_faults.py --only "cache: *" --json faults.json
     python scripts/plant_faults.py --all-tests                 # the whole suite for each fault
 
-The exit status is 1 if no test caught a fault, or if a test fails without any fault.
+The exit status is 1 if no test caught a fault, if one caught a fault that is called equivalent, or if a test fails
+without any fault.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ PASSED, FAILED = 0, 1  # pytest's exit statuses
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: the text `old` of a file is replaced with `new`, and at least one of `tests` must fail."""
+    """A fault: the text `old` of a file is replaced with `new`, and at least one of `tests` must fail.
+
+    `equivalent` is the reason why the code does the same with the fault; then all of `tests` must pass."""
 
     name: str
     file: str
     old: str
     new: str
     tests: list[str]
+    equivalent: str = ""
 
     def plant(self, source: str) -> str:
         """Return the text of the file with the fault; raise ValueError unless `old` is in the file exactly once."""
@@ -52,13 +56,25 @@ class Fault:
 
 
 class Outcome(NamedTuple):
-    """Whether the tests caught a fault, and the first test that failed."""
+    """Whether the tests caught a fault, the first test that failed, and why none should, if the fault is equivalent."""
 
     name: str
     file: str
     caught: bool
     test: str
     seconds: float
+    equivalent: str = ""
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether a fault was caught, or one that is called equivalent was not."""
+        return self.caught != bool(self.equivalent)
+
+    def __str__(self) -> str:
+        found = f"caught by {self.test.partition('::')[2]}" if self.caught else "NOT CAUGHT"
+        if self.equivalent:
+            found = f"{found}, BUT CALLED EQUIVALENT" if self.caught else f"equivalent: {self.equivalent}"
+        return f"{self.name}: {found}, {self.seconds:.0f} s"
 
 
 def read_faults(path: Path = FAULTS) -> list[Fault]:
@@ -97,7 +113,8 @@ def try_fault(folder: Path, fault: Fault, all_tests: bool) -> Outcome:
         place.write_text(source, encoding="utf-8")
     if status not in (PASSED, FAILED):
         raise RuntimeError(f"{fault.name}: pytest ended with status {status} {test}")
-    return Outcome(fault.name, fault.file, status == FAILED, test, round(time.monotonic() - start, 1))
+    seconds = round(time.monotonic() - start, 1)
+    return Outcome(fault.name, fault.file, status == FAILED, test, seconds, fault.equivalent)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,13 +137,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes = []
         for fault in faults:
             outcomes.append(outcome := try_fault(folder, fault, args.all_tests))
-            caught_by = f"caught by {outcome.test.partition('::')[2]}" if outcome.caught else "NOT CAUGHT"
-            print(f"{outcome.name}: {caught_by}, {outcome.seconds:.0f} s", flush=True)
-    caught = sum(outcome.caught for outcome in outcomes)
-    print(f"{caught} of {len(outcomes)} faults were caught")
+            print(outcome, flush=True)
+    caught, equivalent = sum(outcome.caught for outcome in outcomes), sum(bool(o.equivalent) for o in outcomes)
+    print(f"{caught} of {len(outcomes)} faults were caught; {equivalent} are called equivalent")
     if args.json:
         write_json(args.json, {"caught": caught, "faults": [outcome._asdict() for outcome in outcomes]})
-    return 0 if caught == len(outcomes) else 1
+    return 0 if all(outcome.as_expected for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

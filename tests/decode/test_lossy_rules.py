@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -101,16 +102,36 @@ def followed(model: Any, prompt: list[int], taken: list[Any], passes: Any) -> in
     return lossy
 
 
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 0.8}
+
+
+def typical_by_hand(logits: torch.Tensor) -> torch.Tensor:
+    """The typical tokens [V] with `SAMPLED`: above min(0.09, 0.3 exp(-entropy)) of the distribution that is left."""
+    p, order = (logits.double() / 0.7).softmax(-1).sort(descending=True)
+    left = torch.zeros_like(p)
+    left[order] = torch.where(p.cumsum(-1) - p < 0.8, p, 0.0)  # the fewest tokens that hold this share
+    left /= left.sum()
+    entropy = -sum(x * math.log(x) for x in left.tolist() if x)
+    return left > min(0.09, 0.3 * math.exp(-entropy))
+
+
 @pytest.mark.parametrize(
-    ("rule", "passes"),
-    [("topk:3", lambda scores: among_best(scores, 3)), ("distance:4", lambda scores: near_best(scores, 4))],
+    ("rule", "options", "passes"),
+    [
+        ("topk:3", {}, lambda scores: among_best(scores, 3)),
+        ("distance:4", {}, lambda scores: near_best(scores, 4)),
+        ("typical", SAMPLED, typical_by_hand),
+    ],
+    ids=["topk", "distance", "typical"],
 )
-def test_every_token_passes_its_rule_and_some_differ_from_greedy(llama: Any, rule: str, passes: Any) -> None:
+def test_every_token_passes_its_rule_and_some_differ_from_greedy(
+    llama: Any, rule: str, options: dict[str, Any], passes: Any
+) -> None:
     """Slow and obvious: each token looked up in plain forwards. And the longer steps are longer."""
     heads, lossy, count, exact = random_heads(llama), 0, 0, 0
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
-        taken = list(steps(llama, heads, ids, drafter="heads", tree="topk:5,2,1", acceptance=rule, **GREEDY))
+        taken = list(steps(llama, heads, ids, drafter="heads", tree="topk:5,2,1", acceptance=rule, **GREEDY | options))
         lossy += followed(llama, prompt, taken, passes)
         count += len(taken)
         exact += len(list(steps(llama, heads, ids, drafter="heads", tree="topk:5,2,1", **GREEDY)))

@@ -16,12 +16,15 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_fault_can_be_planted(fault: plant_faults.Fault) -> None:
     source = (ROOT / fault.file).read_text(encoding="utf-8")
     assert fault.plant(source) != source
-    assert all((ROOT / test).is_file() for test in fault.tests)
+    for test in fault.tests:
+        path, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}" in (ROOT / path).read_text(encoding="utf-8")
 
 
 def test_names_of_faults_are_unique() -> None:
     names = [fault.name for fault in plant_faults.read_faults()]
     assert len(set(names)) == len(names)
+    assert all(": " in name for name in names), "the area comes first, for --only"
 
 
 @pytest.fixture
@@ -42,7 +45,14 @@ def test_caught_and_missed_faults_are_reported(project: Path, tmp_path_factory: 
     unseen = plant_faults.Fault("unseen", "sums.py", "a + 1", "a + 2", ["test_sums.py"])
     outcomes = [plant_faults.try_fault(folder, fault, all_tests=False) for fault in (caught, unseen)]
     assert [outcome.caught for outcome in outcomes] == [True, False]
+    assert [outcome.as_expected for outcome in outcomes] == [True, False]
     assert outcomes[0].test == "FAILED test_sums.py::test_add"
+    for outcome, (known, found) in zip(
+        outcomes, [(False, "CALLED EQUIVALENT"), (True, "equivalent: reason")], strict=True
+    ):
+        called = outcome._replace(equivalent="reason")
+        assert called.as_expected == known
+        assert found in str(called)
     assert (folder / "sums.py").read_text() == (project / "sums.py").read_text(), "the file is put back"
 
 

@@ -77,8 +77,18 @@ def test_nodes_equal_the_draft_models_predictions(family: str, shape: str, monke
                 assert all(sorted(found) == list(range(len(found))) for found in ranks.values()), where
         return draft
 
+    read, news = drafter._read_new_text, list[int]()
+
+    def counted(rows: list[int]) -> torch.Tensor:
+        news.extend(
+            session.sequences.lengths[row] - held for row, held in zip(rows, drafter.cache.lengths, strict=True)
+        )
+        return read(rows)
+
     monkeypatch.setattr(drafter, "propose", watched)
+    monkeypatch.setattr(drafter, "_read_new_text", counted)
     steps = run_steps(session, drafter, Acceptor("greedy"))
+    assert max(news[len(PROMPTS) :]) <= 2, "more is read again than the last level of a draft and the root"
     lengths = [length for step in steps for length in step.lengths.values()]
     assert max(lengths) > 2, "hardly anything was accepted: no power"
     assert checked > 40
