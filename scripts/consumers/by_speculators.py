@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from speculators import SpeculatorModel
 from speculators.convert.entrypoints import convert_model
+from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
 
 JOB = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -20,8 +21,10 @@ place, guesses = JOB["export"], JOB["guesses"]
 if JOB["format"] == "vllm":
     place = str(Path(sys.argv[2]).with_suffix(".converted"))
     convert_model(model=JOB["export"], verifier=JOB["backbone"], algorithm="eagle3", output_path=place)
-drafter = SpeculatorModel.from_pretrained(place, attn_implementation="eager")
-drafter.load_verifier_weights()
+config = Eagle3SpeculatorConfig.from_pretrained(place)
+config.transformer_layer_config._attn_implementation = "eager"  # its own is flex attention, which GPUs compile
+drafter = SpeculatorModel.from_pretrained(place, config=config)
+drafter._load_verifier_weights(overwrite_embed_tokens=True)  # its loader leaves embeddings that no file has random
 drafter = drafter.float().eval()
 backbone = AutoModelForCausalLM.from_pretrained(JOB["backbone"], dtype=torch.float32)
 layers = drafter.config.eagle_aux_hidden_state_layer_ids
