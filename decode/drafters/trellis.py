@@ -97,9 +97,8 @@ def confident(tree: DynamicTree, logits: Tensor, places: Tensor, tables: Tensor)
     """Convert the scores of a trellis to log probabilities at the temperatures of `tree`: `first` and `tables`.
 
     `logits` [K, B, V] are those of the independent parts (with the root's path term for the first head), `places`
-    [K, B, M] the candidates in them. Tokens that are no candidates keep these logits after every token."""
-    scaled, pairs = tree.scaled(logits), tree.scaled(tables, first=1)
-    first = scaled[0].log_softmax(-1).gather(-1, places[0])
-    others = scaled[1:].scatter(-1, places[1:], -torch.inf).logsumexp(-1)  # [K - 1, B]
-    total = torch.logaddexp(pairs.logsumexp(-1), others[:, :, None])
-    return first[:, None], pairs - total[..., None]
+    [K, B, M] the candidates in them. The candidates of a head hold the same probability after every token: all that
+    they hold in `logits`. Two other rules accepted less (docs/log.md)."""
+    alone = tree.log_confidences(logits).gather(-1, places)
+    held = alone[1:].logsumexp(-1)[..., None, None]  # [K - 1, B, 1, 1]
+    return alone[0, :, None], tree.scaled(tables, first=1).log_softmax(-1) + held

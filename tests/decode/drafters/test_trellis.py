@@ -147,7 +147,7 @@ def test_a_static_tree_holds_the_best_candidates_of_each_path(double: Any, form:
 def test_a_dynamic_tree_holds_the_most_probable_paths(
     double: Any, form: str, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compared with a search over all paths of candidates; other tokens keep the logits of the independent part."""
+    """Compared with a search over all paths of candidates, which share what they hold in the independent part."""
     monkeypatch.setattr(levelwise, "width_of", lambda tree: tree.num_nodes)
     heads, start, temperatures = markov(double, **FORMS[form]), frontier(double), (0.7, 1.0, 1.5)
     tree = with_shortlist(DynamicTree.over_heads(nodes, K, temperatures), 15)
@@ -163,11 +163,10 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(
             if head == K:
                 continue
             logits = logits_after(double, heads, hidden, [int(start.root[row]), *path])
-            if head:
-                others = independent_logits(double, heads, hidden, head)
-                logits = others.index_put((torch.tensor(allowed[head]),), logits[allowed[head]])
-            log_p = (logits / temperatures[head]).log_softmax(-1)
-            open_paths |= {(*path, token): worth + float(log_p[token]) for token in allowed[head]}
+            alone = independent_logits(double, heads, hidden, head) if head else logits
+            held = (alone / temperatures[head]).softmax(-1)[allowed[head]].sum()
+            p = held * (logits[allowed[head]] / temperatures[head]).softmax(-1)
+            open_paths |= {(*path, t): worth + float(p.log()[at]) for at, t in enumerate(allowed[head])}
         assert {tuple(path_to(draft, row, node)[1:]) for node in range(nodes)} == set(taken)
 
 
