@@ -35,6 +35,7 @@ from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import decoding, steps
 from decode.loop import Acceptor
 from decode.request import prepare
+from decode.sequences import Request
 from decode.target import Target
 from decode.topology import Topology
 from medusa import Tree
@@ -53,6 +54,7 @@ from tests.helpers import (
 )
 
 FALSE_ALARM = 1e-5
+ANY_TOKEN: dict[str, Any] = {"do_sample": True, "temperature": 1e3, "top_k": 0}  # all are about as probable
 Step = Callable[[], Tensor]
 
 
@@ -160,16 +162,8 @@ def test_compiled_drafts_equal_eager_drafts(kind: str) -> None:
     model = tiny_model("llama", num_hidden_layers=2 if kind in EAGLE_FORMS else 1)
     blocks = {} if kind in EAGLE_FORMS else {"block": "mlp", "num_layers": 2, "expansion": 4}
     heads = random_heads(model, 3, **FORMS[kind], **blocks)
-    everything: dict[str, Any] = {"do_sample": True, "temperature": 1e3, "top_k": 0}  # is about as probable
-    requests = prepare(model, [random_ids(4)], max_new_tokens=24, seeds=[0], eos_token_id=None, **everything)
-    accept_all = Acceptor("typical", epsilon=1e-9, delta=1e-9)
-    eager, machine = (
-        [
-            (step.ids, step.lengths)
-            for step in decoding(model, TrainedHeads(heads, Tree.chain(3)), requests, accept_all, compile=c).steps
-        ]
-        for c in (False, True)
-    )
+    requests = prepare(model, [random_ids(4)], max_new_tokens=24, eos_token_id=None, **ANY_TOKEN)
+    eager, machine = (all_accepted(model, heads, requests, compile) for compile in (False, True))
     assert [lengths for _, lengths in eager] == [{0: 4}] * 6
     assert machine == eager
 
@@ -208,12 +202,41 @@ def test_a_text_outgrows_its_cache(llama: Any, monkeypatch: pytest.MonkeyPatch) 
     assert 9 + 70 <= grown.capacity < 2 * (9 + 70)
 
 
+def all_accepted(model: Any, heads: Any, requests: list[Request], compile: bool) -> list[tuple[Any, Any]]:
+    """The steps with a chain of guesses and a rule that accepts them all, which shows the drafts."""
+    factory, rule = TrainedHeads(heads, Tree.chain(heads.config.num_heads)), Acceptor("typical", 1e-9, 1e-9)
+    return [(step.ids, step.lengths) for step in decoding(model, factory, requests, rule, compile=compile).steps]
+
+
 @pytest.mark.usefixtures("as_written")
-def test_the_end_of_the_context() -> None:
-    model = tiny_model("llama", max_position_embeddings=32)
-    prompt = random_ids(10)
-    found = texts(model, random_heads(model), [prompt], TREES["static"], max_new_tokens=22, do_sample=False)
+@pytest.mark.parametrize(("kind", "prefix_layers"), [("medusa", 0), ("medusa", 1), ("eagle", 0)])
+def test_a_row_that_has_ended_stays_as_it_is(
+    llama: Any, kind: str, prefix_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends after two steps, where another draft would not fit in its cache, while the other row goes on."""
+    small_steps(monkeypatch)
+    Regions.of(llama).clear()
+    heads = random_heads(llama, 11, kind=kind, prefix_layers=prefix_layers)
+    requests = prepare(llama, [random_ids(20), random_ids(2)], max_new_tokens=40, eos_token_id=None, **ANY_TOKEN)
+    requests[0] = requests[0]._replace(max_new_tokens=24)
+    eager, fixed = (all_accepted(llama, heads, requests, compile) for compile in (False, True))
+    assert [lengths for _, lengths in eager] == [{0: 12, 1: 12}] * 2 + [{1: 12}] * 2
+    assert fixed == eager
+    [(_, kept)] = Regions.of(llama)
+    assert [int(cache.lengths[0]) for cache in kept.caches] == [44] + [44 - (kind == "eagle")] * (len(kept.caches) - 1)
+
+
+@pytest.mark.usefixtures("as_written")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2 has no embedding for a position beyond the end
+def test_the_end_of_the_context(family: str) -> None:
+    model, prompt = tiny_model(family, max_position_embeddings=32), random_ids(10)
+    heads = random_heads(model)
+    found = texts(model, heads, [prompt], TREES["static"], max_new_tokens=22, do_sample=False)
     assert found == [plain(model, prompt, max_new_tokens=22)]
+    requests = prepare(model, [prompt], max_new_tokens=22, eos_token_id=None, **ANY_TOKEN)
+    eager, fixed = (all_accepted(model, heads, requests, compile) for compile in (False, True))
+    assert [lengths for _, lengths in eager] == [{0: 4}] * 5 + [{0: 2}], "two tokens are left"
+    assert fixed == eager
 
 
 @pytest.mark.usefixtures("as_written")
