@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
+from transformers import Trainer, TrainerState
 
 from medusa.errors import RequestError
 from train.checkpoints import (
     all_checkpoints,
     checkpoint_to_resume,
+    is_whole,
     remove_checkpoints,
     remove_rescues,
     whole_checkpoints,
 )
+from train.interruptions import RescueClock
+from train.rescue import InterruptibleTrainer
 
 STATE, WEIGHTS, OPTIMIZER = "trainer_state.json", "medusa_lm_head.safetensors", ("optimizer.pt", "scheduler.pt")
 
@@ -55,6 +62,44 @@ def test_a_run_continues_from_the_last_checkpoint_that_can_be_resumed(output: Pa
     assert checkpoint_to_resume(output, resume, overwrite=False) == output / "checkpoint-11"
     with pytest.raises(RequestError, match="checkpoint"):
         checkpoint_to_resume(output, False, overwrite=False)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rescue_leaves_the_other_checkpoints_as_the_recipe_says(fails: bool) -> None:
+    """It holds the optimiser's state whatever the recipe says, and other checkpoints do not, even if saving failed."""
+    trainer, seen = object.__new__(InterruptibleTrainer), list[bool]()
+    trainer.args = SimpleNamespace(save_only_model=True)  # type: ignore[assignment]
+    trainer.state, trainer.model_wrapped, trainer._saved_step = TrainerState(global_step=3), nn.Module(), -1
+
+    def save(model: nn.Module, trial: None) -> None:
+        seen.append(trainer.args.save_only_model)
+        if fails:
+            raise OSError("the disk is full")
+
+    trainer._save_checkpoint = save  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="full") if fails else nullcontext():
+        trainer.save_rescue()
+    assert seen == [False]
+    assert trainer.args.save_only_model
+    assert not trainer._rescuing
+
+
+def test_a_checkpoint_that_is_written_again_is_not_whole_meanwhile(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, folder, seen = object.__new__(InterruptibleTrainer), output / "checkpoint-11", list[bool]()
+    trainer.args = SimpleNamespace(should_save=True, save_only_model=False, output_dir=str(output))  # type: ignore[assignment]
+    trainer.state, trainer.clock, trainer._rescuing = TrainerState(global_step=11), RescueClock(1.0), False
+    trainer.hp_search_backend = None
+
+    def save(self: Trainer, model: nn.Module, trial: None) -> None:
+        seen.append(is_whole(folder))
+        (folder / STATE).write_text("{}")
+
+    monkeypatch.setattr(Trainer, "_save_checkpoint", save)
+    trainer._save_checkpoint(nn.Module(), None)
+    assert seen == [False]
+    assert names(whole_checkpoints(output)) == ["9", "11"], "the older rescue checkpoint is removed"
 
 
 def test_only_rescues_are_removed_when_a_run_is_done(output: Path) -> None:

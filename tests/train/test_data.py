@@ -334,3 +334,14 @@ def test_questions_can_be_excluded_from_a_base_models_data(tmp_path: Path) -> No
     data = jsonl(tmp_path / "d.jsonl", {"text": "Please write about a trip to Hawaii."}, {"text": "something else"})
     packed = load_dataset(DataConfig(path=data, exclude=questions, exclude_window=16), byte_tokenizer(), 512, 64)
     assert packed.counts.dropped == {"shared with the excluded text": 1}
+
+
+def test_a_shared_run_of_tokens_is_found_wherever_it_lies(tmp_path: Path) -> None:
+    """At the start, in the middle and at the end of either text; a run that is one token shorter is none."""
+    shared, other = random_ids(4, seed=1), [50, 51]
+    for excluded in (shared, other + shared, shared + other):
+        path = jsonl(tmp_path / "e.jsonl", {"input_ids": excluded})
+        texts = [shared, other + shared, shared + other, [52, *shared, 53], [*shared[1:], 53, 54], [54, *shared[:-1]]]
+        data = jsonl(tmp_path / "d.jsonl", *({"input_ids": text} for text in texts))
+        packed = load_dataset(DataConfig(path=data, exclude=path, exclude_window=4), None, VOCAB, 64)
+        assert packed.counts.dropped == {"shared with the excluded text": 4}
