@@ -1,9 +1,9 @@
-"""Code that export formats share: the types of input and output, a check of the heads, and the backbone's LM head."""
+"""Code that export formats share: types of input and output, a check of the heads, two matrices of the backbone."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -107,19 +107,52 @@ def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
     """Read a backbone's LM head [V, H] (V tokens, hidden size H). From a local folder, only the LM head is read.
 
     Raise RequestError if there is no such backbone, or its LM head has a bias, which no export format can store."""
+
+    def find(model: PreTrainedModel) -> Tensor:
+        return _without_bias(model.get_output_embeddings(), name)
+
+    found = _read_alone(name, options, find, FORMER_LM_HEADS)
+    return find(load_backbone(name, replace(options, device="cpu")).model).detach() if found is None else found
+
+
+def read_embeddings(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
+    """Read the embeddings [V, H] that a backbone computes for its V tokens. From a local folder, only they are read.
+
+    If the embedding module computes more than a look-up, such as a scaling, the backbone is loaded and computes them.
+    Raise RequestError if there is no such backbone."""
+
+    def find(model: PreTrainedModel) -> Tensor | None:
+        module = model.get_input_embeddings()
+        return module.weight if type(module) is nn.Embedding else None
+
+    if (found := _read_alone(name, options, find)) is not None:
+        return found
+    backbone = load_backbone(name, replace(options, device="cpu"))
+    with torch.no_grad():
+        return backbone.embed(torch.arange(backbone.model.get_input_embeddings().num_embeddings))
+
+
+def _read_alone(
+    name: str, options: LoadOptions, find: Callable[[PreTrainedModel], Tensor | None], former: Sequence[str] = ()
+) -> Tensor | None:
+    """Read the parameter that `find` returns of a backbone, from the folder of a whole model, without the others.
+
+    `former` are older names of it. Return `None` if there is no such folder, parameter or stored tensor."""
     folder = DEMO if name == "demo" else Path(name)
-    if is_whole_model(folder):
-        config = load_config(name, options)
-        model = on_meta(config, options)
-        weight = _without_bias(model.get_output_embeddings(), name)
-        text = config.get_text_config(decoder=True)
-        tied = model.get_input_embeddings().weight if getattr(text, "tie_word_embeddings", False) else None
-        parameters = model.named_parameters(remove_duplicate=False)
-        names = [key for key, value in parameters if value is weight or value is tied]
-        if (found := stored_tensor(Stored.of_model(folder), model, (*names, *FORMER_LM_HEADS), weight)) is not None:
-            return found
-    model = load_backbone(name, replace(options, device="cpu")).model
-    return _without_bias(model.get_output_embeddings(), name).detach()
+    if not is_whole_model(folder):
+        return None
+    config = load_config(name, options)
+    model = on_meta(config, options)
+    if (wanted := find(model)) is None:
+        return None
+    text = config.get_text_config(decoder=True)
+    same = [wanted]
+    if getattr(text, "tie_word_embeddings", False):
+        both = (model.get_input_embeddings(), model.get_output_embeddings())
+        same += [module.weight for module in both if module is not None]
+    parameters = model.named_parameters(remove_duplicate=False)
+    names = [key for key, value in parameters if any(value is one for one in same)]
+    return stored_tensor(Stored.of_model(folder), model, (*names, *former), wanted)
 
 
 def is_whole_model(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from medusa.checkpoints.eagle_config import IDS
 from medusa.checkpoints.stored import CONFIG, save_tensors
 from medusa.config import GATED, MedusaConfig
 from medusa.errors import RequestError
-from medusa.export.base import Export, Written, quoted, read_lm_head, served_dtype
+from medusa.export.base import Export, Written, quoted, read_embeddings, read_lm_head, served_dtype
 from medusa.files import Json, write_json
 from medusa.heads.eagle_layer import layer_sizes
 from medusa.loading import load_config
@@ -135,6 +135,16 @@ def with_lm_head(layer: Layer, export: Export) -> Layer:
     return replace(layer, heads=replace(heads, config=own, tensors=heads.tensors | copies))
 
 
+def with_embeddings(layer: Layer, export: Export) -> Layer:
+    """Return the layer with embeddings in its file: its own, or a copy of the backbone's."""
+    heads = layer.heads
+    if layer.config.embeddings == "own":
+        return layer
+    rows = read_embeddings(export.backbone, export.load).to(heads.dtype).contiguous()
+    own = replace(layer.config, embeddings="own", vocab_size=layer.backbone.vocab_size)
+    return replace(layer, heads=replace(heads, config=own, tensors=heads.tensors | {"embedding.weight": rows}))
+
+
 def write_eagle3(export: Export, name: str, layer: Layer) -> None:
     """Write `layer` for vLLM, SGLang or llama.cpp (`name`), which read it as a Llama model with few layers."""
     config, tensors = layer.config, layer.tensors()
@@ -180,22 +190,23 @@ def write_sglang(export: Export) -> Written:
 def write_speculators(export: Export) -> Written:
     """Write heads of kind `eagle` that read several layers in the format of the speculators library and of vLLM.
 
-    Raise RequestError for other heads: the library gives every layer an `fc`, so it cannot hold heads without one."""
+    Raise RequestError for other heads: the library gives every layer an `fc`, so it cannot hold heads without one. Its
+    loader gives random values to embeddings that the file lacks, and with a `model_type` vLLM would not recognise the
+    format."""
     require_eagle(export, "speculators")
     layer = layer_for(export, "speculators")
     require_features(layer, "speculators")
-    layer = with_lm_head(layer, export)
-    config = layer.config
-    if layer_sizes(config)["hidden_size"] != config.hidden_size:
+    if layer_sizes(layer.config)["hidden_size"] != layer.config.hidden_size:
         raise RequestError(
             "speculators needs layers of the backbone's hidden size; export to vllm, sglang or llama.cpp"
         )
+    layer = with_embeddings(with_lm_head(layer, export), export)
+    config = layer.config
     save_tensors(layer.tensors(), export.folder / MODEL_WEIGHTS)
     verifier = load_config(export.backbone, export.load)
     method = {"proposal_type": "greedy", "speculative_tokens": config.num_heads}
     about: Json = {
         "architectures": ["Eagle3Speculator"],
-        "model_type": "speculator_model",
         "speculators_model_type": "eagle3",
         "draft_vocab_size": config.vocabulary or layer.backbone.vocab_size,
         "norm_before_residual": False,

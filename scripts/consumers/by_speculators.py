@@ -23,9 +23,7 @@ if JOB["format"] == "vllm":
     convert_model(model=JOB["export"], verifier=JOB["backbone"], algorithm="eagle3", output_path=place)
 config = Eagle3SpeculatorConfig.from_pretrained(place)
 config.transformer_layer_config._attn_implementation = "eager"  # its own is flex attention, which GPUs compile
-drafter = SpeculatorModel.from_pretrained(place, config=config)
-drafter._load_verifier_weights(overwrite_embed_tokens=True)  # its loader leaves embeddings that no file has random
-drafter = drafter.float().eval()
+drafter = SpeculatorModel.from_pretrained(place, config=config).float().eval()
 backbone = AutoModelForCausalLM.from_pretrained(JOB["backbone"], dtype=torch.float32)
 layers = drafter.config.eagle_aux_hidden_state_layer_ids
 steps: list[list[int]] = []

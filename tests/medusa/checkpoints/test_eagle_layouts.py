@@ -455,7 +455,8 @@ def test_exports_give_the_heads_logits_by_each_consumers_rules(
     hidden = wrapped.hidden_states(ids[:, :11], use_cache=False)
     inputs = heads.inputs(hidden, ids, wrapped.embed, num_heads=STEPS)
     found = heads.logits(heads.features(inputs, STEPS), lm_head_for(heads, wrapped))[:, 0, -1]
-    features, table = joined(layout, tensors, model, ids[:, :11]), model.get_input_embeddings().weight
+    features = joined(layout, tensors, model, ids[:, :11])
+    table = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
     for step in range(STEPS):
         read, after = forward(layout, tensors, features, table[ids[0, 1 : 12 + step]])
         expected = read[-1] @ tensors.get("lm_head.weight", model.lm_head.weight).T
@@ -470,6 +471,8 @@ def test_exports_give_the_heads_logits_by_each_consumers_rules(
         assert tensors["t2d"].nonzero().flatten().tolist() == heads.vocabulary.tolist()
     if to in ("speculators", "llama.cpp"):
         assert "lm_head.weight" in tensors, "these consumers do not take the backbone's"
+    assert ("embed_tokens.weight" in tensors) == (to == "speculators"), "its own loader does not take the backbone's"
+    assert ("model_type" in layout.config) == (to != "speculators"), "with one, vLLM sees another model"
 
 
 @pytest.mark.parametrize("name", ["EAGLE-3's authors, another size", "SGLang", "SpecForge"])

@@ -24,7 +24,7 @@ from medusa.checkpoints.folder import find_folder
 from medusa.checkpoints.published import to_published
 from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, WEIGHTS, Stored, save_tensors
 from medusa.export import FORMATS
-from medusa.export.base import read_lm_head
+from medusa.export.base import read_embeddings, read_lm_head
 from medusa.files import read_json
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, tiny_model
@@ -943,6 +943,17 @@ def test_the_lm_head_is_read_without_loading_the_backbone(
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
     monkeypatch.setattr("medusa.export.base.load_backbone", lambda *a: pytest.fail("the whole backbone was read"))
     assert torch.equal(read_lm_head(str(tmp_path)), model.get_output_embeddings().weight)
+    if family != "gemma2":
+        assert torch.equal(read_embeddings(str(tmp_path)), model.get_input_embeddings().weight)
+
+
+@torch.no_grad()
+def test_embeddings_that_a_model_scales_are_read_scaled(tmp_path: Path) -> None:
+    model = tiny_model("gemma2")
+    model.save_pretrained(tmp_path)
+    found = read_embeddings(str(tmp_path))
+    assert torch.equal(found, model.get_input_embeddings()(torch.arange(len(found))))
+    assert not torch.equal(found, model.get_input_embeddings().weight)
 
 
 def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
