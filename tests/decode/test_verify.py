@@ -121,6 +121,7 @@ def test_masks_cut_from_the_buffer_equal_the_definition(kind: str, dtype: torch.
         tree = random_tree(rng.randint(0, 12), seed)
         topology = Topology.of(tree)
         masks = TreeMasks(config_of(kind), dtype, torch.device("cpu"))
+        masks([2], SMALL)  # the mask of an earlier tree is no mask of this one
         for lengths in ([1], [3, 3], [7, 2, 5], [255, 1], [256], [257, 300], [900, 4]):
             got = masks(lengths, topology)
             by_kind = got if isinstance(got, dict) else {kind: got}
@@ -178,6 +179,10 @@ def test_nodes_beyond_the_context_use_valid_positions() -> None:
     backbone.forward(torch.tensor([prompt]), cache, position_ids=torch.arange(8)[None])
     cache.commit_prompt([8])
     ids = random_ids(5, seed=1)
-    logits = Verifier(backbone, cache)(Draft(torch.tensor([ids]), Topology.of(tree))).logits[0]
+    verifier, draft = Verifier(backbone, cache), Draft(torch.tensor([ids]), Topology.of(tree))
+    limit = verifier.depth_limit(draft)
+    assert limit is not None
+    assert limit.tolist() == [1], "the root takes position 8, and 9 is the last"
+    logits = verifier(draft).logits[0]
     expected = path_logits(model, prompt, ids[:2], Tree.chain(1))
     torch.testing.assert_close(logits[:2], expected, rtol=1e-9, atol=1e-9)
