@@ -169,6 +169,15 @@ def test_compiled_drafts_equal_eager_drafts(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("as_written")
+def test_each_step_draws_its_own_random_numbers(llama: Any) -> None:
+    """All tokens are about as probable: one number for all steps would give one token again and again."""
+    [text] = texts(
+        llama, random_heads(llama), [random_ids(5)], TREES["root"], max_new_tokens=12, seeds=[1], **ANY_TOKEN
+    )
+    assert len(set(text)) > 6, "a chance below 1e-4, for any seed"
+
+
+@pytest.mark.usefixtures("as_written")
 def test_rows_end_one_after_the_other() -> None:
     model = tiny_model("llama")
     heads = random_heads(model)
