@@ -25,6 +25,7 @@ WRONG = {
     "compare_drafters": ["--on ./no/model demo --prompt Hi --drafters ngram", "--on demo demo --prompt Hi"],
     "compare_kinds": ["--backbone demo --prompt Hi --heads demo", "--backbone ./no/model --prompt Hi --heads a=b"],
     "draw": ["", "exactness {tmp} --prompt 99", "benchmark no.json {tmp}/x.png"],
+    "fuzz": ["--minutes 0", "--cases 0", "--minutes 1 --case 2"],
     "gpu_battery": ["--call 4 --output {tmp}", "--stage dance --output {tmp}"],
     "make_backbone": ["--data no.txt --output {tmp}/x --steps 1"],
     "make_mtp_model": [
@@ -40,6 +41,7 @@ WRONG = {
     "../notebooks/run": ["no.ipynb"],
 }
 SHARED = {"script_tools", "measuring", "tiny_models", "backbone_training", "openai_checks"}  # no scripts
+SHARED |= {"fuzz_cases", "fuzz_models"}
 
 
 def test_every_script_is_listed() -> None:
