@@ -41,10 +41,12 @@ def training_bytes(heads: HeadsSize, backbone_bytes: int, hidden_size: int, toke
     """Compute the memory in bytes to train heads by AdamW on batches of `tokens` tokens on a frozen backbone.
 
     `device` is "cpu" or "cuda", where products are computed in bfloat16 by default. The sum holds the backbone, the
-    heads with gradients and moments, a batch's gradient of own LM heads, a chunk of logits with their gradient, and
-    what backbone and heads hold for a batch."""
+    heads with gradients and moments, a chunk of logits with their gradient, and what backbone and heads hold for a
+    batch. It is for one process: several, or float16, hold the gradient of own LM heads twice when they accumulate."""
     half = HALF_BYTES if device != "cpu" else 0
-    weights = (ADAM_BYTES + half) * heads.trained + 4 * heads.own
+    weights = (ADAM_BYTES + half) * heads.trained
+    if heads.own:
+        weights += half * hidden_size * heads.vocab_size  # a chunk's product, before it is added to the gradient
     rows = min(tokens, chunk_rows(heads.num_heads, heads.vocab_size, device, own=heads.own > 0))
     # The logits of all heads in float32, their gradient in the LM head's dtype, and one head's log-probabilities.
     logits = rows * heads.vocab_size * ((4 + (half or 4)) * heads.num_heads + 4)

@@ -60,10 +60,12 @@ class HeadsOnBackbone(nn.Module):
             why = "this backbone caps or scales its LM head's output, so its softmax is not the backbone's distribution"
             raise RequestError(f"training.objective distill: {why}; take argmax, which is the same either way")
 
-    def forward(self, **batch: Tensor) -> HeadLosses:
-        """Compute the losses of all heads on a batch (`train.data.packing.Batch`)."""
+    def forward(self, counts: Tensor | None = None, in_place: bool = False, **batch: Tensor) -> HeadLosses:
+        """Compute the losses of all heads on a batch (`train.data.packing.Batch`).
+
+        `counts` [K] is the number of labels of each head in the optimiser step; for `in_place` see `head_losses`."""
         inputs, labels, teacher = self.labelled_positions(**batch)
-        settings = (self.args.weighting, teacher, self.args.loss_backend)
+        settings = (self.args.weighting, teacher, self.args.loss_backend, counts, in_place)
         return head_losses(self.heads, inputs, labels, self.backbone.head, *settings)
 
     def labelled_positions(

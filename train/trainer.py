@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState
@@ -139,7 +139,7 @@ class MedusaTrainer(InterruptibleTrainer):
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
         """Time a few training steps, undo them, and return seconds per step; `prepare` changes each batch, untimed."""
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
-        before = [parameter.detach().clone() for parameter in learning]
+        before = [parameter.detach().to("cpu", copy=True) for parameter in learning]  # a GPU may have no room
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # its slowest value
         device, times = self.args.device, []
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -196,6 +196,12 @@ class MedusaTrainer(InterruptibleTrainer):
         ids, mask, documents = batch["input_ids"], batch["loss_mask"], batch["document_ids"]
         return (head_labels(ids, mask, documents, self.heads.config.num_heads) != IGNORE).sum((1, 2))
 
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether the loss can add to the gradients itself, because nothing else scales them or adds them up."""
+        alone = self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None
+        return alone and not self.args.torch_compile
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -206,17 +212,13 @@ class MedusaTrainer(InterruptibleTrainer):
         """Compute the loss of a batch, and keep each head's loss and number of right guesses for the log.
 
         `num_items_in_batch` [K] is the number of labels of each head in the optimiser step, over all processes."""
-        losses: HeadLosses = model(**inputs)
+        counts = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None  # None in an evaluation
+        losses: HeadLosses = model(**inputs, counts=counts, in_place=counts is not None and self.adds_in_place)
         self._batch_sums = torch.stack([losses.loss * losses.total, losses.correct, losses.total]).detach()  # [3, K]
-        objective = losses.objective  # an evaluation averages batches
-        if isinstance(num_items_in_batch, Tensor):
-            # The Trainer adds up the losses of micro-batches and averages those of processes. With these weights, loss
-            # and gradients do not depend on how the labels are distributed over micro-batches and processes.
-            # A Trainer without `loss_is_scaled_for_ga` (5.17) always divides by the number of micro-batches.
-            undone = 1 if hasattr(Trainer, "loss_is_scaled_for_ga") else self.current_gradient_accumulation_steps
-            share = losses.total * self.args.world_size * undone / num_items_in_batch.clamp_min(1)
-            objective = objective * share
-        loss = objective.sum()
+        # The Trainer adds up the losses of micro-batches and averages those of processes. One without
+        # `loss_is_scaled_for_ga` (5.17) always divides by the number of micro-batches.
+        undone = 1 if hasattr(Trainer, "loss_is_scaled_for_ga") else self.current_gradient_accumulation_steps
+        loss = losses.objective if counts is None else losses.objective * (self.args.world_size * undone)
         return (loss, {"loss": loss.detach()}) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> Tensor:

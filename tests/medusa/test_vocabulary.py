@@ -322,7 +322,7 @@ def test_the_chunked_loss_equals_the_plain_loss(
     for losses in (head_losses, head_losses_plain):
         some.zero_grad()
         figures = losses(some, inputs, labels, head, weighting, teacher)
-        figures.objective.sum().backward()
+        figures.objective.backward()
         found.append((*figures, *(p.grad.clone() for p in some.parameters() if p.grad is not None)))
     for ours, plainly in zip(*found, strict=True):
         torch.testing.assert_close(ours, plainly, rtol=1e-4, atol=1e-5)
@@ -337,15 +337,13 @@ def test_a_label_outside_the_draft_vocabulary_ends_the_chain(llama: Any) -> None
     inputs = shown(llama, some, 1)
     known = int(some.vocabulary[0])
 
-    def objective(labels: list[int]) -> list[float]:
-        return head_losses(
-            some, inputs, torch.tensor(labels)[:, None], llama.lm_head, Weighting("dpace")
-        ).objective.tolist()
+    def objective(labels: list[int]) -> float:
+        figures = head_losses(some, inputs, torch.tensor(labels)[:, None], llama.lm_head, Weighting("dpace"))
+        return figures.objective.item()
 
-    first, second, third = objective([known, missing, known])
-    assert first > 0
-    assert second == third == 0
-    assert first == pytest.approx(objective([known, IGNORE, IGNORE])[0]), "as where the text ends"
+    ended = objective([known, IGNORE, IGNORE])
+    assert 0 < ended < objective([known, known, known])
+    assert objective([known, missing, known]) == pytest.approx(ended), "as where the text ends"
     assert head_losses(some, inputs, torch.tensor([[missing]] * HEADS), llama.lm_head).correct.sum() == 0
 
 

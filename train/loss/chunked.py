@@ -18,33 +18,47 @@ from train.loss.weighting import Weighting
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Autograd function that computes the losses of K heads (`train.loss.heads.HeadLosses`) from the heads' features.
+    """Autograd function that computes the losses of K heads from their features.
 
-    Its inputs are features [K, R, H] of hidden size H at R positions, LM head weights and bias, labels [K, R], the rule
-    for loss weights, and the teacher for distillation. The forward also computes the gradients, and applies the loss
-    weights to them, because it sums those of own LM heads over the positions: a sum cannot be weighted by position."""
+    Its inputs are features [K, R, H] of hidden size H at R positions, LM head weights and bias, labels [K, R], the
+    number of labels [K] by which each head's sums are divided, the rule for loss weights, the teacher for distillation,
+    and whether the gradient of `weight` is added to `weight.grad`. It returns the objective, a scalar, and for each
+    head [K] the plain loss and the number of right guesses (`train.loss.heads.HeadLosses`).
+
+    The forward also computes the gradients, and applies the loss weights to them, because it sums those of the heads'
+    own LM heads over the positions: a sum cannot be weighted by position. For the same reason the objective is a
+    scalar: if the heads have one LM head, its gradient is a sum over heads, too.
+
+    Autograd would add the gradient of `weight` to a waiting one, and so hold two. With `in_place`, the forward itself
+    adds to `weight.grad`. It must then be followed by one backward, in which the objective's gradient is 1."""
 
     @staticmethod
     def forward(
         ctx: FunctionCtx,
         x_KRH: Tensor,
-        weight: Tensor,  # [V, H] of the shared LM head, or [K, H, V] of own ones
+        weight: Tensor,  # [V, H] of the shared LM head, [K, H, V] of own ones, or [1, H, V] of one for all heads
         bias_V: Tensor | None,
         labels: Tensor,
+        counts: Tensor,
         weighting: Weighting,
         teacher: BackboneTeacher | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        in_place: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         device = x_KRH.device.type
         # Products use the LM head's dtype, which may be bfloat16 with heads in float32, or autocast's dtype.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         num_heads, positions, _ = x_KRH.shape
         own = weight.dim() == 3
-        matrix = weight.to(dtype) if own else weight.to(dtype).T
+        matrix = weight.to(dtype)
+        matrix = matrix.T if not own else matrix[0] if len(matrix) == 1 else matrix
         learns_x, learns_weight, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         grad_x = torch.empty_like(x_KRH) if learns_x else None
-        grad_weight = torch.zeros_like(weight) if learns_weight and own else None  # a shared LM head is frozen
+        grad_weight = None
+        if learns_weight and own:  # a shared LM head is frozen
+            grad_weight = weight.grad if in_place else None
+            if grad_weight is None:
+                grad_weight = torch.zeros_like(weight)
         figures = x_KRH.new_zeros(3, num_heads, dtype=torch.float)
-        counts = (labels != IGNORE).sum(1)
         step = chunk_rows(num_heads, matrix.shape[-1], device, own)
         with torch.autocast(device, enabled=False):
             for start in range(0, positions, step):
@@ -57,19 +71,21 @@ class ChunkedLoss(torch.autograd.Function):
                 grads = (None if grad_x is None else grad_x[:, rows], grad_weight)
                 figures += _chunk(x_KCH, matrix, bias_V, target, soft, mean, weighting, *grads)
                 del soft  # otherwise two chunks' distributions would be in memory at once
-        objective, loss, correct = figures[0].clone(), figures[1].clone(), figures[2].long()
+        objective, loss, correct = figures[0].sum(), figures[1].clone(), figures[2].long()
+        if in_place and grad_weight is not None:
+            weight.grad, grad_weight = grad_weight, None
         ctx.save_for_backward(grad_x, grad_weight)  # type: ignore[arg-type]
-        ctx.mark_non_differentiable(loss, correct, counts)
-        return objective, loss, correct, counts
+        ctx.mark_non_differentiable(loss, correct)
+        return objective, loss, correct
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        scale = grads[0][:, None, None]  # gradient of each head's objective
+        scale = grads[0]  # gradient of the objective
         # An own LM head's gradient is the largest tensor here. It is scaled in place, so a second backward is an error.
         scaled_weight = None if grad_weight is None else grad_weight.mul_(scale)
         scaled_x = None if grad_x is None else grad_x * scale.to(grad_x.dtype)
-        return scaled_x, scaled_weight, None, None, None, None
+        return scaled_x, scaled_weight, None, None, None, None, None, None
 
 
 def _chunk(
@@ -85,11 +101,11 @@ def _chunk(
 ) -> Tensor:
     """Compute weighted loss, plain loss and right guesses [3, K] of K heads in a chunk of C positions, and gradients.
 
-    `x_KCH` are the heads' features (H hidden size, V vocabulary). `matrix` holds the weights [H, V] of the shared LM
-    head, or [K, H, V] of own ones. Labels `target_KC` are indices into the logits, or `IGNORE`. With the objective
+    `x_KCH` are the heads' features (H hidden size, V vocabulary). `matrix` holds the weights [H, V] of one LM head for
+    all heads, or [K, H, V] of own ones. Labels `target_KC` are indices into the logits, or `IGNORE`. With the objective
     distill, `soft` are the distributions to learn. `mean_KC` is each label's factor in its head's mean loss: 1 / number
-    of labels. The gradient of the features is written to `grad_x` [K, C, H], and that of own LM heads is added to
-    `grad_weight` [K, H, V], unless these are `None`."""
+    of labels. The gradient of the features is written to `grad_x` [K, C, H], and that of LM heads that learn is added
+    to `grad_weight` [K, H, V], or [1, H, V] for one LM head, unless these are `None`."""
     logits = _times(x_KCH, matrix).float()  # [K, C, V]; becomes the gradient, in place
     if bias_V is not None:
         logits += bias_V
@@ -132,7 +148,10 @@ def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
 def _add_products(total_KHV: Tensor, x_KCH: Tensor, gradient_KCV: Tensor) -> None:
     """Add to `total_KHV`, in place, the product of each head's transposed features [C, H] and its gradient [C, V].
 
-    The gradient is that of the logits. Shapes: K heads, C positions, H hidden size, V vocabulary."""
+    The gradient is that of the logits. If the total is [1, H, V], the products of all heads are added to it. Shapes: K
+    heads, C positions, H hidden size, V vocabulary."""
+    if len(total_KHV) == 1:
+        x_KCH, gradient_KCV = x_KCH.flatten(0, 1)[None], gradient_KCV.flatten(0, 1)[None]
     for total, x, gradient in zip(total_KHV, x_KCH, gradient_KCV, strict=True):
         if total.dtype == x.dtype:
             total.addmm_(x.T, gradient)

@@ -27,10 +27,12 @@ BACKENDS = ("auto", "chunked", "plain", "liger")
 
 
 class HeadLosses(NamedTuple):
-    """Weighted loss, plain loss, right guesses and labels of K heads: [K]; in Medusa-2 [K + 1], the LM loss last."""
+    """Weighted loss of all heads, and plain loss, right guesses and labels of each: [K]; in Medusa-2 [K + 1], the LM
+    loss last."""
 
     objective: Tensor
-    """Each head's part of the loss, with gradients: the mean over its labels of the weighted cross-entropy, in nats."""
+    """The loss to minimise, a scalar with gradients: the sum over heads of the weighted cross-entropy's mean, in nats.
+    The mean is over the batch's labels of a head, or over `counts` labels."""
     loss: Tensor
     """Mean unweighted cross-entropy over each head's labels, in nats, without gradients; 0 for a head without labels. A
     label outside the reduced vocabulary (`MedusaHeads.vocabulary`) counts as 0 here, and as wrong in `correct`."""
@@ -47,24 +49,34 @@ def head_losses(
     weighting: Weighting = PAPERS_WEIGHTING,
     teacher: BackboneTeacher | None = None,
     backend: str = "auto",
+    counts: Tensor | None = None,
+    in_place: bool = False,
 ) -> HeadLosses:
     """Compute the losses and accuracies of all K heads on a batch, from their `inputs` at the R positions with labels.
 
     `labels` [K, R] are token ids, `IGNORE` where a head has no label. With a `teacher`, only the places of `IGNORE` are
-    used, not the ids. `lm_head` is the backbone's, for heads that share it. `backend` is one of `BACKENDS`."""
+    used, not the ids. `lm_head` is the backbone's, for heads that share it. `backend` is one of `BACKENDS`.
+
+    `counts` [K] is the number of labels of each head in an optimiser step, by default in this batch. The objectives of
+    a step's batches add up to the objective of one large batch. `in_place`: the gradient of LM heads that learn is
+    added to their `.grad` here, and not in the backward, so that there is only one (see `ChunkedLoss`); the backends
+    plain and liger do not do this."""
+    labelled = (labels != IGNORE).sum(1)  # also labels outside the reduced vocabulary: they are misses
+    counts = (labelled if counts is None else counts).clamp_min(1)
     if backend == "plain":
-        return head_losses_plain(heads, inputs, labels, lm_head, weighting, teacher)
+        return head_losses_plain(heads, inputs, labels, lm_head, weighting, teacher, counts)
     features = heads.features(inputs)  # [K, R, H]
     places = _places(heads, labels, teacher)
     weight, bias = _lm_heads(heads, lm_head)
     if backend == "liger":
-        losses = _head_losses_liger(features, places, weight, bias, weighting)
+        objective, loss, correct = _head_losses_liger(features, places, weight, bias, counts, weighting)
     else:
-        losses = HeadLosses(*ChunkedLoss.apply(features, weight, bias, places, weighting, teacher))
-    # Labels outside the reduced vocabulary are counted: they are misses.
-    counts = (labels != IGNORE).sum(1)
-    share = losses.total / counts.clamp_min(1)
-    return HeadLosses(losses.objective * share, losses.loss * share, losses.correct, counts)
+        if not torch.is_grad_enabled():
+            weight = weight.detach()  # an autograd function cannot tell, and would compute the gradient
+        objective, loss, correct = ChunkedLoss.apply(
+            features, weight, bias, places, counts, weighting, teacher, in_place
+        )
+    return HeadLosses(objective, loss * counts / labelled.clamp_min(1), correct, labelled)
 
 
 def head_losses_plain(
@@ -74,6 +86,7 @@ def head_losses_plain(
     lm_head: nn.Module | None,
     weighting: Weighting = PAPERS_WEIGHTING,
     teacher: BackboneTeacher | None = None,
+    counts: Tensor | None = None,
 ) -> HeadLosses:
     """Compute the same as `head_losses` in the simplest way, for tests: all logits at once, and autograd."""
     weight, bias = _lm_heads(heads, lm_head)  # a shared LM head may be in bfloat16, and the heads in float32
@@ -83,11 +96,12 @@ def head_losses_plain(
     places = _places(heads, labels, teacher) if soft is None else soft.labels
     at_label = log_p.gather(-1, places.clamp_min(0)[..., None])[..., 0]
     cross_entropy = -at_label if soft is None else -(soft.distributions[soft.which] * log_p).sum(-1)
-    labelled, count = places != IGNORE, (labels != IGNORE).sum(1)
-    mean = labelled / count.clamp_min(1)[:, None]
-    objective = (cross_entropy * weighting(at_label.exp(), labelled) * mean).sum(1)
+    labelled, total = places != IGNORE, (labels != IGNORE).sum(1)
+    weighted = (cross_entropy * weighting(at_label.exp(), labelled) * labelled).sum(1)
+    objective = (weighted / (total if counts is None else counts).clamp_min(1)).sum()
+    loss = (cross_entropy * labelled).sum(1) / total.clamp_min(1)
     correct = ((log_p.argmax(-1) == places) & labelled).sum(1)
-    return HeadLosses(objective, (cross_entropy * mean).sum(1).detach(), correct, count)
+    return HeadLosses(objective, loss.detach(), correct, total)
 
 
 def _places(heads: MedusaHeads, labels: Tensor, teacher: BackboneTeacher | None) -> Tensor:
@@ -103,32 +117,34 @@ def _places(heads: MedusaHeads, labels: Tensor, teacher: BackboneTeacher | None)
 
 
 def _lm_heads(heads: MedusaHeads, lm_head: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-    """The weights [K, H, V] of the K heads' own LM heads and `None`, or weights [V, H] and bias of the shared LM head.
+    """The weights of the K heads' LM heads and `None`, or weights [V, H] and bias of the shared LM head.
 
-    H is the hidden size, V the number of tokens that heads guess among."""
+    Own LM heads are [K, H, V], and one for all heads is [1, H, V]. H is the hidden size, V the number of tokens that
+    heads guess among."""
     if heads.lm_heads is not None:
-        return heads.lm_heads.expand(heads.config.num_heads, -1, -1), None  # with `lm_head: one` they share one
+        return heads.lm_heads, None
     assert lm_head is not None
     rows = rows_for(heads, lm_head)
     return rows.weight, rows.bias
 
 
 def _head_losses_liger(
-    features: Tensor, labels: Tensor, weights: Tensor, bias: Tensor | None, weighting: Weighting
-) -> HeadLosses:
-    """Compute the losses with Liger's fused linear cross-entropy, head by head. Liger makes its own chunks."""
+    features: Tensor, labels: Tensor, weights: Tensor, bias: Tensor | None, counts: Tensor, weighting: Weighting
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `ChunkedLoss` returns with Liger's fused linear cross-entropy, head by head, in Liger's chunks."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     losses, shares = [], []
     for head, feature in enumerate(features):
-        weight = weights if weights.dim() == 2 else weights[head].T
+        weight = weights if weights.dim() == 2 else weights[head % len(weights)].T
         out = liger_fused_linear_cross_entropy(
             feature.to(weight.dtype), weight, labels[head], bias, ignore_index=IGNORE, return_token_accuracy=True
         )
         losses.append(out.loss)
         shares.append(out.token_accuracy)
-    count = (labels != IGNORE).sum(1)
-    loss = torch.where(count > 0, torch.stack(losses), 0.0)  # Liger returns NaN for a head without labels
-    share = torch.where(count > 0, torch.stack(shares), 0.0)
-    objective = loss * head_weights(len(count), weighting.decay).to(loss.device)
-    return HeadLosses(objective, loss.detach(), (share * count).round().long(), count)
+    total = (labels != IGNORE).sum(1)
+    loss = torch.where(total > 0, torch.stack(losses), 0.0)  # Liger returns NaN for a head without labels
+    share = torch.where(total > 0, torch.stack(shares), 0.0)
+    loss = loss * total / counts
+    objective = (loss * head_weights(len(total), weighting.decay).to(loss.device)).sum()
+    return objective, loss.detach(), (share * total).round().long()

@@ -54,9 +54,10 @@ class HeadsAndAdapter(HeadsOnBackbone):
         """Turn on activation checkpointing in the backbone; older versions of transformers use this name."""
         self.adapted.gradient_checkpointing_enable(**kwargs)
 
-    def forward(self, **batch: Tensor) -> HeadLosses:
-        """Compute the losses of K heads, and after them the backbone's LM loss: each field has the shape [K + 1].
+    def forward(self, counts: Tensor | None = None, in_place: bool = False, **batch: Tensor) -> HeadLosses:
+        """Compute the losses of K heads, and after them the backbone's LM loss: figures have the shape [K + 1].
 
+        `counts` [K + 1] is the number of labels of each in the optimiser step; for `in_place` see `head_losses`.
         The LM loss is 0 without labels, and in the run's first part (adapter.heads_first), when only the heads learn.
         Its `correct` is always 0. Hidden states in the batch are the original backbone's; they are not recomputed."""
         backbone, hidden = self.backbone, batch.pop("hidden", None)
@@ -79,9 +80,11 @@ class HeadsAndAdapter(HeadsOnBackbone):
             still = adapted.detach()
             hidden = still + self.lambda_0 * (adapted - still)  # the same values, with lambda_0 times the gradient
         assert hidden is not None
-        heads = super().forward(**batch, hidden=hidden)
-        last = HeadLosses(lm, lm.detach(), torch.zeros_like(lm_labels), lm_labels)
-        return HeadLosses(*(torch.cat([values, value[None]]) for values, value in zip(heads, last, strict=True)))
+        heads = super().forward(None if counts is None else counts[:-1], in_place, **batch, hidden=hidden)
+        share = 1 if counts is None else lm_labels / counts[-1].clamp_min(1)
+        figures = (lm.detach(), torch.zeros_like(lm_labels), lm_labels)
+        with_lm = (torch.cat([values, value[None]]) for values, value in zip(heads[1:], figures, strict=True))
+        return HeadLosses(heads.objective + lm * share, *with_lm)
 
 
 HEADS_FASTER = 4  # learning rate of the heads, divided by that of the adapter (paper, section 3)
