@@ -58,6 +58,12 @@ def tau(results: Sequence[Result]) -> float:
     return sum(lengths) / len(lengths) if lengths else 0.0
 
 
+def mean_tau(results: Sequence[Result]) -> float:
+    """Mean over the texts of each text's tau, so that long texts count no more than short ones; 0 without steps."""
+    taus = [tau([result]) for result in results if result.uncut_lengths]
+    return sum(taus) / len(taus) if taus else 0.0
+
+
 def end_of_context(results: Sequence[Result], max_new_tokens: int) -> str | None:
     """Return a sentence that names the context if it ended texts before `max_new_tokens`, else `None`."""
     ended = [one for one in results if one.finish_reason == "length" and len(one.new_ids) < max_new_tokens]

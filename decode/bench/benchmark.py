@@ -18,10 +18,10 @@ from torch import Tensor
 from decode.bench.compare import Sample, interval
 from decode.bench.figures import AcceptedNode, MethodFigures, PositionFigures, PromptFigures, Rate
 from decode.bench.machine import Moment
-from decode.bench.methods import Method
+from decode.bench.methods import DrafterMethod, Method
 from decode.compiled.fixed_cache import STEP
 from decode.loop import Timer
-from decode.results import Result, prompt_seeds, tau
+from decode.results import Result, mean_tau, prompt_seeds, tau
 from medusa.heads.guesses import MISSED
 
 POSITIONS = 16  # tokens in each stretch of text of `tau_by_position`
@@ -98,7 +98,8 @@ def run_rounds(
     A prompt gets the same random seed with every contender, whatever the batch size. `on_progress` is called after each
     batch. `clock` returns the time in seconds. If it is `None`, results keep the time that their method measured."""
     for contender in contenders:
-        for batch in warm_up_batches(batches):
+        captures = isinstance(contender.method, DrafterMethod) and contender.method.captures_graphs
+        for batch in warm_up_batches(batches, everything=captures):
             contender.method(batch)
         contender.batch_of = [index for index, batch in enumerate(batches) for _ in batch]
         if contender.clock is not None:
@@ -121,22 +122,26 @@ def run_rounds(
             on_progress()
 
 
-def warm_up_batches(batches: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[Sequence[int]]]:
+def warm_up_batches(
+    batches: Sequence[Sequence[Sequence[int]]], everything: bool = False
+) -> list[Sequence[Sequence[int]]]:
     """Choose the batches of a warm-up, after which compiled methods have nothing left to prepare while time counts.
 
-    Each batch size is another compiled step, and on a GPU each `STEP` tokens of text another CUDA graph. So the batches
-    of one size are chosen by their longest prompt: the shortest, the longest, and between them one for each `STEP`."""
+    Each batch size is another compiled step. So the batches of one size are chosen by their longest prompt: the
+    longest, the shortest, and between them one for each `STEP`. The longest comes first, because compiled steps drop
+    their CUDA graphs when their caches grow. With `everything`, all batches are chosen: each `STEP` tokens of text are
+    another CUDA graph, and only decoding shows how long a text gets."""
 
     def longest(batch: Sequence[Sequence[int]]) -> int:
         return max(map(len, batch))
 
     chosen: list[Sequence[Sequence[int]]] = []
-    for _, same_size in groupby(sorted(batches, key=lambda batch: (-len(batch), longest(batch))), key=len):
+    for _, same_size in groupby(sorted(batches, key=lambda batch: (-len(batch), -longest(batch))), key=len):
         first, *others = same_size
         chosen.append(first)
         for batch in others:
-            longer = longest(batch) - longest(chosen[-1])
-            if longer >= STEP or (longer and batch is others[-1]):
+            shorter = longest(chosen[-1]) - longest(batch)
+            if everything or shorter >= STEP or (shorter and batch is others[-1]):
                 chosen.append(batch)
     return chosen
 
@@ -186,6 +191,8 @@ def _figures(contender: Contender, plain: Contender, stock: Contender, chosen: S
         equal_to_plain=_equal(contender, plain, chosen),
         equal_to_generate=_equal(contender, stock, chosen),
         tau_interval=interval(sample.tau(drawn)) if sample.num_batches > 1 else None,
+        mean_tau=mean_tau(results),
+        mean_tau_interval=interval(sample.mean_tau(drawn)) if sample.num_batches > 1 else None,
         speedup_interval=intervals[0],
         speedup_vs_generate_interval=intervals[1],
     )

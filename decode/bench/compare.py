@@ -41,15 +41,19 @@ class Sample:
     new_tokens: Tensor  # [B]
     steps: Tensor  # [B]
     uncut_tokens: Tensor  # [B] the new tokens and the tokens of the last step past the text's end, which are cut off
+    texts: Tensor  # [B] texts with at least one step
+    taus: Tensor  # [B] sum of the tau of each of these texts
     seconds: Tensor  # [R, B]
 
     @classmethod
     def of(cls, prompts: Sequence[PromptFigures]) -> Sample:
         """Make a sample from counts and times of single prompts, by summing them over each batch."""
         groups = [[p for p in prompts if p.batch == batch] for batch in sorted({p.batch for p in prompts})]
-        rows = [[[p.new_tokens, p.steps, p.uncut_tokens, *p.seconds] for p in group] for group in groups]
-        new_tokens, steps, uncut_tokens, *seconds = torch.stack([torch.tensor(row).double().sum(0) for row in rows], 1)
-        return cls(new_tokens.float(), steps.float(), uncut_tokens.float(), torch.stack(seconds).float())
+        rows = [
+            [[p.new_tokens, p.steps, p.uncut_tokens, p.steps > 0, p.tau, *p.seconds] for p in its] for its in groups
+        ]
+        sums = torch.stack([torch.tensor(row, dtype=torch.double).sum(0) for row in rows], 1).float()
+        return cls(*sums[:5], seconds=sums[5:])
 
     @property
     def num_batches(self) -> int:
@@ -71,6 +75,10 @@ class Sample:
     def tau(self, drawn: Resampling) -> Tensor:
         """Compute tau (mean tokens per step) in each of D bootstrap draws, [D]."""
         return (drawn.batches @ self.uncut_tokens) / (drawn.batches @ self.steps).clamp_min(1)
+
+    def mean_tau(self, drawn: Resampling) -> Tensor:
+        """Compute the mean over the texts of each text's tau in each of D bootstrap draws, [D]."""
+        return (drawn.batches @ self.taus) / (drawn.batches @ self.texts).clamp_min(1)
 
     def rates(self, drawn: Resampling) -> Tensor:
         """Compute tokens per second in each of D bootstrap draws, for each of the R rounds in a draw, [D, R]."""

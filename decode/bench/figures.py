@@ -1,6 +1,7 @@
 """The metrics of a benchmark, and the JSON format in which `medusa benchmark --json` writes them (docs/measuring.md).
 
-tau is the mean number of tokens per step, root included. Files of earlier versions may lack the fields with defaults.
+tau is the mean number of tokens per step, root included: over the steps of all texts together (`tau`), or computed for
+each text and then averaged over the texts (`mean_tau`). Files of earlier versions may lack the fields with defaults.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from decode.bench.calibration.stored import Calibration
 from decode.bench.headline import Evidence, Headline, Interval, counted, headline
 from decode.bench.machine import Machine
+from decode.bench.prediction import Prediction
 from decode.settings import is_lossy
 from medusa.errors import RequestError
 
@@ -35,6 +37,11 @@ class PromptFigures:
     steps: int
     uncut_tokens: int  # before the last step is cut at the end of the text; tau is `uncut_tokens / steps`
     seconds: list[float]  # decoding time in each round, in seconds. A batch's time is divided evenly among its prompts.
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens per step of this text; 0 without steps."""
+        return self.uncut_tokens / self.steps if self.steps else 0.0
 
 
 @dataclass
@@ -68,6 +75,8 @@ class MethodFigures:
     equal_to_plain: float  # fraction of prompts whose texts equal those of plain decoding in every round
     equal_to_generate: float | None = None  # the same, for the texts of transformers' `model.generate`
     tau_interval: Interval | None = None
+    mean_tau: float | None = None  # mean of the tau of each text; long texts count no more than short ones
+    mean_tau_interval: Interval | None = None
     speedup_interval: Interval | None = None
     speedup_vs_generate_interval: Interval | None = None
     tau_by_position: list[PositionFigures] | None = None
@@ -75,6 +84,7 @@ class MethodFigures:
     step_ms: dict[str, float] | None = None  # mean milliseconds of a step in each stage; `None` without a timer
     by_category: dict[str, MethodFigures] | None = None
     accepted_by_node: list[AcceptedNode] | None = None  # measured only for a report
+    predicted: Prediction | None = None  # by a calibration for the run's machine and settings that tried the tree
     calibration: Calibration | None = None  # stored for the run's machine and settings; read only for a report
 
     def to_json(self) -> dict[str, object]:
@@ -82,7 +92,8 @@ class MethodFigures:
         content = asdict(self)
         if self.by_category is not None:
             content["by_category"] = {name: part.to_json() for name, part in self.by_category.items()}
-        optional = ["equal_to_generate", "tau_by_position", "prompts", "step_ms", "by_category", "accepted_by_node"]
+        optional = ["equal_to_generate", "mean_tau", "mean_tau_interval", "tau_by_position", "prompts", "step_ms"]
+        optional += ["by_category", "accepted_by_node", "predicted"]
         if self.accepted_by_node is None:  # with a report, null means that no calibration is stored
             optional.append("calibration")
         return {name: value for name, value in content.items() if value is not None or name not in optional}
@@ -210,6 +221,15 @@ class BenchmarkResult:
                 interval_vs_generate=medusa.speedup_vs_generate_interval,
             )
         )
+
+    @property
+    def misprediction(self) -> str:
+        """How far tau is from the tau that a calibration predicted, and the likely reason; empty if they agree."""
+        medusa, settings = self.medusa, self.settings
+        if medusa.predicted is None or not medusa.steps:
+            return ""
+        length = medusa.new_tokens / settings.prompts
+        return medusa.predicted.difference(medusa.tau, medusa.tau_interval, settings.prompts_sha256, length)
 
     def _equal_texts(self) -> str:
         """Say how many texts equal those of plain decoding and of `model.generate`, in one sentence."""

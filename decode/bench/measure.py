@@ -17,8 +17,10 @@ from decode.bench.calibration.recording import record
 from decode.bench.calibration.stored import situation, stored
 from decode.bench.machine import commit, machine
 from decode.bench.methods import Job, one_by_one, transformers_method
+from decode.bench.prediction import Prediction
 from decode.drafters.base import DrafterContext
 from decode.drafters.small_model import load_small_model
+from decode.drafters.trained_heads import TrainedHeads
 from decode.results import Result, prompt_seeds
 from decode.settings import LOSSY, Settings
 from medusa import __version__
@@ -156,6 +158,20 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
     model, tokenizer, backbone = job.loaded.model, job.loaded.tokenizer, job.loaded.name
     context = DrafterContext(model, tokenizer=tokenizer, name=backbone, trust_remote_code=trust_remote_code)
     return job.by_transformers(f"generate model:{name}", job.settings, assistant_model=load_small_model(name, context))
+
+
+def add_prediction(job: BenchmarkJob, medusa: figures.MethodFigures, calibrations: Sequence[Path]) -> None:
+    """Add to `medusa` the tau that a calibration in the files `calibrations` predicted for the job's tree, if any.
+
+    For compiled steps without a calibration of their own, `--tree auto` uses one with eager steps; so does this."""
+    source, model = job.source, job.loaded.model
+    if not isinstance(source, TrainedHeads) or not any(map(Path.is_file, calibrations)):
+        return
+    for settings in (job.settings, replace(job.settings, compile=False)):
+        found = stored(calibrations, situation(model, source.heads, settings, job.batch_size))
+        if found is not None and (predicted := found.predicted_tau(source.tree)) is not None:
+            medusa.predicted = Prediction(predicted, found.texts)
+            return
 
 
 def add_details(job: BenchmarkJob, medusa: figures.MethodFigures, calibrations: Sequence[Path]) -> None:

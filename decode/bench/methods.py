@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StopStringCriteria
 
+from decode.compiled.graphs import possible
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
@@ -54,6 +55,11 @@ class DrafterMethod:
     tokenizer: PreTrainedTokenizerBase | None = None
     clock: Timer | None = None
     keep_hidden: bool = False  # whether each result contains the hidden states of its text
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether the steps become CUDA graphs, each of which is captured when a text first needs it."""
+        return self.settings.compile and self.settings.cuda_graphs != "off" and possible(self.model.device)
 
     def __call__(self, prompts: Prompts, on_step: OnStep | None = None, seeds: Seeds = None) -> list[Result]:
         start = perf_counter()

@@ -286,6 +286,8 @@ def measure_all(options: BenchmarkOptions, job: BenchmarkJob, others: dict[str, 
         result.temperatures = [measure.at_temperature(job, at) for at in options.temperatures]
     if options.lossy:
         result.lossy = measure.compare_lossy_rules(job)
+    calibrations = files_for(heads_folder(options.models.heads))
+    measure.add_prediction(job, result.medusa, calibrations)
     if options.report and job.source.heads is not None:
-        measure.add_details(job, result.medusa, files_for(heads_folder(options.models.heads)))
+        measure.add_details(job, result.medusa, calibrations)
     return result

@@ -72,6 +72,7 @@ def run(options: CalibrateOptions) -> None:
     from decode.bench.calibration.calibrate import calibrate
     from decode.bench.calibration.recording import continued_texts, own_texts
     from decode.bench.calibration.stored import files_for, store
+    from decode.bench.measure import prompts_hash
     from decode.bench.methods import medusa_method, one_by_one
     from decode.bench.report.terminal import print_calibration
     from decode.results import tau
@@ -100,7 +101,9 @@ def run(options: CalibrateOptions) -> None:
         if held_out:
             method = medusa_method(model, heads, eager, tokenizer, found.tree)
             measured = tau(one_by_one(method, held_out, seeds))
-    found.texts.source = options.prompts.prompts or found.texts.source
+    if asked := options.prompts.prompts:
+        found.texts.source = Path(asked).name if Path(asked).exists() else asked
+        found.texts.prompts_sha256 = prompts_hash(prompts)
     place = store(files_for(models.heads_folder(options.models.heads)), found)
     print_calibration(output.console, found, measured, place)
     if options.plot:

@@ -588,6 +588,15 @@ def test_auto_uses_the_calibrated_tree(
     chosen = told["points"][told["chosen"]]  # the fastest, which another load of the machine may change
     assert f"tree: {'dynamic, ' if chosen.get('dynamic') else ''}{chosen['nodes']} nodes" in done.err
 
+    small = ("--prompts", prompts, "--max-new-tokens", "8", "--rounds", "1", "--ignore-eos")
+    done = medusa("benchmark", *models, *small, "--tree", "auto", "--json", out)
+    assert done.status == 0, done.err
+    measured = json.loads(out.read_text(encoding="utf-8"))
+    assert measured["methods"]["medusa"]["predicted"] == {"tau": chosen["tau"], "texts": told["texts"]}
+    assert told["texts"]["source"] == "prompts.txt", "without its folder"
+    assert told["texts"]["prompts_sha256"] == measured["settings"]["prompts_sha256"]
+    assert told["texts"]["tokens"] == 96 * told["texts"]["texts"]
+
 
 def test_compiled_steps_have_their_own_calibration(
     medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -51,11 +51,17 @@ class CalibrationPoint:
 class RecordedTexts:
     """The number, size and origin of the texts that a calibration was made from."""
 
-    texts: int
+    texts: int  # without those held out to measure tau
     tokens: int = 0  # number of tokens in the continuations
     prompt_tokens: int = 0
-    source: str = "the backbone's own"
+    source: str = "the backbone's own"  # or the name of the prompts' file or dataset, without folders
     steps: int | None = None  # positions where a decoding step can start; earlier versions did not write it
+    prompts_sha256: str | None = None  # of the token ids of all prompts, as in a benchmark; only with --prompts
+
+    @property
+    def described(self) -> str:
+        """The origin and the size of the texts, in words."""
+        return f"{self.texts} texts of {self.tokens} tokens ({self.source})"
 
 
 @dataclass
@@ -76,10 +82,18 @@ class Calibration:
     @property
     def tree(self) -> Layout:
         """The best tree, in the form that drafters accept: static or dynamic."""
-        tree: Layout = Tree.from_paths(self.best.paths)
-        if self.best.dynamic:
-            tree = DynamicTree.over_heads(self.best.nodes, len(self.temperatures), tuple(self.temperatures))
+        return self._tree_of(self.best)
+
+    def _tree_of(self, point: CalibrationPoint) -> Layout:
+        tree: Layout = Tree.from_paths(point.paths)
+        if point.dynamic:
+            tree = DynamicTree.over_heads(point.nodes, len(self.temperatures), tuple(self.temperatures))
         return with_shortlist(tree, self.shortlist)
+
+    def predicted_tau(self, tree: Layout) -> float | None:
+        """The predicted tau of `tree`; `None` if the calibration did not try this tree."""
+        asked = tree.to_json()
+        return next((point.tau for point in self.points if self._tree_of(point).to_json() == asked), None)
 
 
 def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, object]:

@@ -10,7 +10,7 @@ from rich.text import Text
 from decode.bench.calibration.stored import Calibration
 from decode.bench.compare import Comparison
 from decode.bench.figures import BenchmarkResult
-from decode.bench.headline import FASTER, counted, interval_in_words
+from decode.bench.headline import FASTER, PERCENT, Interval, counted, interval_in_words
 from decode.bench.losslessness.cases import figures_table
 from decode.bench.losslessness.verify import VerificationResult
 from decode.settings import is_lossy
@@ -34,6 +34,11 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
         f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature {settings.temperature:g}, "
         f"{settings.drafter}, {settings.nodes} nodes, acceptance {settings.acceptance}",
     )
+    if medusa.steps and medusa.mean_tau is not None:
+        mean = f"{medusa.mean_tau:.2f}{_of_95(medusa.mean_tau_interval)} as the mean of the texts' tau"
+        console.print(f"tau {medusa.tau:.2f}{_of_95(medusa.tau_interval)} over all steps, {mean}")
+    if told := result.misprediction:
+        console.print(told, style="yellow", highlight=False, markup=False)
     for category, figures in (medusa.by_category or {}).items():
         console.print(f"  {category}: tau {figures.tau:.2f}, {figures.speedup:.2f} x plain")
     for row in result.temperatures or []:
@@ -51,6 +56,11 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
     console.print(f"{machine.device}, {counted(machine.threads, 'thread')}, {machine.dtype}, {versions}")
     if is_lossy(settings.acceptance):
         console.print(f"acceptance '{settings.acceptance}' is lossy: the text may differ from the backbone's")
+
+
+def _of_95(interval: Interval | None) -> str:
+    """Format a 95 % interval over prompts in brackets; empty if there is none."""
+    return f" ({PERCENT}: {interval_in_words(interval)})" if interval else ""
 
 
 def print_headline(console: Console, result: BenchmarkResult) -> None:
@@ -117,4 +127,5 @@ def print_calibration(console: Console, found: Calibration, measured: float | No
         console.print(f"fastest with {found.shortlist} candidates of each head")
     if measured is not None:
         console.print(f"predicted tau {found.best.tau:.3f}, measured on held-out texts {measured:.3f}")
+    console.print(f"made from {found.texts.described}", markup=False)
     console.print(f"kept for --tree auto in {place}", soft_wrap=True, markup=False)

@@ -17,6 +17,7 @@ from decode.bench.figures import (
     RunSettings,
     TemperatureFigures,
 )
+from decode.bench.prediction import Prediction
 from decode.results import Result
 
 TOKENS = 12
@@ -94,6 +95,7 @@ def outcome(seconds: list[float], **settings: Any) -> BenchmarkResult:
     ]
     points = [CalibrationPoint(n, [], 1 + n / 8, 3 + n / 4, n == 8) for n in (1, 4, 8)]
     medusa.calibration = Calibration(points, 2, [1.0], {}, RecordedTexts(32))
+    medusa.predicted = Prediction(3.75, RecordedTexts(32, 3072, source="a<b.jsonl"))
     result.temperatures = [
         TemperatureFigures(
             at, medusa.tau, medusa.tau_interval, medusa.speedup_vs_generate, medusa.speedup_vs_generate_interval

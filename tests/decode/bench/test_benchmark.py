@@ -74,13 +74,14 @@ def test_the_warm_up_does_not_count() -> None:
 
 
 def test_the_warm_up_decodes_each_batch_size_and_length() -> None:
-    """Of one size, the shortest and the longest, and one for each 256 tokens between them."""
+    """Of one size, the longest, the shortest, and one for each 256 tokens between them; or everything."""
 
     def batch(size: int, longest: int) -> list[list[int]]:
         return [[0] * longest, *([[0]] * (size - 1))]
 
     batches = [batch(2, 900), batch(2, 100), batch(2, 400), batch(2, 700), batch(2, 500), batch(1, 40)]
-    assert warm_up_batches(batches) == [batches[1], batches[2], batches[3], batches[0], batches[5]]
+    assert warm_up_batches(batches) == [batches[0], batches[4], batches[1], batches[5]]
+    assert warm_up_batches(batches, everything=True) == [batches[at] for at in (0, 3, 4, 2, 1, 5)]
     assert warm_up_batches([batch(2, 5), batch(2, 5)]) == [batch(2, 5)]
 
 
@@ -164,6 +165,23 @@ def test_tau_and_steps() -> None:
     run_rounds(them, [[[1]], [[2]]], rounds=2)
     figures = summarize(them, [None, None])["medusa"]
     assert (figures.tau, figures.steps, figures.new_tokens) == (4.0, 6, 24)
+
+
+def test_tau_is_pooled_over_steps_and_averaged_over_texts() -> None:
+    """A text of one step of 12 tokens, and seven texts of 12 steps: 96 tokens in 85 steps, or (12 + 7) / 8."""
+
+    def method(prompts: Any, on_step: Any = None, seeds: Any = None) -> list[Result]:
+        return [Fake("m", [1.0], 1 if prompt[0] else TOKENS)([prompt])[0] for prompt in prompts]
+
+    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), method)
+    run_rounds(them, [[[index]] for index in range(8)], rounds=1)
+    figures = summarize(them, [None] * 8)["medusa"]
+    assert (figures.tau, figures.mean_tau) == (96 / 85, 19 / 8)
+    assert figures.tau_interval is not None
+    assert figures.mean_tau_interval is not None
+    assert figures.tau_interval[0] < 96 / 85 < figures.tau_interval[1] < 2
+    assert figures.mean_tau_interval[0] == 1, "draws without the short text"
+    assert 2.4 < figures.mean_tau_interval[1] < 7
 
 
 def test_equal_texts_are_the_share_of_prompts_with_the_same_text() -> None:

@@ -87,6 +87,8 @@ def assert_figures_are_the_jsons(html: str, content: dict[str, Any]) -> None:
         assert expected in seen.rows
         assert f"{figures['speedup']:.2f} x" in seen.drawn
         assert f"{rate['median']:.0f}" in seen.drawn
+    for name, figure in (("over the steps of all texts", "tau"), ("mean of each text's tau", "mean_tau")):
+        assert [name, f"{medusa[figure]:.3f}", interval_in_words(medusa[f"{figure}_interval"])] in seen.rows
     for depth, share in enumerate(medusa["accepted_by_depth"], 1):
         assert [str(depth), f"{share:.3f}"] in seen.rows
         assert f"{share:.0%}" in seen.drawn
@@ -114,6 +116,10 @@ def test_figures_on_the_page_equal_the_json(both: tuple[dict[str, Any], str]) ->
     content, html = both
     assert_figures_are_the_jsons(html, content)
     assert "medusa benchmark --x &#39;a b&#39;" in html
+    predicted = (
+        "tau is 3.00, 20% lower than the calibration predicted (3.75). Likely reason: it was made from other text, "
+    )
+    assert f"{predicted}32 texts of 3072 tokens (a&lt;b.jsonl); calibrate with prompts like these." in html
 
 
 def test_the_check_detects_a_wrong_figure(both: tuple[dict[str, Any], str]) -> None:

@@ -37,3 +37,8 @@ def test_a_benchmark_and_a_comparison() -> None:
     rows = [word for its in now.methods.values() for word in (f"{its.speedup:.2f}", f"{its.speedup_vs_generate:.2f}")]
     changes = [word for row in comparison.changes for word in (row.label, f"{row.ratio:.3f}", row.verdict)]
     assert_complete(out.getvalue(), "min-max", "same text", "100%", *rows, *changes)
+    taus = "tau 3.00 (95 %: 3.00 to 3.00) over all steps, 3.00 (95 %: 3.00 to 3.00) as the mean of the texts' tau"
+    told = " ".join(out.getvalue().split())
+    assert taus in told
+    assert now.misprediction.startswith("tau is 3.00, 20% lower than the calibration predicted (3.75)")
+    assert now.misprediction in told

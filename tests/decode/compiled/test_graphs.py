@@ -17,9 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from decode import generate
+from decode.bench import methods
+from decode.bench.benchmark import Contender, run_rounds
+from decode.bench.methods import DrafterMethod, plain_method
 from decode.compiled import fixed_cache, graphs, region, stepper
 from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Regions
+from decode.settings import Settings
 from medusa.errors import RequestError
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
 
@@ -94,7 +98,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     FakeGraph.made = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
-    for module in (graphs, stepper):
+    for module in (graphs, stepper, methods):
         monkeypatch.setattr(module, "possible", lambda device: True)
     monkeypatch.setattr(region, "compiled", lambda step, cuda_graphs: step)
     monkeypatch.setattr(fixed_cache, "BLOCK", 4)
@@ -199,6 +203,29 @@ def test_one_graph_for_each_window(fake_cuda: type[FakeGraph]) -> None:
     graphed.clear()
     graphed(1)
     assert len(ran) == 5, "after a move of the state, nothing is replayed"
+
+
+def test_no_graph_is_captured_while_time_counts(fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark's warm-up captures all windows, though its shortest and its longest prompt have short texts."""
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
+    batches = [[random_ids(length, seed=length)] for length in (3, 30, 5)]
+    written = [plain(model, batch[0], max_new_tokens=28, eos_token_id=None) for batch in batches]
+    ends = [next(token for token in text if token not in written[2]) for text in written[:2]]
+    model.generation_config.eos_token_id = ends
+    assert all(text.index(end) < 8 for text, end in zip(written, ends, strict=False))
+    captured, stock = list[int](), DrafterMethod.__call__
+
+    def counted(self: Any, prompts: Any, on_step: Any = None, seeds: Any = None) -> Any:
+        before, found = len(fake_cuda.made), stock(self, prompts, on_step, seeds)
+        captured.append(len(fake_cuda.made) - before)
+        return found
+
+    monkeypatch.setattr(DrafterMethod, "__call__", counted)
+    monkeypatch.setattr(stepper, "AHEAD", 64)
+    method = plain_method(model, Settings(max_new_tokens=28, **OWN))
+    run_rounds([Contender("plain", method)], batches, rounds=1)
+    assert sum(captured[:3]) > 1
+    assert captured[3:] == [0] * 3, "the warm-up has captured everything"
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
