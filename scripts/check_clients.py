@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -95,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_expected(folder, options)
-        with served(folder, options.batch_size) as url:
+        with served(folder, options.batch_size) as server:
+            url = server.url
             rows = [*by_openai(options.python, folder, url), *by_lm_eval(options.python, folder, url), by_metrics(url)]
     options.output.write({"checks": [asdict(row) for row in rows]})
     cells = [[row.client, row.check, "yes" if row.ok else "NO", row.found] for row in rows]
@@ -152,26 +153,39 @@ class Stock:
         return {"text": text, "choices": ENDINGS, "label": log_p.index(max(log_p)), "log_p": log_p}
 
 
+class Served(NamedTuple):
+    """A server in a process of its own."""
+
+    address: tuple[str, int]  # host and port
+    pid: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address[0]}:{self.address[1]}"
+
+
 @contextmanager
-def served(folder: Path, batch_size: int) -> Iterator[str]:
-    """Run `medusa serve` with the demo heads in a process of its own; yields its address."""
+def served(folder: Path, batch_size: int, log: IO[str] | None = None) -> Iterator[Served]:
+    """Run `medusa serve` with the backbone in `folder` and the demo heads in a process of its own.
+
+    The server's standard error goes to the file `log`, by default to the script's."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = f"serve demo --name demo --port {port} --batch-size {batch_size} --device cpu --quiet --backbone".split()
     command = [sys.executable, "-m", "medusa", *words, str(folder / "backbone")]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, stderr=log)
     try:
-        url = f"http://127.0.0.1:{port}"
+        server = Served(("127.0.0.1", port), process.pid)
         while True:
             if process.poll() is not None:
                 raise RunError(f"the server ended with status {process.returncode}")
             try:
-                urllib.request.urlopen(f"{url}/health").close()
+                urllib.request.urlopen(f"{server.url}/health").close()
                 break
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.2)
-        yield url
+        yield server
     finally:
         process.terminate()
         process.wait(30)

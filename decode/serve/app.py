@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -98,7 +99,7 @@ class ApiAnswer:
         """Wait until the client has disconnected, and then end this answer with an error."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        self.events.put_nowait((0, RowEvent(error=ApiError("the client has disconnected", 499))))
+        self.events.put_nowait((0, RowEvent(error=_left())))
 
     async def _until_all_ended(self) -> AsyncIterator[tuple[int, RowEvent]]:
         """Yield pairs of a text's index and its next event until all texts have ended; raise errors as `ApiError`."""
@@ -127,6 +128,10 @@ class ApiAnswer:
     def _usage(self) -> dict[str, int]:
         given, written = self.prompt_tokens, sum(row.new_tokens for row in self.rows)
         return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
+
+
+def _left() -> ApiError:
+    return ApiError("the client has disconnected", 499)
 
 
 def _line(content: dict[str, object]) -> str:
@@ -199,10 +204,13 @@ class CompletionApi:
     async def texts(self, request: HttpRequest, kind: type[CompletionRequest | ChatRequest]) -> Response:
         """Answer a request for completions or for a chat, whose body is parsed into the class `kind`."""
         content = bytearray()
-        async for part in request.stream():
-            content += part
-            if len(content) > MAX_BODY:
-                raise ApiError(f"the request is longer than {MAX_BODY // 2**20} MiB", 413)
+        try:
+            async for part in request.stream():
+                content += part
+                if len(content) > MAX_BODY:
+                    raise ApiError(f"the request is longer than {MAX_BODY // 2**20} MiB", 413)
+        except ClientDisconnect:
+            raise _left() from None
         asked = parse(bytes(content), kind)
         answer = self.begin(asked)
         if not asked.stream:

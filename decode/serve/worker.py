@@ -191,6 +191,8 @@ class BatchWorker:
         except Exception as error:
             self.batch.clear()
             self._fail((), error)
+        if not self.running:
+            self.batch.clear()  # an idle server needs no caches
 
     def _fail(self, joining: Iterable[BatchRow], error: Exception) -> None:
         """End the texts `joining` with an error, and also the running texts if the batch has dropped them."""

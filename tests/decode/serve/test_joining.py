@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -18,14 +16,13 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.generation import stepper_for
 from decode.request import prepare
-from decode.serve.app import CompletionApi
 from decode.serve.batch import RunningBatch
 from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import AcceptanceRule, Settings
 from decode.strategies.contrastive import Amateur
 from medusa.backbone import Backbone
-from tests.decode.serve.server_tools import PROMPTS, ask, expected
+from tests.decode.serve.server_tools import PROMPTS, expected
 from tests.helpers import FAMILIES, plain, random_heads, random_ids, shared_model, tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -223,51 +220,3 @@ def test_a_short_text_overtakes_a_long_one(generator: TextGenerator) -> None:
     for name, count in (("short", 12), ("third", 12), ("long", 60)):
         text = "".join(event.text for own, event in told if own == name)
         assert text == expected(generator, PROMPTS[0], Settings(max_new_tokens=count))
-
-
-def test_concurrent_requests_with_disconnects(url: str, api: CompletionApi, generator: TextGenerator) -> None:
-    """Requests of many clients at once: short and long, streamed or not, greedy or sampled; some clients leave."""
-    import http.client
-    import json
-
-    rng, found, errors = random.Random(0), dict[int, Any](), list[BaseException]()
-    bodies = [
-        {
-            "prompt": rng.choice(PROMPTS) + rng.choice(["", " and", ", who was"]),
-            "max_tokens": rng.choice([3, 12, 40]),
-            "temperature": rng.choice([0, 0, 1.0]),
-            "seed": number,
-        }
-        for number in range(24)
-    ]
-    leaving = {3, 8, 13, 21}
-
-    def client(number: int) -> None:
-        try:
-            time.sleep(rng.random() / 2)
-            if number not in leaving:
-                status, answer = ask(url, "/v1/completions", bodies[number])
-                found[number] = answer["choices"][0]["text"] if status == 200 else answer
-                return
-            connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-            body = bodies[number] | {"stream": True, "max_tokens": 400, "ignore_eos": True}
-            connection.request("POST", "/v1/completions", json.dumps(body))
-            connection.getresponse().read(300)
-            connection.close()
-        except BaseException as error:
-            errors.append(error)
-
-    clients = [threading.Thread(target=client, args=(number,)) for number in range(len(bodies))]
-    for thread in clients:
-        thread.start()
-    for thread in clients:
-        thread.join(120)
-    assert not errors
-    assert found.keys() == set(range(len(bodies))) - leaving
-    again = {number: ask(url, "/v1/completions", bodies[number])[1]["choices"][0]["text"] for number in found}
-    assert found == again
-    for number, text in found.items():
-        if not bodies[number]["temperature"]:
-            settings = Settings(max_new_tokens=bodies[number]["max_tokens"])
-            assert text == expected(generator, bodies[number]["prompt"], settings)
-    assert not api.worker.running

@@ -1,0 +1,124 @@
+"""Check `medusa serve demo` under load: clients that join and leave, send nonsense and stop reading.
+
+    python scripts/load_test.py                                  # 32 clients for ten minutes
+    python scripts/load_test.py --minutes 1 --clients 8 --json load.json
+
+Each text must be the one that is written alone: greedy texts by transformers' `generate`, samples by the idle server.
+The memory of the server after the last minute must be that after the warm-up, the first tenth of the time. The exit
+status is 1 if a text differs, a client meets an error, the server prints one, a text still runs at the end, or the
+memory grows.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Sequence
+from tempfile import TemporaryFile
+
+import psutil
+
+from check_clients import Stock, served
+from load_clients import Client, Found, Wanted, ask
+from medusa.arguments import parse
+from medusa.commands.options import Output
+from medusa.files import ASSETS, Json
+from medusa.options import Options, count, group, option
+from medusa.records.sources import read_records
+from script_tools import markdown_table, run_script, script_parser
+
+GROWTH = 1.05  # the memory at the end may be so many times that after the warm-up
+PRINTED = (" ", "WARNING:  Invalid HTTP")  # lines that are no error, or only a part of one
+LENGTHS = (3, 12, 24, 60, 120)  # new tokens
+
+
+class LoadOptions(Options):
+    minutes: float = option(10.0, "send requests for M minutes", "above 0", lambda value: value > 0, metavar="M")
+    clients: int = count(32, "let N clients send requests at once")
+    batch_size: int = count(8, "let the server decode N texts at a time")
+    requests: int = count(40, "choose from N different requests")
+    seed: int = option(0, "seed of the requests", metavar="S")
+    output: Output = group(Output, "output")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(LoadOptions, script_parser(__doc__), argv)
+    stock, prompts = Stock(ASSETS / "backbone"), [str(record.text) for record in read_records("demo")]
+    with TemporaryFile("w+", encoding="utf-8") as log, served(ASSETS, options.batch_size, log) as server:
+        memory = psutil.Process(server.pid).memory_info
+        pool = requests(prompts, options.requests, options.seed, stock.written, server.address)
+        result = load(server.address, pool, options, lambda: memory().rss)
+        result |= {"texts_left": texts_left(server.address)}
+        log.seek(0)
+        printed = Counter(line for line in log.read().splitlines() if line and not line.startswith(PRINTED))
+        result["errors"] |= {f"printed by the server: {line}"[:200]: number for line, number in printed.items()}
+    ended = result["memory_mb"]["at_the_end"]
+    failed = result["errors"] or result["texts_left"] or ended > GROWTH * result["memory_mb"]["after_the_warm_up"]
+    options.output.write(result)
+    told = {name: value for name, value in result.items() if not isinstance(value, dict)}
+    for name in ("requests", "refused", "errors", "memory_mb"):
+        told |= {f"{name}: {kind}": number for kind, number in result[name].items()}
+    print(markdown_table(["figure", "value"], told.items()))
+    return int(bool(failed))
+
+
+def requests(
+    prompts: Sequence[str], number: int, seed: int, written: Callable[[str, int], str], address: tuple[str, int]
+) -> list[Wanted]:
+    """Make different requests with the texts that they get alone: greedy ones by `written`, samples by the server."""
+    rng, pool = random.Random(seed), list[Wanted]()
+    for index in range(number):
+        prompt, length = " ".join(rng.choice(prompts).split()[: rng.randrange(3, 30)]), rng.choice(LENGTHS)
+        body = {"prompt": prompt, "max_tokens": length}
+        if index % 3:
+            pool.append(Wanted(body, written(prompt, length)))
+        else:
+            body |= {"temperature": rng.choice([0.7, 1.0]), "seed": index}
+            pool.append(Wanted(body, ask(address, body)[1]["choices"][0]["text"]))
+    return pool
+
+
+def load(address: tuple[str, int], pool: Sequence[Wanted], options: LoadOptions, memory: Callable[[], int]) -> Json:
+    """Let clients send requests for some minutes; returns what they found, and the server's memory in megabytes."""
+    found, start = Found(), time.monotonic()
+    end, sizes = start + 60 * options.minutes, {"at_the_start": memory()}
+    clients = [Client(address, pool, found, options.seed + number) for number in range(options.clients)]
+    threads = [threading.Thread(target=client.run, args=(lambda: time.monotonic() < end,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    time.sleep(6 * options.minutes)
+    sizes["after_the_warm_up"] = largest = memory()
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(0.5)
+        largest = max(largest, memory())
+    sizes |= {"at_the_end": memory(), "largest": largest}
+    return {
+        "seconds": round(time.monotonic() - start),
+        "clients": options.clients,
+        "all_requests": found.requests.total(),
+        "texts": found.texts,
+        "beginnings": found.beginnings,
+        "requests": dict(found.requests.most_common()),
+        "refused": dict(sorted(found.refused.items())),
+        "errors": dict(found.errors.most_common()),
+        "memory_mb": {name: round(size / 1e6, 1) for name, size in sizes.items()},
+    }
+
+
+def texts_left(address: tuple[str, int]) -> int:
+    """Return how many texts still run or wait some seconds after the last clients have left."""
+    for _ in range(20):
+        with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/metrics") as reply:
+            lines = [line.split(" ") for line in reply.read().decode().splitlines()]
+        left = sum(float(line[1]) for line in lines if line[0] in ("medusa_running_texts", "medusa_waiting_texts"))
+        if not left:
+            break
+        time.sleep(0.5)
+    return int(left)
+
+
+if __name__ == "__main__":
+    run_script(main)
