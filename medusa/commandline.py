@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from medusa.errors import Interrupted, RequestError, RunError, did_you_mean
+from medusa.files import is_full
 
 LONGEST = 1000  # characters of an error; of a longer one, the beginning and the end are printed
 
@@ -56,8 +57,8 @@ def width() -> int:
 def exit_status(program: str, run: Callable[[], int | None]) -> int:
     """Call `run` and return its exit status (0 for `None`). Errors are printed in one line that begins with `program`.
 
-    The status is 1 after a `RunError`, 2 after a `RequestError` or for a name that is too long for a file, 130 after
-    Ctrl-C and 143 after SIGTERM."""
+    The status is 1 after a `RunError` or for a full disk, 2 after a `RequestError` or for a name that is too long for a
+    file, 130 after Ctrl-C and 143 after SIGTERM."""
     try:
         return run() or 0
     except RequestError as error:
@@ -66,8 +67,12 @@ def exit_status(program: str, run: Callable[[], int | None]) -> int:
     except RunError as error:
         print(f"{program}: failed: {_one_line(error)}", file=sys.stderr)
         return 1
-    except OSError as error:  # each option that names a file would otherwise look for it
-        if error.errno != errno.ENAMETOOLONG:
+    except Exception as error:  # each option that names a file would otherwise look for these
+        if is_full(error):
+            told = f"a disk is full, or takes no larger file ({error}); make room and run the command again"
+            print(f"{program}: failed: {_one_line(told)}", file=sys.stderr)
+            return 1
+        if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
             raise
         name = str(error.filename)
         told = f"{name[:40]}... has {len(name)} characters, more than the name of a file may have"
@@ -81,7 +86,7 @@ def exit_status(program: str, run: Callable[[], int | None]) -> int:
         return 130  # as in shells
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: Exception | str) -> str:
     told = " ".join(str(error).split())
     return told if len(told) <= LONGEST else f"{told[: LONGEST // 2]} ... {told[-LONGEST // 2 :]}"
 

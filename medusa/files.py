@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -17,6 +18,7 @@ from medusa.errors import RequestError, RunError, first_line
 
 ASSETS = Path(__file__).parent / "assets"  # a small backbone with heads and a draft model for it, and prompts
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, an exceeded quota, a too large file
+OF_TORCH = "inline_container.cc"  # in an error of torch's archive writer; that of its reader means a damaged file
 PICTURES = (".png", ".pdf", ".svg", ".jpg")  # the formats of plots
 Json = dict[str, Any]  # a JSON object whose content has not been checked
 
@@ -48,6 +50,18 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in this context for `folder`, which is made if it does not exist."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # this also unlocks it
 
 
 def write_text(path: Path, text: str) -> None:
@@ -123,15 +137,16 @@ def disk_may_fill(path: Path, way_out: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _is_full(error):
+        if not is_full(error, OF_TORCH):
             raise
         raise RunError(f"the disk of {path} is full, or takes no larger file; {way_out()}") from error
 
 
-def _is_full(error: BaseException | None) -> bool:
-    """Whether a full disk caused an error, directly or through an earlier error that was being handled."""
-    # safetensors reports the system's error number as text; torch's archive writer reports only its source file.
-    signs = [f"os error {number}" for number in DISK_FULL] + ["inline_container.cc"]
+def is_full(error: BaseException | None, *signs: str) -> bool:
+    """Whether a full disk caused an error, directly or through an earlier error that was being handled.
+
+    `signs`: words that also mean a full disk if the message of an error has them."""
+    signs += tuple(f"os error {number}" for number in DISK_FULL)  # as safetensors reports the system's error
     while error is not None:
         if getattr(error, "errno", None) in DISK_FULL or any(sign in str(error) for sign in signs):
             return True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,6 +298,37 @@ def test_prompts_are_recorded_and_not_taught(model: Any, tmp_path: Path, monkeyp
     assert first["document_ids"].tolist() == [0] * 13 + [1] * 13
     assert second["loss_mask"].tolist() == [False] * 3 + [True] * 10
     assert not second["hidden"][-1].any()
+
+
+def test_two_recorders_of_one_folder_lose_no_text(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both write a shard at the same time, as two processes may; the second one gets another number."""
+    ready = threading.Barrier(2)
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.2)
+        write_shard(*args, **kwargs)
+
+    def flush(recorder: Recorder) -> None:
+        ready.wait()
+        recorder.flush()
+
+    monkeypatch.setattr("train.features.recorder.write_shard", slow)
+    texts = [random_ids(9, seed=seed) for seed in range(2)]
+    threads = [threading.Thread(target=flush, args=(record(tmp_path, model, [text]),)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [load_file(path)["input_ids"].tolist() for path in shards(tmp_path)]
+    assert sorted(found) == sorted(texts)
+
+
+def test_a_folder_that_another_backbone_has_taken_meanwhile_is_refused(model: Any, tmp_path: Path) -> None:
+    first, second = (record(tmp_path, one, [random_ids(9)]) for one in (model, tiny_model("llama", seed=1)))
+    first.flush()
+    with pytest.raises(RequestError, match="features of another backbone or dtype, or a cache; give another folder"):
+        second.flush()
+    assert len(shards(tmp_path)) == 1
 
 
 def test_recordings_do_not_mix(recipe: Any, rows: PackedDataset, model: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
-from medusa.files import free_bytes, readable
+from medusa.files import free_bytes, locked, readable
 from train.features import files
 from train.features.files import Manifest, is_features, require_features_or_new, shards, token_bytes, write_shard
 
@@ -36,14 +36,18 @@ class Recorder:
         self.texts = self.tokens = 0  # that this recorder has written to disk
         self._texts: list[dict[str, Tensor]] = []
         if is_features(folder):
-            held = Manifest.read(folder)
-            if not held.same_states(self.manifest) or held.rows is not None:
-                other = "features of another backbone or dtype, or a cache"
-                raise RequestError(f"{folder} holds {other}; give another folder")
-            if {held.raw_prompts, raw_prompts} == {True, False}:
-                here, there = ("plain text", "templated") if raw_prompts else ("templated", "plain text")
-                raise RequestError(f"the prompts are {here}, and those in {folder} are {there}; give another folder")
+            self._require_same()
         require_features_or_new(folder)
+
+    def _require_same(self) -> None:
+        """Raise RequestError if the folder holds features of another backbone, dtype or form of prompts, or a cache."""
+        held, raw_prompts = Manifest.read(self.folder), self.manifest.raw_prompts
+        if not held.same_states(self.manifest) or held.rows is not None:
+            other = "features of another backbone or dtype, or a cache"
+            raise RequestError(f"{self.folder} holds {other}; give another folder")
+        if {held.raw_prompts, raw_prompts} == {True, False}:
+            here, there = ("plain text", "templated") if raw_prompts else ("templated", "plain text")
+            raise RequestError(f"the prompts are {here}, and those in {self.folder} are {there}; give another folder")
 
     def size(self, tokens: int) -> int:
         """Number of bytes that the features of `tokens` tokens take on disk."""
@@ -70,9 +74,15 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Write the texts that were added since the last shard to disk, as a new shard."""
-        if self._texts:
-            if not is_features(self.folder):  # not earlier: a request that fails before its first text leaves no file
+        """Write the texts that were added since the last shard to disk, as a new shard.
+
+        Other processes may write to the folder too; raise RequestError if they have written other features."""
+        if not self._texts:
+            return
+        with locked(self.folder):
+            if is_features(self.folder):
+                self._require_same()
+            else:  # not earlier: a request that fails before its first text leaves no file
                 self.manifest.write(self.folder)
             number = 1 + max((int(path.stem) for path in shards(self.folder)), default=-1)
             joined = {name: torch.cat([text[name] for text in self._texts]) for name in self._texts[0]}

@@ -67,8 +67,13 @@ class Datastore:
                 raise RequestError(f"the datastore {folder} is unfinished; run its `medusa datastore build` again")
             raise RequestError(f"no datastore at {folder}; `medusa datastore build` makes one")
         self.about: Json = read_json(self.folder / DONE)
-        if self.about.get("format") != FORMAT or self.about.get("depth") != DEPTH:
+        if not isinstance(self.about, dict) or (self.about.get("format"), self.about.get("depth")) != (FORMAT, DEPTH):
             raise RequestError(f"the datastore {folder} has the format of another version; build it again")
+        for name in ("vocab_size", "tokens", "documents", "largest"):
+            if not isinstance(self.about.get(name), int):
+                raise RequestError(
+                    f"{self.folder / DONE} is damaged ({name}); build the datastore again with --overwrite"
+                )
         self.end = int(self.about["vocab_size"])
         self.tokens = _mapped(self.folder / TOKENS, _dtype(self.end), self.about["tokens"] + DEPTH)
         self.order = _mapped(self.folder / ORDER, np.dtype(np.uint32), self.about["tokens"] - self.about["documents"])

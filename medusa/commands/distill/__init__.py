@@ -145,9 +145,7 @@ def distill(options: DistillOptions) -> DistillFigures:
     tasks = _tasks(options, engine, records, form)
     engine.check(tasks)
     require_room(path, tasks, options.settings)
-    if options.overwrite:
-        path.unlink(missing_ok=True)
-    journal = Journal(path, tasks)
+    journal = Journal(path, tasks, options.overwrite)
     write_json(path.with_suffix(SETTINGS), about)
     advice = "all finished texts are kept: make room and run the same command again"
     kept = partial(_kept, options, journal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import threading
 from collections import Counter
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import TextIO
 
 from medusa.commands.distill.tasks import Task
 from medusa.commands.options import Output
@@ -32,8 +32,10 @@ class Journal:
     Each line is flushed at once, so a killed run loses at most one text, which the next run generates again. A second
     file lists the texts that failed, with the reasons."""
 
-    def __init__(self, path: Path, tasks: list[Task]) -> None:
-        """Read the answers to `tasks` that `path` already has; raise RequestError for a line in another format."""
+    def __init__(self, path: Path, tasks: list[Task], overwrite: bool = False) -> None:
+        """Read the answers to `tasks` that `path` already has, or with `overwrite` delete them.
+
+        Raise RequestError for a line in another format, or if another process is writing the file."""
         self.path, self.failed_path, self.tasks = path, path.with_suffix(FAILED), tasks
         self.total = sum(task.turns for task in tasks)  # the number of texts, with those to generate
         self.conversations = {task.index for task in tasks if task.turns > 1}
@@ -44,10 +46,18 @@ class Journal:
         self.new_tokens = 0  # the number of tokens that this run has generated
         self._lock = threading.Lock()
         self._start = perf_counter()
-        self._file: TextIO
         self._advance: Callable[..., None]  # advances the progress bar by a number of texts, under a title
-        if path.exists():
-            self._read()
+        self._file = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise RequestError(
+                f"another process is writing {path}; wait until it ends, or choose another file"
+            ) from None
+        if overwrite:
+            self._file.truncate(0)
+        self._read()
 
     def _read(self) -> None:
         whole = 0
@@ -76,7 +86,7 @@ class Journal:
     def opened(self, output: Output) -> Iterator[None]:
         """Open the file for new texts inside this context, and show a progress bar of all texts on the console."""
         self.failed_path.unlink(missing_ok=True)  # this run tries the failed texts again
-        with self.path.open("a", encoding="utf-8") as self._file, output.progress_bars() as start:
+        with self._file, output.progress_bars() as start:
             self._start = perf_counter()
             self._advance = start("generating", self.total)
             self._advance(len(self.done))

@@ -1,0 +1,127 @@
+"""Files that cannot be grown, written by two processes at once, or damaged: one line, and no text is lost.
+
+The operating system itself limits the size of files here, so writes fail in the middle, as on a full disk."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.test_cli import GENERATION, Place, medusa
+from tests.helpers import LETTERS
+
+__all__ = ["medusa"]  # a fixture
+
+
+@contextmanager
+def little_room(size: int) -> Iterator[None]:
+    """Files may have at most `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def commands(place: Place, folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Commands that write into `folder`, and replace or continue what they have written there before."""
+    models = ("--backbone", place.backbone, "--heads", place.heads)
+    prompts = ("--prompts", place.prompts, *GENERATION)
+    return {
+        "generate --json": ("generate", *models, *prompts, "--quiet", "--json", folder / "texts.json"),
+        "generate --record": ("generate", *models, *prompts, "--quiet", "--record", folder / "recorded"),
+        "distill": ("distill", "--backbone", place.backbone, *prompts, "--quiet", "--output", folder / "own.jsonl"),
+        "export": ("export", *models, "--to", "hub", "--output", folder / "export", "--overwrite"),
+        "benchmark --report": (
+            *("benchmark", *models, *prompts, "--rounds", "1", "--tree", "chain", "--overwrite"),
+            *("--report", folder / "report.html", "--json", folder / "b.json"),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["generate --json", "generate --record", "export", "benchmark --report"])
+def test_a_full_disk_leaves_the_earlier_files(medusa: Any, place: Place, tmp_path: Path, name: str) -> None:
+    command = commands(place, tmp_path)[name]
+    assert medusa(*command).status == 0
+    before = files_in(tmp_path)
+    with little_room(700):
+        done = medusa(*command)
+    assert done.status == 1
+    (line,) = [line for line in done.err.splitlines() if line.startswith(f"medusa {command[0]}: failed: ")]
+    assert line == done.err.splitlines()[-1]
+    assert "is full, or takes no larger file" in line
+    assert "make room" in line
+    assert files_in(tmp_path) == before, "earlier files are whole, and no temporary file is left"
+
+
+def test_distillation_continues_after_a_full_disk(medusa: Any, place: Place, tmp_path: Path) -> None:
+    prompts, own = tmp_path / "prompts.txt", tmp_path / "own.jsonl"
+    prompts.write_text("\n".join(LETTERS[at : at + 3] for at in range(16)), encoding="utf-8")
+    command = (*commands(place, tmp_path)["distill"], "--prompts", prompts)
+    assert medusa(*command).status == 0
+    whole = own.read_bytes()
+    own.write_bytes(first := whole[: whole.index(b"\n") + 1])
+    with little_room(len(whole) // 2):
+        done = medusa(*command)
+    assert len(first) < len(own.read_bytes()) <= len(whole) // 2
+    assert done.status == 1
+    assert done.err.splitlines()[-1].startswith("medusa distill: failed: the disk of ")
+    assert own.read_bytes().startswith(first)
+    assert not list(tmp_path.glob(".*"))
+    assert medusa(*command).status == 0
+    assert sorted(own.read_bytes().splitlines()) == sorted(whole.splitlines())
+
+
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+def test_a_second_distillation_into_one_file_is_refused(
+    medusa: Any, place: Place, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    own = tmp_path / "own.jsonl"
+    command = (*commands(place, tmp_path)["distill"], *more)
+    assert medusa(*command).status == 0
+    before = own.read_bytes()
+    with own.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)  # as the first process does
+        done = medusa(*command)
+    assert done.status == 2
+    assert (
+        done.err
+        == f"medusa distill: error: another process is writing {own}; wait until it ends, or choose another file\n"
+    )
+    assert own.read_bytes() == before
+    assert medusa(*command).status == 0
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "order.bin", "datastore.json", "fields"])
+def test_a_truncated_datastore_is_refused_in_one_line(medusa: Any, place: Place, tmp_path: Path, name: str) -> None:
+    store = tmp_path / "store"
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"text": "abcdefgh" * 9}) for _ in range(3)), encoding="utf-8")
+    build = ("datastore", "build", "--backbone", place.backbone, "--data", data, "--output", store)
+    assert medusa(*build).status == 0
+    if name == "fields":
+        about = json.loads((store / "datastore.json").read_text())
+        del about["vocab_size"]
+        (store / "datastore.json").write_text(json.dumps(about))
+    else:
+        content = (store / name).read_bytes()
+        (store / name).write_bytes(content[: len(content) // 2])
+    done = medusa(
+        "generate", "--backbone", place.backbone, "--drafter", f"rest:{store}", "--prompt", "abc", *GENERATION
+    )
+    assert done.status == 2
+    assert done.out == ""
+    assert done.err.count("\n") == 1
+    assert str(store) in done.err
