@@ -31,7 +31,7 @@ from medusa.records.sources import read_records
 from script_tools import markdown_table, run_script, script_parser
 
 GROWTH = 1.05  # the memory at the end may be so many times that after the warm-up
-PRINTED = (" ", "WARNING:  Invalid HTTP")  # lines that are no error, or only a part of one
+PRINTED = (" ", "serve: ", "WARNING:  Invalid HTTP")  # beginnings of lines that are no error, or a part of one
 LENGTHS = (3, 12, 24, 60, 120)  # new tokens
 
 

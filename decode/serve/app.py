@@ -203,14 +203,17 @@ class CompletionApi:
 
     async def texts(self, request: HttpRequest, kind: type[CompletionRequest | ChatRequest]) -> Response:
         """Answer a request for completions or for a chat, whose body is parsed into the class `kind`."""
-        content = bytearray()
+        content, told = bytearray(), int(request.headers.get("content-length", 0))
         try:
-            async for part in request.stream():
-                content += part
-                if len(content) > MAX_BODY:
-                    raise ApiError(f"the request is longer than {MAX_BODY // 2**20} MiB", 413)
+            if told <= MAX_BODY:  # of a larger request nothing is kept, as large buffers fragment the memory
+                async for part in request.stream():
+                    content += part
+                    if len(content) > MAX_BODY:
+                        break
         except ClientDisconnect:
             raise _left() from None
+        if max(told, len(content)) > MAX_BODY:
+            raise ApiError(f"the request is longer than {MAX_BODY // 2**20} MiB", 413)
         asked = parse(bytes(content), kind)
         answer = self.begin(asked)
         if not asked.stream:
