@@ -41,6 +41,7 @@ GUESSERS = {
     "mix, window": "mix:lookahead:window=4,guesses=3+ngram:n=2,tokens=3",
     "mix, few nodes": "mix:nodes=6,ngram:n=2,tokens=4,matches=3+blockwise+heads",
 }
+OF_ANY_MODEL = [name for name in DRAFTERS if name != "mtp"]  # test_mtp.py has the models that come with such a layer
 
 
 def repetitive(model: Any, prompt: list[int]) -> list[int]:
@@ -94,7 +95,7 @@ def test_greedy_equals_plain_greedy(drafter: Guesser, llama: Any) -> None:
     write_as_plainly(llama, drafter)
 
 
-@pytest.mark.parametrize("name", [*DRAFTERS, "model, tree"])
+@pytest.mark.parametrize("name", [*OF_ANY_MODEL, "model, tree"])
 @pytest.mark.parametrize("family", ["mistral, window", "gpt2", "gemma3_text", "llama4_text"])
 def test_greedy_is_plain_greedy_with_other_backbones(family: str, name: str, tmp_path: Path) -> None:
     """Each drafter with one set of options: other options only change guesses, which the backbone verifies alike."""
@@ -254,4 +255,4 @@ def test_no_heads_are_needed(llama: Any) -> None:
 
 
 def test_every_drafter_is_tried_here() -> None:
-    assert {spec.partition(":")[0] for spec in GUESSERS.values()} == set(DRAFTERS)
+    assert {spec.partition(":")[0] for spec in GUESSERS.values()} == set(OF_ANY_MODEL)

@@ -213,16 +213,16 @@ def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
 def test_windows_are_removed_before_acceptance(llama: Any, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Acceptance sees only the draft's nodes, and the cache keeps nothing else."""
     sizes = []
-    inner = TreeStepper.accept
+    inner = TreeStepper.decide
 
     def watched(self: TreeStepper, draft: Draft, readout: Readout, *rest: Any) -> Any:
-        accepted = inner(self, draft, readout, *rest)
+        accepted, decided = inner(self, draft, readout, *rest)
         assert readout.logits.shape[1] == readout.hidden.shape[1] == draft.topology.num_nodes
         assert int(accepted.path.max()) < draft.topology.num_nodes
         sizes.append(draft.topology.num_nodes)
-        return accepted
+        return accepted, decided
 
-    monkeypatch.setattr(TreeStepper, "accept", watched)
+    monkeypatch.setattr(TreeStepper, "decide", watched)
     sampled = {"do_sample": True, "temperature": 0.7} if rule in ("rejection", "typical") else {"do_sample": False}
     generate(llama, None, **left_padded(PROMPTS), drafter="lookahead", max_new_tokens=NEW, acceptance=rule, **sampled)
     assert max(sizes) > 4
