@@ -19,6 +19,7 @@ pytest.importorskip("nicegui", reason="needs the extra web")
 
 from decode.serve.chat_options import NO_DRAFTER
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 TOKENS = re.compile(r"^24$")  # the number of tokens; as plain text it would match a time of 0.24 s, too
 
@@ -62,7 +63,7 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def chromium() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if binary is None:
@@ -71,6 +72,14 @@ def browser() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def browser(chromium: Any) -> Iterator[Any]:
+    """The browser, whose pages close with the test: open ones would go on drawing and asking the server."""
+    yield chromium
+    for context in list(chromium.contexts):
+        context.close()
 
 
 def test_in_a_browser(browser: Any, port: int) -> None:
