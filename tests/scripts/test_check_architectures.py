@@ -36,8 +36,13 @@ WITHOUT_SDPA = ("gemma2", "gptj", "gpt_oss")
 
 @pytest.mark.parametrize("attention", script.ATTENTIONS)
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_every_supported_model_writes_the_text_of_generate(name: str, attention: str) -> None:
-    """Prompts of 1 to 40 tokens, alone and in a ragged batch; a model may compare the name of its attention."""
+def test_every_supported_model_writes_the_text_of_generate(
+    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and in a ragged batch; a model may compare the name of its attention.
+
+    Three of the script's prompts: within windows and chunks at first, beyond them, and beyond the limit of longrope."""
+    monkeypatch.setattr(script, "PROMPTS", (1, 5, 40))
     model = script.offered(name, attn_implementation=attention)
     assert (model is None) == (attention == "sdpa" and name in WITHOUT_SDPA)
     if model is not None:
