@@ -40,7 +40,7 @@ check: lint
 	$(BIN)/python -m pytest -n 2 -k '$(LATER)' $(CORE)
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff check .

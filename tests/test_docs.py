@@ -189,6 +189,7 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("calibrations")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # seconds on a free machine
 @pytest.mark.parametrize("page", to_run())
 def test_commands_without_special_needs_run(

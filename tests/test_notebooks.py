@@ -18,6 +18,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALLER = {"tour": "new_tokens = 24", "train": "texts, steps, prompts = 4, 2, 1"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # seconds on a free machine
 def test_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All notebooks share one kernel, as imports take most of the time."""

@@ -46,6 +46,7 @@ def test_no_module_is_outside_a_package() -> None:
             assert (path.parent / "__init__.py").exists() or "assets" in path.parts, path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # seconds on a free machine
 def test_the_wheel_works_without_the_sources() -> None:
     pytest.importorskip("build", reason="needs the build package, of the dev extra")

@@ -12,6 +12,7 @@ import torch
 from tests.decode import second_device
 from tests.train.processes import forked
 
+pytestmark = pytest.mark.slow
 TWICE = ("lookahead", "model", "mix", "typical, penalties")  # steps that read what they drafted or predicted, too
 
 
