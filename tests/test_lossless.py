@@ -434,7 +434,7 @@ def test_a_constraint_gets_its_row_index(llama: Any) -> None:
 @torch.no_grad()
 def test_the_drafter_gets_the_hidden_state_before_each_root() -> None:
     """Heads read the state at the path's end (docs/decoding.md). Another node's state would change only the speed,
-    so the other tests would not detect the error. The rows are ragged, and one ends early.
+    so the other tests would not detect the error. The rows are ragged, and one ends early; then one decodes alone.
     """
     model = tiny_model("llama", dtype=torch.float64)
     texts = [plain(model, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
@@ -450,6 +450,8 @@ def test_the_drafter_gets_the_hidden_state_before_each_root() -> None:
     drafter = Watching(TREES["random"], texts, lambda step: step % 4)
     eos = next(token for token in texts[1][5:] if token not in texts[0] + texts[2])
     decode_with(model, drafter, max_new_tokens=NEW, eos_token_id=eos, do_sample=False, **left_padded(PROMPTS))
+    drafter = Watching(TREES["random"], texts, lambda step: step % 4)
+    decode_with(model, drafter, PROMPTS[:1], max_new_tokens=NEW, do_sample=False)
     hidden = [model.model(torch.tensor([p + t])).last_hidden_state[0] for p, t in zip(PROMPTS, texts, strict=True)]
     assert len(seen) > 15
     for row, written, state in seen:
