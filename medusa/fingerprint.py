@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from medusa.config import Fingerprint
@@ -55,13 +55,6 @@ def embedding_sample(weight: Tensor) -> list[float]:
     flat = weight.detach().reshape(-1)
     places = [index * (flat.numel() - 1) // (SAMPLES - 1) for index in range(SAMPLES)]
     return [round(float(value), 6) for value in flat[places]]
-
-
-def heads_fingerprint(heads: nn.Module) -> str:
-    """Return a hash of up to 16 values of each parameter of the heads."""
-    flat = [parameter.detach().flatten() for parameter in heads.parameters()]
-    some = torch.cat([values[:: max(1, len(values) // 16)][:16].float().cpu() for values in flat])
-    return hashlib.sha256(some.numpy().tobytes()).hexdigest()[:16]
 
 
 def differs(model: PreTrainedModel, known: Fingerprint) -> bool:

@@ -224,15 +224,16 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
             return tree
         asked = tree
     require_tree_forward(loaded.model)
-    files = files_for(heads_folder(command.models.heads))
+    name = command.models.heads  # of the folder that `medusa calibrate` takes; a model's own layer has none
+    files = files_for(heads_folder(name))
     if asked is not None and (fitted := stored_temperatures(files, heads)) is not None:
         return replace(asked, temperatures=fitted)
     note, kept = command.output.note, ""
     found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
     if found is None and settings.compile:
         note(
-            "no calibration with compiled steps, so the tree is the one that is fastest in eager steps; medusa "
-            f"calibrate {command.models.heads or 'HEADS'} --compile finds the fastest in compiled steps (takes minutes)"
+            "no calibration with compiled steps, so the tree is the one that is fastest in eager steps"
+            + f"; medusa calibrate {name} --compile finds the fastest in compiled steps (takes minutes)" * bool(name)
         )
         settings = replace(settings, compile=False)
         found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
@@ -244,8 +245,8 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
         except TooFewStepsError:
             tree = asked or default_tree(heads)
             note(
-                f"tree: {tree.num_nodes} nodes, not calibrated, because the backbone's own texts are too short; medusa "
-                "calibrate --prompts FILE calibrates with other texts"
+                f"tree: {tree.num_nodes} nodes, not calibrated, because the backbone's own texts are too short"
+                + f"; medusa calibrate {name} --prompts FILE calibrates with other texts" * bool(name)
             )
             return tree
         kept = f"; calibrated now, saved in {store(files, found)}"

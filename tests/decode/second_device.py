@@ -48,7 +48,7 @@ from decode.reference import PlainStepper
 from decode.sequences import Request
 from decode.session import Session
 from medusa import Tree
-from tests.helpers import EAGLE_FORMS, random_heads, random_ids, tiny_model
+from tests.helpers import EAGLE_FORMS, MTP_FORM, random_heads, random_ids, tiny_model
 
 WARPERS = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(9), TopPLogitsWarper(0.9), MinPLogitsWarper(0.01)]
 READERS = [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(3)]
@@ -61,6 +61,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra"},
     "eagle": {"kind": "eagle"},
     "prefix": {"prefix_layers": 1},
+    "mtp": MTP_FORM,
 } | EAGLE_FORMS
 ALL_PAIRS = ("independent", "eagle")  # of a tree and a stepper; the other kinds meet each tree and each stepper once
 RULES: dict[str, tuple[bool, list[Any], Acceptor]] = {

@@ -20,7 +20,7 @@ from decode.loop import Step
 from decode.ops.transfer import unchecked
 from medusa import Tree
 from tests.decode.host_waits import HostWaits
-from tests.helpers import EAGLE_FORMS, left_padded, plain, random_heads, random_ids
+from tests.helpers import EAGLE_FORMS, MTP_FORM, left_padded, plain, random_heads, random_ids
 
 NEW, STEPS, SKIPPED = 40, 5, 2  # the first steps may prepare what later ones use again
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8}
@@ -60,6 +60,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "markov": {"kind": "markov"},
     "eagle": {"kind": "eagle"},
     "prefix layers": {"prefix_layers": 1},
+    "mtp": MTP_FORM,
 } | EAGLE_FORMS
 TREES = ("topk:4,2,1", "dynamic:9")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
@@ -16,7 +18,7 @@ from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
 from decode.settings import Settings
 from medusa.errors import RunError
 from medusa.files import Json, read_json, write_json
-from medusa.fingerprint import heads_fingerprint
+from medusa.heads import NATIVE
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import DTYPES
 from medusa.quantization import quantization_of
@@ -113,6 +115,16 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
         **({"amateur": settings.amateur.to_dict()} if settings.amateur else {}),
         **{name: value for name in NEWER if (value := getattr(settings, name)) != getattr(Settings, name)},
     }
+
+
+def heads_fingerprint(heads: MedusaHeads) -> str:
+    """Return a hash of up to 16 values of each parameter of the heads, and for MTP heads also of their number.
+
+    An MTP layer has the same parameters whatever this number is, and a tree fits only so many heads."""
+    flat = [parameter.detach().flatten() for parameter in heads.parameters()]
+    some = torch.cat([values[:: max(1, len(values) // 16)][:16].float().cpu() for values in flat])
+    number = str(heads.config.num_heads) if heads.config.kind == NATIVE else ""
+    return hashlib.sha256(some.numpy().tobytes() + number.encode()).hexdigest()[:16]
 
 
 def files_for(heads_folder: Path | None) -> list[Path]:

@@ -684,7 +684,7 @@ def test_export_of_the_shipped_heads(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_export_accepts_only_calibrations_of_the_same_heads(llama: Any, tmp_path: Path) -> None:
-    from medusa.fingerprint import heads_fingerprint
+    from decode.bench.calibration.stored import heads_fingerprint
 
     heads = random_heads(llama, 2, base_model_name_or_path="org/model")
     heads.save_pretrained(tmp_path / "heads")

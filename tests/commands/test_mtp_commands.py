@@ -1,0 +1,114 @@
+"""Every command that decodes, with the MTP layer of a tiny random model: as it is, and as heads of kind `mtp`."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from transformers import AutoModelForCausalLM
+
+from decode.bench.calibration import calibrate
+from decode.bench.calibration.stored import heads_fingerprint
+from decode.serve import app as serving
+from medusa.__main__ import main
+from medusa.native_layers import native_heads
+from medusa.tree import Tree
+from tests.commands.test_cli import tokenizer_of_letters
+from tests.helpers import LETTERS, VOCAB, plain
+from tests.native_models import save_native
+
+PROMPTS = [LETTERS[at : at + 3] for at in range(8)]
+GENERATION = ("--max-new-tokens", "12", "--ignore-eos", "--threads", "1")
+NATIVE, TUNED = "the model's own layer", "heads of kind mtp"
+
+
+class Native(NamedTuple):
+    """The files on disk, and the greedy continuation of the first prompt."""
+
+    models: dict[str, tuple[str, ...]]
+    """The arguments that choose the models and a tree."""
+    prompts: str
+    text: str
+    model: Any
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
+    folder = tmp_path_factory.mktemp("native")
+    save_native("deepseek_v3", folder / "backbone")
+    tokenizer_of_letters(VOCAB - 2, VOCAB - 1).save_pretrained(folder / "backbone")
+    model = AutoModelForCausalLM.from_pretrained(folder / "backbone").eval()
+    heads = native_heads(model, 3)
+    heads.config.tree = Tree.chain(3).to_json()
+    heads.save_pretrained(folder / "heads")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS), encoding="utf-8")
+    ids = plain(model, [LETTERS.index(letter) for letter in PROMPTS[0]], max_new_tokens=12)
+    models = {
+        NATIVE: ("--backbone", str(folder / "backbone"), "--drafter", "mtp", "--tree", "chain"),
+        TUNED: ("--heads", str(folder / "heads")),
+    }
+    return Native(models, str(prompts), "".join(LETTERS[token] for token in ids), model)
+
+
+@pytest.fixture
+def medusa(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command in this process, and return what it printed on standard output."""
+
+    def run(*argv: object) -> str:
+        status = main([str(word) for word in argv])
+        said = capsys.readouterr()
+        assert status == 0, said.err
+        return said.out
+
+    return run
+
+
+@pytest.mark.parametrize("models", [NATIVE, TUNED])
+def test_generate_chat_and_serve(medusa: Any, native: Native, monkeypatch: pytest.MonkeyPatch, models: str) -> None:
+    """All three write the model's own text."""
+    chosen, replies = (*native.models[models], *GENERATION), []
+    assert medusa("generate", *chosen, "--prompt", PROMPTS[0]) == native.text + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[0] + "\n"))
+    assert medusa("chat", *chosen) == native.text + "\n"
+
+    def answer(app: Starlette, *listening: object) -> None:
+        client = TestClient(app, base_url="http://127.0.0.1")
+        replies.append(client.post("/v1/completions", json={"prompt": PROMPTS[0], "temperature": 0}).json())
+
+    monkeypatch.setattr(serving, "serve", answer)
+    medusa("serve", *chosen, "--quiet")
+    assert replies[0]["choices"][0]["text"] == native.text
+
+
+@pytest.mark.parametrize("models", [NATIVE, TUNED])
+def test_verify_and_benchmark(medusa: Any, native: Native, tmp_path: Path, models: str) -> None:
+    chosen = (*native.models[models], "--prompts", native.prompts, "--quiet", "--max-prompts")
+    medusa("verify", *chosen, "1", "--threads", "1", "--draws", "2000", "--json", tmp_path / "verified.json")
+    assert json.loads((tmp_path / "verified.json").read_text())["passed"] is True
+    measured = tmp_path / "measured.json"
+    medusa("benchmark", *chosen, "4", *GENERATION, "--rounds", "1", "--json", measured)
+    assert json.loads(measured.read_text())["methods"]["medusa"]["equal_to_plain"] == 1
+
+
+def test_evaluate_and_calibrate(medusa: Any, native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "SIZES", (1, 4))
+    heads, out = native.models[TUNED], tmp_path / "out.json"
+    medusa("evaluate", *heads, "--data", native.prompts, "--max-new-tokens", "12", "--quiet", "--json", out)
+    assert [head["head"] for head in json.loads(out.read_text())["heads"]] == [1, 2, 3]
+    longer = ("--prompts", native.prompts, "--max-new-tokens", "96", "--ignore-eos", "--rounds", "1")
+    medusa("calibrate", *heads, *longer, "--quiet", "--json", out)
+    assert max(len(path) for point in json.loads(out.read_text())["points"] for path in point["paths"]) <= 3
+
+
+def test_a_calibration_holds_for_a_number_of_steps(native: Native) -> None:
+    """The heads share their weights, but a tree that was chosen for five does not fit three."""
+    three, again, five = (heads_fingerprint(native_heads(native.model, number)) for number in (3, 3, 5))
+    assert three == again != five
