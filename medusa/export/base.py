@@ -123,13 +123,13 @@ def read_embeddings(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
 
     def find(model: PreTrainedModel) -> Tensor | None:
         module = model.get_input_embeddings()
-        return module.weight if type(module) is nn.Embedding else None
+        return _weight(module) if type(module) is nn.Embedding else None
 
     if (found := _read_alone(name, options, find)) is not None:
         return found
-    backbone = load_backbone(name, replace(options, device="cpu"))
+    module = load_backbone(name, replace(options, device="cpu")).model.get_input_embeddings()
     with torch.no_grad():
-        return backbone.embed(torch.arange(backbone.model.get_input_embeddings().num_embeddings))
+        return module(torch.arange(len(_weight(module))))
 
 
 def _read_alone(
@@ -149,7 +149,7 @@ def _read_alone(
     same = [wanted]
     if getattr(text, "tie_word_embeddings", False):
         both = (model.get_input_embeddings(), model.get_output_embeddings())
-        same += [module.weight for module in both if module is not None]
+        same += [_weight(module) for module in both if module is not None]
     parameters = model.named_parameters(remove_duplicate=False)
     names = [key for key, value in parameters if any(value is one for one in same)]
     return stored_tensor(Stored.of_model(folder), model, (*names, *former), wanted)
@@ -185,3 +185,9 @@ def _without_bias(head: nn.Module | None, name: str) -> Tensor:
     if getattr(head, "bias", None) is not None:
         raise RequestError(f"the LM head of {name} has a bias, which LM heads of this format cannot have")
     return weight
+
+
+def _weight(module: nn.Module) -> Tensor:
+    """Return the weight [V, H] of a module that reads or writes tokens."""
+    assert isinstance(module.weight, Tensor)
+    return module.weight
