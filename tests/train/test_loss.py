@@ -283,6 +283,18 @@ def test_under_autocast_the_figures_are_those_of_bfloat16(backbone: Backbone) ->
             assert (ours[name] - gradient).norm() < 0.05 * gradient.norm(), name
 
 
+def test_a_large_step_loses_nothing_in_float16(backbone: Backbone) -> None:
+    """A batch with 1/65,536 of a step's labels; float16 rounds 1/65,536 of a feature to three bits or to zero."""
+    heads = random_heads(backbone.model, HEADS, lm_head="own")
+    labels = some_labels()
+    args = (HeadInputs(torch.randn(ROWS, HIDDEN)), labels, None)
+    with torch.autocast("cpu", torch.float16):
+        _, alone = outcome(head_losses, heads, *args)
+        _, part = outcome(head_losses, heads, *args, counts=(labels != IGNORE).sum(1) * 65_536, scale=65_536.0)
+    for name, gradient in alone.items():
+        torch.testing.assert_close(part[name], gradient)
+
+
 def test_unavailable_backends_are_rejected(tmp_path: Path) -> None:
     def arguments(backend: str, objective: str, weighting: str) -> MedusaTrainingArguments:
         chosen = {"loss_backend": backend, "objective": objective, "head_weighting": weighting}

@@ -21,7 +21,7 @@ class ChunkedLoss(torch.autograd.Function):
     """Autograd function that computes the losses of K heads from their features.
 
     Its inputs are features [K, R, H] of hidden size H at R positions, LM head weights and bias, labels [K, R], the
-    number of labels [K] by which each head's sums are divided, the rule for loss weights, the teacher for distillation,
+    numbers [K], not 0, by which each head's sums are divided, the rule for loss weights, the teacher for distillation,
     and whether the gradient of `weight` is added to `weight.grad`. It returns the objective, a scalar, and for each
     head [K] the plain loss and the number of right guesses (`train.loss.heads.HeadLosses`).
 
@@ -67,7 +67,7 @@ class ChunkedLoss(torch.autograd.Function):
                 if teacher is not None:
                     soft = teacher.targets(rows, target)
                     target = soft.labels
-                mean = (target != IGNORE) / counts.clamp_min(1)[:, None]
+                mean = (target != IGNORE) / counts[:, None]
                 grads = (None if grad_x is None else grad_x[:, rows], grad_weight)
                 figures += _chunk(x_KCH, matrix, bias_V, target, soft, mean, weighting, *grads)
                 del soft  # otherwise two chunks' distributions would be in memory at once

@@ -68,6 +68,9 @@ def head_losses(
     features = heads.features(inputs)  # [K, R, H]
     places = _places(heads, labels, teacher)
     weight, bias = _lm_heads(heads, lm_head)
+    # Float16 has no room for factors of 1 / the labels of a large step, so the batch's share in them is applied last.
+    share = 1.0 if in_place else _power_of_two(labelled.max().clamp_min(1) / counts.max())
+    counts = counts * share
     if backend == "liger":
         objective, loss, correct = _head_losses_liger(features, places, weight, bias, counts, weighting)
     else:
@@ -76,7 +79,7 @@ def head_losses(
         objective, loss, correct = ChunkedLoss.apply(
             features, weight, bias, places, counts, weighting, teacher, in_place
         )
-    return HeadLosses(objective, loss * counts / labelled.clamp_min(1), correct, labelled)
+    return HeadLosses(objective * share, loss * counts / labelled.clamp_min(1), correct, labelled)
 
 
 def head_losses_plain(
@@ -126,6 +129,11 @@ def _lm_heads(heads: MedusaHeads, lm_head: nn.Module | None) -> tuple[Tensor, Te
     assert lm_head is not None
     rows = rows_for(heads, lm_head)
     return rows.weight, rows.bias
+
+
+def _power_of_two(value: Tensor) -> Tensor:
+    """Round positive numbers to a power of two, by which a product is exact."""
+    return value / value.frexp().mantissa
 
 
 def _head_losses_liger(
