@@ -38,6 +38,13 @@ def total_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().total)
 
 
+def devices_of(module: nn.Module) -> set[torch.device]:
+    """Return the devices that hold a module's parameters; several if `--device auto` spread a model over GPUs.
+
+    Layers that are kept in main memory or on disk until they run count as on no device."""
+    return {parameter.device for parameter in module.parameters()} - {torch.device("meta")}
+
+
 def release() -> None:
     """Free the memory of models that are no longer used, before another one is loaded, and reset the peaks of GPUs.
 

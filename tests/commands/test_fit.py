@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -36,6 +37,7 @@ from medusa.commands.options import Models, Output, Prompts
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import ASSETS
+from medusa.memory import devices_of
 from medusa.options import LoadOptions
 from medusa.records.record import Record, parse_record
 from medusa.records.sources import read_records
@@ -196,9 +198,26 @@ def test_a_run_that_needs_more_memory_than_there_is_warns(lacks: bool, monkeypat
     plan = make_plan(options(), PROBE, COSTS, train_prompts=100, test_prompts=20)
     needed = max(plan.memory_bytes, plan.decoding_bytes)
     monkeypatch.setattr(plan_module, "total_memory", lambda device: needed - lacks)
-    warning = plan_module.lacking_memory(plan, torch.device("cpu"))
+    warning = plan_module.lacking_memory(plan, {torch.device("cpu")})
     assert bool(warning) == lacks
     assert not warning or ("cpu has" in warning and "--quantization int8" in warning)
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_several_gpus_have_their_memory_together(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(options(), PROBE, COSTS, train_prompts=100, test_prompts=20)
+    half = (max(plan.memory_bytes, plan.decoding_bytes) + 1) // 2
+    monkeypatch.setattr(plan_module, "total_memory", lambda device: half - lacks)
+    warning = plan_module.lacking_memory(plan, devices_of(Spread()))
+    assert bool(warning) == lacks
+    assert not warning or "cuda:0 and cuda:1 have" in warning
+
+
+class Spread(torch.nn.Module):
+    """A stand-in for a model whose layers lie on two GPUs, and one on disk."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        return (SimpleNamespace(device=torch.device(place)) for place in ("cuda:0", "cuda:1", "cuda:0", "meta"))
 
 
 def test_ignored_ends_of_texts_reach_every_stage(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     from medusa.commands.fit.probe import Probe, probe
     from medusa.commands.options import warn
     from medusa.loading import load_backbone
+    from medusa.memory import devices_of
 
     held = state.stages.get("plan")
     if held is not None:
@@ -99,7 +100,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
                 costs = [costs_of(choice, loaded, found) for choice in choices]
                 plan = make_plan(options, found, costs, len(sides.train), len(sides.test))
                 minutes = plan.minutes
-        if warning := lacking_memory(plan, loaded.model.device):
+        if warning := lacking_memory(plan, devices_of(loaded.model)):
             warn(warning)
         del loaded
     for line in describe(plan, found, choices, options):

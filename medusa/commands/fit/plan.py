@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
@@ -182,13 +183,14 @@ def require_disk(plan: Plan, folder: Path) -> str | None:
     return f"{folder} may take {readable(plan.disk_bytes)}, and its disk has {readable(free)} left"
 
 
-def lacking_memory(plan: Plan, device: torch.device) -> str | None:
-    """Return a warning if `device` has less memory than the plan's estimate, else `None`."""
-    needed, there = max(plan.memory_bytes, plan.decoding_bytes), total_memory(device)
+def lacking_memory(plan: Plan, devices: Collection[torch.device]) -> str | None:
+    """Return a warning if the `devices` have less memory together than the plan's estimate, else `None`."""
+    needed, there = max(plan.memory_bytes, plan.decoding_bytes), sum(map(total_memory, devices))
     if needed <= there:
         return None
     way = "--quantization int8 needs less for the model, and another --kind may need less for the heads"
-    return f"the run may need {readable(needed)} of memory, and {device.type} has {readable(there)}; {way}"
+    have = f"{' and '.join(sorted(map(str, devices)))} {'has' if len(devices) == 1 else 'have'} {readable(there)}"
+    return f"the run may need {readable(needed)} of memory, and {have}; {way}"
 
 
 def clock(seconds: float) -> str:
