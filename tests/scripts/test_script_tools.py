@@ -27,6 +27,7 @@ WRONG = {
     "draw": ["", "exactness {tmp} --prompt 99", "benchmark no.json {tmp}/x.png"],
     "fuzz": ["--minutes 0", "--cases 0", "--minutes 1 --case 2"],
     "gpu_battery": ["--call 4 --output {tmp}", "--stage dance --output {tmp}"],
+    "load_test": ["--minutes 0", "--clients 0"],
     "make_backbone": ["--data no.txt --output {tmp}/x --steps 1"],
     "make_mtp_model": [
         "--data no.txt --tokenizer demo --output {tmp}/x",
@@ -41,7 +42,7 @@ WRONG = {
     "../notebooks/run": ["no.ipynb"],
 }
 SHARED = {"script_tools", "measuring", "tiny_models", "backbone_training", "openai_checks"}  # no scripts
-SHARED |= {"fuzz_cases", "fuzz_models"}
+SHARED |= {"fuzz_cases", "fuzz_models", "load_clients"}
 
 
 def test_every_script_is_listed() -> None:

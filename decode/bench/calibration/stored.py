@@ -94,8 +94,11 @@ class Calibration:
 
     def predicted_tau(self, tree: Layout) -> float | None:
         """The predicted tau of `tree`; `None` if the calibration did not try this tree."""
-        asked = tree.to_json()
-        return next((point.tau for point in self.points if self._tree_of(point).to_json() == asked), None)
+
+        def same(other: Layout) -> bool:
+            return other.to_json() == tree.to_json() and other.candidates.shortlist == tree.candidates.shortlist
+
+        return next((point.tau for point in self.points if same(self._tree_of(point))), None)
 
 
 def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, object]:

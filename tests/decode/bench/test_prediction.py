@@ -7,7 +7,7 @@ import pytest
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts
 from decode.bench.headline import Interval
 from decode.bench.prediction import Prediction
-from decode.drafters.layouts import DynamicTree
+from decode.drafters.layouts import DynamicTree, with_shortlist
 from medusa.tree import Tree
 
 FILE = RecordedTexts(30, 3840, source="questions.jsonl", prompts_sha256="same")
@@ -55,3 +55,4 @@ def test_a_calibration_predicts_the_trees_that_it_tried() -> None:
     assert found.predicted_tau(DynamicTree.over_heads(3, 2, (1.0, 0.7))) == 2.75
     assert found.predicted_tau(DynamicTree.over_heads(3, 2, (1.0, 0.8))) is None
     assert found.predicted_tau(Tree.from_paths([[0], [1]])) is None
+    assert found.predicted_tau(with_shortlist(Tree.chain(0), 3)) is None, "other candidates of the heads"

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+pytest.importorskip("starlette", reason="needs the extra serve")
+
 from decode.serve.app import CompletionApi
 from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchRow, BatchWorker
