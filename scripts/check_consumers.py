@@ -40,7 +40,7 @@ KINDS = {
     "heads.force_vocabulary=true",
     "medusa, square, own LM heads": "heads.block=square heads.lm_head=own",
     "medusa, square, shared LM head": "heads.block=square heads.lm_head=shared",
-    "recurrent": "heads.kind=recurrent",
+    "cascade": "heads.kind=cascade",
 }
 EAGLES, MEDUSAS = list(KINDS)[:4], list(KINDS)[4:6]
 GUESSES = 4
@@ -71,7 +71,7 @@ CONSUMERS = {
     "modelopt": Consumer(
         "nvidia-modelopt==0.47.0 torch==2.13.0+cpu transformers==5.23.0 accelerate requests", {"modelopt": MEDUSAS}
     ),
-    "transformers": Consumer("torch==2.13.0+cpu transformers==5.23.0", {"hub": [*KINDS]}),
+    "transformers": Consumer("torch==2.13.0+cpu transformers==5.23.0", {"hub": [*MEDUSAS, "cascade"]}),
 }
 
 
@@ -180,7 +180,8 @@ def run(prompts: list[Json], python: Path, cell: Cell, heads: Path, args: argpar
     write_json(job, about | {"guesses": GUESSES, "tokens": args.tokens, "prompts": prompts})
     out.unlink(missing_ok=True)
     script = Path(__file__).with_name("consumers") / f"by_{cell.consumer}.py"
-    done = subprocess.run([python, str(script), str(job), str(out)], capture_output=True, text=True, check=False)
+    command = [python, "-E", str(script), str(job), str(out)]  # without this package, also where PYTHONPATH names it
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     write_text(out.with_suffix(".log"), done.stdout + done.stderr)
     if done.returncode or not out.is_file():
         why = (done.stderr.strip().splitlines() or ["without a word"])[-1]
