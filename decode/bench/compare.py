@@ -53,7 +53,8 @@ class Sample:
             [[p.new_tokens, p.steps, p.uncut_tokens, p.steps > 0, p.tau, *p.seconds] for p in its] for its in groups
         ]
         sums = torch.stack([torch.tensor(row, dtype=torch.double).sum(0) for row in rows], 1).float()
-        return cls(*sums[:5], seconds=sums[5:])
+        new_tokens, steps, uncut_tokens, texts, taus = sums[:5]
+        return cls(new_tokens, steps, uncut_tokens, texts, taus, sums[5:])
 
     @property
     def num_batches(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import FunctionType
 from typing import Any
 
@@ -477,3 +478,27 @@ def test_errors_are_in_the_words_of_python(llama: Any, heads: MedusaHeads, optio
     with pytest.raises(RequestError) as error:
         llama.generate(PROMPT, custom_generate=medusa_generate, medusa_heads=heads, do_sample=False, **inside)
     assert "--" not in str(error.value)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "medusa"), ("gemma3_text", "eagle")])
+def test_threads_write_the_texts_that_they_write_alone(family: str, kind: str) -> None:
+    """Three threads decode at once with one model, which none of them has used before: the self-tests run too."""
+    model = tiny_model(family)
+    heads, ready = random_heads(model, kind=kind), threading.Barrier(3)
+    prompts = [random_ids(length, seed=length) for length in (6, 9, 14)]
+    found: dict[int, list[list[int]]] = {index: [] for index in range(len(prompts))}
+
+    def write(index: int) -> None:
+        ready.wait()
+        ids = torch.tensor([prompts[index]])
+        for _ in range(3):
+            out = generate(model, heads, inputs=ids, tree="topk:3,2", max_new_tokens=30, eos_token_id=None)
+            found[index].append(out[0, ids.shape[1] :].tolist())
+
+    threads = [threading.Thread(target=write, args=(index,)) for index in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = [plain(model, prompt, max_new_tokens=30, eos_token_id=None) for prompt in prompts]
+    assert found == {index: [text] * 3 for index, text in enumerate(expected)}
