@@ -1,7 +1,7 @@
 """Draft with an export in speculators, for scripts/check_consumers.py. It runs without this project's packages.
 
 speculators trains drafters and has no loop that decodes. Its model guesses at all positions of our texts, and a guess
-is accepted if the text goes on with it. With the format vllm, its converter makes the folder that its loader reads."""
+is accepted if the text goes on with it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from pathlib import Path
 
 import torch
 from speculators import SpeculatorModel
-from speculators.convert.entrypoints import convert_model
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
 
 JOB = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
 place, guesses = JOB["export"], JOB["guesses"]
-if JOB["format"] == "vllm":
-    place = str(Path(sys.argv[2]).with_suffix(".converted"))
-    convert_model(model=JOB["export"], verifier=JOB["backbone"], algorithm="eagle3", output_path=place)
 config = Eagle3SpeculatorConfig.from_pretrained(place)
 config.transformer_layer_config._attn_implementation = "eager"  # its own is flex attention, which GPUs compile
 drafter = SpeculatorModel.from_pretrained(place, config=config).float().eval()
