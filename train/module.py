@@ -20,7 +20,7 @@ from train.arguments import MedusaTrainingArguments
 from train.heads import backbone_for
 from train.loss.chunks import chunk_rows
 from train.loss.heads import HeadLosses, head_losses
-from train.loss.labels import IGNORE, head_labels
+from train.loss.labels import head_labels, taught_positions
 from train.loss.teacher import BackboneTeacher, backbone_choices
 from train.packed import packed_states
 
@@ -90,8 +90,7 @@ class HeadsOnBackbone(nn.Module):
         with torch.no_grad():
             tokens = backbone_choices(backbone, last, input_ids) if argmax else input_ids
         labels = head_labels(tokens, loss_mask, document_ids, num_heads).flatten(1)
-        # Without a label of head 0 no decoding step starts here, so the other heads need none.
-        places = (labels[0] != IGNORE).nonzero()[:, 0]
+        places = taught_positions(labels)
         teacher = None
         if args.objective == "distill":
             settings = (args.teacher_temperature, args.hard_label_weight, self.heads.vocabulary)

@@ -26,7 +26,7 @@ from train.checkpoints import remove_rescues
 from train.data.packing import Batch
 from train.evaluate import GuessCounts, label_ranks
 from train.loss.heads import HeadLosses
-from train.loss.labels import IGNORE, head_labels
+from train.loss.labels import IGNORE, head_labels, taught_positions
 from train.module import HeadsOnBackbone
 from train.rescue import InterruptibleTrainer
 from train.scales import even_steps, state_sizes
@@ -192,9 +192,10 @@ class MedusaTrainer(InterruptibleTrainer):
         return batches, self.accelerator.reduce(counts, "sum")
 
     def label_counts(self, batch: Batch) -> Tensor:
-        """Count the labels of each of the K heads in a batch, as a tensor [K]."""
+        """Count the labels that each of the K heads learns from a batch, as a tensor [K]."""
         ids, mask, documents = batch["input_ids"], batch["loss_mask"], batch["document_ids"]
-        return (head_labels(ids, mask, documents, self.heads.config.num_heads) != IGNORE).sum((1, 2))
+        labels = head_labels(ids, mask, documents, self.heads.config.num_heads).flatten(1)
+        return (labels[:, taught_positions(labels)] != IGNORE).sum(1)
 
     @property
     def adds_in_place(self) -> bool:

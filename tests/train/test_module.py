@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -79,6 +79,8 @@ def test_heads_are_taught_where_the_first_of_them_has_a_label() -> None:
     assert found.labels.tolist() == expected
     states = module.states(ids, given["position_ids"])
     assert torch.equal(found.inputs.hidden, torch.stack([states[place] for place in places]))
+    counted = MedusaTrainer.label_counts(cast(MedusaTrainer, module), given)  # it reads nothing but the heads
+    assert counted.tolist() == [sum(label != IGNORE for label in labels) for labels in expected]
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------

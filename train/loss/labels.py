@@ -31,3 +31,10 @@ def head_labels(
         labelled = loss_mask[:, offset:].bool() & (document_ids[:, offset:] == document_ids[:, :-offset])
         labels[offset - first, :, :-offset] = torch.where(labelled, input_ids[:, offset:], IGNORE)
     return labels
+
+
+def taught_positions(labels: Tensor) -> Tensor:
+    """Find the positions [P] at which the heads learn from labels [K, B * T]: those at which head 0 has a label.
+
+    Without a label of head 0 no decoding step starts there, so the other heads need none."""
+    return (labels[0] != IGNORE).nonzero()[:, 0]
