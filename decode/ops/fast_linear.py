@@ -8,14 +8,13 @@ Shapes: M tokens, K inputs, N outputs of a linear layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Lock
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from decode.ops.shared_setting import Restore, SharedSetting
 from medusa.cpu import cpuinfo
 
 MIN_PRODUCTS = 2**20
@@ -38,33 +37,26 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return found
 
 
-_LOCK = Lock()
-_active = 0  # contexts of `fast_linear` that are open, in all threads
+def _replace() -> Restore:
+    if F.linear is STOCK:  # a function that somebody else has put there stays
+        F.linear = linear
+    return _put_back
 
 
-@contextmanager
-def fast_linear(largest: Tensor, tokens: int) -> Iterator[None]:
+def _put_back() -> None:
+    if F.linear is linear:
+        F.linear = STOCK
+
+
+_LINEAR = SharedSetting(_replace)
+
+
+def fast_linear(largest: Tensor, tokens: int) -> AbstractContextManager[None]:
     """While the context is open, compute large products of linear layers by oneDNN, where it is faster.
 
     It is for a forward over `tokens` tokens in a model whose largest weight is about the size of `largest`. Smaller
     forwards stay as they are. The context replaces `torch.nn.functional.linear`, also for other threads; their results
     stay equal up to rounding, and their gradients the same."""
     is_float32 = largest.is_cpu and largest.dtype == torch.float32
-    if not (PREFERS_ONEDNN and is_float32 and tokens > 1 and tokens * largest.numel() >= MIN_PRODUCTS):
-        yield
-        return
-    _count(1)
-    try:
-        yield
-    finally:
-        _count(-1)
-
-
-def _count(change: int) -> None:
-    """Count open contexts: `change` is 1 or -1. The first context replaces the function; the last restores it."""
-    global _active
-    with _LOCK:
-        _active += change
-        old, new = (STOCK, linear) if _active else (linear, STOCK)
-        if F.linear is old:  # a function that somebody else has put there stays
-            F.linear = new
+    pays = PREFERS_ONEDNN and is_float32 and tokens > 1 and tokens * largest.numel() >= MIN_PRODUCTS
+    return _LINEAR.changed() if pays else nullcontext()

@@ -5,13 +5,15 @@ until the host asks for more. A copy from ordinary (pageable) memory to the GPU 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from threading import Lock
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
+
+from decode.ops.shared_setting import Restore, SharedSetting
 
 Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]]
 
@@ -28,28 +30,17 @@ def host_waits(device: torch.device) -> bool:
     return device.type not in ("cpu", "mps")
 
 
-_LOCK = Lock()
-_active = 0  # contexts of `unchecked` that are open, in all threads
-_checks = True  # PyTorch's setting before the first of them
+def _turn_checks_off() -> Restore:
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    return partial(Distribution.set_default_validate_args, checks)
 
 
-@contextmanager
-def unchecked() -> Iterator[None]:
+_CHECKS = SharedSetting(_turn_checks_off)
+
+
+def unchecked() -> AbstractContextManager[None]:
     """While the context is open, PyTorch's distributions do not check their arguments, which the host would wait for.
 
     PyTorch has one setting for all threads, so the distributions of other threads are not checked either."""
-    _count(1)
-    try:
-        yield
-    finally:
-        _count(-1)
-
-
-def _count(change: int) -> None:
-    """Count open contexts: `change` is 1 or -1. The first context turns the checks off; the last restores them."""
-    global _active, _checks
-    with _LOCK:
-        if not _active:
-            _checks = Distribution._validate_args
-        _active += change
-        Distribution.set_default_validate_args(_checks and not _active)
+    return _CHECKS.changed()
