@@ -4,9 +4,10 @@
     python scripts/fuzz.py --cases 100 --seed 1
     python scripts/fuzz.py --seed 1 --case 17           # one case again
 
-Each case is drawn from the seed and its number. Texts are greedy, or samples from one token. Compiled steps run without
-a compiler. A failure is printed with the command that repeats it, and with a smaller case that fails in the same way.
-The exit status is 1 if a text differs, or if decoding raises another error than a RequestError."""
+Each case is drawn from the seed and its number. Texts are greedy or samples. Samples either have only one token to
+choose from (top_k 1), or both sides draw with the same seed. Compiled steps run without a compiler. A failure is printed
+with the command that repeats it, and with a smaller case that fails in the same way. The exit status is 1 if a text
+differs, or if decoding raises another error than a RequestError."""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ def decoded(case: Case, model: PreTrainedModel, parts: dict[str, Any]) -> Texts:
 
 
 def difference(case: Case, expected: Texts, found: Texts) -> str:
-    """Say where `found` differs from `expected`; empty if nothing does. `steps` writes no padding."""
+    """Say where `found` differs from `expected`; empty if nothing does. `steps` writes no padding and no scores."""
     eos = case.options.get("eos_token_id")
     pad = eos[0] if isinstance(eos, list) else eos
     width = max(map(len, expected.rows))
@@ -126,7 +127,9 @@ def difference(case: Case, expected: Texts, found: Texts) -> str:
             return f"row {row}, token {at}: {ours[at : at + 3]} instead of {wanted[at : at + 3]}"
         if case.door != "steps" and (len(written) != width or any(token != (pad or 0) for token in rest)):
             return f"row {row} is padded with {rest}"
-        for name in found.scores:
+        for name in () if case.door == "steps" else expected.scores:
+            if name not in found.scores or len(found.scores[name][row]) != width:
+                return f"row {row}: no {name} for each of {width} tokens"
             pairs = zip(expected.scores[name][row], found.scores[name][row], strict=False)
             for at, (theirs, mine) in enumerate(pairs):
                 if not torch.allclose(theirs.double(), mine.double(), rtol=TOLERANCE, atol=TOLERANCE):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,18 @@ def test_errors_of_other_kinds_are_failures(monkeypatch: pytest.MonkeyPatch, cap
     assert "refused, 1: N is too much" in capsys.readouterr().out
     assert ended(ValueError("broken")) == 1
     assert "raises: ValueError: broken (test_fuzz.py:" in capsys.readouterr().out
+
+
+def test_missing_and_wrong_scores_are_differences() -> None:
+    case = replace(draw_case(0, 0), door="generate", options={"max_new_tokens": 2, "output_scores": True})
+    scores = {"scores": [[torch.zeros(3), torch.ones(3)]]}
+    expected = script.Texts([[1, 2]], scores)
+    assert script.difference(case, expected, script.Texts([[1, 2]], scores)) == ""
+    assert script.difference(case, expected, script.Texts([[1, 2]])) == "row 0: no scores for each of 2 tokens"
+    short = {"scores": [scores["scores"][0][:1]]}
+    assert script.difference(case, expected, script.Texts([[1, 2]], short)) == "row 0: no scores for each of 2 tokens"
+    wrong = {"scores": [[torch.zeros(3), torch.zeros(3)]]}
+    assert script.difference(case, expected, script.Texts([[1, 2]], wrong)) == "row 0, token 1: other scores"
 
 
 def test_a_failing_case_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
