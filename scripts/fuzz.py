@@ -5,9 +5,9 @@
     python scripts/fuzz.py --seed 1 --case 17           # one case again
 
 Each case is drawn from the seed and its number. Texts are greedy or samples. Samples either have only one token to
-choose from (top_k 1), or both sides draw with the same seed. Compiled steps run without a compiler. A failure is printed
-with the command that repeats it, and with a smaller case that fails in the same way. The exit status is 1 if a text
-differs, or if decoding raises another error than a RequestError."""
+choose from (top_k 1), or both sides draw with the same seed. Compiled steps run without a compiler. A failure is
+printed with the command that repeats it, and with a smaller case that fails in the same way. The exit status is 1 if a
+text differs, or if decoding raises another error than a RequestError."""
 
 from __future__ import annotations
 

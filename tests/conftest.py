@@ -40,7 +40,7 @@ SHARED = Path(__file__).resolve().parents[1] / ".." / "shared"
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet_and_on_one_thread() -> None:
-    """The models are tiny: threads would only wait for each other."""
+    """Compute on one thread, because the threads of tiny models only wait for each other; silence transformers."""
     import torch
     import transformers
 
