@@ -116,6 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if min(args.prompts, args.tokens, args.minutes) <= 0:
         raise RequestError("--prompts, --tokens and --minutes must be greater than 0")
+    read = {kind for name in args.only for kinds in CONSUMERS[name].reads.values() for kind in kinds}
+    if read.isdisjoint(args.kinds):
+        raise RequestError(f"--only {' '.join(args.only)} reads none of --kinds; it reads: {'; '.join(sorted(read))}")
     if shutil.which(args.python) is None:
         raise RequestError(f"--python is {args.python!r}, which is no program; name a Python 3.11")
     work = args.work.resolve()

@@ -20,7 +20,12 @@ WRONG = {
     "benchmark_loss": ["--device abacus", "--lm-heads neither"],
     "check_architectures": ["--only lama", "--backbone ./no/folder", "--write page.md --only llama"],
     "check_clients": ["--python ./no/python", "--requests 0"],
-    "check_consumers": ["--work {tmp} --python ./no/python", "--work {tmp} --prompts 0", "--work {tmp} --only trt"],
+    "check_consumers": [
+        "--work {tmp} --python ./no/python",
+        "--work {tmp} --prompts 0",
+        "--work {tmp} --only trt",
+        "--work {tmp} --only vllm --kinds cascade",
+    ],
     "check_exports": ["vllm no/folder", "write --heads demo"],
     "compare_drafters": ["--on ./no/model demo --prompt Hi --drafters ngram", "--on demo demo --prompt Hi"],
     "compare_kinds": ["--backbone demo --prompt Hi --heads demo", "--backbone ./no/model --prompt Hi --heads a=b"],
