@@ -72,15 +72,13 @@ class Found:
     requests: Counter[str] = field(default_factory=Counter)  # by what the client did
     refused: Counter[str] = field(default_factory=Counter)  # nonsense, by its name and status
     errors: Counter[str] = field(default_factory=Counter)  # what should not happen, by name
-    texts: int = 0  # whole texts that were compared
-    beginnings: int = 0  # texts of clients that left, of which the beginning was compared
+    compared: Counter[str] = field(default_factory=Counter)  # whole `texts`, and `beginnings` for clients that left
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, **counts: int) -> None:
-        """Add to the numbers of texts and beginnings."""
+    def add(self, counter: Counter[str], name: str, number: int = 1) -> None:
+        """Add to one of the counters, which all clients share."""
         with self.lock:
-            for name, count in counts.items():
-                setattr(self, name, getattr(self, name) + count)
+            counter[name] += number
 
 
 class Client:
@@ -95,11 +93,12 @@ class Client:
         acts = [self.ask, self.stream, self.leave, self.nonsense, self.half_a_request, self.stop_reading]
         while goes_on():
             (act,) = self.rng.choices(acts, weights=[8, 8, 6, 6, 2, 1])
-            self.found.requests[act.__name__.replace("_", " ")] += 1
+            name = act.__name__.replace("_", " ")
+            self.found.add(self.found.requests, name)
             try:
                 act()
             except Exception as error:
-                self.found.errors[f"{act.__name__.replace('_', ' ')}: {type(error).__name__}: {error}"[:200]] += 1
+                self.found.add(self.found.errors, f"{name}: {type(error).__name__}: {error}"[:200])
             time.sleep(self.rng.random() ** 3)
 
     def ask(self) -> None:
@@ -122,7 +121,7 @@ class Client:
             pieces = events(connection.getresponse())
             text = joined(piece for piece, _ in zip(pieces, range(self.rng.randrange(6)), strict=False)).get(0, "")
         assert wanted.text.startswith(text), "a beginning differs"
-        self.found.add(beginnings=1)
+        self.found.add(self.found.compared, "beginnings")
 
     def stop_reading(self) -> None:
         """Ask for several equal texts, read nothing for some seconds, and then leave or read everything."""
@@ -143,7 +142,7 @@ class Client:
             line = connection.makefile("rb").readline().decode()
         status = int(line.split(" ")[1]) if line.startswith("HTTP/1.1 ") else 0
         assert status == sent.status, f"{sent.name}: {line.strip() or 'no answer'}"
-        self.found.refused[f"{sent.name}: {status}"] += 1
+        self.found.add(self.found.refused, f"{sent.name}: {status}")
 
     def half_a_request(self) -> None:
         """Send half of a request, and leave."""
@@ -166,7 +165,7 @@ class Client:
         """Raise AssertionError unless all `texts` are the wanted one."""
         assert texts, "no text"
         assert all(text == wanted.text for text in texts), "a text differs from the one written alone"
-        self.found.add(texts=len(texts))
+        self.found.add(self.found.compared, "texts", len(texts))
 
 
 def ask(address: tuple[str, int], body: dict[str, Any]) -> tuple[int, Any]:
