@@ -140,17 +140,25 @@ def new_layers(content: Json) -> MtpModel:
         with torch.device("meta"):  # a model without memory, from which transformers takes the classes of the parts
             skeleton = AutoModelForCausalLM.from_config(config)
         layers = MtpModel(skeleton, 1)
-    except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         raise RequestError(f"transformers makes no MTP layer of a {name}: {first_line(error)}") from error
-    block = layers.layers[0].mtp_block
-    parts = all(hasattr(block, part) for part in ("input_layernorm", "self_attn"))
-    special = [key for key in SPECIAL if getattr(layers.config, key, None) is not None]
-    kinds = getattr(layers.config, "layer_types", None) or ["full_attention"]
-    if not parts or special or layers.rotary_emb is None or kinds[0] not in ATTENTION_TYPES:
-        why = f"its layer is of type {kinds[0]}" + f" with {special[0]}" * bool(special)
+    if whys := _obstacles(layers):
+        why = " and ".join(whys)
         raise RequestError(f"the MTP layer of a {name} cannot draft trees: {why}; take another drafter, such as ngram")
     layers.config._attn_implementation = ATTENTION
     return layers
+
+
+def _obstacles(layers: MtpModel) -> list[str]:
+    """Say why the first of the `layers` cannot draft trees, in words; empty if it can."""
+    block, kinds = layers.layers[0].mtp_block, getattr(layers.config, "layer_types", None)
+    found = [f"its config has {key}" for key in SPECIAL if getattr(layers.config, key, None) is not None]
+    found += [f"it has no {part}" for part in ("input_layernorm", "self_attn") if not hasattr(block, part)]
+    if kinds and kinds[0] not in ATTENTION_TYPES:
+        found.append(f"it is of type {kinds[0]}")
+    if layers.rotary_emb is None:
+        found.append("it has no rotary embeddings")
+    return found
 
 
 def _attention(

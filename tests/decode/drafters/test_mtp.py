@@ -20,6 +20,7 @@ from decode.settings import Settings
 from medusa import MedusaHeads, native_layers
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
+from medusa.heads.mtp import new_layers
 from medusa.native_layers import native_config, native_heads
 from tests.helpers import left_padded, plain, random_ids, tiny_model
 from tests.native_models import needs_forward_layer, save_native
@@ -115,6 +116,21 @@ def test_a_model_without_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delattr(modeling_layers, "MtpModel")
     with pytest.raises(RequestError, match=r"install transformers 5\.17 or newer"):
         native_config(unread.config, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "said"),
+    [
+        ("llama", {"chain_hidden_post_norm": True}, "cannot draft trees: its config has chain_hidden_post_norm; take"),
+        ("olmo2", {}, "the MTP layer of a olmo2 cannot draft trees: it has no input_layernorm; take"),
+        ("gpt2", {}, "transformers makes no MTP layer of a gpt2: "),
+        ("longcat_flash", {}, "transformers makes no MTP layer of a longcat_flash: "),
+    ],
+)
+def test_a_layer_that_cannot_draft_is_refused(family: str, settings: dict[str, Any], said: str) -> None:
+    config = {"model_type": family, "num_hidden_layers": 1, "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
+    with torch.device("meta"), pytest.raises(RequestError, match=said):
+        new_layers(config | settings)
 
 
 def test_files_without_a_layer_are_refused(tmp_path: Path) -> None:
