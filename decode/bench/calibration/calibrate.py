@@ -42,7 +42,7 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.markov import MarkovHeads
-from medusa.tree import Tree
+from medusa.tree import SHORTLIST, Tree
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)  # numbers of nodes of the trees to try; 1 is plain decoding
 SHORTLISTS = (8, 16, 32, 64)  # numbers of candidates to try for heads of kind markov (`Tree.shortlist`)
@@ -99,7 +99,10 @@ def calibrate(
         known = [measured_tau(tree) for tree in shortened]
         seconds = time_steps(model, heads, prompts, shortened, known, settings, batch_size, rounds)
         speeds = [accepted / of_step for accepted, of_step in zip(known, seconds, strict=True)]
-        found.shortlist = SHORTLISTS[speeds.index(max(speeds))]
+        fastest = speeds.index(max(speeds))
+        tau = found.best.tau * known[fastest] / known[SHORTLISTS.index(SHORTLIST)]
+        points[found.chosen] = replace(found.best, tau=tau, step_ms=1000 * seconds[fastest])
+        found.shortlist = SHORTLISTS[fastest]
     return found
 
 

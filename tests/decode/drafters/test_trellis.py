@@ -224,6 +224,8 @@ def test_a_calibration_chooses_and_keeps_the_number_of_candidates(
     heads = random_heads(llama, K, kind="markov", lm_head="shared")
     found = calibrate(llama, heads, texts, settings, sizes=(1, 4))
     assert found.shortlist == found.tree.candidates.shortlist == fastest
+    assert found.best.dynamic, "the prediction of a dynamic tree is what decoding with it showed"
+    assert found.predicted_tau(found.tree) == pytest.approx(2.0)
     monkeypatch.setattr("decode.bench.calibration.stored.MIN_STEPS", 1)
     again = stored([store([tmp_path / "calibration.json"], found)], found.holds_for)
     assert again is not None
