@@ -105,7 +105,8 @@ class TextStream:
         """Take the first `count` characters of the text from which spaces may be removed, and remove them."""
         pieces, self.raw = _split(self.raw, count)
         whole = joined(pieces)
-        rest, cleaned = self.tokenizer.clean_up_tokenization(whole) if self.cleans else whole, []
+        rest = self.tokenizer.clean_up_tokenization(whole) if self.cleans else whole
+        cleaned = []
         for piece in pieces:
             kept = ""
             for character in piece.text:

@@ -14,8 +14,6 @@ from medusa.tree import Tree
 
 FALSE_ALARM = 1e-4  # probability that a run of `medusa verify` reports a difference although the decoder is correct
 CAUTION = 4.0  # p-values as small as the threshold are at most this many times too frequent (`chi2.MIN_EXPECTED`)
-
-
 MAX_CHILDREN = 2  # children per node in most drawn trees: each further child multiplies the distributions to compute
 WHOLE_SHARE = 20  # trees with all children are drawn this many times less often
 

@@ -11,7 +11,7 @@ from decode.bench.calibration.stored import Calibration
 from decode.bench.compare import Comparison
 from decode.bench.figures import BenchmarkResult
 from decode.bench.headline import FASTER, PERCENT, Interval, counted, interval_in_words
-from decode.bench.losslessness.cases import figures_table
+from decode.bench.losslessness.cases import WHOLE_SHARE, figures_table
 from decode.bench.losslessness.verify import VerificationResult
 from decode.settings import is_lossy
 from medusa.tables import print_table
@@ -97,7 +97,8 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
         console,
         [head[column] for column in narrow],
         [[row[column] for column in narrow] for row in rows],
-        f"{outcome.asked.draws:,} draws by each rule, in two levels; drawn trees: two children a node, or whole",
+        f"{outcome.asked.draws:,} draws by each rule, in two levels of a tree; drawn trees have two children a node, "
+        f"or are whole, with 1 / {WHOLE_SHARE} of the draws",
         keys=6 if full else 4,
         justify="left",
         styles=[{"DIFFERS": "red", "passed": ""}.get(row[place], "dim") for row in rows],
