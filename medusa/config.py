@@ -28,7 +28,7 @@ LIMITS |= {"rank": (1, MAX_SIZE)}
 SIZE_LIMITS = {"layers": MAX_COUNT, "heads": MAX_COUNT, "key_value_heads": MAX_COUNT}
 SIZE_LIMITS |= {"hidden_size": MAX_SIZE, "width": MAX_SIZE, "head_size": MAX_SIZE}
 """The largest values of sizes of decoder layers."""
-MAX_RANK = 256  # the largest default of `MedusaConfig.rank`
+USUAL_RANK = 256  # the default of `MedusaConfig.rank`, unless hidden states are small
 
 PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}
 PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}  # keys of FasterDecoding, TGI and LoRAX
@@ -98,7 +98,7 @@ class MedusaConfig:
     """The width of the hidden layer of `mlp` and `gated` blocks, as a multiple of `hidden_size`."""
     rank: int | None = None
     """The rank R of the path term in heads of kind `markov` (`medusa.heads.markov`), `None` for other kinds.
-    By default half of `hidden_size`, but at most `MAX_RANK`."""
+    By default half of `hidden_size`, but at most `USUAL_RANK`."""
     lm_head: str = "own"
     """`own`: each head has an LM head. `one`: all heads have one together. `shared`: they use the backbone's."""
     vocabulary: int | None = None
@@ -149,7 +149,7 @@ class MedusaConfig:
             tokens = self.vocab_size or "an unknown number of"
             raise RequestError(f"heads.vocabulary is {self.vocabulary} of {tokens} tokens; take fewer")
         if self.kind == "markov" and self.rank is None:
-            self.rank = min((self.hidden_size + 1) // 2, MAX_RANK)
+            self.rank = min((self.hidden_size + 1) // 2, USUAL_RANK)
         keys = PrefixSizes.__annotations__
         if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == set(keys)):
             raise RequestError(f"the config's prefix is {self.prefix!r}; its keys must be {', '.join(sorted(keys))}")
