@@ -90,6 +90,11 @@ class MixConfig(DrafterConfig):
     def check(self, config: PretrainedConfig) -> None:
         for part in self.configs:
             part.check(config)
+        planned = [heads for part in self.configs if (heads := part.planned_heads(config)) is not None]
+        if len(planned) > 1 or (planned and self.needs_heads):
+            raise RequestError(
+                f"drafter mix: {self.parts} has two sets of heads, and a mix drafts with one; leave one out"
+            )
 
     def own_heads(self, model: PreTrainedModel) -> MedusaHeads | None:
         return next((heads for part in self.configs if (heads := part.own_heads(model)) is not None), None)

@@ -14,7 +14,7 @@ from transformers.modeling_layers import MtpModel
 from decode import generate
 from decode.bench.losslessness.cases import passes, rules_for
 from decode.bench.losslessness.experiment import Experiment
-from decode.drafters import drafter_factory
+from decode.drafters import drafter_factory, parse
 from decode.drafters.base import DrafterContext
 from decode.settings import Settings
 from medusa import MedusaHeads, native_layers
@@ -131,6 +131,14 @@ def test_a_layer_that_cannot_draft_is_refused(family: str, settings: dict[str, A
     config = {"model_type": family, "num_hidden_layers": 1, "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}
     with torch.device("meta"), pytest.raises(RequestError, match=said):
         new_layers(config | settings)
+
+
+@pytest.mark.parametrize("parts", ["heads+mtp", "mtp:2+ngram+mtp:3"])
+def test_a_mix_of_two_sets_of_heads_is_refused_by_the_config_alone(parts: str) -> None:
+    config = tiny_model("deepseek_v3").config
+    parse("mix:mtp:2+ngram").check(config)
+    with pytest.raises(RequestError, match="two sets of heads, and a mix drafts with one"):
+        parse(f"mix:{parts}").check(config)
 
 
 def test_files_without_a_layer_are_refused(tmp_path: Path) -> None:
