@@ -118,9 +118,11 @@ def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
     Row i uses the distribution `index[i]`. The sums of distribution m are shifted to the range from m to m + 1, so that
     one search serves all rows. Each number `u` is kept a little below 1, so that the shift never rounds it into
     the next distribution. A token of probability 0 is never found, because its sum equals that of the token before."""
-    heights = sums + torch.arange(len(sums), dtype=sums.dtype, device=sums.device)[:, None]
+    broken = sums[:, -1].isnan()
+    heights = sums.masked_fill(broken[:, None], 1)  # with NaN among the sums, the search would miss other distributions
+    heights += torch.arange(len(sums), dtype=sums.dtype, device=sums.device)[:, None]
     found = torch.searchsorted(heights.flatten(), u.clamp(max=1 - 2**-52 * len(sums)) + index, right=True)
-    return (found - index * sums.shape[-1]).masked_fill(sums[:, -1].isnan().index_select(0, index), NO_TOKEN)
+    return (found - index * sums.shape[-1]).masked_fill(broken.index_select(0, index), NO_TOKEN)
 
 
 def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
