@@ -124,11 +124,12 @@ def test_each_row_has_its_own_topology(llama: Any) -> None:
         assert int(draft.ids[row, node]) in logits[head, row].topk(TOP).indices
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "recurrent", "eagle", *EAGLE_FORMS, "mtp"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "recurrent", "markov", "eagle", *EAGLE_FORMS, "mtp"])
 def test_non_finite_heads_do_not_change_the_text(llama: Any, kind: str) -> None:
     """NaN would win every comparison; still no node may be taken without its parent."""
     heads = random_heads(llama, 3, **({"lm_head": "shared"} | FORMS[kind]))
     broken: dict[str, Callable[[Any], list[torch.Tensor]]] = {"medusa": lambda heads: [heads.blocks[0].bias[1]]}
+    broken["markov"] = lambda heads: [heads.out[1]]
     for name in ("eagle", *EAGLE_FORMS, "mtp"):  # all of them, so that everything they keep is non-finite, too
         broken[name] = lambda heads: list(heads.parameters())
     with torch.no_grad():
