@@ -54,19 +54,20 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
         raise RequestError(f"attention: {FLASH} needs a GPU and the package flash-attn; install it, or take sdpa")
     backbone = load_config(config.backbone, config.load_options)
     sizes = head_sizes(backbone)
-    num_heads = config.heads.num or NUM_HEADS
-    if config.heads.kind == NATIVE and config.heads.start is None:
-        native_config(backbone, num_heads)  # refuses a backbone without such a layer
+    num_heads, kind = config.heads.num or NUM_HEADS, config.heads.kind
     if config.heads.start is not None:
         held = require_startable(config.heads.start, config.heads, *sizes)
         require_adaptable(config, held)
-        num_heads = held.num_heads
+        num_heads, kind = held.num_heads, held.kind
+    elif kind == NATIVE:
+        native_config(backbone, num_heads)  # refuses a backbone without such a layer
     several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if several and "RANK" not in os.environ:  # accelerate 1.15 started one process, although it was asked for several
         fault = "accelerate launch --cpu starts one process for any --num_processes"
         settings = shipped_configs() / "accelerate" / "two_processes_cpu.yaml"
         say(f"warning: {fault}; use --config_file {settings}, or torchrun")
-    arguments = _training_arguments(config, sizes[0], quiet)
+    rate = learning_rate(sizes[0]) * (FINE_TUNING if kind == NATIVE else 1)
+    arguments = _training_arguments(config, rate, quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming reads without end; give training.max_steps or training.max_minutes")
     load_tree(arguments.eval_tree, num_heads)
@@ -96,10 +97,12 @@ def _require_modules(adapter: AdapterConfig, backbone: PretrainedConfig) -> None
             add_lora(AutoModelForCausalLM.from_config(backbone), adapter)
 
 
-def _training_arguments(config: TrainConfig, hidden_size: int, quiet: bool) -> MedusaTrainingArguments:
-    """Make the training arguments: the recipe's section `training` over defaults from other keys and `hidden_size`."""
+def _training_arguments(config: TrainConfig, rate: float, quiet: bool) -> MedusaTrainingArguments:
+    """Make the training arguments: the recipe's section `training` over defaults from other keys.
+
+    `rate`: the default learning rate."""
     given: Json = {
-        "learning_rate": learning_rate(hidden_size) * (FINE_TUNING if config.heads.kind == NATIVE else 1),
+        "learning_rate": rate,
         "disable_tqdm": quiet,  # its default depends on the log level of transformers
         **device_defaults(config, config.cache_features or is_features(config.data.path)),
     }

@@ -42,25 +42,26 @@ def state_sizes(backbone: Backbone) -> Tensor:
 def even_steps(heads: MedusaHeads, sizes: Tensor) -> Iterator[None]:
     """Within this context, optimisers step the matrix `fc` [H, E] of the heads as if all states had size 1.
 
-    The states have the `sizes` [E]. W = `fc` x sizes has the gradient of `fc` divided by the sizes, and where a step
-    changes W, `fc` changes by that divided by the sizes."""
+    The states have the `sizes` [E]. During a step, the weight is W = `fc` x sizes, and its gradient is that of `fc`
+    divided by the sizes. So a rule that reads the weight itself, such as weight decay, also sees W."""
     weight = heads.get_parameter("fc.weight")
     sizes = sizes.to(weight)
-    before: list[Tensor] = []
 
-    def keep(optimizer: Optimizer, *_: object) -> None:
-        if any(held is weight for group in optimizer.param_groups for held in group["params"]):
-            before.append(weight.detach().clone())
+    def steps_weight(optimizer: Optimizer) -> bool:
+        return any(held is weight for group in optimizer.param_groups for held in group["params"])
 
-    def shrink(*_: object) -> None:
-        if before:
-            old = before.pop()
-            weight.data.copy_(old + (weight.data - old) / sizes)
+    def to_even(optimizer: Optimizer, *_: object) -> None:
+        if steps_weight(optimizer):
+            weight.data.mul_(sizes)
+
+    def to_fc(optimizer: Optimizer, *_: object) -> None:
+        if steps_weight(optimizer):
+            weight.data.div_(sizes)
 
     hooks = [
         weight.register_hook(lambda gradient: gradient / sizes),
-        register_optimizer_step_pre_hook(keep),
-        register_optimizer_step_post_hook(shrink),
+        register_optimizer_step_pre_hook(to_even),
+        register_optimizer_step_post_hook(to_fc),
     ]
     try:
         yield

@@ -158,7 +158,7 @@ def test_new_heads_of_several_layers_start_with_small_states_on_every_model(size
 
 
 def test_heads_learn_from_large_states_as_from_states_of_size_1() -> None:
-    """Steps on states s times as large give weights 1 / s times as large, also where gradients are clipped."""
+    """Steps on states s times as large give weights 1 / s times as large, also with clipping and weight decay."""
     model = tiny_model("llama")
     sizes = torch.tensor([30.0, 0.2]).repeat_interleave(Backbone(model).hidden_size)
     states = torch.randn(64, len(sizes), generator=torch.Generator().manual_seed(0))
@@ -169,7 +169,7 @@ def test_heads_learn_from_large_states_as_from_states_of_size_1() -> None:
         fc = heads.get_parameter("fc.weight")
         fc.data = torch.randn(fc.shape, generator=torch.Generator().manual_seed(2)) / scale
         with even_steps(heads, scale):
-            optimizer = torch.optim.AdamW([fc], lr=0.1, weight_decay=0.0)
+            optimizer = torch.optim.AdamW([fc], lr=0.1, weight_decay=0.5)
             for _ in range(5):
                 optimizer.zero_grad()
                 (heads.join(states * scale) - wanted).square().mean().backward()  # type: ignore[operator]

@@ -19,7 +19,9 @@ from medusa.errors import RequestError
 from medusa.native_layers import native_heads
 from tests.helpers import plain, random_ids
 from tests.native_models import needs_forward_layer, save_native
+from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
+from train.check import check
 from train.config import HeadsConfig
 from train.heads import new_heads
 from train.module import HeadsOnBackbone
@@ -96,6 +98,10 @@ def test_a_run_fine_tunes_the_layer(backbone: Path, recipe: dict[str, Any]) -> N
     train(parse_recipe(longer, "test"), resume=True, quiet=True)
     further = recipe | {"heads": {"start": str(output)}, "output_dir": str(output / "further")}
     train(parse_recipe(further, "test"), quiet=True)
+    del further["training"]["learning_rate"]
+    for heads_asked in (recipe["heads"], further["heads"]):
+        arguments, _ = check(parse_recipe(further | {"heads": heads_asked}, "test"), quiet=True)
+        assert arguments.learning_rate == pytest.approx(0.05 * learning_rate(model.config.hidden_size)), heads_asked
     again = MedusaHeads.from_pretrained(output / "further")
     assert again.config.kind == "mtp"
     ids = torch.tensor([random_ids(7)])
