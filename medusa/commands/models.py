@@ -231,10 +231,10 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
     note, kept = command.output.note, ""
     found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
     if found is None and settings.compile:
-        note(
-            "no calibration with compiled steps, so the tree is the one that is fastest in eager steps"
-            + f"; medusa calibrate {name} --compile finds the fastest in compiled steps (takes minutes)" * bool(name)
-        )
+        told = "no calibration with compiled steps, so the tree is the one that is fastest in eager steps"
+        if name is not None:
+            told += f"; medusa calibrate {name} --compile finds the fastest in compiled steps (takes minutes)"
+        note(told)
         settings = replace(settings, compile=False)
         found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
     if found is None:
@@ -244,10 +244,10 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
                 found = calibrate.calibrate(loaded.model, heads, texts, settings, command.batch_size, rounds=2)
         except TooFewStepsError:
             tree = asked or default_tree(heads)
-            note(
-                f"tree: {tree.num_nodes} nodes, not calibrated, because the backbone's own texts are too short"
-                + f"; medusa calibrate {name} --prompts FILE calibrates with other texts" * bool(name)
-            )
+            told = f"tree: {tree.num_nodes} nodes, not calibrated, because the backbone's own texts are too short"
+            if name is not None:
+                told += f"; medusa calibrate {name} --prompts FILE calibrates with other texts"
+            note(told)
             return tree
         kept = f"; calibrated now, saved in {store(files, found)}"
     if asked is not None:  # a calibration also fits the temperatures of dynamic trees
