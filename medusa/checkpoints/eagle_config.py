@@ -22,7 +22,7 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from medusa.config import GATED, ORIGINAL_EAGLE, USUAL_LAYERS, LayerSizes, MedusaConfig
+from medusa.config import GATED, MAX_SIZE, ORIGINAL_EAGLE, USUAL_LAYERS, LayerSizes, MedusaConfig
 from medusa.errors import RequestError, first_line
 from medusa.files import Json
 from medusa.heads.eagle_layer import layer_sizes
@@ -87,6 +87,9 @@ def _layer(tensors: Mapping[str, Tensor], described: Json, source: str) -> Layer
         config = make(**given)
     except Exception as error:  # transformers checks each value in its own way
         raise RequestError(f"{source}: its config.json describes no layer ({first_line(error)})") from None
+    for size in ("hidden_size", "intermediate_size"):
+        if not 0 < (found := getattr(config, size)) <= MAX_SIZE:
+            raise RequestError(f"{source}: its {size} is {found}; it must be from 1 to {MAX_SIZE}")
     stored = {match[0] for name in tensors if (match := re.match(r"layers\.\d+\.", name))}
     if config.num_hidden_layers != len(stored):
         named = f"its config.json names {config.num_hidden_layers} layers"

@@ -42,12 +42,15 @@ class Rope:
     def __init__(self, head_size: int, parameters: Json | None = None) -> None:
         """Compute the frequencies for `parameters`, which are transformers' `rope_parameters`; by default base 10,000.
 
-        Raise RequestError for a type of rotation that depends on the length of the text, or is unknown."""
+        Raise RequestError for a type of rotation that depends on the length of the text, or is unknown, and for a base
+        that is not a positive number in float32."""
         parameters = Json(rope_type="default", rope_theta=BASE) | (parameters or {})
-        kind, self.factor = parameters["rope_type"], 1.0
+        kind, base, self.factor = parameters["rope_type"], parameters["rope_theta"], 1.0
+        if type(base) not in (int, float) or not 0 < base <= torch.finfo(torch.float32).max:
+            raise RequestError(f"rope_theta is {base!r}; it must be a number above 0, such as 10000")
         if kind == "default":
             powers = torch.arange(0, head_size, 2, device="cpu", dtype=torch.float32) / head_size
-            self.frequencies = float(parameters["rope_theta"]) ** -powers
+            self.frequencies = float(base) ** -powers
         elif kind in SCALED:
             from transformers import LlamaConfig
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
