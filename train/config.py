@@ -60,9 +60,9 @@ class HeadsConfig(Section):
         kinds = ("eagle", None) if self.start else ("eagle",)
         if self.block == GATED and (self.kind not in kinds or self.layers not in (None, 1)):
             raise RequestError(f"heads.block {GATED} needs heads.kind eagle with heads.layers 1; take square or mlp")
-        if self.kind == NATIVE:
+        if self.kind == NATIVE and self.start is None:
             fixed = ("rank", "prefix_layers", "block", "layers", "expansion", "lm_head", "feature_layers")
-            for key in fixed if self.start is None else ():
+            for key in fixed:
                 if getattr(self, key):
                     raise RequestError(f"heads.kind {NATIVE} is a layer of the backbone; leave heads.{key} out")
         if self.feature_layers is not None and self.block != GATED and not self.start:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM

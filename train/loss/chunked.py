@@ -50,7 +50,10 @@ class ChunkedLoss(torch.autograd.Function):
         num_heads, positions, _ = x_KRH.shape
         own = weight.dim() == 3
         matrix = weight.to(dtype)
-        matrix = matrix.T if not own else matrix[0] if len(matrix) == 1 else matrix
+        if not own:
+            matrix = matrix.T
+        elif len(matrix) == 1:
+            matrix = matrix[0]
         learns_x, learns_weight, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         grad_x = torch.empty_like(x_KRH) if learns_x else None
         grad_weight = None

@@ -93,12 +93,16 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
     head, rows = figures_table(outcome.cases)
     narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
     place = head.index("verdict")
+    told = (
+        f"{outcome.asked.draws:,} draws by each rule, in two levels of the tree; draft 'sample' has two children a node"
+    )
+    if any(case.rule.whole for case in outcome.cases):
+        told += f", and 'sample, whole' has all children and 1/{WHOLE_SHARE} of the draws"
     print_table(
         console,
         [head[column] for column in narrow],
         [[row[column] for column in narrow] for row in rows],
-        f"{outcome.asked.draws:,} draws by each rule, in two levels of a tree; drawn trees have two children a node, "
-        f"or are whole, with 1 / {WHOLE_SHARE} of the draws",
+        told,
         keys=6 if full else 4,
         justify="left",
         styles=[{"DIFFERS": "red", "passed": ""}.get(row[place], "dim") for row in rows],
