@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +16,13 @@ from typing import Any
 
 from medusa.errors import RequestError, RunError, first_line
 
+if sys.platform != "win32":
+    import fcntl
+
 ASSETS = Path(__file__).parent / "assets"  # a small backbone with heads and a draft model for it, and prompts
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, an exceeded quota, a too large file
 OF_TORCH = "inline_container.cc"  # in an error of torch's archive writer; that of its reader means a damaged file
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # from file systems, such as some of a network, without locks
 PICTURES = (".png", ".pdf", ".svg", ".jpg")  # the formats of plots
 Json = dict[str, Any]  # a JSON object whose content has not been checked
 
@@ -52,13 +56,31 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def lock(handle: int, wait: bool) -> bool:
+    """Lock an open file or folder until it is closed. Without `wait`, return False if another process has locked it.
+
+    On Windows, and on file systems that have no locks, nothing is locked and the result is True."""
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+    return True
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in this context for `folder`, which is made if it does not exist."""
+    """Wait until no other process is in this context for `folder`, which is made if it does not exist (see `lock`)."""
     folder.mkdir(parents=True, exist_ok=True)
+    if sys.platform == "win32":  # which cannot open a folder
+        yield
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        lock(handle, wait=True)
         yield
     finally:
         os.close(handle)  # this also unlocks it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import threading
 from collections import Counter
@@ -14,7 +13,7 @@ from time import perf_counter
 from medusa.commands.distill.tasks import Task
 from medusa.commands.options import Output
 from medusa.errors import RequestError, RunError
-from medusa.files import Json
+from medusa.files import Json, lock
 from medusa.records.sources import FAILED
 
 CHECKED = 32  # the answers after which a run ends if most of them are empty
@@ -48,13 +47,9 @@ class Journal:
         self._start = perf_counter()
         self._advance: Callable[..., None]  # advances the progress bar by a number of texts, under a title
         self._file = path.open("a", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(self._file.fileno(), wait=False):
             self._file.close()
-            raise RequestError(
-                f"another process is writing {path}; wait until it ends, or choose another file"
-            ) from None
+            raise RequestError(f"another process is writing {path}; wait until it ends, or choose another file")
         if overwrite:
             self._file.truncate(0)
         self._read()

@@ -1,0 +1,50 @@
+"""medusa/files.py: locks, and systems that have none."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib.util
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from medusa import files
+
+
+def test_a_file_that_another_process_has_locked_is_not_locked_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("a") as first, path.open("a") as second:
+        assert files.lock(first.fileno(), wait=False)
+        assert not files.lock(second.fileno(), wait=False)
+        first.close()
+        assert files.lock(second.fileno(), wait=False)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks_is_written_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def flock(*args: object) -> None:
+        raise OSError(number, "as a network's file system says")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    fails = number == errno.EIO  # says nothing about locks
+    with pytest.raises(OSError, match="as a network's") if fails else nullcontext(), files.locked(tmp_path):
+        (tmp_path / "file").touch()
+    assert (tmp_path / "file").exists() != fails
+
+
+def test_the_module_works_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has no module fcntl."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    spec = importlib.util.spec_from_file_location("files_of_windows", files.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with module.locked(tmp_path / "new"), (tmp_path / "new" / "file").open("a") as file:
+        assert module.lock(file.fileno(), wait=False)
