@@ -33,7 +33,8 @@ class Prediction:
         if interval is not None and interval[0] <= self.tau <= interval[1]:
             return f"chance, as the {PERCENT} interval over prompts is {interval_in_words(interval)}; give more prompts"
         if self.texts.prompts_sha256 is None or self.texts.prompts_sha256 != prompts_sha256:
-            return f"it was made from other text, {self.texts.described}; calibrate with prompts like these"
+            other = f"the calibration was made from other text, {self.texts.described}"
+            return f"{other}; calibrate with prompts like these"
         calibrated = self.texts.tokens / max(self.texts.texts, 1)
         if max(calibrated, length) >= OTHER_LENGTH * min(calibrated, length):
             lengths = f"{length:.0f} tokens on average, and those of the calibration {calibrated:.0f}"

@@ -116,10 +116,9 @@ def test_figures_on_the_page_equal_the_json(both: tuple[dict[str, Any], str]) ->
     content, html = both
     assert_figures_are_the_jsons(html, content)
     assert "medusa benchmark --x &#39;a b&#39;" in html
-    predicted = (
-        "tau is 3.00, 20% lower than the calibration predicted (3.75). Likely reason: it was made from other text, "
-    )
-    assert f"{predicted}32 texts of 3072 tokens (a&lt;b.jsonl); calibrate with prompts like these." in html
+    predicted = "tau is 3.00, 20% lower than the calibration predicted (3.75)."
+    reason = "Likely reason: the calibration was made from other text, "
+    assert f"{predicted} {reason}32 texts of 3072 tokens (a&lt;b.jsonl); calibrate with prompts like these." in html
 
 
 def test_the_check_detects_a_wrong_figure(both: tuple[dict[str, Any], str]) -> None:
