@@ -32,7 +32,10 @@ GROUPS: dict[str, dict[str, Key]] = {
         "auto_find_batch_size": Key("Make the batch smaller if the memory is too small for it."),
     },
     "Optimiser": {
-        "learning_rate": Key("Peak learning rate; by default chosen by the backbone's hidden size.", (Gt(0),)),
+        "learning_rate": Key(
+            "Peak learning rate; by default chosen by the backbone's hidden size, for kind mtp a twentieth of that.",
+            (Gt(0),),
+        ),
         "lr_scheduler_type": Key("Schedule of the learning rate. With a time budget, the schedule is always linear."),
         "lr_scheduler_kwargs": Key("Further arguments of the schedule, as a mapping."),
         "warmup_steps": Key("Number of steps in which the learning rate rises; below 1: a share of the run.", (Ge(0),)),
