@@ -10,6 +10,7 @@ Shapes: V vocabulary, N nodes of a draft, R draws, F first tokens: the most prob
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Generator, Tensor
@@ -285,7 +286,8 @@ class Experiment:
 def narrowed(tree: Tree, num_children: int) -> Tree:
     """Make a copy of a tree in which each node keeps only its first `num_children` children, with their subtrees."""
     kept = [bool((tree.order[[n for n in line if n >= 0]] < num_children).all()) for line in tree.paths.tolist()]
-    return Tree.from_paths([path for path, keep in zip(tree.rank_paths, kept[1:], strict=True) if keep])
+    narrow = Tree.from_paths([path for path, keep in zip(tree.rank_paths, kept[1:], strict=True) if keep])
+    return replace(narrow, shortlist=tree.shortlist)
 
 
 def _truncated(scores: Tensor, by: Truncation | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -195,8 +196,9 @@ def test_the_json_has_the_documented_fields(model: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_narrowed_tree_keeps_the_first_children(seed: int) -> None:
-    tree = random_tree(25, seed)
+    tree = replace(random_tree(25, seed), shortlist=8)
     narrow = narrowed(tree, 2)
+    assert narrow.shortlist == 8
     kept = set(narrow.rank_paths)
     assert kept <= set(tree.rank_paths)
     for path in tree.rank_paths:
