@@ -119,7 +119,7 @@ def test_a_package_that_shadows_ours_is_named_in_one_line(name: str, tmp_path: P
     stranger.parent.mkdir(exist_ok=True)
     stranger.write_text("raise SystemExit('this is not ours')" if "medusa" not in name else "")
     if "medusa" in name:
-        for module in ("__main__.py", "commandline.py", "errors.py"):
+        for module in ("__main__.py", "commandline.py", "errors.py", "files.py"):
             (stranger.parent / module).write_bytes((ROOT / "medusa" / module).read_bytes())
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONSAFEPATH", None)
