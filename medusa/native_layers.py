@@ -81,6 +81,8 @@ def read_layer(model: PreTrainedModel, device: torch.device) -> dict[str, Tensor
     try:
         with _names_of_layers(model):
             layers = modeling_layers.MtpModel.from_pretrained(model, device_map={"": device})
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, RuntimeError, TypeError, ValueError) as error:  # a missing tensor is a RuntimeError
         found = f"the files of {name} hold no MTP layer" if name else "a model that was not loaded has no MTP layer"
         raise RequestError(f"{found} ({first_line(error)}); choose another drafter, such as ngram") from error

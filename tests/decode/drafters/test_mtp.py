@@ -146,3 +146,12 @@ def test_files_without_a_layer_are_refused(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(RequestError, match="hold no MTP layer"):
         native_heads(model, 2)
+
+
+def test_a_lack_of_memory_is_not_called_a_lack_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(MtpModel, "from_pretrained", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        native_heads(tiny_model("deepseek_v3"), 2)
