@@ -192,7 +192,9 @@ class _Terminal:
         self.results.append(result)
         self.conversation.keep(turn, result, text)
         tokens, per_step = len(result.new_ids), tau([result])
-        line = speed_line(tokens, result.seconds, per_step) + " (stopped)" * bool(interrupts)
+        line = speed_line(tokens, result.seconds, per_step)
+        if interrupts:
+            line += " (stopped)"
         self.notes.print(line, style="dim", highlight=False)
         if (ended := end_of_context([result], self.settings.max_new_tokens)) is not None:
             self.notes.print(ended, style="dim", highlight=False)
