@@ -21,6 +21,7 @@ import yaml
 
 from medusa.__main__ import main as medusa
 from medusa.files import read_json
+from medusa.interruptions import SIGNALS
 from medusa.memory import peak_memory
 from scripts.gpu_battery.clocks import gpu_state
 
@@ -146,8 +147,11 @@ def watch(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds
     log = output / "logs" / f"{name}.log"
     log.parent.mkdir(exist_ok=True)
     process = context.Process(target=in_process, args=(name, stage, output, toy, device, seconds, log))
+    # Python drops an exception that a signal raises while functions run after a fork, so signals wait for its end.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     process.start()
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         process.join(seconds)
         in_time = process.exitcode is not None
     finally:
@@ -173,6 +177,7 @@ def use_gpu(device: str) -> None:
 def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float, log: Path) -> None:
     """Run the stage in this process, with its output in the file `log`."""
     os.setpgid(0, 0)  # a new group, so that its children can be ended with it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by `watch` while this process began
     with log.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
