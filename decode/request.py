@@ -114,7 +114,9 @@ def requests_of(
             f"{type(foreign[0]).__name__} was made for the padded batch; use decode.generate, which prepares each row"
         )
     max_new_tokens = int(generation_config.max_length) - input_ids.shape[1]
-    return [Request(row, logits_processor, stopping_criteria, generation_config, max_new_tokens) for row in rows]
+    found = [Request(row, logits_processor, stopping_criteria, generation_config, max_new_tokens) for row in rows]
+    require_longrope_alone(model, found)
+    return found
 
 
 def unpadded(input_ids: Tensor, attention_mask: Tensor | None = None) -> list[list[int]]:

@@ -502,3 +502,16 @@ def test_threads_write_the_texts_that_they_write_alone(family: str, kind: str) -
         thread.join()
     expected = [plain(model, prompt, max_new_tokens=30, eos_token_id=None) for prompt in prompts]
     assert found == {index: [text] * 3 for index, text in enumerate(expected)}
+
+
+def test_longrope_texts_that_may_pass_the_boundary_are_decoded_alone() -> None:
+    model = tiny_model("phi3, longrope")
+    heads, boundary = random_heads(model), Backbone(model).rope_boundary
+    assert boundary is not None
+    both: dict[str, Any] = {"attention_mask": torch.tensor([[0, 1], [1, 1]]), "max_new_tokens": boundary - 1}
+    for decode in (
+        lambda ids: generate(model, heads, ids, **both),
+        lambda ids: model.generate(ids, custom_generate=medusa_generate, medusa_heads=heads, **both),
+    ):
+        with pytest.raises(RequestError, match=f"once one passes {boundary} tokens; decode one prompt at a time"):
+            decode(torch.tensor([[0, 5], [6, 7]]))
