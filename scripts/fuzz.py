@@ -114,9 +114,11 @@ def decoded(case: Case, model: PreTrainedModel, parts: dict[str, Any]) -> Texts:
     return Texts(sequences[:, width:].tolist(), by_row)
 
 
-def difference(case: Case, expected: Texts, found: Texts) -> str:
-    """Say where `found` differs from `expected`; empty if nothing does. `steps` writes no padding and no scores."""
-    eos = case.options.get("eos_token_id")
+def difference(case: Case, expected: Texts, found: Texts, model_eos: int | list[int] | None = None) -> str:
+    """Say where `found` differs from `expected`; empty if nothing does. `steps` writes no padding and no scores.
+
+    Texts are padded with the first end token, of the case or else of the model (`model_eos`)."""
+    eos = case.options.get("eos_token_id", model_eos)
     pad = eos[0] if isinstance(eos, list) else eos
     width = max(map(len, expected.rows))
     for row, (wanted, written) in enumerate(zip(expected.rows, found.rows, strict=True)):
@@ -147,7 +149,7 @@ def judge(case: Case) -> Outcome:
     try:
         with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
             found = decoded(case, model, make_drafter(case, model, expected.rows, Path(folder)))
-        if where := difference(case, expected, found):
+        if where := difference(case, expected, found, model.generation_config.eos_token_id):
             return Outcome("differs", where)
     except RequestError as error:
         return Outcome("refused", str(error))
