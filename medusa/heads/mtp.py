@@ -34,6 +34,8 @@ from medusa.heads.sequential import SequentialHeads, State
 
 ATTENTION = "medusa_mtp"  # the name of `_attention` among transformers' attention functions
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # the types of layers whose keys can be those of a tree
+NOT_MADE = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
+"""What transformers raises for models without such a layer: it looks for one without checks of its own."""
 SPECIAL = ("chain_hidden_post_norm", "mtp_hidden_states_first")  # settings of layers with another input or norm
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Attends with queries [1, A, M, D], keys [1, G, M, D], values [1, G, M, E] and a scale; returns [1, M, A, E]."""
@@ -69,7 +71,7 @@ class MtpHeads(SequentialHeads, AttendsToText):
 
         def keep(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             found.append((key, value) if append is None else append(key, value, 0))
-            return query.transpose(1, 2)[..., :1].expand(-1, -1, -1, value.shape[-1])  # which nobody reads
+            return query.transpose(1, 2)[..., :1].expand(-1, -1, -1, value.shape[-1])  # only the shape matters here
 
         block = self.layer.mtp_block
         norm, attention = cast("nn.Module", block.input_layernorm), cast("nn.Module", block.self_attn)
@@ -116,7 +118,7 @@ class ModelRope(Rope):
     A pair counts at the position of its token, as in transformers: one after the position of its feature."""
 
     def __init__(self, layers: MtpModel) -> None:
-        """Make the module anew on the CPU, because the one of `layers` can be on the meta device."""
+        """Make a new rotary embedding on the CPU, as that of `layers` may be on the meta device, without values."""
         kind = cast("Callable[..., nn.Module]", type(layers.rotary_emb))
         with torch.device("cpu"):
             self.rotary = kind(config=layers.config)
@@ -140,7 +142,7 @@ def new_layers(content: Json) -> MtpModel:
         with torch.device("meta"):  # a model without memory, from which transformers takes the classes of the parts
             skeleton = AutoModelForCausalLM.from_config(config)
         layers = MtpModel(skeleton, 1)
-    except (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+    except NOT_MADE as error:
         raise RequestError(f"transformers makes no MTP layer of a {name}: {first_line(error)}") from error
     if whys := _obstacles(layers):
         why = " and ".join(whys)
@@ -172,7 +174,7 @@ def _attention(
     scaling: float,
     **settings: object,
 ) -> tuple[Tensor, None]:
-    """Call `attend`, which the caller of a block passes, in the place of sdpa; see transformers' AttentionInterface."""
+    """Attend by the function `attend`, a keyword of the block's forward (see transformers' AttentionInterface)."""
     return attend(query, key, value, scaling), None
 
 

@@ -65,10 +65,10 @@ def test_a_run_continues_from_the_last_checkpoint_that_can_be_resumed(output: Pa
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_rescue_leaves_the_other_checkpoints_as_the_recipe_says(fails: bool) -> None:
+def test_a_rescue_leaves_the_other_checkpoints_as_the_recipe_says(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the optimiser's state whatever the recipe says, and other checkpoints do not, even if saving failed."""
     trainer, seen = object.__new__(InterruptibleTrainer), list[bool]()
-    trainer.args = SimpleNamespace(save_only_model=True)  # type: ignore[assignment]
+    vars(trainer)["args"] = SimpleNamespace(save_only_model=True)
     trainer.state, trainer.model_wrapped, trainer._saved_step = TrainerState(global_step=3), nn.Module(), -1
 
     def save(model: nn.Module, trial: None) -> None:
@@ -76,7 +76,7 @@ def test_a_rescue_leaves_the_other_checkpoints_as_the_recipe_says(fails: bool) -
         if fails:
             raise OSError("the disk is full")
 
-    trainer._save_checkpoint = save  # type: ignore[method-assign]
+    monkeypatch.setattr(trainer, "_save_checkpoint", save)
     with pytest.raises(OSError, match="full") if fails else nullcontext():
         trainer.save_rescue()
     assert seen == [False]
@@ -88,7 +88,7 @@ def test_a_checkpoint_that_is_written_again_is_not_whole_meanwhile(
     output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, folder, seen = object.__new__(InterruptibleTrainer), output / "checkpoint-11", list[bool]()
-    trainer.args = SimpleNamespace(should_save=True, save_only_model=False, output_dir=str(output))  # type: ignore[assignment]
+    vars(trainer)["args"] = SimpleNamespace(should_save=True, save_only_model=False, output_dir=str(output))
     trainer.state, trainer.clock, trainer._rescuing = TrainerState(global_step=11), RescueClock(1.0), False
     trainer.hp_search_backend = None
 

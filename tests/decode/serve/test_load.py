@@ -21,11 +21,11 @@ from tests.decode.serve.server_tools import PROMPTS, SHORT, expected
 
 
 @pytest.fixture
-def logged() -> Iterator[list[str]]:
+def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The errors that the server logs."""
     found, logger = list[str](), logging.getLogger("uvicorn.error")
     handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(handler, "emit", lambda record: found.append(record.getMessage()))
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)
@@ -56,30 +56,30 @@ def test_clients_that_join_leave_and_send_nonsense(
     assert logged == []
 
 
-def test_a_wrong_text_and_a_wrong_status_are_errors(url: str) -> None:
+def test_a_wrong_text_and_a_wrong_status_are_errors(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check itself: what it must count if texts are mixed, or nonsense is accepted."""
     body = {"prompt": PROMPTS[0], "max_tokens": 12}
     found = Found()
     client = Client(address_of(url), [Wanted(body, "another text")], found, 0)
-    client.rng.randrange = lambda most: most  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(client.rng, "randrange", lambda most: most)
     for act in (client.ask, client.stream, client.leave):
         with pytest.raises(AssertionError, match="differs"):
             act()
     assert not found.compared
-    client.rng.choice = lambda sent: NONSENSE[0]._replace(status=200)  # type: ignore[method-assign]
+    monkeypatch.setattr(client.rng, "choice", lambda sent: NONSENSE[0]._replace(status=200))
     with pytest.raises(AssertionError, match=r"not HTTP: HTTP/1\.1 400"):
         client.nonsense()
     rounds = iter([True, False])
-    client.rng.choices = lambda acts, weights: [client.nonsense]  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(client.rng, "choices", lambda acts, weights: [client.nonsense])
     client.run(lambda: next(rounds))
     assert list(found.errors) == ["nonsense: AssertionError: not HTTP: HTTP/1.1 400 Bad Request"]
 
 
 @pytest.mark.parametrize("name", [sent.name for sent in NONSENSE])
-def test_each_nonsense_is_refused(url: str, name: str) -> None:
+def test_each_nonsense_is_refused(url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Found()
     client = Client(address_of(url), [], found, 0)
-    client.rng.choice = lambda sent: next(one for one in sent if one.name == name)  # type: ignore[method-assign]
+    monkeypatch.setattr(client.rng, "choice", lambda sent: next(one for one in sent if one.name == name))
     client.nonsense()
     assert found.refused.total() == 1
 
