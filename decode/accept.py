@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.ops.transfer import on_device
 
 Scores = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(rows [R], nodes [R], their depth) -> scores [M, V] whose softmax is the target, each row's index into scores [R]."""
@@ -40,6 +39,12 @@ class Acceptance(NamedTuple):
     length: Tensor  # [B] the number of accepted nodes, the root included
     next_root: Tensor  # [B]
     end: Tensor  # [B] the last node of the path
+    on_host: list[list[int]] | None = None  # the nodes of each path, if the host has decided on them
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the host knows that every path is 0, 1, 2, ..., so that no node has to move in a KV cache."""
+        return self.on_host is not None and all(path[-1] == len(path) - 1 for path in self.on_host)
 
 
 def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None) -> Acceptance:
@@ -83,8 +88,8 @@ def accept_greedy_on_host(
     longest = max(map(len, paths))
     # One tensor for each row's path, length, next root and end, because each small operation takes as long as a walk.
     rows = [[*p, *[-1] * (longest - len(p)), *d[:2], p[-1]] for p, d in zip(paths, decided, strict=True)]
-    whole = on_device(rows, draft.ids.device)
-    return Acceptance(whole[:, :longest], *whole[:, longest:].unbind(1)), decided
+    whole = torch.tensor(rows)
+    return Acceptance(whole[:, :longest], *whole.unbind(1)[longest:], paths), decided
 
 
 def accept_walk(
@@ -227,6 +232,8 @@ def pack(draft: Draft, accepted: Acceptance) -> Tensor:
 
 def at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
     """Select the hidden states [B, H] at the ends of the accepted paths, from those of all N nodes, [B, N, H]."""
+    if accepted.on_host is not None and len(accepted.on_host) == 1:
+        return hidden[:, accepted.on_host[0][-1]]
     end = accepted.end.to(hidden.device)
     if len(end) == 1:
         return hidden[0].index_select(0, end)

@@ -180,12 +180,7 @@ class TreeStepper(Stepper):
         timer.lap("propose")
         readout = self.session.verifier(draft)
         timer.lap("verify")
-        draws = self.session.target.draws.of(self.frontier.rows)
-        if not self.lazy:
-            draws = RewoundDraws(draws.generators, draft.ids.device)
-        accepted, decided = self.decide(draft, readout, draws)
-        outcome = unpack(decided)
-        draws.keep(outcome.lengths)
+        accepted, outcome = self.decide(draft, readout)
         if self.keep_drafts:
             outcome = outcome._replace(drafts=draft.records(accepted.path, outcome.lengths))
         timer.lap("accept")
@@ -193,14 +188,20 @@ class TreeStepper(Stepper):
         timer.lap("compact")
         return outcome
 
-    def decide(self, draft: Draft, readout: Readout, draws: RowDraws) -> tuple[Acceptance, list[list[int]]]:
-        """Accept nodes of the draft (`accept`), and copy the outcome to the host, as lists that `unpack` reads."""
+    def decide(self, draft: Draft, readout: Readout) -> tuple[Acceptance, StepOutcome]:
+        """Accept nodes of the draft (`accept`), and copy the outcome to the host."""
         is_greedy = self.session.target.is_argmax and self.acceptor.passes is None
         if is_greedy and draft.ids.is_cpu and self.lazy:
             best, depth_limit = most_probable(readout.logits), self.session.verifier.depth_limit(draft)
-            return accept_greedy_on_host(draft, best, depth_limit)
+            accepted, decided = accept_greedy_on_host(draft, best, depth_limit)
+            return accepted, unpack(decided)
+        draws = self.session.target.draws.of(self.frontier.rows)
+        if not self.lazy:
+            draws = RewoundDraws(draws.generators, draft.ids.device)
         accepted = self.accept(draft, readout, draws)
-        return accepted, pack(draft, accepted).tolist()  # the one moment at which most steps wait for the device
+        outcome = unpack(pack(draft, accepted).tolist())  # the one moment at which most steps wait for the device
+        draws.keep(outcome.lengths)
+        return accepted, outcome
 
     def accept(self, draft: Draft, readout: Readout, draws: RowDraws) -> Acceptance:
         """Decide which nodes of the draft are accepted, by the acceptance rule; `draws` are those of its rows."""
@@ -246,7 +247,8 @@ class TreeStepper(Stepper):
     def compact(self, draft: Draft, readout: Readout, accepted: Acceptance, lengths: list[int]) -> Frontier:
         """Keep the first `lengths[b]` nodes of accepted path b in the caches; returns the next step's `Frontier`."""
         session, rows = self.session, self.frontier.rows
-        session.verifier.commit(accepted.path, lengths, in_place=draft.topology.max_children <= 1)
+        in_place = draft.topology.max_children <= 1 or accepted.is_in_place
+        session.verifier.commit(accepted.path, lengths, in_place)
         session.keep(readout.hidden, accepted.path, lengths, rows)
         if session.heads_cache is None:
             return session.frontier(accepted.next_root, at_end(readout.hidden, accepted), rows)

@@ -59,4 +59,4 @@ def fast_linear(largest: Tensor, tokens: int) -> AbstractContextManager[None]:
     stay equal up to rounding, and their gradients the same."""
     is_float32 = largest.is_cpu and largest.dtype == torch.float32
     pays = PREFERS_ONEDNN and is_float32 and tokens > 1 and tokens * largest.numel() >= MIN_PRODUCTS
-    return _LINEAR.changed() if pays else nullcontext()
+    return _LINEAR if pays else nullcontext()

@@ -1,8 +1,8 @@
 """Argmax and top-k over a vocabulary, faster than PyTorch's on a CPU.
 
-PyTorch searches a row value by value: 64 rows of 32,000 values take 1.7 ms in float32, and 7.4 ms in bfloat16. Here the
-vectorised `amax` finds the maximum of each block of values, and only the blocks with the largest maxima are searched:
-0.2 and 0.4 ms.
+PyTorch searches a row value by value: an argmax over 64 rows of 32,000 values takes 3.2 ms, and NumPy's vectorised one
+0.1 ms. For the k largest values, the vectorised `amax` finds the maximum of each block of values, and only the blocks
+with the largest maxima are searched.
 
 Shapes: V values in each row, in blocks of BLOCK."""
 
@@ -25,16 +25,10 @@ def most_probable(logits: Tensor) -> Tensor:
 
 def argmax(values: Tensor) -> Tensor:
     """The first index [...] of the maximum of `values` [..., V], equal to `values.argmax(-1)`."""
-    size = values.shape[-1]
-    if not _pays(values, 1):
+    if not _numpy_can_read(values):
         return values.argmax(-1)
-    values = values.float() if values.itemsize == 2 else values  # converted and searched in a third of the time
-    best = _block_maxima(values)
-    if size % BLOCK:  # the last block overlaps the one before it, whose equal maximum is found first
-        best = torch.cat([best, values[..., size - BLOCK :].amax(-1, keepdim=True)], dim=-1)
-    start = (best.argmax(-1, keepdim=True) * BLOCK).clamp_max(size - BLOCK)
-    inside = values.gather(-1, start + torch.arange(BLOCK, device=values.device))
-    return start[..., 0] + inside.argmax(-1)
+    # NumPy does not know bfloat16, and finds the maximum of half-precision numbers slowly.
+    return torch.from_numpy((values.float() if values.itemsize == 2 else values).numpy().argmax(-1))
 
 
 class TopK(NamedTuple):
@@ -58,10 +52,15 @@ def top_k(values: Tensor, k: int) -> TopK:
     return TopK(best.values, at.gather(-1, best.indices))
 
 
+def _numpy_can_read(values: Tensor) -> bool:
+    return values.is_cpu and not values.requires_grad and not torch.compiler.is_compiling()
+
+
 def _block_maxima(values: Tensor) -> Tensor:
     whole = values[..., : values.shape[-1] // BLOCK * BLOCK]
     return whole.unflatten(-1, (-1, BLOCK)).amax(-1)
 
 
 def _pays(values: Tensor, k: int) -> bool:
+    """Whether a search for the k largest by blocks is faster than PyTorch's."""
     return values.device.type == "cpu" and values.numel() >= WORTHWHILE and values.shape[-1] >= 8 * k * BLOCK

@@ -10,10 +10,8 @@ Shapes: B rows of the batch, H query heads on H / g key heads, N tokens, S cache
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
-from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +21,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from decode.ops.shared_setting import Restore, SharedSetting
 
 SDPA = "sdpa"
 
@@ -74,37 +74,41 @@ def _repeated(mask: Tensor, groups: int) -> Tensor:
     return repeated
 
 
-_LOCK = Lock()
-_active = 0  # contexts of `grouped` that are open, in all threads
 _shared: ContextVar[Mapping[int, dict[int, Tensor]]] = ContextVar("_shared", default=MappingProxyType({}))
 """For each mask that all layers of this thread's forward share, by its id: the repeated mask for each g, once made."""
 
 
-@contextmanager
-def grouped(config: PretrainedConfig, masks: Tensor | Mapping[str, Tensor] | None = None) -> Iterator[None]:
+class grouped:
     """While the context is open, run sdpa attention by `sdpa_grouped`, if the model with this `config` uses sdpa.
 
     `masks` [B, 1, N, S] are those of one forward: one for all layers, or one for each kind of layer. The context
     replaces transformers' own function in the global registry, also for other threads; their results stay equal up to
     rounding, and their gradients the same. A function that the user has registered stays."""
-    if config._attn_implementation != SDPA:
-        yield
-        return
-    shared = masks.values() if isinstance(masks, Mapping) else () if masks is None else (masks,)
-    token = _shared.set({id(mask): {} for mask in shared})
-    _count(1)
-    try:
-        yield
-    finally:
-        _count(-1)
-        _shared.reset(token)
+
+    def __init__(self, config: PretrainedConfig, masks: Tensor | Mapping[str, Tensor] | None = None) -> None:
+        self.config, self.applies = config, config._attn_implementation == SDPA
+        self.masks = masks.values() if isinstance(masks, Mapping) else () if masks is None else (masks,)
+
+    def __enter__(self) -> None:
+        if self.applies:
+            self.token = _shared.set({id(mask): {} for mask in self.masks})
+            _GROUPED.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.applies:
+            _GROUPED.__exit__()
+            _shared.reset(self.token)
 
 
-def _count(change: int) -> None:
-    """Count open contexts of `grouped`: `change` is 1 or -1. The first context replaces sdpa; the last restores it."""
-    global _active
-    with _LOCK:
-        _active += change
-        old, new = (sdpa_attention_forward, sdpa_grouped) if _active else (sdpa_grouped, sdpa_attention_forward)
-        if ALL_ATTENTION_FUNCTIONS[SDPA] is old:
-            AttentionInterface.register(SDPA, new)
+def _replace() -> Restore:
+    if ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_attention_forward:  # a function that the user has registered stays
+        AttentionInterface.register(SDPA, sdpa_grouped)
+    return _put_back
+
+
+def _put_back() -> None:
+    if ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_grouped:
+        AttentionInterface.register(SDPA, sdpa_attention_forward)
+
+
+_GROUPED = SharedSetting(_replace)

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import Lock
 
 Restore = Callable[[], None]
 
 
 class SharedSetting:
-    """Counts the open contexts in all threads: the first of them changes the setting, and the last one restores it."""
+    """A context that changes a setting, also for other threads. It may be open several times, in several threads.
+
+    The first opening changes the setting, and the last one that ends restores it."""
 
     def __init__(self, change: Callable[[], Restore]) -> None:
         """`change` changes the setting, and returns the function that restores it."""
         self._change, self._lock, self._open = change, Lock(), 0
 
-    @contextmanager
-    def changed(self) -> Iterator[None]:
-        """While the context is open, the setting is changed, also for other threads."""
+    def __enter__(self) -> None:
         with self._lock:
             if not self._open:
                 self._restore = self._change()
             self._open += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open -= 1
-                if not self._open:
-                    self._restore()
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._restore()

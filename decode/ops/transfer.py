@@ -43,4 +43,4 @@ def unchecked() -> AbstractContextManager[None]:
     """While the context is open, PyTorch's distributions do not check their arguments, which the host would wait for.
 
     PyTorch has one setting for all threads, so the distributions of other threads are not checked either."""
-    return _CHECKS.changed()
+    return _CHECKS

@@ -13,7 +13,16 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from decode.accept import Acceptance, accept_greedy, accept_greedy_on_host, accept_longest, accept_walk, pack, typical
+from decode.accept import (
+    Acceptance,
+    accept_greedy,
+    accept_greedy_on_host,
+    accept_longest,
+    accept_walk,
+    at_end,
+    pack,
+    typical,
+)
 from decode.draft import Draft
 from decode.topology import Topology, chosen_part
 from medusa import Tree
@@ -141,6 +150,11 @@ def test_greedy_and_walk_equal_the_slow_walk(seed: int, with_room: bool) -> None
     assert decided == [line[: 2 + int(line[0])] for line in pack(draft, greedy).tolist()]
     for name in ("length", "next_root", "end"):
         assert getattr(on_host, name).equal(getattr(greedy, name))
+    hidden = torch.randn(rows, nodes, 3)
+    assert at_end(hidden, on_host).equal(at_end(hidden, greedy))
+    lines = [line_of(greedy, row) for row in range(rows)]
+    assert on_host.is_in_place == all(line == list(range(len(line))) for line in lines)
+    assert not greedy.is_in_place  # only the host can know
     for row in range(rows):
         expected = slow_walk(tree_of(draft, row), draft.ids[row].tolist(), best[row].tolist(), room[row])
         assert line_of(greedy, row) == line_of(on_host, row) == expected

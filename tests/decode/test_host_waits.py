@@ -17,6 +17,7 @@ from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig
 from decode.drafters.trained_heads import TrainedHeads
 from decode.loop import Step
+from decode.ops import fast_topk
 from decode.ops.transfer import unchecked
 from medusa import Tree
 from tests.decode.host_waits import HostWaits
@@ -69,6 +70,7 @@ TREES = ("topk:4,2,1", "dynamic:9")
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode as on a GPU."""
     monkeypatch.setattr(decode.loop, "host_waits", lambda device: True)
+    monkeypatch.setattr(fast_topk, "_numpy_can_read", lambda values: False)
 
 
 def decoded(model: Any, heads: Any, rows: int, **options: Any) -> Iterator[Step]:
