@@ -70,6 +70,30 @@ class DraftRecord(NamedTuple):
     parents: list[int]  # the index of each node's parent, which comes before the node; 0 for the root
     accepted: list[int]  # the nodes of the accepted path, from the root on
 
+    @property
+    def grid(self) -> tuple[list[int], list[int]]:
+        """The row [N] and the depth [N] at which a picture shows each node.
+
+        The accepted path is the first row, so that a reader finds it also in a large tree. The first child of any other
+        node stands in the node's own row, and each further child starts a new row."""
+        accepted, depths = set(self.accepted), [0] * len(self.parents)
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node in range(1, len(self.parents)):
+            children[self.parents[node]].append(node)
+            depths[node] = depths[self.parents[node]] + 1
+        for siblings in children:
+            siblings.sort(key=lambda node: node not in accepted)
+        rows, next_row, waiting = [0] * len(self.parents), 0, [0]
+        while waiting:
+            node = waiting.pop()
+            if node == 0 or children[self.parents[node]][0] == node:
+                rows[node] = rows[self.parents[node]]
+            else:
+                next_row += 1
+                rows[node] = next_row
+            waiting += reversed(children[node])
+        return rows, depths
+
 
 class Drafter(Protocol):
     """Proposes the next tokens of each text. Acceptance, not the drafter, decides which of these tokens are written.

@@ -5,15 +5,18 @@
     medusa benchmark demo --prompts demo --json b.json
     python scripts/draw.py benchmark b.json b.png          a benchmark
     python scripts/draw.py benchmark docs/results/fit_tinystories.json docs/images/benchmark.png
+    python scripts/draw.py trellis runs/markov docs/images/trellis.png --prompt 'Mom said, "Lily, you'
 
 The picture of a benchmark shows each method's speedup over plain decoding and its tokens per second, the depth of
 accepted guesses, and the time of each stage of a step. `medusa benchmark --report` writes a page with more pictures.
+The picture `trellis` shows one step of heads of kind `markov`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -29,9 +32,12 @@ from decode.bench.losslessness.experiment import Experiment
 from decode.bench.report import plots
 from decode.bench.report.page import token_name
 from decode.bench.report.plots import INK
-from decode.drafters.layouts import resolve_tree
+from decode.bench.report.trellis_plot import trellis_figure
+from decode.bench.trellis_steps import trellis_steps
+from decode.drafters.layouts import resolve_tree, with_shortlist
 from decode.drafters.trained_heads import TrainedHeads
 from decode.settings import Settings
+from medusa.errors import RequestError
 from medusa.files import ASSETS, read_json
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
@@ -131,6 +137,20 @@ def draw_benchmark(result: BenchmarkResult) -> Figure:
     return plots.without_frames(figure)
 
 
+def draw_trellis(heads: MedusaHeads, prompt: str, number: int, tree: str, candidates: int) -> Figure:
+    """Draw the step with this number, from 0, of greedy decoding with `heads` and the backbone that they name."""
+    loaded = load_backbone(heads.config.base_model_name_or_path)
+    ids = torch.tensor([loaded.tokenizer(prompt).input_ids])
+    layout = with_shortlist(resolve_tree(tree, heads), candidates)
+    steps = trellis_steps(
+        loaded.model, heads, ids, tree=layout, max_new_tokens=1 + (1 + heads.config.num_heads) * (number + 1)
+    )
+    step = next(islice(steps, number, None), None)
+    if step is None:
+        raise RequestError(f"the text ends before step {number}; give a smaller --step")
+    return trellis_figure(step, partial(token_name, loaded.tokenizer))
+
+
 def save(figure: Figure, path: Path, dpi: int = 150) -> None:
     """Write a figure to a file, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,6 +169,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     benchmark = pictures.add_parser("benchmark")
     benchmark.add_argument("benchmark", type=Path, help="JSON of medusa benchmark")
     benchmark.add_argument("file", type=Path, help="PNG to write")
+    trellis = pictures.add_parser("trellis")
+    trellis.add_argument("heads", help="folder of heads of kind markov, which names their backbone")
+    trellis.add_argument("file", type=Path, help="PNG to write")
+    trellis.add_argument("--prompt", required=True, help="the text before the first step")
+    trellis.add_argument(
+        "--step", type=int, default=0, help="number of the step to draw, from 0 (default: %(default)s)"
+    )
+    trellis.add_argument("--tree", default="dynamic:16", help="tree to grow (default: %(default)s)")
+    trellis.add_argument("--candidates", type=int, default=16, help="candidates of each head (default: %(default)s)")
     args = parser.parse_args(argv)
     match args.picture:
         case "kinds":
@@ -159,6 +188,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             save(draw_experiment(args.prompt, args.draws), args.folder / "verify.png", dpi=120)
         case "benchmark":
             save(draw_benchmark(BenchmarkResult.from_json(read_json(args.benchmark), str(args.benchmark))), args.file)
+        case "trellis":
+            heads = MedusaHeads.from_pretrained(args.heads)
+            save(draw_trellis(heads, args.prompt, args.step, args.tree, args.candidates), args.file)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ pytest.importorskip("ipykernel", reason="needs ipykernel, of the dev extra")
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SMALLER = {"tour": "new_tokens = 24", "train": "texts, steps, prompts = 4, 2, 1"}
+SMALLER = {"tour": "new_tokens = 24", "train": "texts, steps, prompts = 4, 2, 1", "trellis": "texts, steps = 4, 2"}
 
 
 @pytest.mark.slow
@@ -43,6 +43,7 @@ def test_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a step" in told
     assert "the same logits, node for node" in told
     assert "nodes taken: [0" in told
+    assert "the same drafts in all" in told
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -51,7 +51,7 @@ class TrellisDrafter(PathDrafter):
         wanted = max(static.shortlist, static.max_rank + 1)
         self.shortlist = min(wanted, heads.config.draft_vocab_size(backbone.vocab_size))  # M
 
-    def begin(self, frontier: Frontier) -> State:
+    def begin(self, frontier: Frontier) -> Trellis:
         heads, count = self.heads, self.tree.max_depth
         hidden = frontier.hidden.to(heads.device, self.dtype)
         root = heads.embed(frontier.root[None], self.backbone.embed)

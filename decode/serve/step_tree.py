@@ -1,7 +1,6 @@
 """Pictures of the drafts of single steps: a tree of guesses as SVG, with the accepted guesses in colour.
 
-Depth grows to the right. The accepted path is the first row, so that a reader finds it also in a large tree. The first
-child of any other node stands in the node's own row, and each further child starts a new row."""
+Depth grows to the right, and `DraftRecord.grid` gives the rows."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def drawing(record: DraftRecord, texts: Sequence[str]) -> str:
     the picture; `summary` says in words what it shows."""
     if not record.ids:
         return ""
-    rows, depths = _places(record)
+    rows, depths = record.grid
     labels = [_label(text) for text in texts]
     columns = _columns(depths, [_width(label) for label in labels])
     path, lines, nodes = set(record.accepted), [], []
@@ -65,29 +64,6 @@ def drawing(record: DraftRecord, texts: Sequence[str]) -> str:
     drawn = "".join(line for _, line in sorted(lines, key=lambda line: line[0])) + "".join(nodes)
     size = f'width="{wide:g}" height="{high:g}" viewBox="0 0 {wide:g} {high:g}"'
     return f'<svg class="tree" aria-hidden="true" {size}>{drawn}</svg>'
-
-
-def _places(record: DraftRecord) -> tuple[list[int], list[int]]:
-    """Return the row and the depth of each node."""
-    parents, accepted = record.parents, set(record.accepted)
-    children: list[list[int]] = [[] for _ in parents]
-    depths = [0] * len(parents)
-    for node in range(1, len(parents)):
-        children[parents[node]].append(node)
-        depths[node] = depths[parents[node]] + 1
-    for siblings in children:
-        siblings.sort(key=lambda node: node not in accepted)
-    rows, next_row, waiting = [0] * len(parents), 0, [0]
-    while waiting:
-        node = waiting.pop()
-        first = node == 0 or children[parents[node]][0] == node
-        if first:
-            rows[node] = rows[parents[node]]
-        else:
-            next_row += 1
-            rows[node] = next_row
-        waiting += reversed(children[node])
-    return rows, depths
 
 
 def _columns(depths: Sequence[int], widths: Sequence[float]) -> list[tuple[float, float]]:

@@ -29,7 +29,12 @@ WRONG = {
     "check_exports": ["vllm no/folder", "write --heads demo"],
     "compare_drafters": ["--on ./no/model demo --prompt Hi --drafters ngram", "--on demo demo --prompt Hi"],
     "compare_kinds": ["--backbone demo --prompt Hi --heads demo", "--backbone ./no/model --prompt Hi --heads a=b"],
-    "draw": ["", "exactness {tmp} --prompt 99", "benchmark no.json {tmp}/x.png"],
+    "draw": [
+        "",
+        "exactness {tmp} --prompt 99",
+        "benchmark no.json {tmp}/x.png",
+        "trellis ./no/heads {tmp}/x.png --prompt Hi",
+    ],
     "fuzz": ["--minutes 0", "--cases 0", "--minutes 1 --case 2"],
     "gpu_battery": ["--call 4 --output {tmp}", "--stage dance --output {tmp}"],
     "load_test": ["--minutes 0", "--clients 0"],
