@@ -1,0 +1,98 @@
+"""Write docs/commands.md, the reference of the command line: every option with its default, taken from the parsers.
+
+python scripts/commands_page.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from medusa.__main__ import COMMANDS, build_parser
+from medusa.arguments import WORDS
+from medusa.files import write_text
+from script_tools import markdown_table, run_script, script_parser
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
+DEFAULT = re.compile(r"^(.*?),? \(default:? (.*)\)$", re.DOTALL)
+PAGE_NAME = re.compile(r"\bdocs/([\w-]+)\.md(#[\w-]+)?")
+INTRODUCTION = """\
+# Commands
+
+Every command with all its options, as `medusa COMMAND --help-all` lists them. `medusa COMMAND --help` shows only the
+main ones. An option without a default is off or has no value. Words without `--` fill the arguments of the first line
+of each section, in their order. `demo` names the model, the heads and the prompts that come with the package.
+
+Results go to standard output, progress and warnings to standard error. The exit status is 0 for a finished run, 1 for a
+run that failed and 2 for a wrong request, which is answered with one line. After Ctrl-C it is 130, after SIGTERM 143.
+[Recipe keys](recipe.md) lists the keys of `medusa train`. `python scripts/commands_page.py` writes this page.
+"""
+
+
+def commands_page() -> str:
+    """Return the page in Markdown: for each command its purpose, its examples, and tables of its options."""
+    parts = [INTRODUCTION, markdown_table(["command", "purpose"], map(_row, COMMANDS.items())) + "\n"]
+    for name in COMMANDS:
+        parser = parser_of(name)
+        parts += [f"## {name}\n", f"`{parser.usage}`\n", *_described(parser.description or "")]
+        for group in parser._action_groups:
+            if rows := list(_options(parser, group)):
+                title = _linked(group.title or "options")
+                table = markdown_table(["option", "meaning", "default"], rows)
+                parts.append(f"**{title[0].upper()}{title[1:]}**\n\n{table}\n")
+    return "\n".join(parts)
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """Return the parser of a sub-command."""
+    (commands,) = (one for one in build_parser(command)._actions if isinstance(one, argparse._SubParsersAction))
+    parser: argparse.ArgumentParser = commands.choices[command]
+    return parser
+
+
+def _row(command: tuple[str, str]) -> tuple[str, str]:
+    name, purpose = command
+    return f"[`medusa {name}`](#{name})", purpose
+
+
+def _described(text: str) -> Iterator[str]:
+    """Yield the paragraphs of a help text; indented ones are examples."""
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith("  "):
+            lines = "\n".join(line.removeprefix("  ") for line in paragraph.splitlines())
+            yield f"```text\n{lines}\n```\n"
+        else:
+            yield f"{_linked(' '.join(paragraph.split()))}\n"
+
+
+def _options(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> Iterator[tuple[str, str, str]]:
+    """Yield option, meaning and default of each visible option of a group, but not of the two help options."""
+    formatter = parser._get_formatter()
+    for action in group._group_actions:
+        if action.dest in (WORDS, "help", "help_all") or action.help in (None, argparse.SUPPRESS):
+            continue
+        name = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.metavar or action.dest}`"
+        if action.option_strings and action.nargs != 0:
+            name = f"{name[:-1]} {formatter._format_args(action, action.dest.upper())}`"
+        meaning, default = " ".join(formatter._expand_help(action).split()), ""
+        if found := DEFAULT.match(meaning):
+            meaning, default = found.groups()
+        yield name.replace("|", "\\|"), _linked(meaning).replace("|", "\\|"), _linked(default)
+
+
+def _linked(text: str) -> str:
+    """Turn names of pages into links, and keep Markdown from reading other characters as its own."""
+    text = re.sub(r"([*<>\[\]])", r"\\\1", text)
+    return PAGE_NAME.sub(lambda found: f"[{found[1]}]({found[1]}.md{found[2] or ''})", text)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page; there are no options."""
+    script_parser(__doc__).parse_args(argv)
+    write_text(PAGE, commands_page())
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,40 @@
+"""The reference of the command line is what the parsers say, and has every option."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import commands_page
+from medusa.__main__ import COMMANDS, main
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return commands_page.PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_is_what_the_parsers_say(page: str) -> None:
+    assert page == commands_page.commands_page(), "run python scripts/commands_page.py"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_the_help_is_on_the_page(page: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other way to all options is what a user types; every option on the page is in that help, too."""
+    with pytest.raises(SystemExit):
+        main([command, "--help-all"])
+    told = capsys.readouterr().out
+    section = re.split(r"^## ", page, flags=re.MULTILINE)[1 + list(COMMANDS).index(command)]
+    assert section.startswith(f"{command}\n")
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    listed = re.findall(r"--[\w-]+", " ".join(rows))
+    shown = re.findall(r"^  (?:-h, )?(--[\w-]+)(?:, (--[\w-]+))?", told, re.MULTILINE)
+    assert sorted(listed) == sorted({name for names in shown for name in names if name} - {"--help", "--help-all"})
+
+
+def test_every_option_is_explained(page: str) -> None:
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in page.splitlines() if "| `" in line[:3]]
+    assert len(rows) > 300
+    assert all(len(row) == 3 and len(row[1]) > 10 for row in rows)
+    assert not re.search(r"\(default:[^|]*\) \|", page), "a default belongs in its own column"
