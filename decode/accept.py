@@ -2,7 +2,7 @@
 
 Every rule starts at the root, the token that is already decided, and accepts a node only together with its ancestors.
 The target is the distribution that the text must follow. A walk computes it only at the nodes that it reaches, for all
-rows of the batch at one depth together; other rules read it at all nodes at once. docs/exactness.md has the proofs.
+rows of the batch at one depth together; other rules read it at all nodes at once. docs/decoding.md has the proofs.
 
 Shapes: B rows of the batch, R of them that a walk looks at, N draft nodes, M distributions of the target, each for one
 or more of the R rows, V vocabulary, D the depth of the tree, C the most children of a node."""

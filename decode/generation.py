@@ -163,12 +163,12 @@ def generate(
         drafter: what proposes tokens, by default the heads: `NAME[:options]` (docs/drafters.md), a config such as
             `NgramConfig(tokens=5)`, or a `DrafterFactory`, which keeps what it has loaded from call to call.
         amateur: a small model with the same vocabulary, for contrastive decoding, or an `Amateur`, which also sets the
-            contrast's constants (docs/strategies.md). The text then follows both models' contrast with any drafter.
+            contrast's constants (docs/drafters.md). The text then follows both models' contrast with any drafter.
         streamer: receives the prompt and then the tokens of every step, as in `model.generate`.
         seeds (in `kwargs`): one per row, copies by `num_return_sequences` included; a row's text then depends only on
             the row's prompt and seed. Without seeds, one row draws from PyTorch's generator as in `model.generate`, and
             the rows of a batch are seeded from that generator.
-        grammar (in `kwargs`): a grammar that all texts follow (`decode.strategies.grammar`, docs/strategies.md).
+        grammar (in `kwargs`): a grammar that all texts follow (`decode.strategies.grammar`, docs/drafters.md).
         acceptance, draft, stop_drafting, epsilon, delta, compile, cuda_graphs (in `kwargs`): the fields of
             `decode.settings.DecodingOptions`.
         kwargs: all other arguments of `model.generate` (tokenizer, stop_strings, ...).

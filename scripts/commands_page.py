@@ -83,9 +83,10 @@ def _options(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) ->
 
 
 def _linked(text: str) -> str:
-    """Turn names of pages into links, and keep Markdown from reading other characters as its own."""
+    """Turn names of pages into links and options into code, and escape what Markdown would read as its own."""
     text = re.sub(r"([*<>\[\]])", r"\\\1", text)
-    return PAGE_NAME.sub(lambda found: f"[{found[1]}]({found[1]}.md{found[2] or ''})", text)
+    text = re.sub(r"(?<![\w`-])(--[a-z][a-z-]*)", r"`\1`", text)
+    return PAGE_NAME.sub(lambda found: f"[{found[0]}]({found[1]}.md{found[2] or ''})", text)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -260,6 +260,20 @@ def test_every_field_of_a_recipe_is_documented(path: Path) -> None:
             assert "#" in line, f"{path.name}: {line.strip()} is not explained"
 
 
+def test_the_glossary_is_sorted_and_explains_words_in_use() -> None:
+    """Each term occurs in another page, in a help text or in an error."""
+    glossary = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8").split("## Glossary\n")[1]
+    terms = [line.removeprefix("| ").split(" | ")[0] for line in glossary.splitlines() if line.startswith("| ")][1:]
+    assert len(terms) > 60
+    assert terms == sorted(terms, key=str.lower)
+    sources = [*PAGES, *(path for name in ("medusa", "train", "decode") for path in (ROOT / name).rglob("*.py"))]
+    texts = [path.read_text(encoding="utf-8") for path in sources if path.name not in ("faq.md", "log.md")]
+    used = re.sub(r"\s+", " ", "\n".join(texts)).lower()
+    for term in terms:
+        for word in re.split(", | and ", term.lower()):
+            assert re.search(rf"\b{re.escape(word)}s?\b", used), word
+
+
 def test_links_between_documents_resolve() -> None:
     for source in SOURCES:
         if source.suffix == ".md":

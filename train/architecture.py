@@ -1,7 +1,7 @@
 """The default shape of heads: the one that is expected to decode fastest.
 
 The expected speedup is tau x T(1) / (T(n) + T(heads)). Here tau is the mean number of tokens per step. T(n) is the time
-of a backbone's forward over n tokens, and T(heads) that of the heads (docs/heads.md). Decoding one text is bound by
+of a backbone's forward over n tokens, and T(heads) that of the heads (docs/kinds.md). Decoding one text is bound by
 reading weights, so times are given as numbers of weights that are read:
 
     T(n) + T(heads)  =  TREE x (backbone + OVERHEAD)  +  heads  +  their own LM heads, or the shared one a second time

@@ -45,7 +45,7 @@ class HeadsOnBackbone(nn.Module):
         self.scheduled_sampling = 0.0  # current probability, which the trainer raises over the run
         if args.scheduled_sampling and not heads.follows_path:
             unable = f"training.scheduled_sampling: heads of kind {heads.config.kind} see no guesses"
-            raise RequestError(f"{unable}; leave it out, or take a kind that follows the path (docs/heads.md)")
+            raise RequestError(f"{unable}; leave it out, or take a kind that follows the path (docs/kinds.md)")
         if isinstance(heads, MarkovHeads):
             heads.path_dropout = PATH_DROPOUT if args.path_dropout is None else args.path_dropout
         elif args.path_dropout is not None:

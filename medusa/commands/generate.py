@@ -6,8 +6,8 @@
   medusa generate org/heads --prompts own.jsonl --record recorded
 
 HEADS may be left out with --plain, --drafter ngram or --strategy, which need --backbone. --record saves the texts with
-their hidden states, to train heads on them later. --amateur decodes contrastively. docs/drafters.md describes the
-drafters, docs/strategies.md the strategies."""
+their hidden states, to train heads on them later. --amateur decodes contrastively. docs/drafters.md describes
+drafters and strategies."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class GenerateOptions(CommandOptions):
     shown = "heads prompt prompts max-new-tokens temperature top-p tree drafter plain record backbone dtype json quiet"
     by_position = ("heads", "prompt...")
     prompts: Prompts = group(Prompts, "prompts")
-    strategy: search.Strategy = group(search.Strategy, "strategy (docs/strategies.md)")
-    structured: Structured = group(Structured, "structured output (docs/strategies.md)")
+    strategy: search.Strategy = group(search.Strategy, "strategy (docs/drafters.md)")
+    structured: Structured = group(Structured, "structured output (docs/drafters.md)")
     plain: bool = option(False, "decode without a drafter: one token per step")
     record: str | None = option(
         None,

@@ -216,7 +216,7 @@ class CommandOptions(Options):
     settings: Settings = group(Settings, "generation")
     raw: bool | None = raw_option()
     batch_size: int = count(1, "decode N prompts at a time")
-    contrasting: Contrasting = group(Contrasting, "contrastive decoding (docs/strategies.md)")
+    contrasting: Contrasting = group(Contrasting, "contrastive decoding (docs/drafters.md)")
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
 

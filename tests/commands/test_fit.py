@@ -289,7 +289,7 @@ def test_a_gpu_that_cannot_train_is_refused_before_any_text_is_written(monkeypat
 
 
 def test_the_docs_show_what_the_planner_computes_for_7b(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example in docs/your-model.md: its assumptions are those of the page, and its lines come from the planner."""
+    """The example in docs/start.md: its assumptions are those of the page, and its lines come from the planner."""
     sizes = BackboneSizes(hidden_size=4096, vocab_size=32000, parameters=6_738_415_616)
     cached = 2 * 32 * 4096 * 2  # keys and values of 32 layers in bfloat16
     found = Probe(sizes.parameters, 2 * sizes.parameters, 4096, 32000, 4096, "cuda", 1 / 20_000, 0.027, 0.025, cached)
@@ -302,7 +302,7 @@ def test_the_docs_show_what_the_planner_computes_for_7b(monkeypatch: pytest.Monk
     costs = Costs(size, found.read_seconds * (1 + HEAD_COST * read / sizes.parameters))
     monkeypatch.setattr(plan_module, "free_bytes", lambda path: 10**12)
     plan = make_plan(asked, found, [costs], train_prompts=4900, test_prompts=100)
-    page = (Path(__file__).parents[2] / "docs" / "your-model.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "start.md").read_text(encoding="utf-8")
     for line in describe(plan, found, [choice], asked):
         assert line in page
 

@@ -1,1 +1,1 @@
-"""Experiments that test whether a drafter changes the decoded text: `medusa verify` (docs/exactness.md)."""
+"""Experiments that test whether a drafter changes the decoded text: `medusa verify` (docs/decoding.md)."""
