@@ -2,6 +2,7 @@
 
   medusa calibrate demo --prompts demo
   medusa calibrate runs/heads --batch-size 8 --plot calibration.png
+  medusa calibrate --backbone org/model --drafter mtp:3
 
 The backbone continues the prompts. Without prompts, it generates whole texts. The command counts the right guesses of
 the heads in these texts, builds trees of several sizes from the counts, and times one step of each tree. It saves the
@@ -22,19 +23,19 @@ from medusa.commands.options import (
     NO_CONTRAST,
     CommandOptions,
     Contrasting,
-    Models,
+    ModelsWithHeads,
     Prompts,
 )
 from medusa.errors import RequestError
 from medusa.files import replacing, require_picture
-from medusa.options import REQUIRED, count, group, option
+from medusa.options import count, group, option
 
 DRAFTING = ("acceptance", "draft", "stop_drafting", "epsilon", "delta")
 
 
 class CalibrateOptions(CommandOptions):
-    shown = "heads prompts max-prompts temperature batch-size rounds plot backbone device dtype threads json"
-    models: Models = group(Models, "models", only=("backbone", "heads"), heads=REQUIRED)
+    shown = "heads prompts max-prompts drafter temperature batch-size rounds plot backbone device dtype threads json"
+    models: ModelsWithHeads = group(ModelsWithHeads, "models", without=("tree",))
     prompts: Prompts = group(Prompts, "prompts", without=("prompt",))
     settings: Settings = group(Settings, "generation", without=DRAFTING, max_new_tokens=128)
     batch_size: int = count(
@@ -82,11 +83,11 @@ def run(options: CalibrateOptions) -> None:
     records = options.prompts.read() if options.prompts.prompts else []
     if records:
         require_enough(len(records), options.settings.max_new_tokens)
-    opened = models.open_models(options, records, [None], calibrates=False)
+    opened = models.open_models(options, records, [options.models.drafter], calibrates=False)
     loaded, settings, prompts, heads = opened.loaded, opened.settings, opened.prompts, opened.drafters[0].heads
     models.hint_at_bfloat16(loaded, output)
     model, tokenizer = loaded.model, loaded.tokenizer
-    assert heads is not None  # --heads is required
+    assert heads is not None  # the drafter is `heads` or `mtp`
     eager = replace(settings, compile=False)  # only the timing needs compiled steps
     with output.stage("generating") as status:
         if prompts:

@@ -1,6 +1,7 @@
 """Measure how often the token that the backbone generates is among each head's best guesses.
 
   medusa evaluate demo --data demo
+  medusa evaluate --backbone org/model --drafter mtp:3 --data demo
 
 The backbone first continues every prompt greedily. It continues a document after the document's first 16 tokens, and a
 conversation after the first question. The heads' guesses are compared with the generated text, not with the text of the
@@ -14,7 +15,7 @@ from itertools import islice
 
 from decode.settings import Settings
 from medusa.commands.effects import require_splits
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, ModelsWithHeads
 from medusa.errors import RequestError, RunError
 from medusa.options import REQUIRED, Options, count, group, option
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
@@ -40,8 +41,8 @@ class DataOptions(Options):
 
 
 class EvaluateOptions(CommandOptions):
-    shown = "heads data max-prompts max-new-tokens split backbone device dtype threads json quiet"
-    models: Models = group(Models, "models", only=("backbone", "heads"), heads=REQUIRED)
+    shown = "heads data max-prompts max-new-tokens split drafter backbone device dtype threads json quiet"
+    models: ModelsWithHeads = group(ModelsWithHeads, "models", without=("tree",))
     settings: Settings = group(Settings, "generation (greedy)", only=("max_new_tokens",), max_new_tokens=128)
     batch_size: int = 1
     contrasting: Contrasting = NO_CONTRAST
@@ -57,6 +58,7 @@ def require_positions(max_new_tokens: int, num_heads: int) -> None:
 
 def run(options: EvaluateOptions) -> None:
     from decode.bench.methods import plain_method
+    from decode.drafters import parse
     from decode.request import require_fitting
     from medusa.backbone import Backbone
     from medusa.commands import models
@@ -66,10 +68,12 @@ def run(options: EvaluateOptions) -> None:
     data, output = options.data, options.output
     found = read_records(data.data, split=data.split, separator=data.document_separator)
     records = list(islice(found, data.max_prompts))
-    models.check_models(options)
+    source = parse(options.models.drafter or "heads")
+    models.check_models(options, [source])
     options.runtime.prepare()
     loaded = load_backbone(options.models.backbone, options.load)
-    heads = models.open_heads(str(options.models.heads), loaded)
+    heads = models.heads_of(options, loaded, source)
+    assert heads is not None  # the drafter is `heads` or `mtp`
     backbone = Backbone(loaded.model, heads.config.feature_layers)
     require_positions(options.settings.max_new_tokens, heads.config.num_heads)
     encoded = models.encode_prompts(options, [record.opening() for record in records], loaded.tokenizer)

@@ -190,6 +190,15 @@ def open_heads(name: str, loaded: Loaded) -> MedusaHeads:
     return heads
 
 
+def heads_of(command: CommandOptions, loaded: Loaded, config: DrafterConfig) -> MedusaHeads | None:
+    """Load the heads that a drafter needs, or those that come with the backbone; `None` if the drafter has no heads.
+
+    Raise RequestError if they do not fit the backbone."""
+    if config.needs_heads and command.models.heads is not None:
+        return open_heads(command.models.heads, loaded)
+    return config.own_heads(loaded.model)
+
+
 def open_drafter(
     command: CommandOptions, loaded: Loaded, config: DrafterConfig, settings: Settings | None = None
 ) -> DrafterFactory:
@@ -197,10 +206,7 @@ def open_drafter(
 
     For heads without a tree, a tree is calibrated with the generation `settings`, unless `settings` is `None`. Raise
     RequestError if the drafter does not fit the backbone."""
-    models, tree = command.models, None
-    heads = config.own_heads(loaded.model)
-    if config.needs_heads and models.heads is not None:
-        heads = open_heads(models.heads, loaded)
+    models, tree, heads = command.models, None, heads_of(command, loaded, config)
     if config.takes_tree and heads is not None:
         tree = models.tree if settings is None else choose_tree(command, loaded, heads, settings)
     stop_drafting = command.settings.stop_drafting if config.takes_tree else 0.0
@@ -229,12 +235,14 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
     if asked is not None and (fitted := stored_temperatures(files, heads)) is not None:
         return replace(asked, temperatures=fitted)
     note, kept = command.output.note, ""
+    layer = f"--backbone {command.models.backbone} --drafter mtp:{heads.config.num_heads}"
+    calibrating = f"medusa calibrate {name or layer}"
     found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
     if found is None and settings.compile:
-        told = "no calibration with compiled steps, so the tree is the one that is fastest in eager steps"
-        if name is not None:
-            told += f"; medusa calibrate {name} --compile finds the fastest in compiled steps (takes minutes)"
-        note(told)
+        note(
+            "no calibration with compiled steps, so the tree is the one that is fastest in eager steps; "
+            f"{calibrating} --compile finds the fastest in compiled steps (takes minutes)"
+        )
         settings = replace(settings, compile=False)
         found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
     if found is None:
@@ -244,10 +252,10 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
                 found = calibrate.calibrate(loaded.model, heads, texts, settings, command.batch_size, rounds=2)
         except TooFewStepsError:
             tree = asked or default_tree(heads)
-            told = f"tree: {tree.num_nodes} nodes, not calibrated, because the backbone's own texts are too short"
-            if name is not None:
-                told += f"; medusa calibrate {name} --prompts FILE calibrates with other texts"
-            note(told)
+            note(
+                f"tree: {tree.num_nodes} nodes, not calibrated, because the backbone's own texts are too short; "
+                f"{calibrating} --prompts FILE calibrates with other texts"
+            )
             return tree
         kept = f"; calibrated now, saved in {store(files, found)}"
     if asked is not None:  # a calibration also fits the temperatures of dynamic trees

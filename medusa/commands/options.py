@@ -63,6 +63,26 @@ class Models(Options):
     )
 
 
+class ModelsWithHeads(Models):
+    """The models of a command about the guesses of heads: trained heads, or the backbone's own MTP layer."""
+
+    drafter: str | None = option(
+        None,
+        "take the guesses of heads (default) or of mtp, the layer for multi-token prediction that comes with the "
+        "backbone (docs/drafters.md)",
+        metavar="NAME",
+        brief="heads (default), or mtp: the backbone's own layer",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = (self.drafter or "heads").partition(":")[0]
+        if name not in ("heads", "mtp"):
+            raise RequestError(f"--drafter is {self.drafter!r}, which has no heads; give heads or mtp")
+        if name == "heads" and self.heads is None:
+            raise RequestError("HEADS is missing; give heads, or --backbone B --drafter mtp")
+
+
 class Prompts(Options):
     prompt: tuple[str, ...] = option((), "use this prompt; repeatable", metavar="TEXT")
     prompts: str | None = option(

@@ -101,14 +101,34 @@ def test_verify_and_benchmark(medusa: Any, native: Native, tmp_path: Path, model
     assert json.loads(measured.read_text())["methods"]["medusa"]["equal_to_plain"] == 1
 
 
-def test_evaluate_and_calibrate(medusa: Any, native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_gives_the_same_for_the_layer_in_both_places(medusa: Any, native: Native, tmp_path: Path) -> None:
+    found = []
+    for models in (native.models[TUNED], native.models[NATIVE][:-2]):  # without --tree
+        out = tmp_path / "out.json"
+        medusa("evaluate", *models, "--data", native.prompts, "--max-new-tokens", "12", "--quiet", "--json", out)
+        found.append(json.loads(out.read_text()))
+    assert [head["head"] for head in found[0]["heads"]] == [1, 2, 3]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("models", [NATIVE, TUNED])
+def test_a_calibrated_layer_needs_no_further_calibration(
+    medusa: Any, native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: str
+) -> None:
+    """`auto` then takes the tree that was saved: in the heads' folder, or in the user's cache."""
     monkeypatch.setattr(calibrate, "SIZES", (1, 4))
-    heads, out = native.models[TUNED], tmp_path / "out.json"
-    medusa("evaluate", *heads, "--data", native.prompts, "--max-new-tokens", "12", "--quiet", "--json", out)
-    assert [head["head"] for head in json.loads(out.read_text())["heads"]] == [1, 2, 3]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    chosen = native.models[models][:4]  # without --tree
     longer = ("--prompts", native.prompts, "--max-new-tokens", "96", "--ignore-eos", "--rounds", "1")
-    medusa("calibrate", *heads, *longer, "--quiet", "--json", out)
-    assert max(len(path) for point in json.loads(out.read_text())["points"] for path in point["paths"]) <= 3
+    out = tmp_path / "out.json"
+    medusa("calibrate", *chosen, *longer, "--threads", "1", "--quiet", "--json", out)
+    found = json.loads(out.read_text())
+    assert max(len(path) for point in found["points"] for path in point["paths"]) <= 3
+    monkeypatch.setattr(calibrate, "calibrate", lambda *args, **kwargs: pytest.fail("calibrated again"))
+    asked = (*GENERATION, "--prompt", PROMPTS[0], "--tree", "auto", "--quiet", "--json", out)
+    medusa("generate", *chosen, *asked)
+    best = found["points"][found["chosen"]]
+    assert json.loads(out.read_text())["settings"]["nodes"] == best["nodes"]
 
 
 def test_a_calibration_holds_for_a_number_of_steps(native: Native) -> None:

@@ -216,12 +216,16 @@ LINES = {
 --max-prompts 0 -> max-prompts is 0
 --temperature 1 -> --temperature
 --split test -> --split
+--drafter ngram -> 'ngram', which has no heads
+--drafter mtp -> has no MTP layer
 """,
     "calibrate": HEADS
     + RUNTIME
     + PROMPTS
     + """
 --rounds 0 -> rounds is 0
+--drafter ngram -> 'ngram', which has no heads
+--drafter mtp:0 -> tokens is 0
 --plot x.xyz -> x.xyz
 --plot full -> full
 --plot /no/such/folder/x.png -> /no/such/folder/x.png
@@ -455,6 +459,7 @@ generate -> --heads H
 generate --heads heads --backbone backbone -> --prompts FILE or --prompt TEXT
 generate --backbone backbone --prompt abc -> --heads H
 evaluate --backbone backbone --heads heads -> data
+evaluate --backbone backbone --data prompts.jsonl -> HEADS is missing
 benchmark --backbone backbone --prompts prompts.jsonl -> --heads
 benchmark heads --backbone backbone -> --prompts FILE
 verify heads --backbone backbone -> --prompts FILE
