@@ -46,7 +46,8 @@ KINDS = {
 EAGLES, MEDUSAS = list(KINDS)[:4], list(KINDS)[4:6]
 GUESSES = 4
 SWAPPED = re.compile(
-    r"(?!model\.)(.*[qkv]_proj|.*pair|medusa_heads\.\d+\.0\.linear|\d+\.0\.(linear|down)|blocks\.\d+\.layers\.\d+)\.weight"
+    r"(?!model\.)(.*[qkv]_proj|.*pair|medusa_heads\.\d+\.0\.linear|\d+\.0\.(linear|down)|blocks\.\d+\.layers\.\d+|"
+    r"stacks\.\d+\.layers\.\d+\.(up|down|linear))\.weight"
 )
 """Names of the matrices of heads whose halves change places with --swap-halves, in all formats."""
 
@@ -58,6 +59,7 @@ class Consumer:
     packages: str
     reads: dict[str, list[str]]  # kinds of heads by export format
     without: str = ""
+    alone: str = ""  # packages whose dependencies are not installed
 
 
 CONSUMERS = {
@@ -119,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     read = {kind for name in args.only for kinds in CONSUMERS[name].reads.values() for kind in kinds}
     if read.isdisjoint(args.kinds):
         raise RequestError(f"--only {' '.join(args.only)} reads none of --kinds; it reads: {'; '.join(sorted(read))}")
-    if shutil.which(args.python) is None:
-        raise RequestError(f"--python is {args.python!r}, which is no program; name a Python 3.11")
+    require_program(args.python)
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     prompts = decoded(work / "plain.json", "--plain", args)
@@ -141,6 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not all(cell.holds(args.swap_halves) for cell in cells))
 
 
+def require_program(python: str) -> None:
+    """Raise a `RequestError` if `python`, which makes the environments, is no program."""
+    if shutil.which(python) is None:
+        raise RequestError(f"--python is {python!r}, which is no program; name a Python 3.11")
+
+
 def environment(folder: Path, consumer: Consumer, python: str) -> Path:
     """Make the environment of a consumer with this `python`, unless it exists; return its own Python."""
     own = folder / "bin" / "python"
@@ -148,6 +155,8 @@ def environment(folder: Path, consumer: Consumer, python: str) -> Path:
         subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
         pip = [str(own), "-m", "pip", "--quiet"]
         subprocess.run([*pip, "install", *consumer.packages.split()], check=True)
+        if consumer.alone:
+            subprocess.run([*pip, "install", "--no-deps", *consumer.alone.split()], check=True)
         if consumer.without:
             subprocess.run([*pip, "uninstall", "--yes", *consumer.without.split()], check=True)
         write_text(folder / "complete", "")

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import check_consumers as script
+import check_layouts
+from medusa import MedusaConfig, MedusaHeads
 from medusa.errors import RunError
 
 CELL = script.Cell("vllm", "eagle", "vllm", prompts=20, same_texts=20, same_steps=20, tokens_per_step=1.5)
@@ -67,8 +69,17 @@ def test_halves_are_swapped(tmp_path: Path) -> None:
         script.swap_halves(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["cascade", "medusa"])
+@pytest.mark.parametrize("block", ["mlp", "square"])
+def test_exports_of_our_own_format_have_matrices_to_swap(kind: str, block: str, tmp_path: Path) -> None:
+    settings = {"hidden_size": 8, "vocab_size": 11, "num_heads": 2, "kind": kind, "block": block}
+    MedusaHeads.from_config(MedusaConfig(**settings)).save_pretrained(tmp_path)
+    script.swap_halves(tmp_path)
+
+
 def test_every_consumer_has_its_file_and_known_kinds() -> None:
     folder = Path(script.__file__).with_name("consumers")
     assert {path.stem for path in folder.glob("by_*.py")} == {f"by_{name}" for name in script.CONSUMERS}
+    assert {path.stem for path in folder.glob("write_*.py")} == {f"write_{name}" for name in check_layouts.PROJECTS}
     kinds = [kind for consumer in script.CONSUMERS.values() for kinds in consumer.reads.values() for kind in kinds]
     assert set(kinds) == set(script.KINDS)

@@ -27,6 +27,7 @@ WRONG = {
         "--work {tmp} --only vllm --kinds cascade",
     ],
     "check_exports": ["vllm no/folder", "write --heads demo"],
+    "check_layouts": ["--work {tmp} --draws 0", "--work {tmp} --only vllm", "--work {tmp} --python ./no/python"],
     "commands_page": ["--fast"],
     "compare_drafters": ["--on ./no/model demo --prompt Hi --drafters ngram", "--on demo demo --prompt Hi"],
     "compare_kinds": ["--backbone demo --prompt Hi --heads demo", "--backbone ./no/model --prompt Hi --heads a=b"],
