@@ -26,7 +26,7 @@ from medusa.commands.fit.plan import Plan
 from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import Split, write_prompts
 from medusa.commands.fit.state import FitState
-from medusa.commands.options import Models, Prompts, warn
+from medusa.commands.options import Models, ModelsWithHeads, Prompts, warn
 from medusa.files import Json, read_json, write_text
 from medusa.options import Options
 
@@ -203,7 +203,7 @@ class CalibrationStage:
         run = self.run
         length = min(max(self.state.stages["text"]["mean_tokens"], 1), CALIBRATION_TOKENS)
         return CalibrateOptions(
-            models=Models(backbone=run.options.model, heads=str(run.work / self.choice.name)),
+            models=ModelsWithHeads(backbone=run.options.model, heads=str(run.work / self.choice.name)),
             load=run.options.load,
             prompts=replace(run.prompts(TRAIN), max_prompts=max(ceil(CALIBRATED_ON / length), FEWEST_TEXTS)),
             settings=run.settings(CALIBRATION_TOKENS),
