@@ -34,16 +34,21 @@ from tests.train.processes import forked_command
 REPO = Path(__file__).resolve().parents[2]
 
 
+def rehearsing(words: Sequence[str]) -> int:
+    return exit_status("gpu_battery", lambda: battery.main(["--rehearse", *words]))
+
+
 @pytest.mark.slow
 def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
-    """The stages run from the sources: the packages are found because the command runs in the repository."""
-    command = [sys.executable, "-m", "scripts.gpu_battery", "--rehearse", "--output", str(tmp_path)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPO, env=environment)
+    """In a copy of this process, as the battery changes its environment."""
+    told = tmp_path / "told"
+    with told.open("w") as file:
+        process = forked_command(["--output", str(tmp_path)], file.fileno(), file.fileno(), rehearsing)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     figures = run.read_figures(tmp_path)
     states = {name: (figures[name][-1]["status"], figures[name][-1].get("error")) for name in STAGES}
-    assert states == dict.fromkeys(STAGES, ("done", None)), done.stdout + done.stderr
-    assert done.returncode == 0
+    assert states == dict.fromkeys(STAGES, ("done", None)), told.read_text()
+    assert status == 0
     assert [figure["error"] for kept in figures.values() for figure in kept if "error" in figure] == []
 
     timed = [figure for figure in figures["curves"] if "ms" in figure]
@@ -67,10 +72,10 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     for kind in KINDS:
         assert any(figure.get("method", "").startswith(f"{kind}, ") for figure in figures["kinds"])
 
-    told = (tmp_path / REPORT).read_text()
-    assert all(f"## {name}\n" in told for name in STAGES)
-    assert "T(n)/T(1)" in told
-    assert f"{methods['medusa, 7 nodes, compiled']['tau']:.4g}" in told
+    page = (tmp_path / REPORT).read_text()
+    assert all(f"## {name}\n" in page for name in STAGES)
+    assert "T(n)/T(1)" in page
+    assert f"{methods['medusa, 7 nodes, compiled']['tau']:.4g}" in page
 
 
 def test_a_call_has_time_for_its_stages() -> None:
@@ -140,14 +145,14 @@ def test_an_interrupted_battery_ends_its_stage_and_writes_a_report(tmp_path: Pat
 
     Here the signal comes at the worst moment: right after the fork, when Python drops exceptions."""
 
-    def rehearsing(words: Sequence[str]) -> int:
+    def interrupted(words: Sequence[str]) -> int:
         os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
-        return exit_status("gpu_battery", lambda: battery.main(words))
+        return rehearsing(words)
 
-    words = ["--rehearse", "--stage", "backbone", "--output", str(tmp_path)]
+    words = ["--stage", "backbone", "--output", str(tmp_path)]
     told = tmp_path / "told"
     with told.open("w") as errors:
-        process = forked_command(words, errors.fileno(), errors.fileno(), rehearsing)
+        process = forked_command(words, errors.fileno(), errors.fileno(), interrupted)
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     assert status == 128 + signal.SIGTERM, told.read_text()
     assert "figures.jsonl keeps" in told.read_text()
@@ -299,6 +304,8 @@ def test_cuda_is_not_used_after_a_fork(device: str, way: str, tmp_path: Path, mo
 
 
 def test_a_stage_reaches_a_new_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds the packages and scripts from the root of the repository, as `python -m scripts.gpu_battery` does."""
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if Path(place).name != "scripts"])
     spawning = multiprocessing.get_context("spawn")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: spawning)
     outcome = run_stage("losses", STAGES["losses"], tmp_path, True, "cpu", 120)
