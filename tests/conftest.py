@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 # Shells let their background jobs ignore Ctrl-C, and the processes that tests start and interrupt would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# torch.compile believes what the CPU says about its vector instructions. To try them, it starts Python several times.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
