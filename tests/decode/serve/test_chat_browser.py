@@ -6,11 +6,10 @@ import http.client
 import os
 import re
 import shutil
+import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,9 +17,10 @@ import pytest
 pytest.importorskip("nicegui", reason="needs the extra web")
 
 from decode.serve.chat_options import NO_DRAFTER
+from medusa.__main__ import main
+from tests.train.processes import forked_command
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[3]
 TOKENS = re.compile(r"^24$")  # the number of tokens; as plain text it would match a time of 0.24 s, too
 
 
@@ -31,39 +31,30 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    """Start `medusa chat --web` as a user does; gives the port."""
-    port = free_port()
-    words = [
-        sys.executable,
-        "-m",
-        "medusa",
-        "chat",
-        "--backbone",
-        "demo",
-        "--heads",
-        "demo",
-        "--tree",
-        "eight",
-        "--web",
-    ]
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Run `medusa chat --web` in a copy of this process; gives the port."""
+    port, told = free_port(), tmp_path_factory.mktemp("chat") / "told"
+    words = ["chat", "--backbone", "demo", "--heads", "demo", "--tree", "eight", "--web"]
     words += ["--port", str(port), "--max-new-tokens", "24", "--threads", "1"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
-        assert process.stderr is not None
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if line.startswith("chat: "):
-                break
-        assert said, "the server said nothing"
-        assert said[-1] == f"chat: http://localhost:{port} (Ctrl-C ends it)\n", said
-        yield port
-        process.terminate()
+
+    def outside_pytest(words: Sequence[str]) -> int:
+        del os.environ["PYTEST_CURRENT_TEST"]  # with which NiceGUI serves in another way
+        return main(words)
+
+    with told.open("w") as file:
+        process = forked_command(words, file.fileno(), file.fileno(), outside_pytest)
+    while not (said := told.read_text()).endswith("ends it)\n"):
+        assert os.waitpid(process, os.WNOHANG) == (0, 0), said
+        time.sleep(0.05)
+    assert said.splitlines()[-1] == f"chat: http://localhost:{port} (Ctrl-C ends it)"
+    yield port
+    os.kill(process, signal.SIGTERM)
+    os.waitpid(process, 0)
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
+def chromium(port: int) -> Iterator[Any]:
+    """Chromium, which starts after the process was copied."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if binary is None:
