@@ -7,7 +7,7 @@
 Each case is drawn from the seed and its number. Texts are greedy or samples. Samples either have only one token to
 choose from (top_k 1), or both sides draw with the same seed. Compiled steps run without a compiler. A failure is
 printed with the command that repeats it, and with a smaller case that fails in the same way. The exit status is 1 if a
-text differs, or if decoding raises another error than a RequestError."""
+text differs, if decoding raises another error than a RequestError, or if fewer than half of the cases were compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from decode import generate, medusa_generate, steps
 from fuzz_cases import Case, Numbers, draw_case
 from fuzz_models import arguments, make_drafter, make_model
-from medusa.errors import RequestError
+from medusa.errors import RequestError, RunError
 from script_tools import markdown_table, run_script, script_parser
 from tiny_models import VOCAB
 
@@ -245,7 +245,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break
     finally:  # also after Ctrl-C
         print(summary(done, args.seed))
-    return 1 if any(outcome.kind in FAILED for _, outcome in done) else 0
+    kinds = [outcome.kind for _, outcome in done]
+    if set(FAILED) & set(kinds):
+        return 1
+    if args.case is None and 2 * kinds.count("equal") < len(kinds):
+        raise RunError(f"only {kinds.count('equal')} of {len(kinds)} cases were compared; see why the others were not")
+    return 0
 
 
 if __name__ == "__main__":

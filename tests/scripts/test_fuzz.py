@@ -15,7 +15,7 @@ from torch import Tensor
 import fuzz as script
 from decode.verify import Verifier
 from fuzz_cases import DOORS, DRAFTERS, draw_case
-from medusa.errors import RequestError
+from medusa.errors import RequestError, RunError
 from tiny_models import SUPPORTED
 
 COMMAND = re.compile(r"^python scripts/fuzz\.py (--seed \d+ --case \d+)$", re.MULTILINE)
@@ -69,6 +69,17 @@ def test_errors_of_other_kinds_are_failures(monkeypatch: pytest.MonkeyPatch, cap
     assert "refused, 1: N is too much" in capsys.readouterr().out
     assert ended(ValueError("broken")) == 1
     assert "raises: ValueError: broken (test_fuzz.py:" in capsys.readouterr().out
+
+
+def test_a_run_that_compares_fewer_than_half_of_its_cases_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(kinds: str) -> int:
+        outcomes = iter(kinds.split(", "))
+        monkeypatch.setattr(script, "judge", lambda case: script.Outcome(next(outcomes)))
+        return script.main(["--cases", str(kinds.count(",") + 1)])
+
+    assert main("refused, equal, equal, no reference") == 0
+    with pytest.raises(RunError, match="only 1 of 3 cases were compared"):
+        main("refused, equal, no reference")
 
 
 def test_missing_and_wrong_scores_are_differences() -> None:
