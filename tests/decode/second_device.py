@@ -185,7 +185,9 @@ def compiled(model: Any, factory: DrafterFactory, rule: str, rows: int) -> tuple
 
 @torch.no_grad()
 def found_in(session: Session, stepper: Stepper, mode: FakeTensorMode) -> dict[str, Any]:
-    """Decode two steps on the CPU, and two on the second device; returns the faults and the reads of the latter."""
+    """Decode two steps on the CPU, and one on the second device; returns the faults and the reads of the latter.
+
+    One is enough: a step that left a tensor on the CPU behind, for the next one, has made it, which is a fault."""
     steps = decode.loop.run.__wrapped__(session.sequences, stepper, Timer())  # type: ignore[attr-defined]
     for _ in range(2):
         next(steps)
@@ -200,9 +202,8 @@ def found_in(session: Session, stepper: Stepper, mode: FakeTensorMode) -> dict[s
         Mover(torch.device("gpu", 0))(stepper)
         FakeTensor.tolist = tolist  # type: ignore[method-assign]
         with watch:
-            for _ in range(2):
-                next(steps)
-    return {"faults": sorted(set(watch.faults)), "reads": len(reads) / 2}
+            next(steps)
+    return {"faults": sorted(set(watch.faults)), "reads": len(reads)}
 
 
 def cases() -> Iterator[tuple[str, Callable[[], tuple[Session, Stepper]]]]:
