@@ -32,7 +32,8 @@ class Level(NamedTuple):
     """One level of a static tree: M nodes of equal depth, whose parents are the W expanded nodes of the level above."""
 
     parent: Tensor  # [M] index of each node's parent among the W expanded nodes of the level above
-    rank: Tensor  # [M] rank of each node's token among the guesses for its parent's children, from 0
+    top: int  # R, the number of best guesses after each expanded node that hold the tokens of all children
+    guess: Tensor  # [M] index of each node's token among the W * R best guesses
     place: Tensor  # [M] index of each node among its siblings
     expanded: Tensor  # [W of the next level] indices of the expanded nodes among the M nodes of this level
 
@@ -68,7 +69,9 @@ def levels_of(tree: Tree) -> list[Level]:
     for depth in range(1, tree.max_depth + 1):
         nodes = (tree.depth == depth).nonzero()[:, 0]
         expanded = has_children[nodes].nonzero()[:, 0]
-        levels.append(Level(position[tree.parent[nodes]], tree.rank[nodes], tree.order[nodes], expanded))
+        parent, rank = position[tree.parent[nodes]], tree.rank[nodes]
+        top = int(rank.max()) + 1
+        levels.append(Level(parent, top, parent * top + rank, tree.order[nodes], expanded))
         position[nodes[expanded]] = torch.arange(len(expanded), device=nodes.device)
     return levels
 
@@ -99,7 +102,6 @@ class LevelwiseDrafter(ABC):
             self.width = width_of(tree)
             return
         self.levels, self.topology = levels_of(tree.candidates), Topology.of(tree.candidates)
-        self.top = [int(level.rank.max()) + 1 for level in self.levels]  # guesses considered, by level
         # By level: the expanded nodes of the level above, and the most children of one, for draws.
         self.drawn = [(int(level.parent.max()) + 1, int(level.place.max()) + 1) for level in self.levels]
 
@@ -126,13 +128,16 @@ class LevelwiseDrafter(ABC):
             return self._dynamic(frontier, self.tree)
         if self.target is not None:
             return self.draw(frontier, self.target, self.target.draws.of(frontier.rows))
+        return self._static(frontier)
+
+    def _static(self, frontier: Frontier) -> Draft:
+        """Draft a static tree: the best guesses of each level."""
         root = frontier.root[:, None]
         ids, state, parent, tokens = [root], self.begin(frontier), torch.zeros_like(root), root
         for depth, level in enumerate(self.levels):
             guesses = self.step(depth, state, parent, tokens, frontier.context_kv)
-            count = self.top[depth]
-            best = guesses.tokens(top_k(guesses.logits, count).indices).flatten(1).to(root.device)  # [B, W * R]
-            found = best[:, level.parent * count + level.rank]
+            best = guesses.tokens(top_k(guesses.logits, level.top).indices).flatten(1).to(root.device)  # [B, W * R]
+            found = best[:, level.guess]
             ids.append(found)
             state, parent = guesses.state, level.parent[level.expanded].expand(len(root), -1)
             tokens = found[:, level.expanded]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode.draft import Frontier
+from decode.draft import Draft, Frontier
 from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.levelwise import Guesses, PathDrafter
 from decode.ops.fast_topk import top_k
@@ -54,24 +54,28 @@ class TrellisDrafter(PathDrafter):
     def begin(self, frontier: Frontier) -> Trellis:
         heads, count = self.heads, self.tree.max_depth
         hidden = frontier.hidden.to(heads.device, self.dtype)
-        root = heads.embed(frontier.root[None], self.backbone.embed)
+        gates = heads.gates(hidden, slice(count))
         features = heads.run_blocks(hidden, slice(count))
-        first = features[:1] + heads.path_terms(hidden, root, slice(1))
-        logits = heads.logits(torch.cat([first, features[1:]]), self.lm_head)  # [K, B, V]
+        root = heads.embed(frontier.root[None, :, None], self.backbone.embed)
+        features[:1] += heads.codes(gates[:1], root, slice(1))[:, :, 0] @ heads.out[:1]
+        logits = heads.logits(features, self.lm_head)  # [K, B, V]
         best = top_k(logits, self.shortlist)
         ids = token_ids(heads, best.indices)
-        tables = best.values[1:, :, None] + self.path_logits(hidden, ids[:-1], best.indices[1:]).to(best.values)
+        tables = best.values[1:, :, None] + self.path_logits(gates[1:], ids[:-1], best.indices[1:]).to(best.values)
+        first = best.values[0, :, None]
         if isinstance(self.tree, DynamicTree):
-            return Trellis(ids, *confident(self.tree, logits, best.indices, tables))
-        return Trellis(ids, best.values[0, :, None], tables)
+            first, tables = confident(self.tree, logits, best.indices, tables)
+        there = frontier.root.device
+        return Trellis(ids.to(there), first.to(there), tables.to(there))
 
-    def path_logits(self, hidden: Tensor, before: Tensor, places: Tensor) -> Tensor:
+    def path_logits(self, gates: Tensor, before: Tensor, places: Tensor) -> Tensor:
         """Compute what the path terms add to logits, [K - 1, B, M, M], for pairs of candidates of neighbouring heads.
 
-        `before` [K - 1, B, M] are token ids, and `places` [K - 1, B, M] indices in the vocabulary of the next head."""
+        `gates` are [K - 1, B, R], `before` [K - 1, B, M] token ids, and `places` [K - 1, B, M] indices in the
+        vocabulary of the next head."""
         heads = self.heads
         later = slice(1, len(before) + 1)
-        codes = heads.codes(hidden, heads.embed(before, self.backbone.embed), later)  # [K - 1, B, M, R]
+        codes = heads.codes(gates, heads.embed(before, self.backbone.embed), later)  # [K - 1, B, M, R]
         if heads.lm_heads is None:
             rows = rows_for(heads, self.backbone.head).weight[places]  # [K - 1, B, M, H]
         else:
@@ -80,11 +84,23 @@ class TrellisDrafter(PathDrafter):
         read = rows.to(codes.dtype) @ heads.out[later, None].transpose(2, 3)  # [K - 1, B, M, R]
         return codes @ read.transpose(2, 3)
 
+    def _static(self, frontier: Frontier) -> Draft:
+        """Draft a static tree with indices among the candidates instead of tokens, which saves a search per level."""
+        ids, _, tables = self.begin(frontier)
+        place = self.levels[0].guess.expand(len(frontier.root), -1)  # [B, M] the candidates of the first head, in order
+        found = [ids[0].gather(1, place)]
+        for depth, level in enumerate(self.levels[1:]):
+            above = place.index_select(1, self.levels[depth].expanded)  # [B, W]
+            rows = tables[depth].gather(1, above[:, :, None].expand(-1, -1, tables.shape[-1]))
+            place = rows.topk(level.top, dim=-1).indices.flatten(1).index_select(1, level.guess)
+            found.append(ids[depth + 1].gather(1, place))
+        return Draft(torch.cat([frontier.root[:, None], *found], dim=1), self.topology)
+
     def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
         ids, first, tables = state
         if depth == 0:
             return Guesses(first, state, ids[0])
-        same = ids[depth - 1][:, None] == tokens.to(ids.device)[:, :, None]  # [B, W, M]
+        same = ids[depth - 1][:, None] == tokens[:, :, None]  # [B, W, M]
         found = same.int().argmax(-1, keepdim=True)
         rows = tables[depth - 1].gather(1, found.expand(-1, -1, tables.shape[-1]))
         return Guesses(rows, state, ids[depth])

@@ -40,18 +40,22 @@ class MarkovHeads(SequentialHeads):
         self.out = nn.Parameter(torch.zeros(heads, rank, size))  # U
         nn.init.uniform_(self.token, -(size**-0.5), size**-0.5)
 
-    def codes(self, hidden: Tensor, token: Tensor, heads: slice) -> Tensor:
+    def gates(self, hidden: Tensor, heads: slice) -> Tensor:
+        """Compute the gates [k, P, R] of k heads from hidden states [P, H]."""
+        weight = self.gate[heads]
+        return torch.baddbmm(self.gate_bias[heads], hidden.expand(len(weight), -1, -1), weight).sigmoid()
+
+    def codes(self, gates: Tensor, token: Tensor, heads: slice) -> Tensor:
         """Compute the path terms of k heads before U maps them to features, [k, P, M, R].
 
-        `hidden` [P, H] are hidden states, and `token` [k, P, M, H] the embeddings of M tokens after each of them."""
-        gate = torch.baddbmm(self.gate_bias[heads], hidden.expand(len(token), -1, -1), self.gate[heads]).sigmoid()
+        `gates` are [k, P, R], and `token` [k, P, M, H] the embeddings of M tokens after each of the P positions."""
         values = torch.bmm(normalised(token).flatten(1, 2), self.token[heads])
-        return gate[:, :, None] * values.unflatten(1, token.shape[1:3])
+        return gates[:, :, None] * values.unflatten(1, token.shape[1:3])
 
     def path_terms(self, hidden: Tensor, token: Tensor, heads: slice) -> Tensor:
         """Compute the path terms [k, ..., H] of k heads from hidden states [..., H] and embeddings [k, ..., H]."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        codes = self.codes(flat, token.reshape(len(token), len(flat), 1, -1), heads)[:, :, 0]
+        codes = self.codes(self.gates(flat, heads), token.reshape(len(token), len(flat), 1, -1), heads)[:, :, 0]
         return torch.bmm(codes, self.out[heads]).view(token.shape)
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
