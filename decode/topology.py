@@ -41,15 +41,17 @@ class Topology:
         """Make the topology of R trees from the parents and depths [R, N] of their nodes, without a loop over nodes."""
         rows, nodes = parent.shape
         itself = torch.eye(nodes, dtype=torch.bool, device=parent.device).expand(rows, -1, -1)
-        ancestors, above = itself, parent
-        line = torch.arange(nodes, device=parent.device).expand(rows, -1)
-        paths = torch.full((rows, nodes, max_depth + 1), -1, device=parent.device)
-        for up in range(max_depth + 1):
-            place = (depth - up).clamp_min(0)  # above the root comes the root again
-            paths.scatter_(2, place[:, :, None], line[:, :, None])
-            if up < max_depth:
-                ancestors = ancestors | itself.gather(1, above[:, :, None].expand(-1, -1, nodes))
-                line, above = above, parent.gather(1, above)
+        ancestors, above, steps = (
+            itself | _rows(itself, parent),
+            parent,
+            1,
+        )  # `above` is so many `steps` above each node
+        while steps < max_depth:
+            ancestors, above, steps = ancestors | _rows(ancestors, above), above.gather(1, above), 2 * steps
+        place = depth[:, None].expand_as(ancestors).masked_fill(~ancestors, max_depth + 1)  # of each node in the paths
+        paths = torch.full((rows, nodes, max_depth + 2), -1, device=parent.device)
+        paths.scatter_(2, place, torch.arange(nodes, device=parent.device).expand_as(place))
+        paths = paths[:, :, :-1]
         return cls(parent, depth, ancestors, paths, max_children)
 
     def beside(self, other: Topology) -> Topology:
@@ -160,3 +162,8 @@ def chosen_part(tree: Tree, chosen: Tensor) -> Topology:
         paths=place.gather(1, lines.flatten(1) % place.shape[1]).view(lines.shape),
         max_children=min(tree.children.shape[1], chosen.shape[1] - 1),
     )
+
+
+def _rows(table: Tensor, nodes: Tensor) -> Tensor:
+    """Select the rows [R, N, N] of the tables [R, N, N] that belong to `nodes` [R, N]."""
+    return table.gather(1, nodes[:, :, None].expand_as(table))

@@ -36,6 +36,7 @@ class Level(NamedTuple):
     guess: Tensor  # [M] index of each node's token among the W * R best guesses
     place: Tensor  # [M] index of each node among its siblings
     expanded: Tensor  # [W of the next level] indices of the expanded nodes among the M nodes of this level
+    above: Tensor  # [W of the next level] indices of these nodes' parents, as in `parent`
 
 
 class Guesses(NamedTuple):
@@ -71,7 +72,7 @@ def levels_of(tree: Tree) -> list[Level]:
         expanded = has_children[nodes].nonzero()[:, 0]
         parent, rank = position[tree.parent[nodes]], tree.rank[nodes]
         top = int(rank.max()) + 1
-        levels.append(Level(parent, top, parent * top + rank, tree.order[nodes], expanded))
+        levels.append(Level(parent, top, parent * top + rank, tree.order[nodes], expanded, parent[expanded]))
         position[nodes[expanded]] = torch.arange(len(expanded), device=nodes.device)
     return levels
 
@@ -137,19 +138,23 @@ class LevelwiseDrafter(ABC):
         for depth, level in enumerate(self.levels):
             guesses = self.step(depth, state, parent, tokens, frontier.context_kv)
             best = guesses.tokens(top_k(guesses.logits, level.top).indices).flatten(1).to(root.device)  # [B, W * R]
-            found = best[:, level.guess]
+            found = best.index_select(1, level.guess)
             ids.append(found)
-            state, parent = guesses.state, level.parent[level.expanded].expand(len(root), -1)
-            tokens = found[:, level.expanded]
-        return Draft(torch.cat(ids, dim=1), self.topology)
+            state, parent = guesses.state, level.above.expand(len(root), -1)
+            tokens = found.index_select(1, level.expanded)
+        return Draft(self.named(state, torch.cat(ids, dim=1), self.topology.depth), self.topology)
 
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
         """Draft a dynamic tree: expand the most probable nodes of each level, then keep the most probable nodes."""
         root = frontier.root[:, None]
         zero, log_p_above = torch.zeros_like(root), torch.zeros(root.shape, device=root.device)
         # Per level [B, M]: ids, parents among all nodes, log probabilities, depths.
-        levels, num_nodes = [(root, zero, log_p_above, zero)], 1
-        state, of_nodes, tokens, above = self.begin(frontier), zero, root, zero
+        levels, above, num_nodes = (
+            [(root, zero, log_p_above, zero)],
+            0,
+            1,
+        )  # the nodes of the level above start at `above`
+        state, of_nodes, tokens = self.begin(frontier), zero, root
         for depth in range(tree.max_depth):
             guesses = self.step(depth, state, of_nodes, tokens, frontier.context_kv)
             state, confidences = guesses.state, self.log_confidences(tree, guesses.logits, depth)
@@ -162,18 +167,23 @@ class LevelwiseDrafter(ABC):
             log_p, indices = log_p[:, :count], indices[:, :count]
             parent = indices // best.values.shape[-1]  # [B, M] index among the W nodes
             found = guesses.tokens(best.indices).to(root.device).flatten(1).gather(1, indices)
-            levels.append((found, above.gather(1, parent), log_p, torch.full_like(found, depth + 1)))
+            levels.append((found, parent + above, log_p, torch.full_like(found, depth + 1)))
             width = min(self.width, count)
-            tokens, log_p_above = found[:, :width], log_p[:, :width]
-            above = torch.arange(num_nodes, num_nodes + width, device=root.device).expand(len(root), -1)
-            num_nodes, of_nodes = num_nodes + count, parent[:, :width]
+            tokens, log_p_above, of_nodes = found[:, :width], log_p[:, :width], parent[:, :width]
+            above, num_nodes = num_nodes, num_nodes + count
         ids, parent, log_p, depths = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
         chosen = tree.most_probable(log_p)
-        nodes = chosen.shape[1]
+        nodes, depths = chosen.shape[1], depths.gather(1, chosen)
         place = torch.zeros_like(ids).scatter_(1, chosen, torch.arange(nodes, device=ids.device).expand_as(chosen))
         parent = place.gather(1, parent.gather(1, chosen))
-        topology = Topology.from_parents(parent, depths.gather(1, chosen), tree.max_depth, nodes - 1)
-        return Draft(ids.gather(1, chosen), topology)
+        topology = Topology.from_parents(parent, depths, tree.max_depth, nodes - 1)
+        return Draft(self.named(state, ids.gather(1, chosen), depths), topology)
+
+    def named(self, state: State, ids: Tensor, depth: Tensor) -> Tensor:
+        """Return the token ids [B, N] of N nodes, of which the root comes first, at these depths [1 or B, N].
+
+        A subclass whose `Guesses` have no `ids` may use other numbers for tokens until then. `state` is the last."""
+        return ids
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
         """Sample a tree for each text in `frontier`, or `copies` independent trees if it has one text."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode.draft import Draft, Frontier
+from decode.draft import Frontier
 from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.levelwise import Guesses, PathDrafter
 from decode.ops.fast_topk import top_k
@@ -52,58 +52,47 @@ class TrellisDrafter(PathDrafter):
         self.shortlist = min(wanted, heads.config.draft_vocab_size(backbone.vocab_size))  # M
 
     def begin(self, frontier: Frontier) -> Trellis:
-        heads, count = self.heads, self.tree.max_depth
+        heads = self.heads
         hidden = frontier.hidden.to(heads.device, self.dtype)
-        gates = heads.gates(hidden, slice(count))
-        features = heads.run_blocks(hidden, slice(count))
-        root = heads.embed(frontier.root[None, :, None], self.backbone.embed)
-        features[:1] += heads.codes(gates[:1], root, slice(1))[:, :, 0] @ heads.out[:1]
-        logits = heads.logits(features, self.lm_head)  # [K, B, V]
+        root = heads.embed(frontier.root, self.backbone.embed)
+        logits = heads.logits(heads.independent(hidden, root, slice(self.tree.max_depth)), self.lm_head)  # [K, B, V]
         best = top_k(logits, self.shortlist)
         ids = token_ids(heads, best.indices)
-        tables = best.values[1:, :, None] + self.path_logits(gates[1:], ids[:-1], best.indices[1:]).to(best.values)
+        tables = best.values[1:, :, None] + self.path_logits(hidden, ids[:-1], best.indices[1:]).to(best.values)
         first = best.values[0, :, None]
         if isinstance(self.tree, DynamicTree):
             first, tables = confident(self.tree, logits, best.indices, tables)
         there = frontier.root.device
         return Trellis(ids.to(there), first.to(there), tables.to(there))
 
-    def path_logits(self, gates: Tensor, before: Tensor, places: Tensor) -> Tensor:
+    def path_logits(self, hidden: Tensor, before: Tensor, places: Tensor) -> Tensor:
         """Compute what the path terms add to logits, [K - 1, B, M, M], for pairs of candidates of neighbouring heads.
 
-        `gates` are [K - 1, B, R], `before` [K - 1, B, M] token ids, and `places` [K - 1, B, M] indices in the
-        vocabulary of the next head."""
-        heads = self.heads
-        later = slice(1, len(before) + 1)
-        codes = heads.codes(gates, heads.embed(before, self.backbone.embed), later)  # [K - 1, B, M, R]
+        `before` [K - 1, B, M] are token ids, and `places` [K - 1, B, M] indices in the vocabulary of the next head."""
+        heads, later = self.heads, slice(len(before))
+        codes = heads.codes(hidden, heads.embed(before, self.backbone.embed), later)  # [K - 1, B, M, R]
         if heads.lm_heads is None:
-            rows = rows_for(heads, self.backbone.head).weight[places]  # [K - 1, B, M, H]
+            rows = rows_for(heads, self.backbone.head).weight[places].to(codes.dtype).transpose(2, 3)
         else:
-            head = torch.arange(len(places), device=places.device)[:, None, None]
-            rows = heads.lm_heads[later].transpose(1, 2)[head, places]
-        read = rows.to(codes.dtype) @ heads.out[later, None].transpose(2, 3)  # [K - 1, B, M, R]
-        return codes @ read.transpose(2, 3)
-
-    def _static(self, frontier: Frontier) -> Draft:
-        """Draft a static tree with indices among the candidates instead of tokens, which saves a search per level."""
-        ids, _, tables = self.begin(frontier)
-        place = self.levels[0].guess.expand(len(frontier.root), -1)  # [B, M] the candidates of the first head, in order
-        found = [ids[0].gather(1, place)]
-        for depth, level in enumerate(self.levels[1:]):
-            above = place.index_select(1, self.levels[depth].expanded)  # [B, W]
-            rows = tables[depth].gather(1, above[:, :, None].expand(-1, -1, tables.shape[-1]))
-            place = rows.topk(level.top, dim=-1).indices.flatten(1).index_select(1, level.guess)
-            found.append(ids[depth + 1].gather(1, place))
-        return Draft(torch.cat([frontier.root[:, None], *found], dim=1), self.topology)
+            at = places[:, :, None].expand(-1, -1, hidden.shape[-1], -1)
+            rows = heads.lm_heads[1 : len(places) + 1, None].expand(-1, places.shape[1], -1, -1).gather(3, at)
+        return codes @ (heads.out[later, None] @ rows)  # rows: [K - 1, B, H, M]
 
     def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
+        """Look up the rows of nodes in a table. Except in draws, `tokens` are indices of candidates (see `named`)."""
         ids, first, tables = state
         if depth == 0:
-            return Guesses(first, state, ids[0])
+            return Guesses(first, state, None if self.target is None else ids[0])
+        if self.target is None:
+            return Guesses(tables[depth - 1].gather(1, tokens[:, :, None].expand(-1, -1, tables.shape[-1])), state)
         same = ids[depth - 1][:, None] == tokens[:, :, None]  # [B, W, M]
         found = same.int().argmax(-1, keepdim=True)
-        rows = tables[depth - 1].gather(1, found.expand(-1, -1, tables.shape[-1]))
-        return Guesses(rows, state, ids[depth])
+        return Guesses(tables[depth - 1].gather(1, found.expand(-1, -1, tables.shape[-1])), state, ids[depth])
+
+    def named(self, state: State, ids: Tensor, depth: Tensor) -> Tensor:
+        candidates = state[0]  # [K, B, M]
+        place = ids[:, 1:] + (depth[:, 1:] - 1) * candidates.shape[-1]
+        return torch.cat([ids[:, :1], candidates.transpose(0, 1).flatten(1).gather(1, place)], dim=1)
 
     def log_confidences(self, tree: DynamicTree, logits: Tensor, depth: int) -> Tensor:
         return logits  # they are confidences already (`confident`)

@@ -14,7 +14,7 @@ KINDS = {  # the module and the class of each kind of heads
     "cascade": "sequential:CascadeHeads",  # each head reads the output of the previous head
     "hydra": "sequential:HydraHeads",  # each head reads the tokens that were guessed before its own
     "recurrent": "sequential:RecurrentHeads",  # each head reads the previous head's output and guess
-    "markov": "markov:MarkovHeads",  # each head reads the hidden state and the one token before its guess
+    "markov": "markov:MarkovHeads",  # each head reads the hidden state, the root and the token before its guess
     "eagle": "eagle:EagleHeads",  # one layer with attention to the text, which runs once for each head
 }
 NATIVE = "mtp"  # the kind of a layer that comes with the model, for multi-token prediction

@@ -1,13 +1,14 @@
-"""Markov heads: head k reads the hidden state and the one token before its guess.
+"""Markov heads: head k reads the hidden state, the root and the one token before its guess.
 
-Let h be the backbone's hidden state, and e(t) the embedding of a token, scaled to root mean square 1. Head k, from 0,
-computes the features
+Let h be the backbone's hidden state, and e(t) the embedding of a token, scaled to root mean square 1. Token t_0 is the
+root, and t_k the one before the guess of head k, counted from 0. Head k computes the features
 
-    x_k = blocks_k(h) + path_k(h, t_k)     with path_k(h, t) = (sigmoid(h G_k + b_k) * e(t) V_k) U_k
+    x_k = blocks_k(h + e(t_0) A_k) + path_k(h, t_k)     with path_k(h, t) = (sigmoid(h G_k + b_k) * e(t) V_k) U_k
 
-where t_k is the token before the guess; t_0 is the root. V_k and G_k map H numbers to R, and U_k maps R to H. The first
-term is that of independent heads; a low rank R makes the second one cheap. Given h, a path is a Markov chain. So tables
-of all pairs of candidates describe all paths, and a tree grows by look-ups (`decode.drafters.trellis`).
+A_k maps H numbers to H, V_k and G_k map H to R, and U_k maps R to H. The first term is that of independent heads which
+know the root, as every draft does. Head 0 has no other term. A low rank R makes the second term cheap. Given h and the
+root, a path is a Markov chain. So tables of all pairs of candidates describe all paths, and a tree grows by look-ups
+(`decode.drafters.trellis`).
 
 The candidates come from the first term alone. It learns to rank tokens without the second one, because training leaves
 that one out at random positions (`path_dropout`).
@@ -26,7 +27,7 @@ from medusa.heads.sequential import SequentialHeads, State, normalised
 
 
 class MarkovHeads(SequentialHeads):
-    """Heads that read the token before their guess. Their state is the hidden states [..., H], for all heads."""
+    """Heads that read the root and the token before their guess. Their state holds h and e(t_0), for all heads."""
 
     follows_path = True
 
@@ -34,38 +35,54 @@ class MarkovHeads(SequentialHeads):
         MedusaHeads.make_blocks(self)  # of all heads together, because these blocks do not depend on the path
         heads, size, rank = self.config.num_heads, self.config.hidden_size, self.config.rank or 1
         self.path_dropout = 0.0  # share of the positions at which training leaves the path term out, for each head
-        self.token = nn.Parameter(torch.empty(heads, size, rank))  # V
-        self.gate = nn.Parameter(torch.zeros(heads, size, rank))  # G
-        self.gate_bias = nn.Parameter(torch.zeros(heads, 1, rank))  # b
-        self.out = nn.Parameter(torch.zeros(heads, rank, size))  # U
+        self.root = nn.Parameter(torch.zeros(heads, size, size))  # A
+        later = heads - 1  # the first of these parameters' K - 1 entries belongs to head 1
+        self.token = nn.Parameter(torch.empty(later, size, rank))  # V
+        self.gate = nn.Parameter(torch.zeros(later, size, rank))  # G
+        self.gate_bias = nn.Parameter(torch.zeros(later, 1, rank))  # b
+        self.out = nn.Parameter(torch.zeros(later, rank, size))  # U
         nn.init.uniform_(self.token, -(size**-0.5), size**-0.5)
 
-    def gates(self, hidden: Tensor, heads: slice) -> Tensor:
-        """Compute the gates [k, P, R] of k heads from hidden states [P, H]."""
-        weight = self.gate[heads]
-        return torch.baddbmm(self.gate_bias[heads], hidden.expand(len(weight), -1, -1), weight).sigmoid()
+    def independent(self, hidden: Tensor, root: Tensor, heads: slice) -> Tensor:
+        """Compute the features [k, ..., H] of k heads without path terms, from states and embeddings [..., H]."""
+        flat, weight = hidden.reshape(-1, hidden.shape[-1]), self.root[heads]
+        known = normalised(root).reshape(flat.shape)
+        x_KMH = torch.baddbmm(flat.expand(len(weight), -1, -1), known.expand(len(weight), -1, -1), weight)
+        for block in self.blocks:
+            x_KMH = block(x_KMH, heads)
+        return x_KMH.view(-1, *hidden.shape)
 
-    def codes(self, gates: Tensor, token: Tensor, heads: slice) -> Tensor:
+    def codes(self, hidden: Tensor, token: Tensor, later: slice) -> Tensor:
         """Compute the path terms of k heads before U maps them to features, [k, P, M, R].
 
-        `gates` are [k, P, R], and `token` [k, P, M, H] the embeddings of M tokens after each of the P positions."""
-        values = torch.bmm(normalised(token).flatten(1, 2), self.token[heads])
-        return gates[:, :, None] * values.unflatten(1, token.shape[1:3])
+        `hidden` [P, H] are hidden states, and `token` [k, P, M, H] the embeddings of M tokens after each of them.
+        `later` selects the heads among those after head 0."""
+        gate = torch.baddbmm(self.gate_bias[later], hidden.expand(len(token), -1, -1), self.gate[later]).sigmoid()
+        values = torch.bmm(normalised(token).flatten(1, 2), self.token[later])
+        return gate[:, :, None] * values.unflatten(1, token.shape[1:3])
 
-    def path_terms(self, hidden: Tensor, token: Tensor, heads: slice) -> Tensor:
-        """Compute the path terms [k, ..., H] of k heads from hidden states [..., H] and embeddings [k, ..., H]."""
+    def path_terms(self, hidden: Tensor, token: Tensor, later: slice) -> Tensor:
+        """Compute the path terms [k, ..., H] of k heads after head 0 from states [..., H] and embeddings [k, ..., H].
+
+        `later` selects the heads among those after head 0."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        codes = self.codes(self.gates(flat, heads), token.reshape(len(token), len(flat), 1, -1), heads)[:, :, 0]
-        return torch.bmm(codes, self.out[heads]).view(token.shape)
+        codes = self.codes(flat, token.reshape(-1, *flat.shape)[:, :, None], later)[:, :, 0]
+        return torch.bmm(codes, self.out[later]).view(token.shape)
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
-        following, heads = self.require_following(inputs), slice(num_heads)
-        terms = self.path_terms(inputs.hidden, following.movedim(-2, 0)[heads], heads)
+        following = self.require_following(inputs).movedim(-2, 0)[:num_heads]
+        alone = self.independent(inputs.hidden, following[0], slice(num_heads))
+        terms = self.path_terms(inputs.hidden, following[1:], slice(len(following) - 1))
         if self.training and self.path_dropout:
             terms = terms * (torch.rand(terms.shape[:-1], device=terms.device) >= self.path_dropout)[..., None]
-        return MedusaHeads.features(self, inputs, num_heads) + terms
+        return torch.cat([alone[:1], alone[1:] + terms])
 
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         assert token is not None
-        (hidden,), one = state, slice(head, head + 1)
-        return (self.run_blocks(hidden, one) + self.path_terms(hidden, token[None], one))[0], state
+        if head == 0:
+            state = (*state, token)
+        hidden, root = state
+        feature = self.independent(hidden, root, slice(head, head + 1))[0]
+        if head:
+            feature = feature + self.path_terms(hidden, token[None], slice(head - 1, head))[0]
+        return feature, state

@@ -241,7 +241,7 @@ def test_dropout_applies_to_block_outputs_only_in_training(kind: str, block: str
     if kind == "eagle":
         nn.init.zeros_(heads.out.weight)  # type: ignore[arg-type, union-attr]  # its attention, which is no block
     if isinstance(heads, MarkovHeads):
-        nn.init.zeros_(heads.out)  # its path term, which is no block
+        nn.init.zeros_(heads.root)  # its term of the root, which is no block
     hidden = torch.randn(4000, Backbone(model).hidden_size)
     inputs = HeadInputs(hidden, torch.randn(4000, 1, hidden.shape[-1]))
     added = heads.features(inputs)[0] - hidden

@@ -70,10 +70,10 @@ def logits_after(model: Any, heads: MarkovHeads, hidden: Tensor, path: list[int]
 
 
 @torch.no_grad()
-def independent_logits(model: Any, heads: MarkovHeads, hidden: Tensor, head: int) -> Tensor:
+def independent_logits(model: Any, heads: MarkovHeads, start: Frontier, row: int, head: int) -> Tensor:
     """The logits of the independent part of a head over all tokens, [VOCAB]: those without a path term."""
     out, heads.out.data = heads.out.data, torch.zeros_like(heads.out)
-    found = logits_after(model, heads, hidden, [0] * (head + 1))
+    found = logits_after(model, heads, start.hidden[row], [int(start.root[row]), *[0] * head])
     heads.out.data = out
     return found
 
@@ -85,10 +85,9 @@ def said(heads: MarkovHeads, features: Tensor, head: int, lm_head: Tensor) -> Te
 
 
 def candidates(model: Any, heads: MarkovHeads, start: Frontier, row: int, shortlist: int) -> list[list[int]]:
-    """The candidates of each head: its most probable tokens without a path; those of the first head know the root."""
-    first = logits_after(model, heads, start.hidden[row], [int(start.root[row])])
-    later = [independent_logits(model, heads, start.hidden[row], head) for head in range(1, K)]
-    return [logits.topk(shortlist).indices.tolist() for logits in (first, *later)]
+    """The candidates of each head: its most probable tokens without a path, except that the heads know the root."""
+    logits = [independent_logits(model, heads, start, row, head) for head in range(K)]
+    return [found.topk(shortlist).indices.tolist() for found in logits]
 
 
 def path_to(draft: Draft, row: int, node: int) -> list[int]:
@@ -163,7 +162,7 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(
             if head == K:
                 continue
             logits = logits_after(double, heads, hidden, [int(start.root[row]), *path])
-            alone = independent_logits(double, heads, hidden, head) if head else logits
+            alone = independent_logits(double, heads, start, row, head) if head else logits
             held = (alone / temperatures[head]).softmax(-1)[allowed[head]].sum()
             p = held * (logits[allowed[head]] / temperatures[head]).softmax(-1)
             open_paths |= {(*path, t): worth + float(p.log()[at]) for at, t in enumerate(allowed[head])}
