@@ -12,12 +12,13 @@ from annotated_types import Ge, Gt, Le, Lt
 from transformers import TrainingArguments
 
 from medusa.errors import RequestError
+from train.loss.acceptance import ACCEPTANCE_OBJECTIVES, Acceptance
 from train.loss.heads import BACKENDS
 from train.loss.weighting import DECAY, WEIGHTINGS, Weighting
 from train.sections import Section, one_of, section_of, validated
 from train.trainer_keys import LIMITS, UNUSED
 
-OBJECTIVES = ("text", "argmax", "distill")
+OBJECTIVES = ("text", "argmax", "distill", *ACCEPTANCE_OBJECTIVES)
 
 
 @dataclass
@@ -26,11 +27,15 @@ class MedusaTrainingArguments(TrainingArguments):
 
     objective: Annotated[str, one_of(*OBJECTIVES)] = "argmax"
     """What a head learns at a position: text (the text's token), argmax (the backbone's most probable token, with which
-    greedy acceptance compares) or distill (the backbone's distribution over tokens)."""
+    greedy acceptance compares), distill (the backbone's distribution over tokens), or to be accepted in sampling: tv,
+    lk and lk-hybrid (drawn drafts), mass (chosen drafts)."""
     teacher_temperature: Annotated[float, Gt(0)] = 1.0
-    """Temperature of the backbone's distributions, with the objective distill; towards 0, this becomes argmax."""
+    """Temperature of the backbone's distributions, with the objective distill; towards 0, this becomes argmax. With tv,
+    lk, lk-hybrid and mass: the temperature of decoding, also for the heads."""
     hard_label_weight: Annotated[float, Ge(0), Le(1)] = 0.0
-    """With the objective distill: share of the target's probability that is moved to the most probable token."""
+    """With the backbone's distributions: share of the probability that is moved to the most probable token."""
+    children: Annotated[int, Ge(1)] = 4
+    """With the objective mass: number of children of a node in the trees that the heads are trained for."""
     head_weighting: Annotated[str | None, one_of(*WEIGHTINGS)] = None
     """Loss weights of the heads: dpace (by how much each guess adds to the expected number of accepted guesses; the
     default) or decay (head_decay^k for head k; the default if head_decay is given)."""
@@ -93,10 +98,20 @@ class MedusaTrainingArguments(TrainingArguments):
             raise RequestError("training.head_decay is for head_weighting decay; leave one of them out")
         if self.early_stopping_patience is not None and self.eval_strategy == "no":
             raise RequestError("training.early_stopping_patience needs evaluations; add eval_data to the recipe")
-        if self.loss_backend == "liger" and (self.objective == "distill" or self.weighting.kind != "decay"):
+        if self.loss_backend == "liger" and (self.learns_distributions or self.weighting.kind != "decay"):
             raise RequestError("training.loss_backend liger has labels and head_weighting decay only; take chunked")
         if self.loss_backend == "liger" and importlib.util.find_spec("liger_kernel") is None:
             raise RequestError("training.loss_backend liger needs the package liger_kernel and a GPU; take auto")
+
+    @property
+    def learns_distributions(self) -> bool:
+        """Whether the targets are the backbone's distributions over tokens, and not single tokens."""
+        return self.objective not in ("text", "argmax")
+
+    @property
+    def acceptance(self) -> Acceptance | None:
+        """The objective, if it is one of acceptance, made from objective and children; else `None`."""
+        return Acceptance(self.objective, self.children) if self.objective in ACCEPTANCE_OBJECTIVES else None
 
     @property
     def weighting(self) -> Weighting:

@@ -32,7 +32,7 @@ class LabelledPositions(NamedTuple):
 
     inputs: HeadInputs
     labels: Tensor  # [K, R] token ids; `IGNORE` where a head has no label
-    teacher: BackboneTeacher | None  # the backbone's distributions, with the objective distill
+    teacher: BackboneTeacher | None  # the backbone's distributions, if the heads learn these
 
 
 class HeadsOnBackbone(nn.Module):
@@ -56,9 +56,9 @@ class HeadsOnBackbone(nn.Module):
             self.hf_device_map = model.hf_device_map
         frozen = model.requires_grad_(False).eval()
         self.backbone = backbone_for(frozen, heads.config.feature_layers)  # not an nn.Module, so not a submodule
-        if args.objective == "distill" and not self.backbone.splits:
+        if args.learns_distributions and not self.backbone.splits:
             why = "this backbone caps or scales its LM head's output, so its softmax is not the backbone's distribution"
-            raise RequestError(f"training.objective distill: {why}; take argmax, which is the same either way")
+            raise RequestError(f"training.objective {args.objective}: {why}; take argmax, which is the same either way")
 
     def forward(self, counts: Tensor | None = None, in_place: bool = False, **batch: Tensor) -> HeadLosses:
         """Compute the losses of all heads on a batch (`train.data.packing.Batch`).
@@ -81,8 +81,8 @@ class HeadsOnBackbone(nn.Module):
         The arguments are the fields [B, T] of a batch of B rows of T tokens. `hidden` [B, T, H or more] are the
         backbone's hidden states (`train.heads.backbone_for`) for these tokens; they are computed if it is `None`."""
         backbone, args, num_heads = self.backbone, self.args, self.heads.config.num_heads
-        # An evaluation compares guesses with tokens, also with the objective distill.
-        argmax = args.objective == "argmax" or (args.objective == "distill" and not self.training)
+        # An evaluation compares guesses with tokens, also if the heads learn distributions.
+        argmax = args.objective == "argmax" or (args.learns_distributions and not self.training)
         if hidden is None:
             hidden = self.states(input_ids, position_ids)
         hidden = hidden.to(backbone.dtype)  # carries gradients in Medusa-2
@@ -92,8 +92,8 @@ class HeadsOnBackbone(nn.Module):
         labels = head_labels(tokens, loss_mask, document_ids, num_heads).flatten(1)
         places = taught_positions(labels)
         teacher = None
-        if args.objective == "distill":
-            settings = (args.teacher_temperature, args.hard_label_weight, self.heads.vocabulary)
+        if args.learns_distributions:
+            settings = (args.teacher_temperature, args.hard_label_weight, self.heads.vocabulary, args.acceptance)
             teacher = BackboneTeacher(last.flatten(0, 1), places, backbone.head, *settings)
         shown = hidden[..., : self.heads.config.feature_size].to(self.heads.dtype)
         if self.training and args.hidden_noise:  # layer by layer

@@ -20,6 +20,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train.arguments import MedusaTrainingArguments
+from train.loss.acceptance import ACCEPTANCE_OBJECTIVES, Acceptance
 from train.loss.chunks import chunk_rows
 from train.loss.heads import HeadLosses, head_losses, head_losses_plain
 from train.loss.labels import IGNORE
@@ -29,6 +30,13 @@ from train.loss.weighting import Weighting, head_weights
 HEADS, ROWS, POSITIONS = 3, 21, 40
 KINDS = [(block, lm_head) for block in ("square", "mlp") for lm_head in ("own", "shared")]
 WEIGHTINGS = {"decay": Weighting("decay", 0.8), "dpace": Weighting("dpace", smoothing=0.3)}
+TEACHERS: list[dict[str, Any] | None] = [
+    None,
+    {},
+    {"temperature": 0.5},
+    {"hard_label_weight": 0.3},
+    *({"acceptance": Acceptance(objective), "temperature": 0.7} for objective in ACCEPTANCE_OBJECTIVES),
+]
 # Both versions add the same float32 numbers in another order: at most ROWS x VOCAB = 1281 terms of order 1, whose
 # rounding errors (6e-8 each) add up like a random walk to some 2e-6. A wrong row or a missing chunk shows as 1e-2.
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
@@ -96,10 +104,10 @@ def test_chunks_change_neither_loss_nor_gradients(
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
-@pytest.mark.parametrize("teacher", [None, {}, {"temperature": 0.5}, {"hard_label_weight": 0.3}], ids=str)
+@pytest.mark.parametrize("teacher", TEACHERS, ids=str)
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 def test_chunks_change_nothing_under_any_objective_and_weighting(
-    backbone: Backbone, monkeypatch: pytest.MonkeyPatch, lm_head: str, teacher: dict[str, float] | None, weighting: str
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch, lm_head: str, teacher: dict[str, Any] | None, weighting: str
 ) -> None:
     chunks_of(monkeypatch, 4)
     heads = random_heads(backbone.model, HEADS, lm_head=lm_head)
@@ -120,7 +128,7 @@ def test_the_teachers_distribution_predicts_the_heads_token(backbone: Backbone) 
     told = backbone.model(input_ids=ids, use_cache=False).logits[0].softmax(-1)
     position = torch.arange(POSITIONS - HEADS)
     teacher = BackboneTeacher(hidden, position, backbone.head)
-    soft, index, labels = teacher.targets(slice(2, 9), torch.zeros(HEADS, 7, dtype=torch.long))
+    soft, index, labels, *_ = teacher.targets(slice(2, 9), torch.zeros(HEADS, 7, dtype=torch.long))
     for head in range(HEADS):
         for row, t in enumerate(range(2, 9)):
             torch.testing.assert_close(soft[index[head, row]], told[t + head + 1], atol=1e-6, rtol=1e-5)
@@ -225,13 +233,14 @@ def test_the_loss_is_the_mean_in_nats_over_the_labels(backbone: Backbone) -> Non
     assert (figures.correct.item(), figures.total.item()) == (2, 3), "the best of equals is id 0"
 
 
+@pytest.mark.parametrize("acceptance", [None, Acceptance("lk-hybrid"), Acceptance("mass")], ids=str)
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 def test_only_one_chunk_of_logits_is_in_memory(
-    backbone: Backbone, monkeypatch: pytest.MonkeyPatch, lm_head: str
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch, lm_head: str, acceptance: Acceptance | None
 ) -> None:
     chunks_of(monkeypatch, 4)
     heads = random_heads(backbone.model, HEADS, lm_head=lm_head)
-    teacher = some_teacher(backbone)
+    teacher = some_teacher(backbone, acceptance=acceptance)
     sizes: list[int] = []
     weights = {HIDDEN * VOCAB, heads.lm_heads.numel() if heads.lm_heads is not None else 0}
 

@@ -290,7 +290,9 @@ def test_given_head_settings_are_kept_and_the_rest_is_chosen() -> None:
         ("save_strategy=sometimes", "choose one of no, steps, epoch, best"),
         ("optim=adam", "choose one of adamw_torch, "),
         ("log_level=loud", "choose one of detail, debug, info, warning, error, critical, passive"),
-        ("objective=foo", "choose one of text, argmax, distill"),
+        ("objective=foo", "choose one of text, argmax, distill, tv, lk, lk-hybrid, mass"),
+        ("objective=lk_hybrid", "did you mean lk-hybrid?"),
+        ("children=0", "it must be at least 1"),
     ],
 )
 def test_values_outside_the_limits_of_training_keys_are_refused(read: Any, override: str, said: str) -> None:

@@ -105,39 +105,55 @@ def _chunk(
     """Compute weighted loss, plain loss and right guesses [3, K] of K heads in a chunk of C positions, and gradients.
 
     `x_KCH` are the heads' features (H hidden size, V vocabulary). `matrix` holds the weights [H, V] of one LM head for
-    all heads, or [K, H, V] of own ones. Labels `target_KC` are indices into the logits, or `IGNORE`. With the objective
-    distill, `soft` are the distributions to learn. `mean_KC` is each label's factor in its head's mean loss: 1 / number
-    of labels. The gradient of the features is written to `grad_x` [K, C, H], and that of LM heads that learn is added
-    to `grad_weight` [K, H, V], or [1, H, V] for one LM head, unless these are `None`."""
+    all heads, or [K, H, V] of own ones. Labels `target_KC` are indices into the logits, or `IGNORE`. If the heads learn
+    distributions, these are `soft`. `mean_KC` is each label's factor in its head's mean loss: 1 / number of labels. The
+    gradient of the features is written to `grad_x` [K, C, H], and that of LM heads that learn is added to `grad_weight`
+    [K, H, V], or [1, H, V] for one LM head, unless these are `None`."""
     logits = _times(x_KCH, matrix).float()  # [K, C, V]; becomes the gradient, in place
     if bias_V is not None:
         logits += bias_V
+    temperature = 1.0 if soft is None else soft.temperature
+    if temperature != 1:
+        logits /= temperature
     labelled = target_KC != IGNORE
-    at_label, cross_entropy, correct = [], [], []
-    for head, target in enumerate(target_KC.clamp_min(0)[..., None]):  # head by head, to use less memory
-        log_p = logits[head].log_softmax(-1)
-        found = log_p.gather(1, target)[:, 0]
-        correct.append(((log_p.argmax(-1) == target[:, 0]) & labelled[head]).sum())
-        at_label.append(found)
-        gradient = torch.exp(log_p, out=logits[head])
-        if soft is None:
-            cross_entropy.append(-found)
-            gradient.scatter_add_(1, target, torch.full_like(found, -1.0)[:, None])
-        else:
-            wanted = soft.distributions[soft.which[head]]
-            cross_entropy.append(-torch.linalg.vecdot(wanted, log_p))
-            gradient -= wanted
-            del wanted
-        del log_p
-    entropies = torch.stack(cross_entropy)
-    weights = weighting(torch.stack(at_label).exp(), labelled) * mean_KC
+    # Head by head, to use less memory.
+    parts = [_to_gradient(logits[head], target, soft, head) for head, target in enumerate(target_KC.clamp_min(0))]
+    loss_KC, accepted_KC, best_KC = (torch.stack(part) for part in zip(*parts, strict=True))
+    correct = ((best_KC == target_KC) & labelled).sum(1)
+    weights = weighting(accepted_KC, labelled) * mean_KC
+    if temperature != 1:
+        logits /= temperature  # the gradient is wanted by the logits before the division
     if grad_x is not None or grad_weight is not None:
         gradient_KCV = logits.to(matrix.dtype)
         if grad_x is not None:
             grad_x.copy_(_times(gradient_KCV, matrix.mT).float() * weights[..., None])
         if grad_weight is not None:
             _add_products(grad_weight, (x_KCH * weights[..., None]).to(matrix.dtype), gradient_KCV)
-    return torch.stack([(entropies * weights).sum(1), (entropies * mean_KC).sum(1), torch.stack(correct)])
+    return torch.stack([(loss_KC * weights).sum(1), (loss_KC * mean_KC).sum(1), correct])
+
+
+def _to_gradient(
+    logits_CV: Tensor, target_C: Tensor, soft: SoftTargets | None, head: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Replace a head's logits at C positions by the gradient of its loss; return loss, probability and best guess [C].
+
+    The probability is that of acceptance, with which dpace weights the loss. Unless the objective is one of acceptance,
+    that is the probability of the label `target_C`."""
+    log_q = logits_CV.log_softmax(-1)
+    at_label, best = log_q.gather(1, target_C[:, None])[:, 0], log_q.argmax(-1)
+    q = torch.exp(log_q, out=logits_CV)
+    if soft is None:
+        q.scatter_add_(1, target_C[:, None], torch.full_like(at_label, -1.0)[:, None])
+        return -at_label, at_label.exp(), best
+    p = soft.distributions[soft.which[head]]
+    cross_entropy = -torch.linalg.vecdot(p, log_q)
+    del log_q
+    if soft.acceptance is None:
+        q -= p
+        return cross_entropy, at_label.exp(), best
+    accepted = soft.acceptance.probability(p, q)
+    soft.acceptance.gradient_(q, p, accepted)
+    return soft.acceptance.loss(accepted, cross_entropy), accepted, best
 
 
 def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:

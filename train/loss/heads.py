@@ -6,6 +6,7 @@ Shapes: K heads, R positions at which heads have labels, H hidden size, V vocabu
     text        the text's token                                                    labels
     argmax      the backbone's most probable token                                  labels (`backbone_choices`)
     distill     the backbone's distribution, softmax(logits / temperature)          `BackboneTeacher`, chunk by chunk
+    tv, ...     the same, by how often the guess is accepted (`acceptance.py`)      the same, with `acceptance`
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ class HeadLosses(NamedTuple):
     loss last."""
 
     objective: Tensor
-    """The loss to minimise, a scalar with gradients: the sum over heads of the weighted cross-entropy's mean, in nats.
-    The mean is over the batch's labels of a head, or over `counts` labels."""
+    """The loss to minimise, a scalar with gradients: the sum over heads of the weighted loss's mean. The mean is over
+    the batch's labels of a head, or over `counts` labels."""
     loss: Tensor
-    """Mean unweighted cross-entropy over each head's labels, in nats, without gradients; 0 for a head without labels. A
-    label outside the reduced vocabulary (`MedusaHeads.vocabulary`) counts as 0 here, and as wrong in `correct`."""
+    """Mean unweighted loss over each head's labels, without gradients; 0 for a head without labels. It is the
+    cross-entropy in nats, unless the objective is one of `train.loss.acceptance`. A label outside the reduced
+    vocabulary (`MedusaHeads.vocabulary`) counts as 0 here, and as wrong in `correct`."""
     correct: Tensor
-    """Number of labels that are the head's best guess. In distillation, a label is the backbone's best token."""
+    """Number of labels that are the head's best guess. With a teacher, a label is the backbone's best token."""
     total: Tensor  # number of labels of each head
 
 
@@ -94,15 +96,21 @@ def head_losses_plain(
     """Compute the same as `head_losses` in the simplest way, for tests: all logits at once, and autograd."""
     weight, bias = _lm_heads(heads, lm_head)  # a shared LM head may be in bfloat16, and the heads in float32
     logits = heads(inputs, lambda features: nn.functional.linear(features.to(weight.dtype), weight, bias))
-    log_p = logits.float().log_softmax(-1)  # [K, R, V]
     soft = None if teacher is None else teacher.targets(slice(None), labels)
+    log_p = (logits.float() / (1.0 if soft is None else soft.temperature)).log_softmax(-1)  # [K, R, V]
     places = _places(heads, labels, teacher) if soft is None else soft.labels
     at_label = log_p.gather(-1, places.clamp_min(0)[..., None])[..., 0]
-    cross_entropy = -at_label if soft is None else -(soft.distributions[soft.which] * log_p).sum(-1)
+    accepted, each = at_label.exp(), -at_label  # [K, R] probability of acceptance, and loss
+    if soft is not None:
+        wanted = soft.distributions[soft.which]
+        each = -(wanted * log_p).sum(-1)
+        if soft.acceptance is not None:
+            accepted = soft.acceptance.probability(wanted, log_p.exp())
+            each = soft.acceptance.loss(accepted, each)
     labelled, total = places != IGNORE, (labels != IGNORE).sum(1)
-    weighted = (cross_entropy * weighting(at_label.exp(), labelled) * labelled).sum(1)
+    weighted = (each * weighting(accepted, labelled) * labelled).sum(1)
     objective = (weighted / (total if counts is None else counts).clamp_min(1)).sum()
-    loss = (cross_entropy * labelled).sum(1) / total.clamp_min(1)
+    loss = (each * labelled).sum(1) / total.clamp_min(1)
     correct = ((log_p.argmax(-1) == places) & labelled).sum(1)
     return HeadLosses(objective, loss.detach(), correct, total)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from medusa.backbone import Backbone
 from medusa.vocabulary import places_of
+from train.loss.acceptance import Acceptance
 from train.loss.chunks import chunk_rows
 from train.loss.labels import FIRST_OFFSET, IGNORE
 
@@ -40,6 +41,8 @@ class SoftTargets(NamedTuple):
     labels: Tensor
     """Most probable token [K, C] of the distribution in `which`, as an index into the heads' vocabulary. `IGNORE` where
     a head has no label, or where the token is not in that vocabulary."""
+    acceptance: Acceptance | None = None  # how the loss is made from the distributions; `None`: cross-entropy
+    temperature: float = 1.0  # by which the heads' logits are divided
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,12 @@ class BackboneTeacher:
     hidden: Tensor  # [N, H] hidden states of the backbone at all positions of a batch, row after row
     position: Tensor  # [R] indices of the positions at which heads have labels, among the N positions
     lm_head: nn.Module
-    temperature: float = 1.0
+    temperature: float = 1.0  # of the distributions; with `acceptance`, also of the heads, as in decoding
     hard_label_weight: float = 0.0  # share of the target's probability that is moved to the most probable token
     vocabulary: Tensor | None = None
     """Ids of the tokens that the heads guess among, if not all. Distributions are then restricted to these tokens, in
-    this order, and normalised."""
+    this order, and normalised, but not with `acceptance`: other tokens are never accepted."""
+    acceptance: Acceptance | None = None  # the objective, if it is not the cross-entropy
 
     @torch.no_grad()
     def targets(self, rows: slice, labels: Tensor) -> SoftTargets:
@@ -63,14 +67,18 @@ class BackboneTeacher:
         reach = torch.arange(len(labels), device=labels.device)[:, None] + (FIRST_OFFSET - 1)
         wanted = (self.position[rows] + reach).clamp_max(len(self.hidden) - 1)  # beyond the end there are no labels
         places, which = wanted.unique(return_inverse=True)
-        soft = self.lm_head(self.hidden[places]).float()
+        soft = self.lm_head(self.hidden[places]).float().div_(self.temperature)
         best = soft.argmax(-1)
+        if self.acceptance is not None:
+            soft = soft.softmax(-1)
         if self.vocabulary is not None:
             best = places_of(self.vocabulary, best, soft.shape[-1])
             soft = soft[:, self.vocabulary.to(soft.device)]
         labels = torch.where((labels == IGNORE) | (best[which] < 0), IGNORE, best[which])
-        soft = soft.div_(self.temperature).softmax(-1)
+        if self.acceptance is None:
+            soft = soft.softmax(-1)
         if self.hard_label_weight:
             soft.mul_(1 - self.hard_label_weight)
             soft.scatter_add_(1, best.clamp_min(0)[:, None], torch.full_like(soft[:, :1], self.hard_label_weight))
-        return SoftTargets(soft, which, labels)
+        own = 1.0 if self.acceptance is None else self.temperature
+        return SoftTargets(soft, which, labels, self.acceptance, own)

@@ -1,0 +1,79 @@
+"""Objectives for sampling: losses that fall with the probability that a head's guess is accepted.
+
+At a position, a head gives token x the probability q(x), and the backbone, whose token is drawn, gives it p(x).
+
+    objective    accepted with the probability a            the loss
+    tv           a = sum_x min(p(x), q(x)): a drawn draft   0.1 C + 0.9 (1 - a), C the cross-entropy (DeepSpec)
+    lk           the same                                   -log a (LK losses, arXiv 2602.23881)
+    lk-hybrid    the same                                   s C + (1 - s) (1 - a), s = exp(-3 a) held fixed (the same)
+    mass         a = sum_x p(x) (1 - (1 - q(x))^c)          -log a
+
+The a of drawn drafts is that of rejection sampling (Leviathan et al. 2023), and 1 minus the total variation distance.
+With chosen drafts, a is the mass of p on the children, the head's c best tokens. That has no gradient, so `mass` uses
+the probability that a draw from p is among c draws from q instead: it rises most where q decides which tokens are
+among the c best. If p has one token only, lk, and mass with c = 1, are the cross-entropy.
+
+Shapes: ... any positions, V vocabulary. If heads guess among a part of the backbone's tokens, V is the size of the
+part, and p adds up to less than 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ACCEPTANCE_OBJECTIVES = ("tv", "lk", "lk-hybrid", "mass")
+CROSS_ENTROPY_SHARE = 0.1  # of tv: alone, 1 - a has almost no gradient while heads are untrained
+ETA = 3.0  # of lk-hybrid, the paper's value
+LEAST = 1e-30  # smallest probability whose logarithm is taken
+ALMOST_ONE = 1 - 2**-24  # the greatest float32 below 1, where log(1 - q) is finite
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """One of `ACCEPTANCE_OBJECTIVES`; `children` is the c of mass."""
+
+    objective: str
+    children: int = 4
+
+    def probability(self, p: Tensor, q: Tensor) -> Tensor:
+        """The probability of acceptance [...] for targets p and guesses q [..., V]."""
+        if self.objective == "mass":
+            missed = self.children * torch.log1p(-q.clamp_max(ALMOST_ONE))  # 1 - q would round small q away
+            return -(p * torch.expm1(missed)).sum(-1)
+        return torch.minimum(p, q).sum(-1)
+
+    def slope(self, p: Tensor, q: Tensor) -> Tensor:
+        """The derivative of the probability of acceptance by q, [..., V]."""
+        if self.objective == "mass":
+            return (1 - q).pow_(self.children - 1).mul_(p).mul_(self.children)
+        return (q < p).to(q.dtype)
+
+    def loss(self, accepted: Tensor, cross_entropy: Tensor) -> Tensor:
+        """The loss [...] from the probability of acceptance and the cross-entropy [...]."""
+        share = self.cross_entropy_share(accepted)
+        if share is None:
+            return -accepted.clamp_min(LEAST).log()
+        return share * cross_entropy + (1 - share) * (1 - accepted)
+
+    def cross_entropy_share(self, accepted: Tensor) -> Tensor | None:
+        """The share [...] of the cross-entropy in the loss, without gradient; `None` if the loss is -log a."""
+        if self.objective == "tv":
+            return torch.full_like(accepted, CROSS_ENTROPY_SHARE)
+        return (-ETA * accepted.detach()).exp() if self.objective == "lk-hybrid" else None
+
+    def gradient_(self, q: Tensor, p: Tensor, accepted: Tensor) -> None:
+        """Replace q [..., V], the softmax of logits, by the gradient of the loss by these logits.
+
+        p [..., V] are the targets, and `accepted` [...] is the probability of acceptance."""
+        share = self.cross_entropy_share(accepted)
+        by_accepted = accepted.clamp_min(LEAST).reciprocal() if share is None else 1 - share
+        slope = self.slope(p, q)
+        slope -= torch.linalg.vecdot(q, slope)[..., None]
+        slope *= -by_accepted[..., None]
+        if share is None:
+            q *= slope
+            return
+        slope += (share * p.sum(-1))[..., None]
+        q.mul_(slope).addcmul_(p, share[..., None], value=-1)
