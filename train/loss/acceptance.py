@@ -27,7 +27,6 @@ ACCEPTANCE_OBJECTIVES = ("tv", "lk", "lk-hybrid", "mass")
 CROSS_ENTROPY_SHARE = 0.1  # of tv: alone, 1 - a has almost no gradient while heads are untrained
 ETA = 3.0  # of lk-hybrid, the paper's value
 LEAST = 1e-30  # smallest probability whose logarithm is taken
-ALMOST_ONE = 1 - 2**-24  # the greatest float32 below 1, where log(1 - q) is finite
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,11 @@ class Acceptance:
     def probability(self, p: Tensor, q: Tensor) -> Tensor:
         """The probability of acceptance [...] for targets p and guesses q [..., V]."""
         if self.objective == "mass":
-            missed = self.children * torch.log1p(-q.clamp_max(ALMOST_ONE))  # 1 - q would round small q away
-            return -(p * torch.expm1(missed)).sum(-1)
+            # The geometric series (1 - (1 - q)^c) / q, because the power alone would round small q away.
+            among = torch.ones_like(q)
+            for _ in range(self.children - 1):
+                among = 1 + among * (1 - q)
+            return (p * q * among).sum(-1)
         return torch.minimum(p, q).sum(-1)
 
     def slope(self, p: Tensor, q: Tensor) -> Tensor:
