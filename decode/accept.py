@@ -89,7 +89,8 @@ def accept_greedy_on_host(
     # One tensor for each row's path, length, next root and end, because each small operation takes as long as a walk.
     rows = [[*p, *[-1] * (longest - len(p)), *d[:2], p[-1]] for p, d in zip(paths, decided, strict=True)]
     whole = torch.tensor(rows)
-    return Acceptance(whole[:, :longest], *whole.unbind(1)[longest:], paths), decided
+    length, next_root, last = whole[:, longest:].unbind(1)
+    return Acceptance(whole[:, :longest], length, next_root, last, paths), decided
 
 
 def accept_walk(
