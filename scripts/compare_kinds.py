@@ -13,7 +13,7 @@ compared without changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import cycle, islice
@@ -48,7 +48,7 @@ TREES = """decode with these trees: as for medusa generate, or calibrated:N for 
 PATH = 4  # nodes on the accepted path of the counted step
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch's own counter knows those of GPUs only
 # In inference mode, which `costs` uses, scaled_dot_product_attention is one operation.
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "scaled_dot_product_attention"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_linear_pointwise", "scaled_dot_product_attention"}
 
 
 class KindsOptions(MeasuringOptions):
@@ -63,6 +63,17 @@ class KindsOptions(MeasuringOptions):
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: object, **kw: object) -> int:
     """Count the operations of two products of shapes [B, A heads, tokens, D]. Masks save none: all keys count."""
     return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
+
+
+def linear_flops(input: Sequence[int], weight: Sequence[int], *args: object, **kw: object) -> int:
+    """Count the operations of a linear layer by oneDNN (`decode.ops.fast_linear`), which torch's counter leaves out."""
+    return 2 * math.prod(input) * weight[0]
+
+
+def counted() -> dict[object, Callable[..., int]]:
+    """The operations that torch's counter does not know, each with its count."""
+    known: dict[object, Callable[..., int]] = {ATTENTION: attention_flops}
+    return known | ({torch.ops.mkldnn._linear_pointwise: linear_flops} if torch.backends.mkldnn.is_available() else {})
 
 
 class Bytes(TorchDispatchMode):
@@ -88,11 +99,12 @@ def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -
     requests = prepare(loaded.model, [prompt], max_new_tokens=PATH, do_sample=False)
     session = Session(loaded.model, requests, tree.num_nodes, heads=heads)
     frontier, drafter = session.prefill(), heads_drafter(heads, session.backbone, tree)
-    counter = partial(FlopCounterMode, display=False, custom_mapping={ATTENTION: attention_flops})
+    counter = partial(FlopCounterMode, display=False, custom_mapping=counted())
     with counter() as drafting, Bytes() as moved:
         draft = drafter.propose(frontier)
         if session.heads_cache is not None:  # updated with the accepted path, here of PATH nodes
-            hidden = frontier.hidden[:, None].expand(-1, PATH, -1)
+            states = session.backbone.hidden_size * len(session.backbone.feature_layers or (None,))
+            hidden = frontier.hidden.new_zeros(1, PATH, states)
             session.heads_cache.path(frontier.hidden, hidden, frontier.root[:, None].expand(-1, PATH), [PATH])
     with counter() as verifying, Bytes() as read:
         session.verifier(draft)

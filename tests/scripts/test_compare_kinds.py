@@ -46,7 +46,13 @@ def test_two_kinds_on_the_embedded_backbone(tmp_path: Path) -> None:
     assert rows[3]["draft_mflop"] > rows[2]["draft_mflop"]  # grown level by level
 
 
-@pytest.mark.parametrize(("settings", "grows"), [({}, False), ({"prefix_layers": 1}, True), ({"kind": "eagle"}, True)])
+THREE_LAYERS = {"kind": "eagle", "block": "gated", "feature_layers": [1, 3, 5]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "grows"),
+    [({}, False), ({"prefix_layers": 1}, True), ({"kind": "eagle"}, True), (THREE_LAYERS, True)],
+)
 def test_attention_counts(settings: dict[str, Any], grows: bool) -> None:
     """Each of 100 more tokens adds two products per query, with the widths of a key and a value."""
     loaded = load_backbone("demo")
@@ -63,6 +69,15 @@ def test_attention_counts(settings: dict[str, Any], grows: bool) -> None:
         assert drafted >= 4 * 2 * size * 100 / 1e6
     assert (long["draft_megabytes"] > short["draft_megabytes"]) is grows
     assert long["forward_megabytes"] > short["forward_megabytes"]
+
+
+def test_all_linear_layers_of_the_forward_count() -> None:
+    """On AMD CPUs, oneDNN computes them for trees, by an operation of its own."""
+    loaded = load_backbone("demo")
+    heads, tree = random_heads(loaded.model, 2, lm_head="shared"), Tree.from_paths([[n] for n in range(9)])
+    found = script.costs(loaded, heads, tree, [5] * 20)
+    assert found["forward_mflop"] > 2 * tree.num_nodes * loaded.model.num_parameters() / 1e6
+    assert found["forward_megabytes"] > 4 * loaded.model.num_parameters() / 1e6
 
 
 def test_calibrated_trees_depend_on_the_heads(tmp_path: Path) -> None:
