@@ -91,7 +91,7 @@ class TrellisDrafter(PathDrafter):
 
     def named(self, state: State, ids: Tensor, depth: Tensor) -> Tensor:
         candidates = state[0]  # [K, B, M]
-        place = ids[:, 1:] + (depth[:, 1:] - 1) * candidates.shape[-1]
+        place = torch.add(ids[:, 1:], depth[:, 1:] - 1, alpha=candidates.shape[-1])
         return torch.cat([ids[:, :1], candidates.transpose(0, 1).flatten(1).gather(1, place)], dim=1)
 
     def log_confidences(self, tree: DynamicTree, logits: Tensor, depth: int) -> Tensor:

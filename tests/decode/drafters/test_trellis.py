@@ -100,7 +100,7 @@ def path_to(draft: Draft, row: int, node: int) -> list[int]:
 def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any) -> None:
     """The oracle reads the LM head for every node. Scores agree to 1e-12 in float64, and trees are equal."""
     start = frontier(double)
-    trees: list[Layout] = [*(random_tree(14, seed, max_depth=K) for seed in range(3)), Tree.chain(2)]
+    trees: list[Layout] = [*(random_tree(14, seed, max_depth=K) for seed in range(3)), Tree.chain(1), Tree.chain(2)]
     trees += [DynamicTree.over_heads(nodes, K, (0.7, 1.0, 1.5)) for nodes in (2, 9, 40)]
     for settings in FORMS.values():
         heads = markov(double, **settings)
