@@ -41,11 +41,8 @@ class Topology:
         """Make the topology of R trees from the parents and depths [R, N] of their nodes, without a loop over nodes."""
         rows, nodes = parent.shape
         itself = torch.eye(nodes, dtype=torch.bool, device=parent.device).expand(rows, -1, -1)
-        ancestors, above, steps = (
-            itself | _rows(itself, parent),
-            parent,
-            1,
-        )  # `above` is so many `steps` above each node
+        above, steps = parent, 1  # `above` is the node so many `steps` above each node
+        ancestors = itself | _rows(itself, above)
         while steps < max_depth:
             ancestors, above, steps = ancestors | _rows(ancestors, above), above.gather(1, above), 2 * steps
         place = depth[:, None].expand_as(ancestors).masked_fill(~ancestors, max_depth + 1)  # of each node in the paths

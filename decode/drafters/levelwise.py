@@ -149,11 +149,7 @@ class LevelwiseDrafter(ABC):
         root = frontier.root[:, None]
         zero, log_p_above = torch.zeros_like(root), torch.zeros(root.shape, device=root.device)
         # Per level [B, M]: ids, parents among all nodes, log probabilities, depths.
-        levels, above, num_nodes = (
-            [(root, zero, log_p_above, zero)],
-            0,
-            1,
-        )  # the nodes of the level above start at `above`
+        levels, above, num_nodes = [(root, zero, log_p_above, zero)], 0, 1  # `above`: the first node of the level above
         state, of_nodes, tokens = self.begin(frontier), zero, root
         for depth in range(tree.max_depth):
             guesses = self.step(depth, state, of_nodes, tokens, frontier.context_kv)
