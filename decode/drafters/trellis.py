@@ -1,7 +1,7 @@
 """Drafts with Markov heads: one pass of all heads and one table for each pair of neighbouring heads, then look-ups.
 
-The heads' independent parts give the candidates of each head, its M most probable tokens. Only the first head's guesses
-have a path already, the root. All further paths lead from a candidate of one head to a candidate of the next. So K - 1
+The heads' independent parts, which know the root, give the candidates of each head, its M most probable tokens. The
+first head has no other part. All further paths lead from a candidate of one head to a candidate of the next. So K - 1
 tables [M, M] of logits describe them (a trellis, as in Viterbi decoding), which one batched product computes:
 
                  root ── C_1 ══ C_2 ══ C_3        ══ a table of M x M logits
@@ -101,9 +101,9 @@ class TrellisDrafter(PathDrafter):
 def confident(tree: DynamicTree, logits: Tensor, places: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     """Convert the scores of a trellis to log probabilities at the temperatures of `tree`: `first` and `tables`.
 
-    `logits` [K, B, V] are those of the independent parts (with the root's path term for the first head), `places`
-    [K, B, M] the candidates in them. The candidates of a head hold the same probability after every token: all that
-    they hold in `logits`. Two other rules accepted less (docs/log.md)."""
+    `logits` [K, B, V] are those of the independent parts, `places` [K, B, M] the candidates in them. The candidates of
+    a head hold the same probability after every token: all that they hold in `logits`. Two other rules accepted less
+    (docs/log.md)."""
     alone = tree.log_confidences(logits).gather(-1, places)
     held = alone[1:].logsumexp(-1)[..., None, None]  # [K - 1, B, 1, 1]
     return alone[0, :, None], tree.scaled(tables, first=1).log_softmax(-1) + held
