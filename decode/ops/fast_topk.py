@@ -53,7 +53,9 @@ def top_k(values: Tensor, k: int) -> TopK:
 
 
 def _numpy_can_read(values: Tensor) -> bool:
-    return values.is_cpu and not values.requires_grad and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or type(values) is not Tensor:  # subclasses, such as DTensor, hold no plain array
+        return False
+    return values.is_cpu and not values.requires_grad and values.ndim > 1  # of one row, NumPy makes no array
 
 
 def _block_maxima(values: Tensor) -> Tensor:
