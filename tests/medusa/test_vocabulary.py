@@ -38,6 +38,7 @@ from train.check import require_adaptable
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.data.packing import Example
 from train.evaluate import label_ranks
+from train.loss.acceptance import Acceptance
 from train.loss.heads import head_losses, head_losses_plain
 from train.loss.labels import IGNORE
 from train.loss.teacher import BackboneTeacher
@@ -302,7 +303,7 @@ def test_recordings_and_ranks_use_token_ids(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("weighting", [Weighting("decay"), Weighting("dpace")], ids=["decay", "dpace"])
-@pytest.mark.parametrize("objective", ["labels", "teacher"])
+@pytest.mark.parametrize("objective", ["labels", "teacher", "sampling"])
 @pytest.mark.parametrize("lm_head", LM_HEADS)
 def test_the_chunked_loss_equals_the_plain_loss(
     lm_head: str, objective: str, weighting: Weighting, monkeypatch: pytest.MonkeyPatch
@@ -314,10 +315,10 @@ def test_the_chunked_loss_equals_the_plain_loss(
     labels = torch.randint(VOCAB, (HEADS, 50)).masked_fill(torch.rand(HEADS, 50) < 0.2, IGNORE)
     head = Backbone(model).head
     teacher = None
-    if objective == "teacher":
-        teacher = BackboneTeacher(
-            torch.randn(50, inputs.hidden.shape[1]), torch.arange(50), head, 0.7, 0.3, some.vocabulary
-        )
+    if objective != "labels":
+        way = Acceptance("lk-hybrid") if objective == "sampling" else None
+        hidden = torch.randn(50, inputs.hidden.shape[1])
+        teacher = BackboneTeacher(hidden, torch.arange(50), head, 0.7, 0.3, some.vocabulary, way)
     found = []
     for losses in (head_losses, head_losses_plain):
         some.zero_grad()

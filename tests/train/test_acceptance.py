@@ -123,15 +123,23 @@ def test_a_target_of_one_token_makes_the_loss_the_cross_entropy(way: Acceptance)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_dpace_with_lk_follows_the_gradient_of_the_expected_number_of_accepted_guesses() -> None:
+@pytest.mark.parametrize("vocabulary", [None, 40])
+def test_dpace_with_lk_follows_the_gradient_of_the_expected_number_of_accepted_guesses(vocabulary: int | None) -> None:
+    """Also where the backbone's most probable token is not in a reduced vocabulary: others are accepted there."""
     backbone = Backbone(tiny_model("llama").requires_grad_(False))
-    heads, inputs = random_heads(backbone.model, HEADS), HeadInputs(torch.randn(ROWS, HIDDEN))
+    heads = random_heads(backbone.model, HEADS, vocabulary=vocabulary)
+    inputs = HeadInputs(torch.randn(ROWS, HIDDEN))
     hidden, labels = torch.randn(ROWS + HEADS, HIDDEN), torch.zeros(HEADS, ROWS, dtype=torch.long)
-    teacher = BackboneTeacher(hidden, torch.arange(ROWS), backbone.head, acceptance=Acceptance("lk"))
-    head_losses(heads, inputs, labels, backbone.head, Weighting("dpace", smoothing=0), teacher).objective.backward()
+    about = (backbone.head, 1.0, 0.0, heads.vocabulary, Acceptance("lk"))
+    teacher = BackboneTeacher(hidden, torch.arange(ROWS), *about)
+    figures = head_losses(heads, inputs, labels, backbone.head, Weighting("dpace", smoothing=0), teacher)
+    figures.objective.backward()
     found = {name: parameter.grad.clone() for name, parameter in heads.named_parameters()}
     heads.zero_grad()
+    kept = torch.arange(VOCAB) if heads.vocabulary is None else heads.vocabulary
     told = backbone.head(hidden).softmax(-1)
+    assert torch.isin(told.argmax(-1), kept).all() == (vocabulary is None), "the best token is always listed: no power"
+    told = told[:, kept]
     p = torch.stack([told[head + 1 : head + 1 + ROWS] for head in range(HEADS)])
     a = torch.minimum(p, heads(inputs, backbone.head).softmax(-1)).sum(-1)
     (-a.cumprod(0).sum(0).mean()).backward()
@@ -140,13 +148,20 @@ def test_dpace_with_lk_follows_the_gradient_of_the_expected_number_of_accepted_g
 
 
 def test_tokens_outside_a_reduced_vocabulary_are_never_accepted() -> None:
-    """p keeps the probabilities that it has among all tokens; for the cross-entropy it is normalised."""
+    """p keeps the probabilities that it has among all tokens; for the cross-entropy it is normalised.
+
+    Probability that is moved to the most probable token is lost where this token is outside."""
     backbone, kept = Backbone(tiny_model("llama")), torch.arange(0, VOCAB, 2)
-    hidden, labels = torch.randn(5, HIDDEN), torch.zeros(1, 3, dtype=torch.long)
-    told = backbone.head(hidden).softmax(-1)[1:4, kept].detach()
+    hidden, labels = torch.randn(ROWS + 1, HIDDEN), torch.zeros(1, ROWS, dtype=torch.long)
+    told = backbone.head(hidden).softmax(-1)[1:, kept].detach()
     for way, expected in ((None, told / told.sum(-1, keepdim=True)), (Acceptance("tv"), told)):
-        teacher = BackboneTeacher(hidden, torch.arange(3), backbone.head, vocabulary=kept, acceptance=way)
+        teacher = BackboneTeacher(hidden, torch.arange(ROWS), backbone.head, vocabulary=kept, acceptance=way)
         torch.testing.assert_close(teacher.targets(slice(None), labels).distributions, expected, atol=1e-6, rtol=1e-5)
+    best = backbone.head(hidden).argmax(-1)[1:]
+    assert set((best % 2).tolist()) == {0, 1}, "all inside or all outside: no power"
+    sharp = BackboneTeacher(hidden, torch.arange(ROWS), backbone.head, 1.0, 0.25, kept, Acceptance("tv"))
+    moved = 0.75 * told + 0.25 * (kept == best[:, None])
+    torch.testing.assert_close(sharp.targets(slice(None), labels).distributions, moved, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("objective", ACCEPTANCE_OBJECTIVES)

@@ -36,8 +36,8 @@ class HeadLosses(NamedTuple):
     the batch's labels of a head, or over `counts` labels."""
     loss: Tensor
     """Mean unweighted loss over each head's labels, without gradients; 0 for a head without labels. It is the
-    cross-entropy in nats, unless the objective is one of `train.loss.acceptance`. A label outside the reduced
-    vocabulary (`MedusaHeads.vocabulary`) counts as 0 here, and as wrong in `correct`."""
+    cross-entropy in nats, unless the objective is one of `train.loss.acceptance`. Except with these, a label outside
+    the reduced vocabulary (`MedusaHeads.vocabulary`) counts as 0 here. In `correct` it counts as wrong."""
     correct: Tensor
     """Number of labels that are the head's best guess. With a teacher, a label is the backbone's best token."""
     total: Tensor  # number of labels of each head

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.backbone import Backbone
-from medusa.vocabulary import places_of
+from medusa.vocabulary import ABSENT, places_of
 from train.loss.acceptance import Acceptance
 from train.loss.chunks import chunk_rows
 from train.loss.labels import FIRST_OFFSET, IGNORE
@@ -40,7 +40,7 @@ class SoftTargets(NamedTuple):
     which: Tensor  # [K, C] index of the distribution that each head learns at each position
     labels: Tensor
     """Most probable token [K, C] of the distribution in `which`, as an index into the heads' vocabulary. `IGNORE` where
-    a head has no label, or where the token is not in that vocabulary."""
+    a head has no label. Where the token is not in that vocabulary: `ABSENT` with `acceptance`, else `IGNORE`."""
     acceptance: Acceptance | None = None  # how the loss is made from the distributions; `None`: cross-entropy
     temperature: float = 1.0  # by which the heads' logits are divided
 
@@ -74,11 +74,14 @@ class BackboneTeacher:
         if self.vocabulary is not None:
             best = places_of(self.vocabulary, best, soft.shape[-1])
             soft = soft[:, self.vocabulary.to(soft.device)]
-        labels = torch.where((labels == IGNORE) | (best[which] < 0), IGNORE, best[which])
+        known = best != ABSENT
+        # If the best token is not in the vocabulary, other tokens can still be accepted in sampling.
+        taught = (labels != IGNORE) & (known[which] | (self.acceptance is not None))
+        labels = torch.where(taught, best[which], IGNORE)
         if self.acceptance is None:
             soft = soft.softmax(-1)
         if self.hard_label_weight:
             soft.mul_(1 - self.hard_label_weight)
-            soft.scatter_add_(1, best.clamp_min(0)[:, None], torch.full_like(soft[:, :1], self.hard_label_weight))
+            soft.scatter_add_(1, best.clamp_min(0)[:, None], (self.hard_label_weight * known.to(soft))[:, None])
         own = 1.0 if self.acceptance is None else self.temperature
         return SoftTargets(soft, which, labels, self.acceptance, own)
