@@ -81,6 +81,11 @@ class ModelsWithHeads(Models):
             raise RequestError(f"--drafter is {self.drafter!r}, which has no heads; give heads or mtp")
         if name == "heads" and self.heads is None:
             raise RequestError("HEADS is missing; give heads, or --backbone B --drafter mtp")
+        if name == "mtp" and self.heads is not None:
+            raise RequestError(
+                f"--drafter {self.drafter} takes the guesses of the backbone's own layer, not those of {self.heads}; "
+                "leave out --drafter, or give --backbone B instead of the heads"
+            )
 
 
 class Prompts(Options):

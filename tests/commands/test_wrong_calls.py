@@ -217,7 +217,7 @@ LINES = {
 --temperature 1 -> --temperature
 --split test -> --split
 --drafter ngram -> 'ngram', which has no heads
---drafter mtp -> has no MTP layer
+--drafter mtp -> not those of heads; leave out --drafter
 """,
     "calibrate": HEADS
     + RUNTIME
@@ -225,7 +225,6 @@ LINES = {
     + """
 --rounds 0 -> rounds is 0
 --drafter ngram -> 'ngram', which has no heads
---drafter mtp:0 -> tokens is 0
 --plot x.xyz -> x.xyz
 --plot full -> full
 --plot /no/such/folder/x.png -> /no/such/folder/x.png
@@ -460,6 +459,8 @@ generate --heads heads --backbone backbone -> --prompts FILE or --prompt TEXT
 generate --backbone backbone --prompt abc -> --heads H
 evaluate --backbone backbone --heads heads -> data
 evaluate --backbone backbone --data prompts.jsonl -> HEADS is missing
+evaluate --backbone backbone --data prompts.jsonl --drafter mtp -> has no MTP layer
+calibrate --backbone backbone --drafter mtp:0 -> tokens is 0
 benchmark --backbone backbone --prompts prompts.jsonl -> --heads
 benchmark heads --backbone backbone -> --prompts FILE
 verify heads --backbone backbone -> --prompts FILE
