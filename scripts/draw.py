@@ -179,6 +179,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     trellis.add_argument("--tree", default="dynamic:16", help="tree to grow (default: %(default)s)")
     trellis.add_argument("--candidates", type=int, default=16, help="candidates of each head (default: %(default)s)")
     args = parser.parse_args(argv)
+    if args.picture == "trellis" and (args.step < 0 or args.candidates < 1):
+        raise RequestError("--step must be at least 0, and --candidates at least 1")
     match args.picture:
         case "kinds":
             for kind in KINDS:

@@ -36,6 +36,8 @@ WRONG = {
         "exactness {tmp} --prompt 99",
         "benchmark no.json {tmp}/x.png",
         "trellis ./no/heads {tmp}/x.png --prompt Hi",
+        "trellis demo {tmp}/x.png --prompt Hi --step -1",
+        "trellis demo {tmp}/x.png --prompt Hi --candidates 0",
     ],
     "fuzz": ["--minutes 0", "--cases 0", "--minutes 1 --case 2"],
     "gpu_battery": ["--call 4 --output {tmp}", "--stage dance --output {tmp}"],
