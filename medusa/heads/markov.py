@@ -47,7 +47,8 @@ class MarkovHeads(SequentialHeads):
         """Compute the features [k, ..., H] of k heads without path terms, from states and embeddings [..., H]."""
         flat, weight = hidden.reshape(-1, hidden.shape[-1]), self.root[heads]
         known = normalised(root).reshape(flat.shape)
-        x_KMH = torch.baddbmm(flat.expand(len(weight), -1, -1), known.expand(len(weight), -1, -1), weight)
+        # A sum of its own, because under autocast a baddbmm would round the hidden state to bfloat16.
+        x_KMH = flat + torch.bmm(known.expand(len(weight), -1, -1), weight)
         for block in self.blocks:
             x_KMH = block(x_KMH, heads)
         return x_KMH.view(-1, *hidden.shape)

@@ -50,6 +50,14 @@ def test_fresh_heads_are_the_identity(kind: str, block: str) -> None:
     assert torch.equal(features, inputs().hidden.expand(K, -1, -1))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_in_bfloat16_do_not_round_the_hidden_state(kind: str) -> None:
+    """Training with bf16 rounds what heads add to the hidden state, and fresh heads add nothing."""
+    heads = fresh(kind, block="mlp", lm_head="shared")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(heads.features(inputs()), inputs().hidden.expand(K, -1, -1))
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("block", ["square", "mlp"])
 @pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent"])
