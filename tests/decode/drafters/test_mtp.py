@@ -126,6 +126,7 @@ def test_a_model_without_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ("olmo2", {}, "the MTP layer of a olmo2 cannot draft trees: it has no input_layernorm; take"),
         ("gpt2", {}, "transformers makes no MTP layer of a gpt2: "),
         ("longcat_flash", {}, "transformers makes no MTP layer of a longcat_flash: "),
+        ("reformer", {"mtp_layer_types": None}, "transformers makes no MTP layer of a reformer: "),
     ],
 )
 def test_a_layer_that_cannot_draft_is_refused(family: str, settings: dict[str, Any], said: str) -> None:
