@@ -76,12 +76,15 @@ def trellis_steps(
 
     `tree` and `kwargs` are those of `decode.steps`. Probabilities are shares among the M candidates, at the heads'
     temperatures if the tree is dynamic. Raise a `RequestError` if the heads are of another kind than `markov`, there is
-    more than one prompt, or `decode.steps` does."""
+    more than one prompt, the tree is a root alone, or `decode.steps` does."""
     if not isinstance(heads, MarkovHeads):
         raise RequestError(f"the heads are of kind {heads.config.kind}; only those of kind markov draft by a trellis")
     if len(input_ids) != 1:
         raise RequestError(f"there are {len(input_ids)} prompts; give one")
-    factory, text = _Recorders(heads, resolve_tree(tree, heads)), input_ids[0].tolist()
+    layout = resolve_tree(tree, heads)
+    if layout.max_depth == 0:
+        raise RequestError("the tree is a root alone; a trellis needs a depth of at least 1")
+    factory, text = _Recorders(heads, layout), input_ids[0].tolist()
     for step in steps(model, None, input_ids, drafter=factory, keep_drafts=True, **kwargs):
         for draft in step.drafts.values():
             ids, first, tables = factory.drafter.trellis

@@ -20,6 +20,7 @@ from decode.drafters.layouts import DynamicTree, with_shortlist
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.inputs import HeadInputs
+from medusa.tree import Tree
 from tests.helpers import random_heads, random_ids, random_tree, shared_model
 
 K, M = 3, 6
@@ -149,3 +150,9 @@ def expected(step: TrellisStep, nodes: Iterable[int]) -> Paths:
 def test_other_heads_and_batches_are_refused(kind: str, rows: int, told: str) -> None:
     with pytest.raises(RequestError, match=told):
         next(trellis_steps(shared_model(), heads_of(kind), PROMPT.expand(rows, -1), max_new_tokens=4))
+
+
+@pytest.mark.parametrize("tree", [Tree.from_paths([]), DynamicTree(1, Tree.from_paths([]))], ids=["static", "dynamic"])
+def test_a_root_alone_is_refused(tree: Tree | DynamicTree) -> None:
+    with pytest.raises(RequestError, match="a root alone"):
+        next(trellis_steps(shared_model(), heads_of("markov"), PROMPT, tree=tree, acceptance="typical"))
