@@ -34,7 +34,7 @@ class MedusaTrainingArguments(TrainingArguments):
     lk, lk-hybrid and mass: the temperature of decoding, also for the heads."""
     hard_label_weight: Annotated[float, Ge(0), Le(1)] = 0.0
     """With the backbone's distributions: share of the probability that is moved to the most probable token."""
-    children: Annotated[int, Ge(1)] = 4
+    children: Annotated[int, Ge(1)] = Acceptance.children
     """With the objective mass: number of children of a node in the trees that the heads are trained for."""
     head_weighting: Annotated[str | None, one_of(*WEIGHTINGS)] = None
     """Loss weights of the heads: dpace (by how much each guess adds to the expected number of accepted guesses; the
@@ -96,6 +96,8 @@ class MedusaTrainingArguments(TrainingArguments):
             raise RequestError("training.max_minutes and max_cpu_minutes are two budgets; give one of them")
         if self.head_decay is not None and self.head_weighting == "dpace":
             raise RequestError("training.head_decay is for head_weighting decay; leave one of them out")
+        if self.children != Acceptance.children and self.objective != "mass":
+            raise RequestError(f"training.children is for objective mass, not {self.objective}; leave it out")
         if self.early_stopping_patience is not None and self.eval_strategy == "no":
             raise RequestError("training.early_stopping_patience needs evaluations; add eval_data to the recipe")
         if self.loss_backend == "liger" and (self.learns_distributions or self.weighting.kind != "decay"):

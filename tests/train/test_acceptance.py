@@ -166,16 +166,25 @@ def test_tokens_outside_a_reduced_vocabulary_are_never_accepted() -> None:
 
 @pytest.mark.parametrize("objective", ACCEPTANCE_OBJECTIVES)
 def test_a_recipe_chooses_the_objective(arguments: Callable[..., MedusaTrainingArguments], objective: str) -> None:
-    args, model = arguments(objective=objective, children=7, teacher_temperature=0.5), tiny_model("llama")
+    chosen = {"children": 7} if objective == "mass" else {}
+    args, model = arguments(objective=objective, teacher_temperature=0.5, **chosen), tiny_model("llama")
     ids = torch.arange(12)[None]
     batch = {"input_ids": ids, "position_ids": ids, "document_ids": ids * 0, "loss_mask": ids >= 0}
     teacher = HeadsOnBackbone(random_heads(model), model, args).train().labelled_positions(**batch).teacher
     assert teacher is not None
-    assert (teacher.acceptance, teacher.temperature) == (Acceptance(objective, 7), 0.5)
+    assert (teacher.acceptance, teacher.temperature) == (Acceptance(objective, **chosen), 0.5)
     with pytest.raises(RequestError, match=f"training.objective {objective}: this backbone caps or scales"):
         HeadsOnBackbone(random_heads(tiny_model("gemma2")), tiny_model("gemma2"), args)
     with pytest.raises(RequestError, match="liger has labels"):
         arguments(objective=objective, loss_backend="liger", head_weighting="decay")
+
+
+@pytest.mark.parametrize("objective", ["argmax", "tv"])
+def test_children_without_an_effect_are_refused(
+    arguments: Callable[..., MedusaTrainingArguments], objective: str
+) -> None:
+    with pytest.raises(RequestError, match=f"training.children is for objective mass, not {objective}; leave it out"):
+        arguments(objective=objective, children=7)
 
 
 @pytest.fixture
