@@ -78,6 +78,15 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     assert f"{methods['medusa, 7 nodes, compiled']['tau']:.4g}" in page
 
 
+def test_the_battery_starts_from_the_sources(tmp_path: Path) -> None:
+    """The packages and scripts are found because the command runs in the repository."""
+    command = [sys.executable, "-m", "scripts.gpu_battery", "--report", "--output", str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPO, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / REPORT).is_file()
+
+
 def test_a_call_has_time_for_its_stages() -> None:
     for call in (1, 2, 3):
         assert sum(stage.seconds for stage in STAGES.values() if stage.call == call) <= CALL_SECONDS < 9 * 60
