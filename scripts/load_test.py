@@ -6,7 +6,8 @@
 Each text must be the one that is written alone: greedy texts by transformers' `generate`, samples by the idle server.
 The server's memory at the end may be 5 % above its memory after the warm-up, the first tenth of the time; in runs of
 less than five minutes the memory is only shown, because it still grows to its size. The exit status is 1 if a text
-differs, a client meets an error, the server prints one, a text still runs at the end, or the memory grows more.
+differs, no text was compared, a client meets an error, the server prints one, a text still runs at the end, or the
+memory grows more.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     grown = result["memory_mb"]["at_the_end"] > GROWTH * result["memory_mb"]["after_the_warm_up"]
     checks = {"errors": result["errors"], "texts left at the end": result["texts_left"]}
     checks["more memory than after the warm-up"] = grown and options.minutes >= JUDGED_MINUTES
+    checks["no text was compared"] = not result["texts"]
     failed = [name for name, wrong in checks.items() if wrong]
     options.output.write(result)
     told = {name: value for name, value in result.items() if not isinstance(value, dict)}
