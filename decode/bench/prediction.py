@@ -23,10 +23,11 @@ class Prediction:
 
         The result is empty if the two differ by at most `TOLERANCE`. `prompts_sha256`: hash of the benchmark's prompts.
         `length`: mean number of new tokens of its texts."""
-        if abs(tau / self.tau - 1) <= TOLERANCE:
+        excess = tau / self.tau - 1
+        if abs(excess) <= TOLERANCE:
             return ""
-        side = "higher" if tau > self.tau else "lower"
-        told = f"tau is {tau:.2f}, {abs(tau / self.tau - 1):.0%} {side} than the calibration predicted ({self.tau:.2f})"
+        side = "higher" if excess > 0 else "lower"
+        told = f"tau is {tau:.2f}, {abs(excess):.0%} {side} than the calibration predicted ({self.tau:.2f})"
         return f"{told}. Likely reason: {self._reason(interval, prompts_sha256, length)}."
 
     def _reason(self, interval: Interval | None, prompts_sha256: str | None, length: float) -> str:

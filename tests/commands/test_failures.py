@@ -84,6 +84,18 @@ def test_distillation_continues_after_a_full_disk(medusa: Any, place: Place, tmp
     assert sorted(own.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
+def test_distillation_begins_again_if_a_full_disk_took_not_even_its_settings(
+    medusa: Any, place: Place, tmp_path: Path
+) -> None:
+    command = commands(place, tmp_path)["distill"]
+    with little_room(10):
+        assert medusa(*command).status == 1
+    assert files_in(tmp_path) == {"own.jsonl": b""}
+    done = medusa(*command)
+    assert done.status == 0, done.err
+    assert (tmp_path / "own.jsonl").read_bytes()
+
+
 @pytest.mark.parametrize("more", [(), ("--overwrite",)])
 def test_a_second_distillation_into_one_file_is_refused(
     medusa: Any, place: Place, tmp_path: Path, more: tuple[str, ...]

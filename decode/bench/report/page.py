@@ -140,7 +140,8 @@ def token_name(tokenizer: PreTrainedTokenizerBase | None, token: int | None) -> 
     """Return a token's text with visible spaces and line breaks, or its id. `None` stands for the end of a text."""
     if token is None:
         return "the end"
-    text = str(token) if tokenizer is None else str(tokenizer.decode([token, token]))
-    if tokenizer is not None:  # some tokenizers drop the space before the first token
-        text = text.removeprefix(str(tokenizer.decode([token])))
+    if tokenizer is None:
+        return str(token)
+    # The token after itself, because some tokenizers drop the space before the first token.
+    text = str(tokenizer.decode([token, token])).removeprefix(str(tokenizer.decode([token])))
     return text.replace(" ", "\u00b7").replace("\n", "\u21b5") or str(token)

@@ -18,9 +18,11 @@ BYTES_PER_TOKEN = 12  # of one answer: an id, a comma, a space, and the text of 
 
 
 def require_same_settings(path: Path, about: Json, overwrite: bool) -> None:
-    """Raise a `RequestError` if the output file exists and its settings are not `about`, unless `overwrite` is true."""
-    sidecar = path.with_suffix(SETTINGS)
-    if path.exists() and not overwrite and not (sidecar.exists() and read_json(sidecar) == about):
+    """Raise a `RequestError` if the output file has texts and its settings are not `about`, unless `overwrite` is true.
+
+    A run that ended before it could write its settings leaves an empty file."""
+    sidecar, has_texts = path.with_suffix(SETTINGS), path.exists() and path.stat().st_size > 0
+    if has_texts and not overwrite and not (sidecar.exists() and read_json(sidecar) == about):
         raise RequestError(f"{path} exists and was made with other settings; choose another file or add --overwrite")
 
 
