@@ -14,14 +14,17 @@ the path term, V the heads' vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from decode.draft import Frontier
+from decode.draft import Draft, Frontier
 from decode.drafters.layouts import DynamicTree, Layout
-from decode.drafters.levelwise import Guesses, PathDrafter
+from decode.drafters.levelwise import Guesses, Level, PathDrafter
+from decode.drafters.path_rows import PathRows
 from decode.ops.fast_topk import top_k
 from decode.target import Target
 from medusa.backbone import Backbone
@@ -39,6 +42,35 @@ class Trellis(NamedTuple):
     tables: Tensor  # [K - 1, B, M, M] of each head's candidates (last) after each candidate of the head before it
 
 
+class LookUps:
+    """How to fill a static tree of N nodes from the order of the candidates after each candidate."""
+
+    def __init__(self, levels: Sequence[Level], shortlist: int) -> None:
+        """Plan the look-ups for the `levels` of a tree and M = `shortlist` candidates of each head."""
+        self.first = levels[0].guess[None]  # [1, W] the ranks of the nodes of depth 1, whose candidates are in order
+        self.most = max((level.top for level in levels[1:]), default=0)  # R, the candidates to order after each one
+        # By level below the first: each node's parent among the nodes of the level above [W], and the place of the
+        # node's rank in the orders [K - 1, M, R] after the parent's head's first candidate, [1, W].
+        self.levels = [
+            (
+                above.expanded[level.parent],
+                head * shortlist * self.most + (level.guess - level.parent * level.top)[None],
+            )
+            for head, (above, level) in enumerate(pairwise(levels))
+        ]
+        starts = [torch.full_like(level.parent, head * shortlist) for head, level in enumerate(levels)]
+        self.start = torch.cat(starts)  # [N - 1] the place of the first candidate of each node's head among [K, M]
+
+    def candidates(self, tables: Tensor) -> Tensor:
+        """Choose the places [B, N - 1] of all nodes except the root among the candidates [K, M]."""
+        found = [self.first.expand(tables.shape[1], -1)]
+        if self.most:
+            order = top_k(tables, self.most).indices.transpose(0, 1).flatten(1)  # [B, (K - 1) M R]
+            for parent, rank in self.levels:
+                found.append(order.gather(1, torch.add(rank, found[-1].index_select(1, parent), alpha=self.most)))
+        return torch.cat(found, dim=1) + self.start
+
+
 class TrellisDrafter(PathDrafter):
     """Drafts trees over the candidates of Markov heads: `tree.candidates.shortlist` for each head."""
 
@@ -50,12 +82,18 @@ class TrellisDrafter(PathDrafter):
         static = self.tree.candidates
         wanted = max(static.shortlist, static.max_rank + 1)
         self.shortlist = min(wanted, heads.config.draft_vocab_size(backbone.vocab_size))  # M
+        self.depth = self.tree.max_depth  # K
+        self.kept = PathRows.of(heads, backbone)
+        if self.depth and not isinstance(self.tree, DynamicTree):
+            self.look_ups = LookUps(self.levels, self.shortlist)
 
     def begin(self, frontier: Frontier) -> Trellis:
         heads = self.heads
+        if self.kept is not None and not torch.compiler.is_compiling():
+            self.kept.refresh(heads, self.backbone)
         hidden = frontier.hidden.to(heads.device, self.dtype)
-        root = heads.embed(frontier.root, self.backbone.embed)
-        logits = heads.logits(heads.independent(hidden, root, slice(self.tree.max_depth)), self.lm_head)  # [K, B, V]
+        features = heads.independent(hidden, self.known(frontier.root), slice(self.depth))
+        logits = heads.logits(features, self.lm_head)  # [K, B, V]
         best = top_k(logits, self.shortlist)
         ids = token_ids(heads, best.indices)
         tables = best.values[1:, :, None] + self.path_logits(hidden, ids[:-1], best.indices[1:]).to(best.values)
@@ -69,14 +107,34 @@ class TrellisDrafter(PathDrafter):
         """Compute what the path terms add to logits, [K - 1, B, M, M], for pairs of candidates of neighbouring heads.
 
         `before` [K - 1, B, M] are token ids, and `places` [K - 1, B, M] indices in the vocabulary of the next head."""
-        heads, later = self.heads, slice(len(before))
-        codes = heads.codes(hidden, heads.embed(before, self.backbone.embed), later)  # [K - 1, B, M, R]
+        later = slice(len(before))
+        values, guesses = self.path_rows(before, places, later)
+        return (self.heads.gates(hidden, later)[:, :, None] * values) @ guesses.transpose(2, 3)
+
+    def known(self, root: Tensor) -> Tensor:
+        """What the heads know of the roots [B], [K, B, H]."""
+        if self.kept is not None:
+            return self.kept.known(root, self.depth)
+        return self.heads.known(self.heads.embed(root, self.backbone.embed), slice(self.depth))
+
+    def path_rows(self, before: Tensor, places: Tensor, later: slice) -> tuple[Tensor, Tensor]:
+        """The rows [K - 1, B, M, R] of tokens, whose product with a gate between them is a path term (`PathRows`)."""
+        if self.kept is not None:
+            return self.kept.path_rows(before, places)
+        heads = self.heads
+        embedded = heads.embed(before, self.backbone.embed)
+        values = heads.values(embedded.flatten(1, 2), later).unflatten(1, before.shape[1:])
         if heads.lm_heads is None:
-            rows = rows_for(heads, self.backbone.head).weight[places].to(codes.dtype).transpose(2, 3)
+            columns = rows_for(heads, self.backbone.head).weight[places].to(values.dtype).transpose(2, 3)
         else:
-            at = places[:, :, None].expand(-1, -1, hidden.shape[-1], -1)
-            rows = heads.lm_heads[1 : len(places) + 1, None].expand(-1, places.shape[1], -1, -1).gather(3, at)
-        return codes @ (heads.out[later, None] @ rows)  # rows: [K - 1, B, H, M]
+            at = places[:, :, None].expand(-1, -1, embedded.shape[-1], -1)
+            columns = heads.lm_heads[1 : len(places) + 1, None].expand(-1, places.shape[1], -1, -1).gather(3, at)
+        return values, (heads.out[later, None] @ columns).transpose(2, 3)  # columns: [K - 1, B, H, M]
+
+    def _static(self, frontier: Frontier) -> Draft:
+        root, (ids, _, tables) = frontier.root[:, None], self.begin(frontier)
+        guesses = ids.transpose(0, 1).flatten(1).gather(1, self.look_ups.candidates(tables))
+        return Draft(torch.cat([root, guesses], dim=1), self.topology)
 
     def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
         """Look up the rows of nodes in a table. Except in draws, `tokens` are indices of candidates (see `named`)."""

@@ -43,36 +43,45 @@ class MarkovHeads(SequentialHeads):
         self.out = nn.Parameter(torch.zeros(later, rank, size))  # U
         nn.init.uniform_(self.token, -(size**-0.5), size**-0.5)
 
-    def independent(self, hidden: Tensor, root: Tensor, heads: slice) -> Tensor:
-        """Compute the features [k, ..., H] of k heads without path terms, from states and embeddings [..., H]."""
-        flat, weight = hidden.reshape(-1, hidden.shape[-1]), self.root[heads]
-        known = normalised(root).reshape(flat.shape)
+    def known(self, root: Tensor, heads: slice) -> Tensor:
+        """Compute what k heads know of the root, e(t_0) A_k [k, P, H], from the embeddings [P, H] of roots."""
+        weight = self.root[heads]
+        return torch.bmm(normalised(root).expand(len(weight), -1, -1), weight)
+
+    def independent(self, hidden: Tensor, known: Tensor, heads: slice) -> Tensor:
+        """Compute the features [k, P, H] of k heads without path terms, from hidden states [P, H] and `known`."""
         # A sum of its own, because under autocast a baddbmm would round the hidden state to bfloat16.
-        x_KMH = flat + torch.bmm(known.expand(len(weight), -1, -1), weight)
+        x_KMH = hidden + known
         for block in self.blocks:
             x_KMH = block(x_KMH, heads)
-        return x_KMH.view(-1, *hidden.shape)
+        return x_KMH
 
-    def codes(self, hidden: Tensor, token: Tensor, later: slice) -> Tensor:
-        """Compute the path terms of k heads before U maps them to features, [k, P, M, R].
+    def alone(self, hidden: Tensor, root: Tensor, heads: slice) -> Tensor:
+        """Compute `independent` features [k, ..., H] from hidden states and embeddings of roots [..., H]."""
+        known = self.known(root.reshape(-1, root.shape[-1]), heads)
+        flat = self.independent(hidden.reshape(-1, hidden.shape[-1]), known, heads)
+        return flat.view(-1, *hidden.shape)
 
-        `hidden` [P, H] are hidden states, and `token` [k, P, M, H] the embeddings of M tokens after each of them.
-        `later` selects the heads among those after head 0."""
-        gate = torch.baddbmm(self.gate_bias[later], hidden.expand(len(token), -1, -1), self.gate[later]).sigmoid()
-        values = torch.bmm(normalised(token).flatten(1, 2), self.token[later])
-        return gate[:, :, None] * values.unflatten(1, token.shape[1:3])
+    def gates(self, hidden: Tensor, later: slice) -> Tensor:
+        """Compute the gates [k, P, R] of the path terms of k heads after hidden states [P, H].
+
+        `later` selects the heads among those after head 0, here and below."""
+        heads = self.gate[later]
+        return torch.baddbmm(self.gate_bias[later], hidden.expand(len(heads), -1, -1), heads).sigmoid()
+
+    def values(self, token: Tensor, later: slice) -> Tensor:
+        """Compute what the gates of k heads let through, [k, M, R], for the embeddings [k, M, H] of tokens."""
+        return torch.bmm(normalised(token), self.token[later])
 
     def path_terms(self, hidden: Tensor, token: Tensor, later: slice) -> Tensor:
-        """Compute the path terms [k, ..., H] of k heads after head 0 from states [..., H] and embeddings [k, ..., H].
-
-        `later` selects the heads among those after head 0."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        codes = self.codes(flat, token.reshape(-1, *flat.shape)[:, :, None], later)[:, :, 0]
+        """Compute the path terms [k, ..., H] of k heads from hidden states [..., H] and embeddings [k, ..., H]."""
+        flat = token.flatten(1, -2)
+        codes = self.gates(hidden.reshape(-1, hidden.shape[-1]), later) * self.values(flat, later)
         return torch.bmm(codes, self.out[later]).view(token.shape)
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
         following = self.require_following(inputs).movedim(-2, 0)[:num_heads]
-        alone = self.independent(inputs.hidden, following[0], slice(num_heads))
+        alone = self.alone(inputs.hidden, following[0], slice(num_heads))
         terms = self.path_terms(inputs.hidden, following[1:], slice(len(following) - 1))
         if self.training and self.path_dropout:
             terms = terms * (torch.rand(terms.shape[:-1], device=terms.device) >= self.path_dropout)[..., None]
@@ -83,7 +92,7 @@ class MarkovHeads(SequentialHeads):
         if head == 0:
             state = (*state, token)
         hidden, root = state
-        feature = self.independent(hidden, root, slice(head, head + 1))[0]
+        feature = self.alone(hidden, root, slice(head, head + 1))[0]
         if head:
             feature = feature + self.path_terms(hidden, token[None], slice(head - 1, head))[0]
         return feature, state

@@ -155,6 +155,22 @@ def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
     assert max(length for _, lengths in eager for length in lengths.values()) > 1
 
 
+@pytest.mark.usefixtures("traced")
+def test_a_kept_region_follows_changes_of_markov_heads(llama: Any) -> None:
+    """Their drafter keeps products of weights (`decode.drafters.path_rows`), and a region keeps the drafter."""
+    heads = random_heads(llama, seed=1, **FORMS["markov"])
+    requests = prepare(llama, [random_ids(5)], max_new_tokens=12, eos_token_id=None, **ANY_TOKEN)
+    drafts = []
+    for _ in range(2):
+        eager, fixed = (all_accepted(llama, heads, requests, compile) for compile in (False, True))
+        assert eager == fixed
+        drafts.append(fixed)
+        with torch.no_grad():
+            heads.token.mul_(-1)
+            heads.root.mul_(-1)
+    assert drafts[0] != drafts[1], "the change has an effect"
+
+
 VARIED = "eagle-3, variants"
 MACHINE: dict[str, tuple[int, dict[str, Any]]] = {
     # Heads and settings for machine code: small, as each kernel costs g++ a second. The second level of an eagle layer

@@ -14,7 +14,7 @@ from decode.bench.calibration.calibrate import calibrate
 from decode.bench.calibration.stored import store, stored
 from decode.bench.methods import plain_method
 from decode.draft import Draft, Frontier
-from decode.drafters import levelwise
+from decode.drafters import levelwise, path_rows
 from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
@@ -97,8 +97,10 @@ def path_to(draft: Draft, row: int, node: int) -> list[int]:
 
 
 @torch.no_grad()
-def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle reads the LM head for every node. Scores agree to 1e-12 in float64, and trees are equal."""
+    monkeypatch.setattr(path_rows, "LIMIT", path_rows.LIMIT if kept else 0)
     start = frontier(double)
     trees: list[Layout] = [*(random_tree(14, seed, max_depth=K) for seed in range(3)), Tree.chain(1), Tree.chain(2)]
     trees += [DynamicTree.over_heads(nodes, K, (0.7, 1.0, 1.5)) for nodes in (2, 9, 40)]
@@ -112,6 +114,7 @@ def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any) -> None:
             assert torch.equal(fast.ids, slow.ids)
             assert torch.equal(fast.topology.parent, slow.topology.parent)
         trellis = TrellisDrafter(heads, Backbone(double), with_shortlist(Tree.chain(K), VOCAB))
+        assert (trellis.kept is not None) == kept
         ids, first, tables = trellis.begin(start)
         for row in range(ROWS):
             root = [int(start.root[row])]
@@ -123,6 +126,36 @@ def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any) -> None:
                     path = [*before, int(ids[head - 1, row, place])]
                     expected = logits_after(double, heads, start.hidden[row], path)[ids[head, row]]
                     torch.testing.assert_close(tables[head - 1, row, place], expected, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["shared", "own"])
+def test_kept_products_follow_changes_of_the_weights(double: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that were written to, replaced or converted, before a drafter is made and after."""
+    model, tree, start = copy.deepcopy(double), with_shortlist(random_tree(14, 1, max_depth=K), 8), frontier(double)
+    heads, backbone = markov(model, **FORMS[form]), Backbone(model)
+    drafter = TrellisDrafter(heads, backbone, tree)
+
+    def check(made: bool) -> None:
+        drafters = [drafter] * made + [TrellisDrafter(heads, backbone, tree)]
+        with monkeypatch.context() as patch:
+            patch.setattr(path_rows, "LIMIT", 0)
+            expected = TrellisDrafter(heads, backbone, tree).propose(start)
+        for found in (each.propose(start) for each in drafters):
+            assert torch.equal(found.ids, expected.ids)
+
+    check(made=True)
+    for weight in (heads.root, heads.token, heads.out, backbone.embed_weight, backbone.head_weight):
+        with torch.no_grad():
+            weight.mul_(-1)
+        check(made=True)
+    with torch.inference_mode():
+        heads.token.mul_(torch.linspace(-1, 1, heads.token.shape[-1]))
+        check(made=True)
+    heads.out = torch.nn.Parameter(-heads.out)
+    check(made=False)
+    heads.float()
+    check(made=False)
 
 
 @torch.no_grad()

@@ -111,7 +111,7 @@ def test_path_dropout_leaves_out_the_path_term_of_a_share_of_the_positions_in_tr
     heads.path_dropout = 0.4
     alike = HeadInputs(inputs().hidden[:1].expand(positions, -1), inputs().following[:1].expand(positions, -1, -1))
     whole = heads.eval().features(alike)
-    without = heads.independent(alike.hidden, alike.following[:, 0], slice(None))
+    without = heads.alone(alike.hidden, alike.following[:, 0], slice(None))
     torch.manual_seed(0)
     trained = heads.train().features(alike)
     assert torch.equal(trained[0], whole[0]), "the first head has no path term"
