@@ -31,6 +31,7 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
 from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run
+from decode.ops.fast_linear import prepare_linear
 from decode.reference import PlainStepper
 from decode.request import prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
@@ -107,6 +108,7 @@ def stepper_for(
         session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
     if compile:
         return CompiledStepper(session, acceptor, factory, "torch" if compile is True else compile)
+    prepare_linear(model)
     if factory is not None:
         restart = partial(factory.start, session, drawn=acceptor.draft == "sample")
         return TreeStepper(session, restart(), acceptor, keep_drafts, restart)

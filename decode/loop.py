@@ -31,6 +31,7 @@ from decode.accept import (
 )
 from decode.draft import Draft, Drafter, DraftRecord, Frontier
 from decode.ops.draws import NO_TOKEN, RewoundDraws, RowDraws
+from decode.ops.fast_linear import fast_linear
 from decode.ops.fast_topk import most_probable
 from decode.ops.transfer import host_waits, on_device
 from decode.rejection import accept_sampled
@@ -176,7 +177,8 @@ class TreeStepper(Stepper):
         return self.frontier.rows, self.frontier.root.tolist()
 
     def step(self, timer: Timer) -> StepOutcome:
-        draft = self.drafter.propose(self.frontier)
+        with fast_linear(self.session.backbone.head_weight, 2 * len(self.frontier.rows)):  # for shared LM heads
+            draft = self.drafter.propose(self.frontier)
         timer.lap("propose")
         readout = self.session.verifier(draft)
         timer.lap("verify")

@@ -163,7 +163,8 @@ def measure(
         one, here = (torch.tensor([[n]], device=backbone.device) for n in (prompt[0], plain.verifier.cache.lengths[0]))
         nodes = one.expand(1, tree.num_nodes)
         forward = bare(session.verifier.cache, nodes, topology.depth + length, masks([length], topology))
-        of_heads = seconds_of(lambda: heads(HeadInputs(hidden), backbone.lm_head, tree.max_depth))
+        with fast_linear(backbone.head_weight, 2):
+            of_heads = seconds_of(lambda: heads(HeadInputs(hidden), backbone.lm_head, tree.max_depth))
         rounds.append(Round(seconds, forward, of_heads, of_plain, bare(plain.verifier.cache, one, here, None)))
 
 

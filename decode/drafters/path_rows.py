@@ -69,11 +69,12 @@ class PathRows(nn.Module):
 
     def refresh(self, heads: MarkovHeads, backbone: Backbone) -> None:
         """Compute the products anew, at the same addresses, if a weight has been written to since the last time."""
-        if all(weight is None or version(weight) == known for made, known in self.made_from for weight in (made(),)):
+        versions = [version(made()) for made, _ in self.made_from]
+        if versions == [known for _, known in self.made_from]:
             return
         for name, rows in products(heads, backbone).items():
             self.get_buffer(name).copy_(rows)
-        self.made_from = [(made, version(weight)) for made, _ in self.made_from if (weight := made()) is not None]
+        self.made_from = [(made, number) for (made, _), number in zip(self.made_from, versions, strict=True)]
 
     def known(self, root: Tensor, depth: int) -> Tensor:
         """Look up what the first `depth` heads know of the roots [B], [depth, B, H]."""
@@ -107,9 +108,11 @@ def weights(heads: MarkovHeads, backbone: Backbone) -> list[Tensor]:
     return [heads.root, heads.token, heads.out, backbone.embed_weight, lm_head]
 
 
-def version(weight: Tensor) -> int:
-    """How often `weight` has been written to; tensors made in inference mode do not count this."""
+def version(weight: Tensor | None) -> int:
+    """How often `weight` has been written to; 0 if it is no more, or was made in inference mode, which counts nothing.
+
+    A change that is not counted makes drafts worse until the drafter is made anew, but no text wrong."""
     try:
-        return weight._version
+        return 0 if weight is None else weight._version
     except RuntimeError:
         return 0

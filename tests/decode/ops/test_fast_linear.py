@@ -100,6 +100,7 @@ def test_a_custom_function_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_text_equals_generate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all products by oneDNN, also those of the prefill."""
     monkeypatch.setattr(module, "MIN_PRODUCTS", 1)
+    monkeypatch.setattr(module, "MIN_PACKED", 1)
     model = tiny_model(family)
     prompts, options = [random_ids(12), random_ids(5, seed=1)], {"max_new_tokens": 24, "do_sample": False}
     with ByOneDNN() as used:

@@ -1,0 +1,134 @@
+"""decode/ops/packed_weights.py: copies of weights, which follow every change of the weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decode import generate
+from decode.ops import fast_linear, packed_weights
+from decode.ops.fast_linear import linear
+from decode.ops.packed_weights import pack, packed
+from tests.helpers import plain, random_heads, random_ids, tiny_model
+
+STOCK = torch._C._nn.linear
+
+
+@pytest.fixture(autouse=True)
+def amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all machines behave like one with an AMD CPU, and pack the weights of tiny models."""
+    monkeypatch.setattr(fast_linear, "PREFERS_ONEDNN", True)
+    monkeypatch.setattr(fast_linear, "MIN_PRODUCTS", 1)
+    monkeypatch.setattr(fast_linear, "MIN_PACKED", 1)
+    monkeypatch.setattr(packed_weights, "MIN_NUMBERS", 1)
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(256, 96)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [2, 7, 16, 300])
+def test_products_of_packed_weights_equal_those_of_pytorch(tokens: int) -> None:
+    """Packed for no number of tokens, used for all; 256 products of about 1 are summed in another order."""
+    one = layer()
+    pack(one)
+    assert packed(one.weight) is not None
+    x = torch.randn(3, tokens, 256)
+    exact = STOCK(x.double(), one.weight.double(), one.bias.double())
+    torch.testing.assert_close(linear(x, one.weight, one.bias).double(), exact, rtol=0, atol=2e-5)
+
+
+def plus(weight: Tensor) -> None:
+    weight.data += 1
+
+
+def one_number(weight: Tensor) -> None:
+    weight.data[5, 7] += 1e-3
+
+
+def rows_swapped(weight: Tensor) -> None:
+    weight.data.copy_(weight.data.flip(0))
+
+
+def columns_swapped(weight: Tensor) -> None:
+    weight.data.copy_(weight.data.flip(1))
+
+
+def another(weight: Tensor) -> None:
+    weight.data = torch.randn_like(weight)
+
+
+def counted(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+@pytest.mark.parametrize("change", [plus, one_number, rows_swapped, columns_swapped, another, counted])
+@torch.no_grad()
+def test_each_text_begins_with_the_present_weights(change: Callable[[Tensor], None]) -> None:
+    """Changes by `.data`, as PEFT merges adapters, are not counted by PyTorch."""
+    one, x = layer(), torch.randn(4, 256)
+    pack(one)
+    before, kept = linear(x, one.weight), packed(one.weight)
+    change(one.weight)
+    pack(one)
+    found = linear(x, one.weight)
+    torch.testing.assert_close(found, STOCK(x, one.weight), rtol=1e-5, atol=2e-5)
+    assert not torch.equal(found, before)
+    again = packed(one.weight)
+    assert again is not None
+    assert again is not kept
+    pack(one)
+    assert packed(one.weight) is again, "packed once"
+
+
+def test_counted_changes_are_seen_at_once() -> None:
+    one = layer()
+    pack(one)
+    counted(one.weight)
+    assert packed(one.weight) is None
+
+
+def test_copies_end_with_their_weights_and_have_their_own() -> None:
+    one = layer()
+    pack(one)
+    twin, number = copy.deepcopy(one), len(packed_weights._PACKED)
+    assert packed(twin.weight) is None
+    del one
+    gc.collect()
+    assert len(packed_weights._PACKED) == number - 1
+
+
+def test_models_too_large_for_a_second_copy_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = layer()
+    monkeypatch.setattr(packed_weights, "_limit", lambda: one.weight.nbytes - 1)
+    pack(one)
+    assert packed(one.weight) is None
+
+
+def test_other_weights_are_left_alone() -> None:
+    for other in (layer().double(), layer().bfloat16(), layer().to("meta"), nn.Embedding(30, 40), nn.LayerNorm(64)):
+        pack(other)
+        assert packed_weights.weight_of(other) is None
+
+
+def test_text_equals_generate_before_and_after_a_change() -> None:
+    """Also with the heads' product of the shared LM head."""
+    model, options = tiny_model("llama"), {"max_new_tokens": 16, "do_sample": False}
+    heads, prompt = random_heads(model, lm_head="shared"), random_ids(7)
+    texts = []
+    for _ in range(2):
+        found = generate(model, heads, torch.tensor([prompt]), tree="topk:3,2,1", **options)
+        texts.append(found[0, 7:].tolist())
+        assert texts[-1] == plain(model, prompt, **options)
+        assert all(packed(one.weight) is not None for one in model.modules() if isinstance(one, nn.Linear))
+        for parameter in model.parameters():
+            parameter.data *= -1.5
+    assert texts[0] != texts[1], "the change has an effect"
