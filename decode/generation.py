@@ -106,9 +106,9 @@ def stepper_for(
         acceptor = Acceptor("rejection" if requests[0].do_sample else "greedy")
     else:
         session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
+    prepare_linear(model)
     if compile:
         return CompiledStepper(session, acceptor, factory, "torch" if compile is True else compile)
-    prepare_linear(model)
     if factory is not None:
         restart = partial(factory.start, session, drawn=acceptor.draft == "sample")
         return TreeStepper(session, restart(), acceptor, keep_drafts, restart)

@@ -22,6 +22,7 @@ from decode.compiled.sampler import FixedSampler
 from decode.draft import Drafter, Frontier
 from decode.heads_cache import HeadsCache
 from decode.masks import visible_slots
+from decode.ops.fast_linear import fast_linear
 from decode.ops.grouped_attention import grouped
 from medusa.backbone import Backbone
 from medusa.memory import total_memory
@@ -68,7 +69,7 @@ class Region:
 
     def __call__(self) -> list[list[int]]:
         """Run one decoding step; returns its decisions as lists of numbers, which `decode.loop.unpack` reads."""
-        with grouped(self.config), self.backbone.watched():
+        with grouped(self.config), fast_linear(self.backbone.head_weight, 2 * self.cache.rows), self.backbone.watched():
             packed = self.compiled() if self.graphed is None else self.graphed(self.cache.width)
         return packed.tolist()
 

@@ -33,15 +33,35 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     products = input.numel() * len(weight)
     if products < MIN_PACKED or products == weight.numel() or torch.is_grad_enabled():
         return STOCK(input, weight, bias)
-    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or not _is_plain(input):
+    if torch.is_autocast_enabled("cpu") or not _is_plain(input):
         return STOCK(input, weight, bias)
+    if torch.compiler.is_compiling():
+        return torch.ops.medusa.linear(input, weight, bias) if _is_plain(weight) else STOCK(input, weight, bias)
     arranged = packed(weight)
-    if arranged is None and products >= MIN_PRODUCTS and _is_plain(weight):
-        arranged = weight
-    if arranged is None:
-        return STOCK(input, weight, bias)
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(input, arranged, bias, "none", [], "")
+    if arranged is not None or (products >= MIN_PRODUCTS and _is_plain(weight)):
+        return _by_onednn(input, weight if arranged is None else arranged, bias)
+    return STOCK(input, weight, bias)
+
+
+def _by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return found
+
+
+def _in_graph(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    arranged = packed(weight)
+    return _by_onednn(input, weight if arranged is None else arranged, bias)
+
+
+def _shape_in_graph(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return input.new_empty(*input.shape[:-1], len(weight))
+
+
+# Compiled steps call this operation, because a packed weight cannot be an input of their graphs.
+_LIBRARY = torch.library.Library("medusa", "FRAGMENT")
+_LIBRARY.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("linear", _in_graph, "CPU")
+_LIBRARY.impl("linear", _shape_in_graph, "Meta")
 
 
 def _is_plain(part: Tensor) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from decode import generate
 from decode.ops import fast_linear, packed_weights
@@ -132,3 +134,22 @@ def test_text_equals_generate_before_and_after_a_change() -> None:
         for parameter in model.parameters():
             parameter.data *= -1.5
     assert texts[0] != texts[1], "the change has an effect"
+
+
+@torch.no_grad()
+def test_compiled_steps_read_packed_weights() -> None:
+    """The graph is compiled once, and follows a change of the weight."""
+    one, x, called = layer(), torch.randn(4, 256), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        called.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    compiled = torch.compile(lambda x: F.linear(x, one.weight, one.bias), backend=backend, fullgraph=True)
+    for _ in range(2):
+        pack(one)
+        with fast_linear.fast_linear(one.weight, 4):
+            found = compiled(x)
+        assert called.count(torch.ops.medusa.linear) == 1
+        torch.testing.assert_close(found, STOCK(x, one.weight, one.bias), rtol=1e-5, atol=2e-5)
+        plus(one.weight)
