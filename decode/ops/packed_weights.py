@@ -65,10 +65,11 @@ def pack(model: nn.Module) -> None:
 
 def weight_of(layer: nn.Module) -> Tensor | None:
     """Return the weight of a linear layer whose products packing makes faster; `None` for all other modules."""
-    weight = layer.weight if isinstance(layer, nn.Linear) else None
-    if type(weight) not in PLAIN_TYPES or weight.dtype != torch.float32 or not weight.is_cpu or weight.is_inference():
+    if not isinstance(layer, nn.Linear) or type(layer.weight) not in PLAIN_TYPES:
         return None
-    return weight if weight.numel() >= MIN_NUMBERS and weight.is_contiguous() else None
+    weight = layer.weight
+    fits = weight.dtype == torch.float32 and weight.is_cpu and weight.is_contiguous() and not weight.is_inference()
+    return weight if fits and weight.numel() >= MIN_NUMBERS else None
 
 
 @cache
