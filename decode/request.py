@@ -18,7 +18,8 @@ from decode.strategies.grammar import Grammar
 from decode.target import WARPERS
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
-from medusa.loading import TextLimits
+from medusa.loading import TextLimits, text_limits
+from medusa.tree_support import longrope_boundary
 
 EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 """Model inputs that `generate` itself adds to the ids. Others would change the text, and tree decoding refuses them."""
@@ -84,8 +85,9 @@ def with_generators(
 
 
 def _prepare_row(model: PreTrainedModel, prompt: Sequence[int], kwargs: dict[str, Any]) -> list[Request]:
-    require_fitting([prompt], Backbone(model))
-    ids = torch.tensor([list(prompt)], device=Backbone(model).device)
+    backbone = Backbone(model)
+    require_fitting([prompt], backbone)
+    ids = torch.tensor([list(prompt)], device=backbone.device)
     # The mask is never derived from an id, and the caller makes the copies of a row.
     inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "num_return_sequences": 1}
     return model.generate(ids, custom_generate=requests_of, **inputs, **kwargs)  # type: ignore[operator]
@@ -107,7 +109,7 @@ def requests_of(
     require_mask(model_kwargs.get("attention_mask"), input_ids)
     _require_supported(generation_config, input_ids, model_kwargs)
     rows = unpadded(input_ids, model_kwargs.get("attention_mask"))
-    require_fitting(rows, Backbone(model))
+    require_fitting(rows, text_limits(model.config))
     foreign = [p for p in logits_processor if not isinstance(p, WARPERS)]
     if foreign and (len(rows) > 1 or len(rows[0]) < input_ids.shape[1]):
         raise RequestError(
@@ -151,8 +153,10 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
 
 def require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) -> None:
     """Raise a `RequestError` if one of several texts may get so long that longrope rotates all of them differently."""
-    boundary, longest = Backbone(model).rope_boundary, max(len(r.prompt) + r.max_new_tokens for r in requests)
-    if boundary is not None and len(requests) > 1 and longest > boundary:
+    if len(requests) == 1:
+        return
+    boundary, longest = longrope_boundary(model), max(len(r.prompt) + r.max_new_tokens for r in requests)
+    if boundary is not None and longest > boundary:
         raise RequestError(
             f"longrope rotates all rows differently once one passes {boundary} tokens; decode one prompt at a time"
         )

@@ -29,11 +29,12 @@ class Topology:
     max_children: int  # C as a number on the host, so that reading it does not wait for the device
     static_non_ancestors: Tensor | None = None  # `non_ancestors`, if all steps share the topology
 
-    @classmethod
-    def of(cls, tree: Tree) -> Topology:
-        """Make the topology of a static tree, which all rows share."""
+    @staticmethod
+    @lru_cache(maxsize=8)
+    def of(tree: Tree) -> Topology:
+        """Make the topology of a static tree, which all rows share; it is stored for the next texts."""
         most = tree.children.shape[1]
-        topology = cls(tree.parent[None], tree.depth[None], tree.ancestors[None], tree.paths[None], most)
+        topology = Topology(tree.parent[None], tree.depth[None], tree.ancestors[None], tree.paths[None], most)
         return replace(topology, static_non_ancestors=topology.non_ancestors)
 
     @classmethod

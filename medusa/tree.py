@@ -18,7 +18,7 @@ import json
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import ClassVar
@@ -58,24 +58,7 @@ class Tree:
         """Make a tree from the paths of all nodes except the root (the `medusa_choices` of the original Medusa).
 
         Raise RequestError if a path is empty or listed twice, contains something other than ranks, or has no parent."""
-        index: dict[RankPath, int] = {(): 0}
-        for path in sorted(map(_checked, paths), key=lambda p: (len(p), p)):
-            if path in index:
-                raise RequestError(f"the tree lists the path {list(path)} twice; remove one")
-            if path[:-1] not in index:
-                raise RequestError(f"the tree's path {list(path)} has no parent; add the path {list(path[:-1])}")
-            index[path] = len(index)
-        _require_size(len(index), "the tree")
-        lines = torch.full((len(index), max(map(len, index)) + 1), -1)
-        ancestors = torch.zeros(len(index), len(index), dtype=torch.bool)
-        for node, path in enumerate(index):
-            line = [index[path[:depth]] for depth in range(len(path) + 1)]
-            lines[node, : len(line)] = torch.tensor(line)
-            ancestors[node, line] = True
-        parent = torch.tensor([index[path[:-1]] for path in index])
-        depth = torch.tensor([len(path) for path in index])
-        rank = torch.tensor([path[-1] if path else 0 for path in index])
-        return cls(parent, depth, rank, ancestors, lines)
+        return _made(tuple(sorted(map(_checked, paths), key=lambda path: (len(path), path))))
 
     @classmethod
     def chain(cls, depth: int) -> Tree:
@@ -94,6 +77,8 @@ class Tree:
         return cls.from_paths(chain.from_iterable(levels))
 
     def to(self, device: torch.device | str) -> Tree:
+        if self.depth.device == torch.device(device):
+            return self  # with its cached tables
         tensors = {name: getattr(self, name).to(device) for name in ("parent", "depth", "rank", "ancestors", "paths")}
         return replace(self, **tensors)
 
@@ -152,6 +137,31 @@ class Tree:
             raise RequestError(f"the tree takes guess {rank + 1} of a head, but the vocabulary is {vocab_size}")
 
 
+@lru_cache(maxsize=8)
+def _made(paths: tuple[RankPath, ...]) -> Tree:
+    """Make the tree of `from_paths`; it is stored, because every text that is decoded asks for the same tree again."""
+    index: dict[RankPath, int] = {(): 0}
+    for path in paths:
+        if path in index:
+            raise RequestError(f"the tree lists the path {list(path)} twice; remove one")
+        if path[:-1] not in index:
+            raise RequestError(f"the tree's path {list(path)} has no parent; add the path {list(path[:-1])}")
+        index[path] = len(index)
+    _require_size(len(index), "the tree")
+    # Outside of the caller's contexts, because the tree is also for others: models are planned on the meta device.
+    with torch.device("cpu"), torch.inference_mode(False):
+        lines = torch.full((len(index), max(map(len, index)) + 1), -1)
+        ancestors = torch.zeros(len(index), len(index), dtype=torch.bool)
+        for node, path in enumerate(index):
+            line = [index[path[:depth]] for depth in range(len(path) + 1)]
+            lines[node, : len(line)] = torch.tensor(line)
+            ancestors[node, line] = True
+        parent = torch.tensor([index[path[:-1]] for path in index])
+        depth = torch.tensor([len(path) for path in index])
+        rank = torch.tensor([path[-1] if path else 0 for path in index])
+    return Tree(parent, depth, rank, ancestors, lines)
+
+
 def _require_size(nodes: int, name: str) -> None:
     """Raise RequestError if the tree `name` has more than `MAX_NODES` nodes."""
     if nodes > MAX_NODES:
@@ -169,6 +179,7 @@ def _checked(path: Sequence[int]) -> RankPath:
     return tuple(path)
 
 
+@cache
 def named_trees() -> dict[str, list[list[int]]]:
     """Return the node paths of each named tree, by name: nine of the original Medusa, and `eight`, a tree for CPUs."""
     shipped = json.loads(Path(__file__).with_name("trees.json").read_text(encoding="utf-8"))

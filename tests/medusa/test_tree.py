@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import medusa.tree
+from decode.topology import Topology
 from medusa import RequestError, Tree
 from medusa.tree import MAX_NODES, load_tree, named_trees
 from tests.helpers import random_tree
@@ -163,3 +164,17 @@ def test_a_tree_must_fit_heads_and_vocabulary() -> None:
         Tree.chain(4).require_fit(num_heads=3, vocab_size=10)
     with pytest.raises(RequestError, match="guess 11"):
         Tree.from_paths([[10]]).require_fit(num_heads=3, vocab_size=10)
+
+
+def test_equal_trees_are_made_once(tmp_path: Path) -> None:
+    """Each text that is decoded asks for its tree again; a file is read again, because it may have changed."""
+    assert load_tree("topk:2,1", 5) is Tree.from_paths([[1], [0], [1, 0], [0, 0]])
+    assert Topology.of(load_tree("topk:2,1", 5)) is Topology.of(Tree.top_k([2, 1]).to("cpu"))
+    with torch.device("meta"), torch.inference_mode():
+        made = Tree.from_paths([[0], [0, 0], [0, 0, 0], [0, 0, 1]])
+    assert made.depth.is_cpu
+    assert not made.depth.is_inference()
+    file = tmp_path / "tree.json"
+    for paths in ([[0]], [[0], [1]]):
+        file.write_text(json.dumps({"paths": paths}))
+        assert load_tree(str(file), 5).to_json() == paths
