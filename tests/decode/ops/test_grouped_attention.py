@@ -6,17 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decode.cache import TreeCache
 from decode.draft import Draft
+from decode.masks import visible
 from decode.ops.grouped_attention import SDPA, grouped, sdpa_grouped
 from decode.prefill import prefill
 from decode.topology import Topology
 from decode.verify import Verifier
 from medusa.backbone import Backbone
+from medusa.tree_support import LayerKind, additive
 from tests.helpers import random_ids, random_tree, tiny_model
 
 
@@ -106,3 +109,49 @@ def test_what_decoding_never_asks_for_is_left_to_transformers() -> None:
         with pytest.raises(ValueError, match="softcap"):
             sdpa_grouped(module, query, key, key, mask, softcap=30.0)
     assert torch.equal(sdpa_grouped(module, query, key, key, mask)[0], stock(module, query, key, key, mask)[0])
+
+
+class Products(TorchDispatchMode):
+    """Counts attention by matrix products, and by PyTorch's kernel."""
+
+    products = kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func is torch.ops.aten.baddbmm.default
+        self.kernels += "scaled_dot_product" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "kind", [LayerKind(), LayerKind(window=6), LayerKind(chunk=8)], ids=["full", "window", "chunk"]
+)
+@torch.no_grad()
+def test_attention_of_tiny_heads_equals_sdpa(kind: LayerKind) -> None:
+    """By matrix products, with heads of 8 numbers; values of another size, as in DeepSeek's layers, are allowed."""
+    generator, module = torch.Generator().manual_seed(0), torch.nn.Module()
+    tree, module.num_key_value_groups = Topology.of(random_tree(9)), 2
+    mask = additive(visible(tree, [21], kind), torch.float32)[:, None]
+    query, key = (torch.randn(1, n, 8, generator=generator) for n in (4 * 10, 2 * 31))
+    query, key = query.view(1, 10, 4, 8).transpose(1, 2), key.view(1, 2, 31, 8)
+    value = torch.randn(1, 2, 40, 5, generator=generator)[:, :, :31]  # a part of a cache
+    with Products() as used:
+        found, _ = sdpa_grouped(module, query, key, value, mask, scaling=0.5)
+    assert (used.products, used.kernels) == (1, 0)
+    exact = [part.double() for part in (query, key, value, mask)]
+    expected, _ = sdpa_attention.sdpa_attention_forward(module, *exact, scaling=0.5)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)  # a rounding of numbers of about 1
+
+
+@torch.no_grad()
+def test_other_attention_runs_pytorchs_kernel() -> None:
+    """Heads of more numbers, several texts, few queries, long texts, and bfloat16."""
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    usual = {"batch": 1, "tokens": 10, "slots": 30, "size": 8, "dtype": torch.float32}
+    for other in ({"batch": 2}, {"tokens": 7}, {"size": 16}, {"slots": 2**13}, {"dtype": torch.bfloat16}, {}):
+        batch, tokens, slots, size, dtype = (usual | other).values()
+        query, key = torch.randn(batch, 4, tokens, size, dtype=dtype), torch.randn(batch, 2, slots, size, dtype=dtype)
+        with Products() as used:
+            sdpa_grouped(module, query, key, key, torch.zeros(batch, 1, tokens, slots, dtype=dtype), scaling=0.5)
+        assert (used.products, used.kernels) == ((0, 1) if other else (1, 0)), other
