@@ -1,0 +1,76 @@
+"""Rotary position embeddings of a few tokens on a CPU, in 8 operations instead of 14.
+
+In a small model, starting an operation takes longer than computing it. transformers rotates queries and keys one after
+the other; here they are rotated together, by the same products and sums, so results are equal bit by bit.
+
+transformers copies `apply_rotary_pos_emb` into the file of each model. A file is changed only if its copy computes what
+that of Llama computes, as 116 of the 200 files do.
+
+Shapes: B rows of the batch, H query heads, K key heads, N tokens, D head size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from types import CodeType, ModuleType
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+
+from decode.ops.shared_setting import Restore, SharedSetting
+
+NAME = "apply_rotary_pos_emb"
+MAX_NUMBERS = 2**16
+"""Numbers of all queries and keys up to which fewer operations are faster; joining more takes longer than it saves."""
+STOCK = modeling_llama.apply_rotary_pos_emb
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotate queries `q` [B, H, N, D] and keys `k` [B, K, N, D] by `cos` and `sin` [B, N, D], as transformers does."""
+    fits = unsqueeze_dim == 1 and q.shape[::2] == k.shape[::2] and q.dtype == k.dtype
+    if not fits or not q.is_cpu or q.numel() + k.numel() > MAX_NUMBERS or torch.compiler.is_compiling():
+        return STOCK(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    both, heads = torch.cat([q, k], dim=1), q.shape[1]
+    half = both.shape[-1] // 2
+    turned = torch.cat([-both[..., half:], both[..., :half]], dim=-1)
+    both = both * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+    return both[:, :heads], both[:, heads:]
+
+
+def fast_rotary(decoder: nn.Module, on_cpu: bool) -> AbstractContextManager[None]:
+    """While the context is open, rotate by `rotated` in `decoder`, if it is `on_cpu` and rotates as Llama does.
+
+    The context replaces the function in the file of the model, also for other threads, whose results stay the same."""
+    return _setting(sys.modules[type(decoder).__module__]) if on_cpu else nullcontext()
+
+
+@cache
+def _setting(file: ModuleType) -> AbstractContextManager[None]:
+    if any(_code(vars(file).get(name)) != code for name, code in LLAMA.items()):
+        return nullcontext()
+    return SharedSetting(partial(_replace, file, vars(file)[NAME]))
+
+
+def _code(function: object) -> tuple[object, ...]:
+    """What a function of transformers computes: its code without texts, such as the docstring."""
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType):
+        return (function,)
+    return code.co_code, code.co_names, code.co_varnames, [c for c in code.co_consts if not isinstance(c, str)]
+
+
+LLAMA = {name: _code(vars(modeling_llama)[name]) for name in (NAME, "rotate_half")}
+
+
+def _replace(file: ModuleType, copied: Callable[..., object]) -> Restore:
+    if vars(file)[NAME] is copied:  # a function that somebody else has put there stays
+        setattr(file, NAME, rotated)
+    return partial(_put_back, file, copied)
+
+
+def _put_back(file: ModuleType, copied: Callable[..., object]) -> None:
+    if vars(file)[NAME] is rotated:
+        setattr(file, NAME, copied)
