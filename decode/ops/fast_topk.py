@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-WORTHWHILE = 1 << 14
-"""Minimum number of values for a search by blocks; for fewer values, its seven operations are slower than PyTorch."""
+WORTHWHILE = 1 << 15
+"""Minimum number of values for a search by blocks; its seven operations cost 22 us, as PyTorch for 35,000 values."""
 
 
 def most_probable(logits: Tensor) -> Tensor:
