@@ -58,7 +58,7 @@ class Tree:
         """Make a tree from the paths of all nodes except the root (the `medusa_choices` of the original Medusa).
 
         Raise RequestError if a path is empty or listed twice, contains something other than ranks, or has no parent."""
-        return _made(tuple(sorted(map(_checked, paths), key=lambda path: (len(path), path))))
+        return tree_of(tuple(sorted(map(_checked, paths), key=lambda path: (len(path), path))))
 
     @classmethod
     def chain(cls, depth: int) -> Tree:
@@ -138,7 +138,7 @@ class Tree:
 
 
 @lru_cache(maxsize=8)
-def _made(paths: tuple[RankPath, ...]) -> Tree:
+def tree_of(paths: tuple[RankPath, ...]) -> Tree:
     """Make the tree of `from_paths`; it is stored, because every text that is decoded asks for the same tree again."""
     index: dict[RankPath, int] = {(): 0}
     for path in paths:

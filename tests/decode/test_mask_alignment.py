@@ -130,7 +130,7 @@ def test_a_step_repeats_each_mask_once_for_all_layers(
     family: str, settings: Any, kinds: int, attended: list[Tensor]
 ) -> None:
     """Four query heads share two key heads, so attention reads a mask of twice as many rows."""
-    model = tiny_model(family, num_hidden_layers=6, **settings)
+    model = tiny_model(family, num_hidden_layers=6, head_dim=16, **settings)  # heads of 8 take matrix products
     backbone, topology, cache = Backbone(model), Topology.of(random_tree(9)), TreeCache(model.config, 1, capacity=40)
     backbone.forward(torch.tensor([random_ids(12)]), cache, position_ids=torch.arange(12)[None])
     cache.commit_prompt([12])
