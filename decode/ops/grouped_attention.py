@@ -64,9 +64,11 @@ def sdpa_grouped(
 
 def _favours_products(query: Tensor, key: Tensor, mask: Tensor) -> bool:
     """Whether `_by_products` is faster than PyTorch's sdpa for `query` [B, K, Q, D] and `key` [B, K, S, D]."""
+    if torch.compiler.is_compiling():  # first, because a comparison of sizes would limit the compiled code to them
+        return False
     batch, heads, queries, size = query.shape
     fits = batch == 1 and size <= TINY_HEAD and queries >= MIN_QUERIES and heads * queries * key.shape[2] <= MAX_SCORES
-    return fits and query.is_cpu and query.dtype == mask.dtype == torch.float32 and not torch.compiler.is_compiling()
+    return fits and query.is_cpu and query.dtype == mask.dtype == torch.float32
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:

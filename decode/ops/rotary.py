@@ -30,8 +30,8 @@ STOCK = modeling_llama.apply_rotary_pos_emb
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Rotate queries `q` [B, H, N, D] and keys `k` [B, K, N, D] by `cos` and `sin` [B, N, D], as transformers does."""
-    fits = unsqueeze_dim == 1 and q.shape[::2] == k.shape[::2] and q.dtype == k.dtype
-    if not fits or not q.is_cpu or q.numel() + k.numel() > MAX_NUMBERS or torch.compiler.is_compiling():
+    is_usual = not torch.compiler.is_compiling() and unsqueeze_dim == 1 and q.is_cpu and q.dtype == k.dtype
+    if not is_usual or q.shape[::2] != k.shape[::2] or q.numel() + k.numel() > MAX_NUMBERS:
         return STOCK(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     both, heads = torch.cat([q, k], dim=1), q.shape[1]
     half = both.shape[-1] // 2
