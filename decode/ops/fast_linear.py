@@ -58,10 +58,12 @@ def _shape_in_graph(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 # Compiled steps call this operation, because a packed weight cannot be an input of their graphs.
+# It can be defined once in a process, but a module can be imported again.
 _LIBRARY = torch.library.Library("medusa", "FRAGMENT")
-_LIBRARY.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.impl("linear", _in_graph, "CPU")
-_LIBRARY.impl("linear", _shape_in_graph, "Meta")
+if not hasattr(torch.ops.medusa, "linear"):
+    _LIBRARY.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+    _LIBRARY.impl("linear", _in_graph, "CPU")
+    _LIBRARY.impl("linear", _shape_in_graph, "Meta")
 
 
 def _is_plain(part: Tensor) -> bool:
