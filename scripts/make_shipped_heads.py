@@ -26,7 +26,13 @@ from script_tools import medusa, read_documents, run_script, script_parser, writ
 
 SENTENCE = re.compile(r'.*?[.!?]["”]?(?=\s|$)', re.DOTALL)
 TEXTS = {"greedy": (3200, 0), "warm": (1024, 0.7), "held_out": (200, 0)}  # prompts, temperature
-TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 4e-3, "save_strategy": "no", "logging_steps": 100}
+TRAINING = {
+    "objective": "argmax",
+    "head_weighting": "dpace",
+    "per_device_train_batch_size": 4,
+    "num_train_epochs": 100,  # the time ends first
+    "bf16": True,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -34,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", required=True, type=Path, help="stories separated by lines <|endoftext|>")
     parser.add_argument("--work", required=True, type=Path, help="write prompts and texts here")
     parser.add_argument("--output", required=True, type=Path, help="write the heads here")
-    parser.add_argument("--minutes", type=float, default=30, metavar="M", help="of training (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=30, metavar="M", help="CPU minutes (default: %(default)s)")
     parser.add_argument("--nodes", type=int, default=8, metavar="N", help="nodes of the tree (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(argv)
@@ -53,24 +59,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         "backbone": "demo",
         "data": {"path": str(text), "sequence_length": 256},
         "output_dir": str(args.output),
-        "heads": {"num": 4},
-        "training": {"max_minutes": args.minutes, "seed": 0} | TRAINING,
+        "heads": {"num": 6, "kind": "markov"},
+        "cache_features": True,
+        "training": {"max_cpu_minutes": args.minutes, "seed": 0} | TRAINING,
     }
     write_json(args.work / "train.json", recipe)  # JSON is YAML
     medusa(f"train --threads {args.threads} --overwrite", args.work / "train.json")
-    backbone, heads = Backbone(load_backbone("demo").model), MedusaHeads.from_pretrained(args.output)
-    records = read_records(str(args.work / "own_held_out.jsonl"))
+    finish(args.output, args.work / "own_held_out.jsonl", args.nodes)
+
+
+def finish(folder: Path, held_out: Path, nodes: int) -> None:
+    """Give the heads in `folder` a tree of `nodes` nodes for texts that took no part in the training, and shrink them.
+
+    Weights are stored in bfloat16, and the provenance without the folders of this machine."""
+    backbone, heads = Backbone(load_backbone("demo").model), MedusaHeads.from_pretrained(folder)
+    records = read_records(str(held_out))
     texts = [(record.input_ids[: record.prompt_tokens], record.input_ids[record.prompt_tokens :]) for record in records]
     recording = record(backbone, heads, texts)
-    tree = grow(recording, args.nodes)
+    tree = grow(recording, nodes)
     tau = predicted_tau(tree, recording)
     heads.config.tree = [list(path) for path in tree.rank_paths]
-    provenance = read_json(args.output / PROVENANCE) | {"command": "python scripts/make_shipped_heads.py"}
-    config = provenance["config"]  # without the folders of this machine
-    config["data"]["path"], config["output_dir"] = text.name, args.output.name
-    provenance["tree"] = {"nodes": args.nodes, "texts": len(texts), "expected_tau": round(tau, 3)}
-    heads.to(torch.bfloat16).save_pretrained(args.output, provenance)
-    print(f"{args.nodes}-node tree, expected tau {tau:.3f}: {heads.config.tree}")
+    provenance = read_json(folder / PROVENANCE) | {"command": "python scripts/make_shipped_heads.py"}
+    config = provenance["config"]
+    config["data"]["path"], config["output_dir"] = "own_text", folder.name
+    provenance["tree"] = {"nodes": nodes, "texts": len(texts), "expected_tau": round(tau, 3)}
+    heads.to(torch.bfloat16).save_pretrained(folder, provenance)
+    print(f"{nodes}-node tree, expected tau {tau:.3f}: {heads.config.tree}")
 
 
 if __name__ == "__main__":

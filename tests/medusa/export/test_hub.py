@@ -313,9 +313,22 @@ print(json.dumps(results))
 """
 
 
-def test_repositories_run_without_the_packages(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """The embedded backbone and its heads, and the original's own heads for stories260K, exported by the command."""
-    pairs = [("demo", str(DEMO_BACKBONE), "demo", [0, 403, 378])]
+@pytest.fixture(scope="module")
+def demo_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with independent heads for the embedded backbone; those of the package cannot be exported."""
+    folder = tmp_path_factory.mktemp("demo heads")
+    known = MedusaHeads.from_pretrained("demo").config
+    heads = random_heads(load_backbone("demo").model, 3, lm_head="shared", base_model_name_or_path="demo")
+    heads.config.backbone = known.backbone
+    heads.save_pretrained(folder, {"command": "a test"})
+    return str(folder)
+
+
+def test_repositories_run_without_the_packages(
+    demo_heads: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Heads for the embedded backbone, and the original's own heads for stories260K, exported by the command."""
+    pairs = [("demo", str(DEMO_BACKBONE), demo_heads, [0, 403, 378])]
     try:
         models = request.getfixturevalue("shared") / "models"
         original = str(models / "stories260K-medusa5-original")
@@ -667,13 +680,13 @@ def export(*words: str) -> int:
     return main(["export", "--to", "hub", *words])
 
 
-def test_export_of_the_shipped_heads(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_export_for_the_shipped_backbone(demo_heads: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "bench.json").write_text(json.dumps(BENCHMARK))
     place = tmp_path / "out"
-    words = ["--heads", "demo", "--output", str(place), "--benchmark", str(tmp_path / "bench.json")]
+    words = ["--heads", demo_heads, "--output", str(place), "--benchmark", str(tmp_path / "bench.json")]
     assert export(*words, "--license", "cdla-sharing-1.0", "--repo-id", "me/heads") == 0
     out = capsys.readouterr()
-    assert "measured /home/me/runs/heads, not demo" in out.err
+    assert f"measured /home/me/runs/heads, not {demo_heads}" in out.err
     assert 'custom_generate="me/heads"' in out.out
     files = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
     assert files == {CONFIG, WEIGHTS, PROVENANCE, CARD, GENERATE, REQUIREMENTS}
