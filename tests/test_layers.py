@@ -129,7 +129,7 @@ def test_the_map_shows_every_module_and_every_arrow() -> None:
         if name != "medusa/commands":  # its files are the sub-commands
             assert shown == real, f"docs/map.md, {name}"
         for line, arrows in (("Imports", imports[name]), ("Imported by", imported_by[name])):
-            (listed,) = re.findall(rf"{line}: (.*?)\.(?:<br>|\n)", section)
+            (listed,) = re.findall(rf"{line}: (.*?)\.(?:<br>|\n)", section, re.DOTALL)
             assert set(re.findall(r"`([\w/]+)`", listed)) == arrows, f"docs/map.md, {name}, {line}"
 
 
