@@ -1,4 +1,4 @@
-"""The metrics of a benchmark, and the JSON format in which `medusa benchmark --json` writes them (docs/measuring.md).
+"""The metrics of a benchmark, and the JSON format in which `medusa benchmark --json` writes them (docs/results.md).
 
 tau is the mean number of tokens per step, root included: over the steps of all texts together (`tau`), or computed for
 each text and then averaged over the texts (`mean_tau`). Files of earlier versions may lack the fields with defaults.

@@ -1,4 +1,4 @@
-"""The stage `checks`: what only a GPU can show of the faults in docs/gpu.md."""
+"""The stage `checks`: what only a GPU can show of the faults in docs/log.md."""
 
 from __future__ import annotations
 
