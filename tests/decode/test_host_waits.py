@@ -21,15 +21,16 @@ from decode.ops import fast_topk
 from decode.ops.transfer import unchecked
 from medusa import Tree
 from tests.decode.host_waits import HostWaits
-from tests.helpers import EAGLE_FORMS, MTP_FORM, left_padded, plain, random_heads, random_ids
+from tests.helpers import EAGLE_FORMS, MTP_FORM, left_padded, plain, random_heads, random_ids, shared_model
 
-NEW, STEPS, SKIPPED = 40, 5, 2  # the first steps may prepare what later ones use again
+NEW, TEXT = 40, 24  # the most tokens of texts that are left after some steps, and of whole texts
+STEPS, SKIPPED = 5, 2  # the first steps may prepare what later ones use again
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8}
 WARPED = SAMPLED | {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "epsilon_cutoff": 1e-3, "typical_p": 0.95}
 READING: dict[str, Any] = {
     "repetition_penalty": 1.2,
     "no_repeat_ngram_size": 4,
-    "min_new_tokens": NEW,
+    "min_new_tokens": TEXT,
     "bad_words_ids": [[3], [4, 5]],
     "suppress_tokens": [6],
     "exponential_decay_length_penalty": (20, 1.01),
@@ -73,10 +74,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_topk, "_numpy_can_read", lambda values: False)
 
 
+@pytest.fixture(scope="session")
+def llama() -> Any:
+    """One layer, because what waits does so outside the layers."""
+    return shared_model("llama", num_hidden_layers=1)
+
+
 def decoded(model: Any, heads: Any, rows: int, **options: Any) -> Iterator[Step]:
     prompts = [random_ids(5 + 3 * row % 11, seed=row) for row in range(rows)]
     seeds = list(range(rows)) if options.get("do_sample") else None
-    return steps(model, heads, **left_padded(prompts), seeds=seeds, max_new_tokens=NEW, **options)
+    return steps(model, heads, **left_padded(prompts), seeds=seeds, **{"max_new_tokens": NEW} | options)
 
 
 def most_waits(monkeypatch: pytest.MonkeyPatch, taken: Iterator[Step]) -> tuple[int, str]:
@@ -108,7 +115,7 @@ def test_waits_of_a_step(llama: Any, monkeypatch: pytest.MonkeyPatch, mode: str,
 @pytest.mark.parametrize("mode", MODES)
 def test_texts_do_not_depend_on_the_waits(llama: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Walks that go on after their ends give the texts of walks that stop there, also with penalties and seeds."""
-    heads, (_, options) = random_heads(llama), MODES[mode]
+    heads, options = random_heads(llama), MODES[mode][1] | {"max_new_tokens": TEXT}
     longest = 0
     for rows, tree in ((1, "topk:10,4,2"), (5, "topk:10,4,2"), (3, "dynamic:30")):
         if options.get("draft") == "sample" and tree.startswith("dynamic"):
@@ -133,16 +140,23 @@ def test_the_global_generator_is_where_plain_sampling_leaves_it(llama: Any) -> N
     assert (out[0, len(prompt) :].tolist(), left) == expected
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("kind", HEADS)
-def test_waits_of_all_kinds_of_heads(llama: Any, monkeypatch: pytest.MonkeyPatch, kind: str, rows: int) -> None:
-    heads = random_heads(llama, **HEADS[kind])
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        *((kind, 4) for kind in HEADS),
+        *((kind, 1) for kind in ("independent", "eagle")),
+        *(pytest.param(kind, 1, marks=pytest.mark.further) for kind in HEADS if kind not in ("independent", "eagle")),
+    ],
+)
+def test_waits_of_all_kinds_of_heads(monkeypatch: pytest.MonkeyPatch, kind: str, rows: int) -> None:
+    model = shared_model("llama", num_hidden_layers=2 if "feature_layers" in HEADS[kind] else 1)
+    heads = random_heads(model, **HEADS[kind])
     if heads.config.prefix_layers:
-        list(decoded(llama, heads, rows, tree=TREES[0]))  # makes the tables of paths that these heads keep
+        list(decoded(model, heads, rows, tree=TREES[0]))  # makes the tables of paths that these heads keep
     # Heads guess before the rule decides, so one drawing rule with each form of tree is enough.
     for mode, tree in (("greedy", TREES[0]), ("sampled", TREES[1]), ("drawn drafts", TREES[0])):
         budget, options = MODES[mode]
-        waits, places = most_waits(monkeypatch, decoded(llama, heads, rows, tree=tree, **options))
+        waits, places = most_waits(monkeypatch, decoded(model, heads, rows, tree=tree, **options))
         assert waits <= budget, f"{kind}, {mode}, {rows} rows, {tree}: {waits} waits\n{places}"
 
 

@@ -254,9 +254,7 @@ def test_samples_have_the_target_distribution(kind: str) -> None:
         ("recurrent", "shared", "dynamic:9"),
     ],
 )
-def test_whole_steps_can_be_compiled(
-    llama: Any, kind: str, lm_head: str, tree: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_steps_can_be_compiled(kind: str, lm_head: str, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured without a graph break, as in tests/decode/compiled/test_compiled.py."""
 
     def traced(step: Any, cuda_graphs: bool) -> Any:
@@ -264,10 +262,11 @@ def test_whole_steps_can_be_compiled(
         return torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
 
     monkeypatch.setattr(decode.compiled.region, "compiled", traced)
-    _, some = pair(llama, kind, lm_head)
+    model = tiny_model("llama", num_hidden_layers=1)
+    _, some = pair(model, kind, lm_head)
     prompt = random_ids(5)
-    out = generate(llama, some, torch.tensor([prompt]), tree=tree, max_new_tokens=8, do_sample=False, compile=True)
-    assert out[0, 5:].tolist() == plain(llama, prompt, max_new_tokens=8)
+    out = generate(model, some, torch.tensor([prompt]), tree=tree, max_new_tokens=8, do_sample=False, compile=True)
+    assert out[0, 5:].tolist() == plain(model, prompt, max_new_tokens=8)
 
 
 def test_a_tree_wider_than_the_draft_vocabulary_is_rejected(llama: Any) -> None:

@@ -85,7 +85,7 @@ def most_at_once(sizes: list[int], size: int) -> int:
     return most
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("asked", [OWN, ONE], ids=["own", "one"])
 def test_gradients_added_in_place_equal_those_of_one_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: HeadsConfig, rows: int
@@ -107,7 +107,7 @@ def test_gradients_added_in_place_equal_those_of_one_batch(
         torch.testing.assert_close(precise[name], gradient, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 3])
 def test_accumulation_holds_one_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     of_all = HEADS * ONE_BYTES
     assert most_at_once(blocks(trainer(tmp_path, rows).train), of_all) == 1
