@@ -243,7 +243,7 @@ def test_answers_fit_the_context() -> None:
         ({"purpose": "sglang"}, 260_000, False, SERVED),
         ({"kind": "hydra"}, 260_000, False, {"kind": "hydra"}),
         ({}, 260_000, False, {"kind": "medusa"}),
-        ({}, 7_000_000_000, True, {"kind": "recurrent"}),
+        ({}, 7_000_000_000, True, {"kind": "markov"}),
     ],
 )
 def test_the_table_chooses_the_heads(given: dict, parameters: int, on_gpu: bool, heads: dict) -> None:
@@ -263,7 +263,7 @@ def test_the_table_has_a_row_for_everything() -> None:
 def test_compare_trains_several_kinds() -> None:
     assert [choice.name for choice in choose_heads(options(compare=True), 10**7, False, 4)][:2] == [
         "medusa",
-        "recurrent",
+        "markov",
     ]
 
 
