@@ -106,8 +106,7 @@ class HeadsCache:
         if self.pairs is None:
             return None
         assert isinstance(self.heads, AttendsToText)
-        cache, longest = self.pairs, self.pairs.longest
-        lengths = on_device(cache.lengths, self.device)[:, None]  # [B, 1]
-        seen = torch.arange(longest, device=lengths.device) < lengths
+        cache, longest, window = self.pairs, self.pairs.longest, self.heads.window
         kv = [(layer.keys[:, :, :longest], layer.values[:, :, :longest]) for layer in cache.tree_layers]
-        return self.heads.context_kv(kv, seen[:, None], lengths)
+        last = None if window is None or longest <= window else window
+        return self.heads.after_text(kv, on_device(cache.lengths, self.device), last)

@@ -23,7 +23,7 @@ MIN_VOCABULARY = 32  # tokens in the smallest reduced vocabulary; usual trees ne
 MAX_SIZE, MAX_COUNT = 2**24, 2**10  # far more than any model has; larger tensors could not be described
 LIMITS = {"hidden_size": (1, MAX_SIZE), "vocab_size": (1, MAX_SIZE), "vocabulary": (MIN_VOCABULARY, MAX_SIZE)}
 LIMITS |= {"num_heads": (1, MAX_COUNT), "num_layers": (1, MAX_COUNT), "prefix_layers": (0, MAX_COUNT)}
-LIMITS |= {"rank": (1, MAX_SIZE)}
+LIMITS |= {"rank": (1, MAX_SIZE), "window": (1, MAX_SIZE)}
 """The smallest and the largest values of fields with whole numbers."""
 SIZE_LIMITS = {"layers": MAX_COUNT, "heads": MAX_COUNT, "key_value_heads": MAX_COUNT}
 SIZE_LIMITS |= {"hidden_size": MAX_SIZE, "width": MAX_SIZE, "head_size": MAX_SIZE}
@@ -33,7 +33,7 @@ USUAL_RANK = 256  # the default of `MedusaConfig.rank`, unless hidden states are
 PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}
 PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}  # keys of FasterDecoding, TGI and LoRAX
 OUR_KEYS: tuple[str, ...] = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size")
-OUR_KEYS += ("rank", "vocabulary", "prefix", "feature_layers", "layer", "embeddings", "mtp")
+OUR_KEYS += ("rank", "vocabulary", "prefix", "feature_layers", "layer", "embeddings", "mtp", "window")
 OUR_KEYS += ("backbone", "tree", "raw_prompts")
 """The fields with the same name in JSON; other programs ignore them."""
 
@@ -108,6 +108,9 @@ class MedusaConfig:
     `usual`: the layers that EAGLE-3's servers take by default. `None`: the backbone's last hidden state."""
     layer: LayerSizes | None = None
     """The sizes of the decoder layers of `eagle` heads; `None`: one layer with default sizes."""
+    window: int | None = None
+    """The number of last pairs of a token and a feature, those of its path included, to which a head of kind `eagle`
+    attends; `None`: all pairs."""
     embeddings: str = "shared"
     """`shared`: heads read the backbone's input embeddings. `own`: `eagle` heads have input embeddings."""
     mtp: Json | None = None
@@ -139,10 +142,14 @@ class MedusaConfig:
             raise RequestError(f"heads.rank belongs to kind markov, not {self.kind}; leave it out")
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
-            if value is None and name in ("vocab_size", "vocabulary", "rank"):
+            if value is None and name in ("vocab_size", "vocabulary", "rank", "window"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise RequestError(f"heads.{name} is {value!r}; it must be a whole number from {least} to {most}")
+        if self.window is not None and self.window < self.num_heads:
+            raise RequestError(f"heads.window is {self.window}; it must be at least heads.num, {self.num_heads}")
+        if self.window is not None and (self.kind != "eagle" or self.decoder_layers > 1):
+            raise RequestError("heads.window belongs to kind eagle with one decoder layer; leave it out")
         if type(self.expansion) not in (int, float) or not 0 < self.expansion * self.hidden_size <= MAX_SIZE:
             raise RequestError(f"heads.expansion is {self.expansion!r}; it must be above 0, such as 4, but not immense")
         if self.vocabulary is not None and (self.vocab_size is None or self.vocabulary >= self.vocab_size):
@@ -259,9 +266,12 @@ class MedusaConfig:
 
     @property
     def servable(self) -> bool:
-        """Whether servers can load the heads: kind `medusa` with square blocks, or kind `eagle` with gated blocks."""
+        """Whether servers can load the heads: kind `medusa` with square blocks, or kind `eagle` with gated blocks.
+
+        Servers' layers of EAGLE-3 attend to the whole text, so they cannot load heads with a window."""
         if self.kind == "eagle":
-            return self.block == GATED and self.lm_head != "own" and not self.prefix_layers
+            whole = not self.prefix_layers and self.window is None
+            return self.block == GATED and self.lm_head != "own" and whole
         return self.is_published and self.block == "square"
 
     @property

@@ -82,7 +82,9 @@ MTP_FORM: dict[str, Any] = {  # of a model whose layers are a Llama's; the backb
     "lm_head": "shared",
     "mtp": COMMON | {"model_type": "llama", "num_mtp_layers": 1},
 }
+WINDOW_FORM = {"kind": "eagle", "window": 4}  # wide enough for the path of three heads
 FORMS = {kind: {"kind": kind} for kind in KINDS} | EAGLE_FORMS | {"mtp": MTP_FORM}  # the settings of every kind
+FORMS |= {"eagle, window": WINDOW_FORM}
 
 
 def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:

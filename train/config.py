@@ -49,6 +49,9 @@ class HeadsConfig(Section):
     """Number of tokens that heads guess among: the most frequent of the training text. Fewer are faster; 0: all."""
     force_vocabulary: bool = False
     """Allow a vocabulary that is expected to slow decoding down."""
+    window: int | None = Field(default=None, ge=1)
+    """Number of last tokens to which heads of kind eagle attend, such as 256; by default all. With a window, a draft
+    costs the same after texts of any length (docs/kinds.md)."""
     start: str | None = None
     """Trained heads to continue from, a folder or Hub id; the other keys of this section must agree with them."""
 
@@ -60,6 +63,8 @@ class HeadsConfig(Section):
         kinds = ("eagle", None) if self.start else ("eagle",)
         if self.block == GATED and (self.kind not in kinds or self.layers not in (None, 1)):
             raise RequestError(f"heads.block {GATED} needs heads.kind eagle with heads.layers 1; take square or mlp")
+        if self.window is not None and self.kind not in kinds:
+            raise RequestError("heads.window needs heads.kind eagle, whose heads attend to the text; leave it out")
         if self.kind == NATIVE and self.start is None:
             fixed = ("rank", "prefix_layers", "block", "layers", "expansion", "lm_head", "feature_layers")
             for key in fixed:

@@ -24,6 +24,7 @@ from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 from train.scales import state_sizes
 
 SAME_NAMES = ("kind", "rank", "prefix_layers", "block", "expansion", "lm_head", "feature_layers", "vocabulary")
+SAME_NAMES += ("window",)
 HEADS_ASKED = {"num_heads": "num", "num_layers": "layers"} | {name: name for name in SAME_NAMES}
 """For each field of `MedusaConfig` that a recipe sets, its key in the section `heads`."""
 
@@ -88,6 +89,7 @@ def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: 
         kind=asked.kind or "medusa",
         prefix_layers=asked.prefix_layers or 0,
         rank=asked.rank,
+        window=asked.window,
         **origin,
         feature_layers=feature_layers(asked, backbone),
         vocabulary=asked.vocabulary or None,

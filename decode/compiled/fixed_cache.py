@@ -26,6 +26,9 @@ BLOCK = 64
 STEP = 256
 """Number of cache slots by which capacities and windows of up to 2048 slots grow; larger ones grow by up to 1/8."""
 
+WIDEST = 2048
+"""The widest window of heads for which a compiled step copies the keys in the window, also after shorter texts."""
+
 
 class FixedLayer(CacheLayerMixin):
     """One layer of a `FixedCache`, with the methods that transformers' attention calls."""
@@ -238,10 +241,8 @@ class FixedHeadsCache:
         if self.pairs is None:
             return None
         assert isinstance(self.heads, AttendsToText)
-        lengths = self.pairs.lengths[:, None]
-        seen = torch.arange(self.pairs.width, device=lengths.device) < lengths
-        kv = [layer.read() for layer in self.pairs.tree_layers]
-        return self.heads.context_kv(kv, seen[:, None], lengths)
+        window, kv = self.heads.window, [layer.read() for layer in self.pairs.tree_layers]
+        return self.heads.after_text(kv, self.pairs.lengths, None if window is None or window > WIDEST else window)
 
 
 def window_of(slots: int, device: torch.device) -> Tensor:

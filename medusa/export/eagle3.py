@@ -95,8 +95,9 @@ def layer_for(export: Export, name: str) -> Layer:
     the heads belong to a backbone of other sizes."""
     heads, config = export.heads, export.heads.config
     if not config.servable:
-        wanted = {"block": GATED, "lm_head": "shared", "prefix_layers": 0}
-        settings = [f"heads.{key}={value}" for key, value in wanted.items() if getattr(config, key) != value]
+        wanted = {"block": GATED, "lm_head": "shared", "prefix_layers": 0, "window": None}
+        different = [key for key, value in wanted.items() if getattr(config, key) != value]
+        settings = [f"heads.{key}={'null' if wanted[key] is None else wanted[key]}" for key in different]
         raise RequestError(
             f"{name} runs heads of kind eagle only as the layer of EAGLE-3, which these are not; train them with "
             + " ".join(settings)

@@ -139,6 +139,8 @@ class AttendsToText(ABC):
 
     Further shapes: T new tokens, H hidden size."""
 
+    window: int | None = None  # the number of last keys that a head sees (`ContextKV`); `None`: all
+
     @abstractmethod
     def project_kv(
         self,
@@ -160,6 +162,20 @@ class AttendsToText(ABC):
     @abstractmethod
     def context_kv(self, kv: list[KV], seen: Tensor, position_ids: Tensor, place: Tensor | None = None) -> ContextKV:
         """Prepare the keys and values of texts, from `project_kv`, for attention; for arguments see `ContextKV`."""
+
+    def after_text(self, kv: list[KV], lengths: Tensor, last: int | None = None) -> ContextKV:
+        """Prepare keys and values in a cache for a draft after each of B texts.
+
+        The first `lengths[b]` of the S slots of row b hold its text. With `last`, the heads get only the last so many
+        keys of each text, so that a draft costs the same after texts of any length; it must be at least `window`."""
+        lengths = lengths[:, None]  # [B, 1]
+        if last is None:
+            seen = torch.arange(kv[0][0].shape[2], device=lengths.device) < lengths
+        else:
+            slots = lengths - last + torch.arange(last, device=lengths.device)  # below 0: before the text
+            seen = slots >= 0
+            kv = [(_at(slots, keys), _at(slots, values)) for keys, values in kv]
+        return self.context_kv(kv, seen[:, None], lengths)
 
 
 def attend_to_path(
@@ -191,6 +207,12 @@ def attend_to_path(
 def joined(kv: KV) -> Tensor:
     """Join the key [..., G, D] and the value [..., G, E] of a pair to one vector [..., G (D + E)]."""
     return torch.cat(kv, dim=-1).flatten(-2)
+
+
+def _at(slots: Tensor, states: Tensor) -> Tensor:
+    """Gather keys or values [B, G, S, D] at `slots` [B, N] of each row; numbers outside stand for the nearest slot."""
+    inside = slots.clamp(0, states.shape[2] - 1)[:, None, :, None]
+    return states.gather(2, inside.expand(-1, states.shape[1], -1, states.shape[3]))
 
 
 def _additive(seen: Tensor, extra: int, keys: Tensor) -> Tensor:

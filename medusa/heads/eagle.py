@@ -8,7 +8,7 @@ state. For later heads, f is the layer's previous output f''. The LM head reads 
 
 `blocks` are the blocks of Medusa heads. Embeddings are normalised, and so is f before the attention. A key depends only
 on its own pair, so the keys of accepted tokens are cached without running the whole layer. As in EAGLE-3 and HASS,
-training runs the layer on its own outputs.
+training runs the layer on its own outputs. With a `window` of N, each head attends to the last N pairs only.
 
 With `block: gated` the layer is that of EAGLE-3 (arXiv 2503.01840). It has norms with weights, and a Llama's gated MLP
 (gate G, up U, down W), which does not read the token. The LM head reads norm(f''). With `feature_layers`, the feature
@@ -61,7 +61,7 @@ class EagleHeads(CachedAttention, SequentialHeads, AttendsToText):
         size, eps, self.variants = sizes["hidden_size"], sizes["eps"], sizes["variants"]
         self.gated, self.joins = config.block == GATED, config.block == ORIGINAL_EAGLE
         self.make_attention(sizes, size if self.joins else 2 * size)
-        self.rope = Rope(sizes["head_size"], sizes["rope"])
+        self.rope, self.window = Rope(sizes["head_size"], sizes["rope"]), config.window
         self.dropout = nn.Dropout(0.0)
         self.stack = GatedStack(config) if self.gated or self.joins else Stack(config, 2 * size)
         self.norm = nn.Identity()
@@ -148,7 +148,7 @@ class EagleHeads(CachedAttention, SequentialHeads, AttendsToText):
         return found
 
     def context_kv(self, kv: list[KV], seen: Tensor, position_ids: Tensor, place: Tensor | None = None) -> ContextKV:
-        return ContextKV(kv, seen, position_ids, self.config.num_heads, self.rope, place)
+        return ContextKV(kv, seen, position_ids, self.config.num_heads, self.rope, place, self.window)
 
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         assert token is not None

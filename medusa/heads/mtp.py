@@ -56,7 +56,7 @@ class MtpHeads(SequentialHeads, AttendsToText):
         layers = new_layers(self.config.mtp or {})
         self.layer = cast("MtpLayer", layers.layers[0])
         self.rope = ModelRope(layers)
-        self.window: int | None = getattr(self.layer.mtp_block.self_attn, "sliding_window", None)
+        self.window = getattr(self.layer.mtp_block.self_attn, "sliding_window", None)
 
     def _input(self, feature: Tensor, token: Tensor) -> Tensor:
         """Compute the block's input [..., H] from features [..., H] and token embeddings [..., H]."""

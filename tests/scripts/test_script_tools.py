@@ -31,6 +31,7 @@ WRONG = {
     "commands_page": ["--fast"],
     "compare_drafters": ["--on ./no/model demo --prompt Hi --drafters ngram", "--on demo demo --prompt Hi"],
     "compare_kinds": ["--backbone demo --prompt Hi --heads demo", "--backbone ./no/model --prompt Hi --heads a=b"],
+    "context_lengths": ["--backbone demo --data no.txt --eval no.txt --output {tmp}/x"],
     "draw": [
         "",
         "exactness {tmp} --prompt 99",

@@ -185,6 +185,8 @@ def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) 
         ("adapter.modules=5", "a string .* or a valid list"),
         ("training.hidden_noise=-1", "at least 0"),
         ("heads.block=gated", "needs heads.kind eagle"),
+        ("heads.window=256", "needs heads.kind eagle"),
+        ("heads={kind: eagle, window: 0}", "at least 1"),
         ("heads.vocabulary=5", "at least 32, or 0 for all tokens"),
         ("heads.feature_layers=usual", "heads.feature_layers needs heads.kind=eagle heads.block=gated"),
         ("heads={kind: eagle, block: gated, feature_layers: last}", "give usual, or a list of numbers"),

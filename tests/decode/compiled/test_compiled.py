@@ -145,7 +145,7 @@ def test_double_precision() -> None:
 @pytest.mark.parametrize("tree", ["static", "dynamic"])
 @pytest.mark.parametrize(
     ("kind", "prefix_layers"),
-    [*((kind, n) for kind in KINDS for n in (0, 1)), *((form, 0) for form in (*EAGLE_FORMS, "mtp"))],
+    [*((kind, n) for kind in KINDS for n in (0, 1)), *((form, 0) for form in (*EAGLE_FORMS, "mtp", "eagle, window"))],
 )
 def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
     llama: Any, kind: str, prefix_layers: int, tree: str, monkeypatch: pytest.MonkeyPatch
@@ -360,6 +360,7 @@ TRACED += [further("rejection", "root", "medusa"), further("typical", "with temp
 TRACED += [("greedy", tree, kind) for kind in ("recurrent", "eagle") for tree in ("shallow", "shallow, grown")]
 TRACED += [("greedy", "shallow", "eagle-1"), ("greedy", "shallow, grown", "eagle-3")]
 TRACED += [("greedy", "shallow", VARIED), ("greedy", "shallow", "mtp")]
+TRACED += [("greedy", "shallow", "eagle, window")]
 
 
 @pytest.mark.usefixtures("traced")

@@ -227,6 +227,7 @@ def test_prefix_attention_is_the_same_in_decoding_and_training(
     [  # all pairs of a kind, a family and a tree; one kind meets all of them together
         *(("eagle", 0, family, tree) for family in ("llama", "mistral") for tree in ("topk:3,2,1", "dynamic:9")),
         *(("eagle", 1, *pair) for pair in (("llama", "topk:3,2,1"), ("mistral", "dynamic:9"))),
+        ("eagle, window", 0, "llama", "topk:3,2,1"),
         *(
             (form, 0, *pair)
             for form in (*EAGLE_FORMS, "mtp")

@@ -807,6 +807,7 @@ def test_heads_that_a_format_cannot_represent_are_rejected(
         ({"block": "mlp"}, "heads.block=gated"),
         ({"lm_head": "own"}, "heads.lm_head=shared"),
         ({"prefix_layers": 1}, "heads.prefix_layers=0"),
+        ({"window": 64}, "heads.window=null"),
     ],
 )
 @pytest.mark.parametrize("to", ["vllm", "sglang"])

@@ -161,9 +161,10 @@ def eagle_by_hand(heads: Any, features: list[torch.Tensor], tokens: list[torch.T
     )
 
 
-def test_eagle_equals_one_layer_over_text_and_predicted_features() -> None:
-    """Each step at each position of a row equals the layer applied to that path alone."""
-    heads = fresh("eagle", 6, block="mlp", lm_head="shared")
+@pytest.mark.parametrize("window", [None, 3, 4])
+def test_eagle_equals_one_layer_over_text_and_predicted_features(window: int | None) -> None:
+    """Each step at each position of a row equals the layer applied to that path alone, or to its last pairs."""
+    heads = fresh("eagle", 6, block="mlp", lm_head="shared", window=window)
     generator = torch.Generator().manual_seed(7)
     rows, length, vocab = 2, 7, 5
     hidden, table = (torch.randn(*shape, H, generator=generator) for shape in ((rows, length), (vocab,)))
@@ -178,7 +179,7 @@ def test_eagle_equals_one_layer_over_text_and_predicted_features() -> None:
         start = 3 if row == 1 and at >= 3 else 0
         features, tokens = list(hidden[row, : at + 1]), list(table[ids[row, 1 : at + 2]])
         for step in range(K):
-            out = eagle_by_hand(heads, features, tokens, start)
+            out = eagle_by_hand(heads, features, tokens, max(start, len(features) - (window or len(features))))
             torch.testing.assert_close(found[step, column], out, rtol=1e-4, atol=1e-5)
             features.append(out)  # not the backbone's: training-time test
             tokens.append(table[ids[row, (at + step + 2) % (length + K)]])  # after the last step nobody looks
