@@ -266,10 +266,8 @@ class MedusaConfig:
 
     @property
     def servable(self) -> bool:
-        """Whether servers can load the heads: kind `medusa` with square blocks, or kind `eagle` with gated blocks.
-
-        Servers' layers of EAGLE-3 attend to the whole text, so they cannot load heads with a window."""
-        if self.kind == "eagle":
+        """Whether servers can load the heads: kind `medusa` with square blocks, or kind `eagle` with gated blocks."""
+        if self.kind == "eagle":  # servers' layers attend to the whole text
             whole = not self.prefix_layers and self.window is None
             return self.block == GATED and self.lm_head != "own" and whole
         return self.is_published and self.block == "square"
