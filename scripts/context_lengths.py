@@ -38,6 +38,7 @@ from medusa import MedusaHeads
 from medusa.backbone import Backbone
 from medusa.errors import RunError
 from medusa.files import Json, write_json
+from medusa.heads.eagle import EagleHeads
 from medusa.loading import Loaded, load_backbone, load_tokenizer
 from medusa.options import LoadOptions
 from script_tools import markdown_table, medusa, read_documents, run_script, script_parser, write_jsonl
@@ -136,8 +137,10 @@ def measured_heads(args: argparse.Namespace) -> dict[str, MedusaHeads]:
         folder = train_heads(args, kind, length)
         found[f"{kind}, rows of {length}"] = MedusaHeads.from_pretrained(folder)
         if kind == "eagle":
-            narrow = found[f"{kind}, rows of {length}, window after training"] = MedusaHeads.from_pretrained(folder)
+            narrow = MedusaHeads.from_pretrained(folder)
+            assert isinstance(narrow, EagleHeads)
             narrow.config.window = narrow.window = WINDOW
+            found[f"{kind}, rows of {length}, window after training"] = narrow
     return found
 
 
