@@ -23,8 +23,8 @@ from train.architecture import BackboneSizes, choose
 from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 from train.scales import state_sizes
 
-SAME_NAMES = "kind rank prefix_layers block expansion lm_head feature_layers vocabulary window".split()
-HEADS_ASKED = {"num_heads": "num", "num_layers": "layers"} | {name: name for name in SAME_NAMES}
+SAME_NAMES = ["kind", "rank", "prefix_layers", "block", "expansion", "lm_head", "feature_layers", "window"]
+HEADS_ASKED = {"num_heads": "num", "num_layers": "layers"} | {name: name for name in [*SAME_NAMES, "vocabulary"]}
 """For each field of `MedusaConfig` that a recipe sets, its key in the section `heads`."""
 
 START = 0.1
