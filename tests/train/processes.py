@@ -21,6 +21,8 @@ def forked(work: Callable[[], object], errors: Path | None = None) -> int:
     if process == 0:
         status = 1
         try:
+            # PyTorch renews its thread pool at the first use after a fork, where two threads of the copy would race.
+            torch.set_num_threads(torch.get_num_threads())
             torch.seed()  # the copy must not profit from random numbers of its parent
             work()
             status = 0

@@ -262,7 +262,7 @@ def test_the_drafters_of_a_page(generator: TextGenerator) -> None:
     drafters = drafters_of(generator, "heads", SHORT)
     assert list(drafters) == [
         "heads, 8 nodes",
-        "heads, chain of 5 nodes",
+        "heads, chain of 7 nodes",
         "heads, dynamic tree of 16 nodes",
         "ngram",
         NO_DRAFTER,
@@ -275,7 +275,7 @@ def test_the_drafters_of_a_page(generator: TextGenerator) -> None:
         texts.append(run.results[0].new_ids)
     assert texts == [texts[0]] * len(texts)
     drawn = Settings(temperature=1.0, draft="sample")
-    assert list(drafters_of(generator, "heads", drawn)) == ["heads, 8 nodes", "heads, chain of 5 nodes", NO_DRAFTER]
+    assert list(drafters_of(generator, "heads", drawn)) == ["heads, 8 nodes", "heads, chain of 7 nodes", NO_DRAFTER]
     compiled = Settings(compile=True)
     assert list(drafters_of(generator, "heads", compiled)) == ["heads, 8 nodes", NO_DRAFTER]
 
