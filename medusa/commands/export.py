@@ -4,8 +4,8 @@
   medusa export runs/heads --to hub --output repository --benchmark bench.json
 
 TGI, TensorRT-LLM and vLLM load heads of kind `medusa` with `heads.block=square`. vLLM and SGLang load kind `eagle` with
-`heads.block=gated`. `hub` takes the kinds `medusa` and `cascade`. Heads of kind `markov`, which `medusa1` trains, run only
-here. The command prints how to serve the exported heads, and what decoding in that server lacks."""
+`heads.block=gated`. `hub` takes the kinds `medusa` and `cascade`. Heads of kind `markov`, which `medusa1` trains, run
+only here. The command prints how to serve the exported heads, and what decoding in that server lacks."""
 
 from __future__ import annotations
 
