@@ -10,7 +10,7 @@ Shapes: K inputs, N outputs of a linear layer."""
 from __future__ import annotations
 
 import weakref
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import NamedTuple
 
@@ -48,17 +48,21 @@ def packed(weight: Tensor) -> Tensor | None:
 
 
 def pack(model: nn.Module) -> None:
-    """Pack the weights of the linear layers of `model` anew where they are not packed, or have changed."""
-    weights = {id(weight): weight for weight in map(weight_of, model.modules()) if weight is not None}
+    """Pack the weights of the linear layers of `model` anew where they are not packed, or have changed.
+
+    Copies are dropped whose weights may no longer be packed, for example after `model.to(...)`."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    weights = {id(weight): weight for weight in map(weight_of, layers) if weight is not None}
     if sum(weight.nbytes for weight in weights.values()) > _limit():
-        return
+        weights = {}
+    for key in {id(layer.weight) for layer in layers} - weights.keys():
+        _PACKED.pop(key, None)
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         for key, weight in weights.items():
             sums, found = torch.mv(weight, _vector(weight.shape[1])), _PACKED.get(key)
             if found is None or found.of() is not weight or not torch.equal(found.sums, sums):
                 copy = torch.ops.mkldnn._reorder_linear_weight(weight)
-                _PACKED[key] = Packed(weakref.ref(weight), weight._version, sums, copy)
-                weakref.finalize(weight, _forget, key)
+                _PACKED[key] = Packed(weakref.ref(weight, partial(_forget, key)), weight._version, sums, copy)
             elif found.version != weight._version:  # written to, but with the same numbers
                 _PACKED[key] = found._replace(version=weight._version)
 
@@ -81,11 +85,11 @@ def _limit() -> float:
 @cache
 def _vector(size: int) -> Tensor:
     """A vector of `size` different numbers. Zeros in a weight change no sum, but neither do they change a product."""
-    return torch.linspace(1, 2, size)
+    return torch.linspace(1, 2, size, dtype=torch.float32, device="cpu")  # whatever the defaults of the caller are
 
 
-def _forget(key: int) -> None:
-    with _LOCK:
-        found = _PACKED.get(key)
-        if found is not None and found.of() is None:
-            del _PACKED[key]
+def _forget(key: int, of: weakref.ref[Tensor]) -> None:
+    """Drop the copy of a weight that is no more. Takes no lock: a garbage collection inside of `pack` may call this."""
+    found = _PACKED.get(key)
+    if found is not None and found.of is of:
+        _PACKED.pop(key, None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
+from threading import Lock, Thread
 from typing import Any
 
 import pytest
@@ -109,11 +111,79 @@ def test_copies_end_with_their_weights_and_have_their_own() -> None:
     assert key not in packed_weights._PACKED
 
 
-def test_models_too_large_for_a_second_copy_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_garbage_collection_may_end_weights_while_others_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread that holds the lock."""
+    monkeypatch.setattr(packed_weights, "_LOCK", Lock())
+    one, other, held, vector = layer(), layer(), [], packed_weights._vector
+    pack(one)
+    ring: list[Any] = [one]
+    ring.append(ring)  # only a garbage collection frees it
+    key = id(one.weight)
+    del one, ring
+
+    def collects(size: int) -> Tensor:
+        held.append(key in packed_weights._PACKED)
+        gc.collect()
+        return vector(size)
+
+    monkeypatch.setattr(packed_weights, "_vector", collects)
+    thread = Thread(target=pack, args=(other,), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert held == [True]
+    assert key not in packed_weights._PACKED
+
+
+def test_a_weight_that_changes_often_has_one_watcher() -> None:
     one = layer()
-    monkeypatch.setattr(packed_weights, "_limit", lambda: one.weight.nbytes - 1)
+    for _ in range(3):
+        pack(one)
+        counted(one.weight)
+    assert weakref.getweakrefcount(one.weight) == 1
+
+
+def in_double(one: nn.Linear) -> None:
+    one.double()
+
+
+def turned(one: nn.Linear) -> None:
+    one.weight.data = torch.randn(256, 96).T
+
+
+@pytest.mark.parametrize("change", [in_double, turned])
+@torch.no_grad()
+def test_copies_end_when_their_weights_may_not_be_packed_any_more(change: Callable[[nn.Linear], None]) -> None:
+    """PyTorch does not count that a weight got other numbers in this way."""
+    one = layer()
+    pack(one)
+    change(one)
     pack(one)
     assert packed(one.weight) is None
+    assert id(one.weight) not in packed_weights._PACKED
+
+
+def test_defaults_of_the_caller_do_not_matter() -> None:
+    packed_weights._vector.cache_clear()
+    one = layer()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            pack(one)
+    finally:
+        torch.set_default_dtype(before)
+    assert packed(one.weight) is not None
+
+
+def test_models_too_large_for_a_second_copy_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = layer()
+    twin = copy.deepcopy(one)
+    pack(twin)
+    monkeypatch.setattr(packed_weights, "_limit", lambda: one.weight.nbytes - 1)
+    for each in (one, twin):
+        pack(each)
+        assert packed(each.weight) is None
 
 
 def test_other_weights_are_left_alone() -> None:
