@@ -31,7 +31,6 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
 from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run
-from decode.ops.fast_linear import prepare_linear
 from decode.reference import PlainStepper
 from decode.request import prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
@@ -106,7 +105,6 @@ def stepper_for(
         acceptor = Acceptor("rejection" if requests[0].do_sample else "greedy")
     else:
         session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
-    prepare_linear(model)
     if compile:
         return CompiledStepper(session, acceptor, factory, "torch" if compile is True else compile)
     if factory is not None:

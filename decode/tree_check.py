@@ -25,6 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.draft import Draft
+from decode.ops.fast_linear import prepare_linear
 from decode.prefill import prefill
 from decode.topology import Topology
 from decode.verify import Verifier
@@ -90,6 +91,7 @@ def check_tree_forward(model: PreTrainedModel) -> TreeCheck:
 
     Attention windows and chunks of real models are longer than a quick test, so the test shortens them in a copy of
     the model that shares its tensors. Other threads may run the model meanwhile."""
+    prepare_linear(model)
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
     # Dropout and routing noise may draw random numbers; the caller's generators stay as they were.
     with _LOCK, torch.random.fork_rng(devices), torch.no_grad():

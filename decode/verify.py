@@ -7,7 +7,7 @@ from torch import Tensor
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.masks import TreeMasks
-from decode.ops.fast_linear import fast_linear
+from decode.ops.fast_linear import fast_linear, prepare_linear
 from decode.ops.grouped_attention import grouped
 from decode.ops.rotary import fast_rotary
 from decode.ops.transfer import on_device
@@ -94,6 +94,7 @@ class VerifierFactory:
 
     def create(self, backbone: Backbone, sequences: Sequences, capacity: int) -> Verifier:
         """Make a verifier for the texts in `sequences`, with empty KV caches of `capacity` slots per row."""
+        prepare_linear(backbone.model)
         return Verifier(backbone, TreeCache(backbone.model.config, len(sequences), capacity), sequences)
 
 

@@ -18,6 +18,7 @@ from decode import generate
 from decode.ops import fast_linear, packed_weights
 from decode.ops.fast_linear import linear
 from decode.ops.packed_weights import pack, packed
+from decode.tree_check import check_tree_forward
 from tests.helpers import plain, random_heads, random_ids, tiny_model
 
 STOCK = torch._C._nn.linear
@@ -205,6 +206,31 @@ def test_text_equals_generate_before_and_after_a_change() -> None:
         for parameter in model.parameters():
             parameter.data *= -1.5
     assert texts[0] != texts[1], "the change has an effect"
+
+
+def test_the_weights_of_an_amateur_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, amateur, prompt = tiny_model("llama"), tiny_model("llama", seed=1), torch.tensor([random_ids(7)])
+    texts = []
+    for _ in range(2):
+        for by_onednn in (True, False):
+            monkeypatch.setattr(fast_linear, "PREFERS_ONEDNN", by_onednn)
+            heads = random_heads(model)
+            found = generate(model, heads, prompt, amateur=amateur, max_new_tokens=16, do_sample=False)
+            texts.append(found.tolist())
+        pack(amateur)  # as texts of its own do
+        for parameter in amateur.parameters():
+            parameter.data *= -1.5
+    first, first_stock, second, second_stock = texts
+    assert (first, second) == (first_stock, second_stock)
+    assert first != second, "the change has an effect"
+
+
+def test_the_self_test_of_trees_reads_the_present_weights() -> None:
+    model = tiny_model("llama")
+    pack(model)
+    for parameter in model.parameters():
+        parameter.data *= -1.5
+    assert check_tree_forward(model).ok
 
 
 @torch.no_grad()
