@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from types import CodeType, ModuleType
+from types import FunctionType, ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,8 @@ def fast_rotary(decoder: nn.Module, on_cpu: bool) -> AbstractContextManager[None
     """While the context is open, rotate by `rotated` in `decoder`, if it is `on_cpu` and rotates as Llama does.
 
     The context replaces the function in the file of the model, also for other threads, whose results stay the same."""
-    return _setting(sys.modules[type(decoder).__module__]) if on_cpu else nullcontext()
+    file = sys.modules.get(type(decoder).__module__)  # `None`: loaded from a path, without a name
+    return _setting(file) if on_cpu and file is not None else nullcontext()
 
 
 @cache
@@ -55,11 +56,12 @@ def _setting(file: ModuleType) -> AbstractContextManager[None]:
 
 
 def _code(function: object) -> tuple[object, ...]:
-    """What a function of transformers computes: its code without texts, such as the docstring."""
-    code = getattr(function, "__code__", None)
-    if not isinstance(code, CodeType):
+    """What a function of transformers computes: its code without texts, such as the docstring, and its defaults."""
+    if not isinstance(function, FunctionType):
         return (function,)
-    return code.co_code, code.co_names, code.co_varnames, [c for c in code.co_consts if not isinstance(c, str)]
+    code = function.__code__
+    numbers = [constant for constant in code.co_consts if not isinstance(constant, str)]
+    return code.co_code, code.co_names, code.co_varnames, numbers, function.__defaults__
 
 
 LLAMA = {name: _code(vars(modeling_llama)[name]) for name in (NAME, "rotate_half")}

@@ -93,6 +93,23 @@ def test_other_rotations_stay(family: str) -> None:
         assert vars(file).get("apply_rotary_pos_emb") is before
 
 
+def test_a_model_whose_file_has_no_name_is_left_alone() -> None:
+    unnamed = type("Unnamed", (torch.nn.Module,), {"__module__": "a file that nobody has imported by name"})
+    with fast_rotary(unnamed(), on_cpu=True):
+        pass
+
+
+def test_functions_with_other_defaults_are_others() -> None:
+    """The same code would rotate the heads of another dimension."""
+
+    def third(x: Tensor, dimension: int = 1) -> Tensor:
+        return x.unsqueeze(dimension)
+
+    before = rotary._code(third)
+    third.__defaults__ = (2,)
+    assert rotary._code(third) != before
+
+
 def test_a_custom_function_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     base, file = file_of("llama")
 
@@ -110,10 +127,16 @@ def test_a_custom_function_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     rotary._setting.cache_clear()
 
 
-def test_text_equals_generate() -> None:
+def test_text_equals_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     model, options = shared_model("llama"), {"max_new_tokens": 16, "do_sample": False}
     prompts = [random_ids(12), random_ids(5, seed=1)]
-    with Negations() as used:
-        out = generate(model, random_heads(model), **left_padded(prompts), tree="topk:2,1", **options)
-    assert used.count % model.config.num_hidden_layers == 0
+    calls: list[object] = []
+
+    def counted(*inputs: Any) -> tuple[Tensor, Tensor]:
+        calls.append(inputs)
+        return rotated(*inputs)
+
+    monkeypatch.setattr(rotary, "rotated", counted)
+    out = generate(model, random_heads(model), **left_padded(prompts), tree="topk:2,1", **options)
+    assert len(calls) >= 2 * model.config.num_hidden_layers
     assert out[:, 12:].tolist() == [plain(model, prompt, **options) for prompt in prompts]
