@@ -111,7 +111,7 @@ def weights(heads: MarkovHeads, backbone: Backbone) -> list[Tensor]:
 def version(weight: Tensor | None) -> int:
     """How often `weight` has been written to; 0 if it is no more, or was made in inference mode, which counts nothing.
 
-    A change that is not counted makes drafts worse until the drafter is made anew, but no text wrong."""
+    A change that is not counted makes drafts worse until the next that is, but no text wrong."""
     try:
         return 0 if weight is None else weight._version
     except RuntimeError:
