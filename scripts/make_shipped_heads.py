@@ -32,6 +32,7 @@ TRAINING = {
     "per_device_train_batch_size": 4,
     "num_train_epochs": 100,  # the time ends first
     "bf16": True,
+    "save_strategy": "no",
 }
 
 
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "output_dir": str(args.output),
         "heads": {"num": 6, "kind": "markov"},
         "cache_features": True,
+        "features_dir": str(args.work / "features"),
+        "device": "cpu",  # must be explicit with bf16
         "training": {"max_cpu_minutes": args.minutes, "seed": 0} | TRAINING,
     }
     write_json(args.work / "train.json", recipe)  # JSON is YAML
