@@ -67,6 +67,15 @@ def test_everything_else_is_left_to_pytorch() -> None:
     assert not used.count
 
 
+@torch.no_grad()
+def test_unusual_weights_and_biases_are_left_to_pytorch() -> None:
+    """oneDNN reads a bias as 1024 numbers that lie side by side, and fails for other weights."""
+    x, many = torch.randn(8, 256), torch.randn(2048, 1024)
+    for bias in (torch.tensor(3.0), torch.randn(1), torch.randn(2048)[::2], torch.randn(8, 1024)):
+        assert torch.equal(linear(x, WEIGHT, bias), STOCK(x, WEIGHT, bias))
+    assert torch.equal(linear(many, many[0]), STOCK(many, many[0]))
+
+
 def test_pytorchs_function_is_replaced_only_in_the_context_of_large_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         with fast_linear(WEIGHT, 8):
