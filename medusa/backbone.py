@@ -76,14 +76,9 @@ class Backbone:
         return cast("Tensor", self.head.weight)
 
     @property
-    def embed_weight(self) -> Tensor:
-        """The weight [V, H] of the input embeddings."""
-        return cast("Tensor", self.model.get_input_embeddings().weight)
-
-    @property
     def device(self) -> torch.device:
         """The device of the input embeddings. In a model spread over devices, the LM head can be on another one."""
-        return self.embed_weight.device
+        return cast("Tensor", self.model.get_input_embeddings().weight).device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -108,3 +108,5 @@ def seeded() -> None:
     import torch
 
     torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)

@@ -13,6 +13,7 @@ Shapes: K heads, H hidden size, R rank, V vocabulary of the backbone, N vocabula
 from __future__ import annotations
 
 import weakref
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +106,8 @@ def products(heads: MarkovHeads, backbone: Backbone) -> dict[str, Tensor]:
 def weights(heads: MarkovHeads, backbone: Backbone) -> list[Tensor]:
     """The weights from which the products are computed; the LM heads' come last."""
     lm_head = rows_for(heads, backbone.head).weight if heads.lm_heads is None else heads.lm_heads
-    return [heads.root, heads.token, heads.out, backbone.embed_weight, lm_head]
+    embedding = cast("Tensor", backbone.model.get_input_embeddings().weight)
+    return [heads.root, heads.token, heads.out, embedding, lm_head]
 
 
 def version(weight: Tensor | None) -> int:

@@ -3,7 +3,8 @@
 Otherwise oneDNN arranges a weight anew in each product, which takes half of the time with 8 tokens. The weights of a
 model are packed when its first text begins, if the copies fit in `SHARE` of the memory. A weight may change later, and
 not all changes are counted by PyTorch (`weight.data += delta` is not). So each text begins with a check: the product of
-each weight and one vector must be the same, bit by bit, as when the weight was packed. This reads the weights once.
+each weight and one vector must be the same, bit by bit, as when the weight was packed. This reads the weights once. An
+uncounted change is missed only if it is so small that rounding hides it in the sums of all rows that it changed.
 
 Shapes: K inputs, N outputs of a linear layer."""
 

@@ -145,7 +145,8 @@ def test_kept_products_follow_changes_of_the_weights(double: Any, form: str, mon
             assert torch.equal(found.ids, expected.ids)
 
     check(made=True)
-    for weight in (heads.root, heads.token, heads.out, backbone.embed_weight, backbone.head_weight):
+    embedding = model.get_input_embeddings().weight
+    for weight in (heads.root, heads.token, heads.out, embedding, backbone.head_weight):
         with torch.no_grad():
             weight.mul_(-1)
         check(made=True)
