@@ -69,7 +69,7 @@ class PathRows(nn.Module):
         return same and (self.roots.device, self.roots.dtype) == (weights[0].device, weights[0].dtype)
 
     def refresh(self, heads: MarkovHeads, backbone: Backbone) -> None:
-        """Compute the products anew, at the same addresses, if a weight has been written to since the last time."""
+        """Compute the products again, at the same addresses, if a weight has changed since the last time."""
         versions = [version(made()) for made, _ in self.made_from]
         if versions == [known for _, known in self.made_from]:
             return

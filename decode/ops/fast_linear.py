@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch import library as operators
 from torch.nn import functional as F
 
 from decode.ops.packed_weights import PLAIN_TYPES, pack, packed
@@ -59,11 +60,10 @@ def _shape_in_graph(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 # Compiled steps call this operation, because a packed weight cannot be an input of their graphs.
 # It can be defined once in a process, but a module can be imported again.
-_LIBRARY = torch.library.Library("medusa", "FRAGMENT")
 if not hasattr(torch.ops.medusa, "linear"):
-    _LIBRARY.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
-    _LIBRARY.impl("linear", _in_graph, "CPU")
-    _LIBRARY.impl("linear", _shape_in_graph, "Meta")
+    operators.define("medusa::linear", "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+    operators.impl("medusa::linear", "CPU", _in_graph)
+    operators.impl("medusa::linear", "Meta", _shape_in_graph)
 
 
 def _is_plain(part: Tensor) -> bool:

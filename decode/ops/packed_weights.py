@@ -1,6 +1,6 @@
 """Packed weights: a second copy of linear layers' weights, in the order in which oneDNN multiplies them.
 
-Otherwise oneDNN arranges a weight anew in each product, which takes half of the time with 8 tokens. The weights of a
+Without a copy, oneDNN rearranges a weight in each product, which takes half of the time with 8 tokens. The weights of a
 model are packed when its first text begins, if the copies fit in `SHARE` of the memory. A weight may change later, and
 not all changes are counted by PyTorch (`weight.data += delta` is not). So each text begins with a check: the product of
 each weight and one vector must be the same, bit by bit, as when the weight was packed. This reads the weights once. An
@@ -49,7 +49,7 @@ def packed(weight: Tensor) -> Tensor | None:
 
 
 def pack(model: nn.Module) -> None:
-    """Pack the weights of the linear layers of `model` anew where they are not packed, or have changed.
+    """Pack the weights of the linear layers of `model` that are not packed yet, or have changed since.
 
     Copies are dropped whose weights may no longer be packed, for example after `model.to(...)`."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]

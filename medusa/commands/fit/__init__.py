@@ -73,7 +73,6 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     """Check the model and plan the run, or take both from the `state`; print the plan."""
     from medusa.commands.fit.choices import HeadsChoice, choose_heads
     from medusa.commands.fit.plan import (
-        LEAST_MINUTES,
         Plan,
         costs_of,
         describe,
@@ -94,12 +93,10 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
         options.runtime.prepare()
         with options.output.stage("loading and timing the model"):
             loaded = load_backbone(options.model, options.load)
-            found, minutes = probe(loaded), options.minutes or LEAST_MINUTES
-            for _ in range(2):  # the default of the minutes depends on the heads, and the heads on the minutes
-                choices = choose_heads(options, found.parameters, found.device != "cpu", minutes)
-                costs = [costs_of(choice, loaded, found) for choice in choices]
-                plan = make_plan(options, found, costs, len(sides.train), len(sides.test))
-                minutes = plan.minutes
+            found = probe(loaded)
+            choices = choose_heads(options, found.parameters, found.device != "cpu")
+            costs = [costs_of(choice, loaded, found) for choice in choices]
+            plan = make_plan(options, found, costs, len(sides.train), len(sides.test))
         if warning := lacking_memory(plan, devices_of(loaded.model)):
             warn(warning)
         del loaded

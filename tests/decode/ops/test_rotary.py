@@ -57,12 +57,13 @@ def test_everything_else_is_left_to_transformers() -> None:
     """Large inputs, heads in the third dimension, and keys of another dtype or number of tokens."""
     usual = numbers(1, 5, 4, 8)
     large, (q, k, cos, sin) = numbers(1, MAX_NUMBERS // 32, 4, 8), usual
-    heads_third = [q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2]
-    for inputs in (large, heads_third, [q, k.double(), cos, sin], [q, k[:, :, :1], cos, sin]):
+    heads_third = [q.transpose(1, 2), k.transpose(1, 2), cos, sin]
+    cases = [(large, 1), (heads_third, 2), ([q, k.double(), cos, sin], 1), ([q, k[:, :, :1], cos, sin], 1)]
+    for (queries, keys, cos, sin), dimension in cases:
         with Negations() as used:
-            found = rotated(*inputs)  # type: ignore[arg-type]
+            found = rotated(queries, keys, cos, sin, dimension)
         assert used.count == 2
-        assert all(map(torch.equal, found, STOCK(*inputs)))
+        assert all(map(torch.equal, found, STOCK(queries, keys, cos, sin, dimension)))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral, window", "qwen3"])
@@ -94,7 +95,7 @@ def test_other_rotations_stay(family: str) -> None:
 
 
 def test_a_model_whose_file_has_no_name_is_left_alone() -> None:
-    unnamed = type("Unnamed", (torch.nn.Module,), {"__module__": "a file that nobody has imported by name"})
+    unnamed = type("Unnamed", (torch.nn.Module,), {"__module__": "not.imported"})
     with fast_rotary(unnamed(), on_cpu=True):
         pass
 
