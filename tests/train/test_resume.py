@@ -75,10 +75,12 @@ def test_a_run_killed_three_times_has_the_loss_curve_of_an_uninterrupted_run(
         reader, writer = os.pipe()
 
         class Tell(TrainerCallback):
-            """Send one byte a step to the process that kills this one."""
+            """Send one byte a step to the process that kills this one, and never end."""
 
             def on_step_end(self, args: Any, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
                 os.write(writer, bytes([state.global_step]))  # noqa: B023  the class lives as long as its round
+                if state.global_step == STEPS:
+                    signal.pause()
                 time.sleep(0.002)
 
         def run() -> None:
@@ -90,13 +92,16 @@ def test_a_run_killed_three_times_has_the_loss_curve_of_an_uninterrupted_run(
             )
             train(parse_recipe(recipe("killed"), "test"), quiet=True, resume=bool(whole_checkpoints(killed)))
 
-        process = forked(run)
+        process = forked(run, tmp_path / "error")
         os.close(writer)
-        while os.read(reader, 1) != bytes([step]):
-            pass
+        done = 0
+        while done < step:  # a run resumed from a late checkpoint begins after `step`
+            byte = os.read(reader, 1)
+            assert byte, (tmp_path / "error").read_text()
+            done = byte[0]
         time.sleep(rng.random() * 0.02)  # anywhere in the step, or in the saving after it
         os.kill(process, signal.SIGKILL)
-        assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL, "it was not finished"
+        assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
         os.close(reader)
     last = forked(lambda: train(parse_recipe(recipe("killed"), "test"), quiet=True, resume=True), tmp_path / "error")
     assert os.waitpid(last, 0)[1] == 0, (tmp_path / "error").read_text()
