@@ -83,6 +83,7 @@ class MedusaTrainingArguments(TrainingArguments):
             self.metric_for_best_model = "eval_loss"
         super().__post_init__()
         section, given = training_section(), {}
+        defaults = {field.name: field.default for field in fields(self)}
         for field in fields(self):
             value = getattr(self, field.name)
             if (
@@ -96,8 +97,16 @@ class MedusaTrainingArguments(TrainingArguments):
             raise RequestError("training.max_minutes and max_cpu_minutes are two budgets; give one of them")
         if self.head_decay is not None and self.head_weighting == "dpace":
             raise RequestError("training.head_decay is for head_weighting decay; leave one of them out")
-        if self.children != Acceptance.children and self.objective != "mass":
-            raise RequestError(f"training.children is for objective mass, not {self.objective}; leave it out")
+        unlearnt = f"distributions, which {self.objective} does not learn"
+        effects = {  # keys that nothing would read
+            "children": (self.objective == "mass", f"objective mass, not {self.objective}"),
+            "teacher_temperature": (self.learns_distributions, unlearnt),
+            "hard_label_weight": (self.learns_distributions, unlearnt),
+            "dpace_smoothing": (self.weighting.kind == "dpace", f"head_weighting dpace, not {self.weighting.kind}"),
+        }
+        for name, (is_read, purpose) in effects.items():
+            if not is_read and getattr(self, name) != defaults[name]:
+                raise RequestError(f"training.{name} is for {purpose}; leave it out")
         if self.early_stopping_patience is not None and self.eval_strategy == "no":
             raise RequestError("training.early_stopping_patience needs evaluations; add eval_data to the recipe")
         if self.loss_backend == "liger" and (self.learns_distributions or self.weighting.kind != "decay"):

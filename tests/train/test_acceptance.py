@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -179,12 +180,21 @@ def test_a_recipe_chooses_the_objective(arguments: Callable[..., MedusaTrainingA
         arguments(objective=objective, loss_backend="liger", head_weighting="decay")
 
 
-@pytest.mark.parametrize("objective", ["argmax", "tv"])
-def test_children_without_an_effect_are_refused(
-    arguments: Callable[..., MedusaTrainingArguments], objective: str
+@pytest.mark.parametrize(
+    ("chosen", "purpose"),
+    [
+        ({"objective": "argmax", "children": 7}, "children is for objective mass, not argmax"),
+        ({"objective": "tv", "children": 7}, "children is for objective mass, not tv"),
+        ({"teacher_temperature": 0.5}, "teacher_temperature is for distributions, which argmax does not learn"),
+        ({"objective": "text", "hard_label_weight": 0.1}, "hard_label_weight is for distributions, which text does"),
+        ({"head_decay": 0.8, "dpace_smoothing": 0.0}, "dpace_smoothing is for head_weighting dpace, not decay"),
+    ],
+)
+def test_keys_without_an_effect_are_refused(
+    arguments: Callable[..., MedusaTrainingArguments], chosen: dict[str, Any], purpose: str
 ) -> None:
-    with pytest.raises(RequestError, match=f"training.children is for objective mass, not {objective}; leave it out"):
-        arguments(objective=objective, children=7)
+    with pytest.raises(RequestError, match=rf"training\.{purpose}.*; leave it out"):
+        arguments(**chosen)
 
 
 @pytest.fixture

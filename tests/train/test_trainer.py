@@ -393,9 +393,9 @@ def test_distillation_targets_are_the_backbones_distributions(model: Any, tmp_pa
     """Compared with a loop over documents with the model's own logits, offsets, boundaries and averages."""
     documents = [random_ids(length, seed=length) for length in (20, 11, 3, 30)]  # 64 tokens in rows of 32
     dataset = PackedDataset([Example(ids, [True] * len(ids)) for ids in documents], sequence_length=32)
-    run = trainer(
-        model, [], tmp_path, objective="distill", teacher_temperature=0.7, head_weighting=weighting, dpace_smoothing=0.2
-    )
+    smoothing = {"dpace_smoothing": 0.2} if weighting == "dpace" else {}
+    distilled = {"objective": "distill", "teacher_temperature": 0.7, "head_weighting": weighting}
+    run = trainer(model, [], tmp_path, **distilled, **smoothing)
     for parameter in run.heads.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     figures = run.model(**{name: torch.stack([row[name] for row in dataset]) for name in dataset[0]})
