@@ -331,15 +331,15 @@ def test_files_nested_too_deeply_are_refused(tmp_path: Path) -> None:
         CONFIG: 20_000,
         "a.json": 20_000,
         "a.jsonl": 20_000,
-        "tree.json": 2000,
-        "a.yaml": 2000,
+        "tree.json": 500,
+        "a.yaml": 500,
     }.items():
         (tmp_path / place).write_text(f'{{"kind": "medusa", "paths": {nested(depth)}}}\n')
     for read in (
         lambda: MedusaHeads.from_pretrained(tmp_path),
         lambda: load_tree(str(tmp_path / "tree.json"), 3),
         lambda: load_recipe(tmp_path / "a.yaml", []),
-        lambda: load_recipe("medusa1", [f"data={nested(2000)}"]),
+        lambda: load_recipe("medusa1", [f"data={nested(500)}"]),
         lambda: list(read_records(tmp_path / "a.json")),
         lambda: list(read_records(tmp_path / "a.jsonl")),
     ):
