@@ -58,6 +58,7 @@ class KindsOptions(MeasuringOptions):
     heads: tuple[str, ...] = option(REQUIRED, "compare these heads", metavar="NAME=FOLDER", nargs="+")
     trees: tuple[str, ...] = option(("dynamic:64",), TREES, metavar="TREE", nargs="+")
     context: int = count(256, "count the step after N tokens")
+    batch_size: int = count(1, "decode N prompts together; the cost of a step stays that of one text")
 
 
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: object, **kw: object) -> int:
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = [[row["heads"], row["tree"], *(format(row[k], to) for k, to in formats.items())] for row in rows.values()]
     show(options, markdown_table(head, lines))
     about = {"backbone": loaded.name, "compile": settings.compile, "prompts": len(measured.prompts)}
-    about |= {"rounds": options.rounds, "context": options.context}
+    about |= {"rounds": options.rounds, "context": options.context, "batch_size": options.batch_size}
     options.output.write({"machine": asdict(machine()), "settings": about, "rows": list(rows.values())})
 
 

@@ -22,7 +22,7 @@ GENERATION = {"max_new_tokens": 128, "ignore_eos": True}  # defaults of what is 
 
 
 class MeasuringOptions(CommandOptions):
-    """Options of the scripts that measure: greedy decoding of one prompt at a time, which continues after EOS."""
+    """Options of the scripts that measure: greedy decoding, by default of one prompt at a time, continued after EOS."""
 
     by_position = ()
 
@@ -45,7 +45,8 @@ def take_turns(options: MeasuringOptions, opened: Opened, methods: dict[str, Met
     """Decode all prompts with all methods, which take turns, and return the figures of each method.
 
     The first method must be `plain`, plain decoding. With one CPU thread, CPU time is measured, else wall time."""
-    contenders, batches = [Contender(*named) for named in methods.items()], [[ids] for ids in opened.prompts]
+    contenders, size = [Contender(*named) for named in methods.items()], options.batch_size
+    batches = [opened.prompts[start : start + size] for start in range(0, len(opened.prompts), size)]
     with options.output.progress_bars() as start_progress:
         advance = start_progress("measuring", options.rounds * len(batches))
         clock = stopwatch(opened.loaded.model.device)

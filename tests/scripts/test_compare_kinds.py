@@ -25,7 +25,8 @@ def test_two_kinds_on_the_embedded_backbone(tmp_path: Path) -> None:
     size, words = Backbone(model).hidden_size, Backbone(model).vocab_size
     for kind in ("medusa", "eagle"):
         random_heads(model, 2, kind=kind, lm_head="shared").save_pretrained(tmp_path / kind)
-    argv = ["--backbone", "demo", "--prompt", "Once upon a time", "--trees", "chain", "topk:2,2"]
+    argv = ["--backbone", "demo", "--prompts", "demo", "--max-prompts", "2", "--batch-size", "2"]
+    argv += ["--trees", "chain", "topk:2,2"]
     argv += ["--heads", f"one={tmp_path / 'medusa'}", f"two={tmp_path / 'eagle'}", "--threads", "1"]
     argv += ["--max-new-tokens", "6", "--rounds", "1", "--json", str(tmp_path / "out.json"), "--quiet"]
     script.main(argv)
