@@ -140,14 +140,8 @@ def test_the_global_generator_is_where_plain_sampling_leaves_it(llama: Any) -> N
     assert (out[0, len(prompt) :].tolist(), left) == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows"),
-    [
-        *((kind, 4) for kind in HEADS),
-        *((kind, 1) for kind in ("independent", "eagle")),
-        *(pytest.param(kind, 1, marks=pytest.mark.further) for kind in HEADS if kind not in ("independent", "eagle")),
-    ],
-)
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("rows", [1, 4])
 def test_waits_of_all_kinds_of_heads(monkeypatch: pytest.MonkeyPatch, kind: str, rows: int) -> None:
     model = shared_model("llama", num_hidden_layers=2 if "feature_layers" in HEADS[kind] else 1)
     heads = random_heads(model, **HEADS[kind])

@@ -213,8 +213,7 @@ def test_training_raises_accuracy_and_shortens_decoding(model: Any, texts: list[
     ("backend", "kind"),
     [
         *(("auto", kind) for kind in ("medusa", "cascade", "hydra", "recurrent", "markov", "eagle", "eagle-3")),
-        ("plain", "recurrent"),  # tests/train/test_loss.py compares the two losses
-        pytest.param("plain", "eagle", marks=pytest.mark.further),
+        *(("plain", kind) for kind in ("recurrent", "eagle")),  # tests/train/test_loss.py compares the two losses
     ],
 )
 def test_sequential_heads_learn_from_earlier_tokens(model: Any, tmp_path: Path, kind: str, backend: str) -> None:
