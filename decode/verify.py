@@ -9,6 +9,7 @@ from decode.draft import Draft
 from decode.masks import TreeMasks
 from decode.ops.fast_linear import fast_linear, prepare_linear
 from decode.ops.grouped_attention import grouped
+from decode.ops.norms import fast_norms
 from decode.ops.rotary import fast_rotary
 from decode.ops.transfer import on_device
 from decode.prefill import OnHidden, prefill
@@ -25,6 +26,7 @@ class Verifier:
         self.backbone, self.cache, self.sequences = backbone, cache, sequences
         self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
         self.rotary = fast_rotary(backbone.base, on_cpu=backbone.device.type == "cpu")
+        self.norms = fast_norms(backbone.base)
 
     def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
         return prefill(self.backbone, self.cache, ids, lengths, on_hidden)
@@ -57,7 +59,8 @@ class Verifier:
             positions = positions.clamp(max=end - 1)
         sees_all = self.cache.is_even and topology.num_nodes == 1  # a root alone, in rows of one length
         masks = None if sees_all else self.masks(lengths, topology)
-        with grouped(self.backbone.config, masks), fast_linear(self.backbone.head_weight, ids.numel()), self.rotary:
+        linear = fast_linear(self.backbone.head_weight, ids.numel())
+        with grouped(self.backbone.config, masks), linear, self.rotary, self.norms:
             return self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=masks)
 
     def depth_limit(self, draft: Draft) -> Tensor | None:

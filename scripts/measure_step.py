@@ -39,6 +39,7 @@ from decode.loop import Acceptor, Timer, TreeStepper, run
 from decode.masks import TreeMasks
 from decode.ops.fast_linear import fast_linear
 from decode.ops.grouped_attention import grouped
+from decode.ops.norms import fast_norms
 from decode.ops.rotary import fast_rotary
 from decode.prefill import prefill
 from decode.request import prepare
@@ -136,7 +137,7 @@ def measure(
     masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
     topology = Topology.of(tree.to(backbone.device))
     hidden = torch.zeros(1, backbone.hidden_size, dtype=backbone.dtype, device=backbone.device)
-    rotary = fast_rotary(backbone.base, on_cpu=backbone.device.type == "cpu")
+    rotary, norms = fast_rotary(backbone.base, on_cpu=backbone.device.type == "cpu"), fast_norms(backbone.base)
     clock = stopwatch(backbone.device)
 
     def seconds_of(work: Callable[[], object]) -> float:
@@ -146,7 +147,7 @@ def measure(
 
     def bare(cache: TreeCache, ids: Tensor, positions: Tensor, mask: Mask | None) -> float:
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "past_key_values": cache}
-        with grouped(backbone.config, mask), fast_linear(backbone.head_weight, ids.numel()), rotary:
+        with grouped(backbone.config, mask), fast_linear(backbone.head_weight, ids.numel()), rotary, norms:
             seconds = seconds_of(lambda: model(**inputs, use_cache=True))
         cache.pending = 0
         return seconds

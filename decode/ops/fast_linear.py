@@ -34,12 +34,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     products = input.numel() * len(weight)
     if products < MIN_PACKED or products == weight.numel() or torch.is_grad_enabled():
         return STOCK(input, weight, bias)
-    if torch.is_autocast_enabled("cpu") or not _is_plain(input) or not _is_usual(weight, bias):
+    if torch.is_autocast_enabled("cpu") or not is_plain(input) or not _is_usual(weight, bias):
         return STOCK(input, weight, bias)
     if torch.compiler.is_compiling():
-        return torch.ops.medusa.linear(input, weight, bias) if _is_plain(weight) else STOCK(input, weight, bias)
+        return torch.ops.medusa.linear(input, weight, bias) if is_plain(weight) else STOCK(input, weight, bias)
     arranged = packed(weight)
-    if arranged is not None or (products >= MIN_PRODUCTS and _is_plain(weight)):
+    if arranged is not None or (products >= MIN_PRODUCTS and is_plain(weight)):
         return _by_onednn(input, weight if arranged is None else arranged, bias)
     return STOCK(input, weight, bias)
 
@@ -66,7 +66,7 @@ if not hasattr(torch.ops.medusa, "linear"):
     operators.impl("medusa::linear", "Meta", _shape_in_graph)
 
 
-def _is_plain(part: Tensor) -> bool:
+def is_plain(part: Tensor) -> bool:
     return type(part) in PLAIN_TYPES and part.dtype == torch.float32 and part.is_cpu
 
 
@@ -74,7 +74,7 @@ def _is_usual(weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `weight` is [N, K] and `bias` [N]. oneDNN would read any bias as N numbers that lie side by side."""
     if bias is None or weight.ndim != 2:
         return weight.ndim == 2
-    return _is_plain(bias) and bias.shape == weight.shape[:1] and bias.is_contiguous()
+    return is_plain(bias) and bias.shape == weight.shape[:1] and bias.is_contiguous()
 
 
 def _replace() -> Restore:

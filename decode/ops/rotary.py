@@ -14,13 +14,14 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from types import FunctionType, ModuleType
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 from decode.ops.shared_setting import Restore, SharedSetting
+from decode.ops.stock_code import code_of
 
 NAME = "apply_rotary_pos_emb"
 MAX_NUMBERS = 2**16
@@ -50,21 +51,12 @@ def fast_rotary(decoder: nn.Module, on_cpu: bool) -> AbstractContextManager[None
 
 @cache
 def _setting(file: ModuleType) -> AbstractContextManager[None]:
-    if any(_code(vars(file).get(name)) != code for name, code in LLAMA.items()):
+    if any(code_of(vars(file).get(name)) != code for name, code in LLAMA.items()):
         return nullcontext()
     return SharedSetting(partial(_replace, file, vars(file)[NAME]))
 
 
-def _code(function: object) -> tuple[object, ...]:
-    """What a function of transformers computes: its code without texts, such as the docstring, and its defaults."""
-    if not isinstance(function, FunctionType):
-        return (function,)
-    code = function.__code__
-    numbers = [constant for constant in code.co_consts if not isinstance(constant, str)]
-    return code.co_code, code.co_names, code.co_varnames, numbers, function.__defaults__
-
-
-LLAMA = {name: _code(vars(modeling_llama)[name]) for name in (NAME, "rotate_half")}
+LLAMA = {name: code_of(vars(modeling_llama)[name]) for name in (NAME, "rotate_half")}
 
 
 def _replace(file: ModuleType, copied: Callable[..., object]) -> Restore:

@@ -15,6 +15,7 @@ from transformers.models.llama import modeling_llama
 from decode import generate
 from decode.ops import rotary
 from decode.ops.rotary import MAX_NUMBERS, fast_rotary, rotated
+from decode.ops.stock_code import code_of
 from tests.helpers import left_padded, plain, random_heads, random_ids, shared_model
 
 STOCK = modeling_llama.apply_rotary_pos_emb
@@ -106,9 +107,9 @@ def test_functions_with_other_defaults_are_others() -> None:
     def third(x: Tensor, dimension: int = 1) -> Tensor:
         return x.unsqueeze(dimension)
 
-    before = rotary._code(third)
+    before = code_of(third)
     third.__defaults__ = (2,)
-    assert rotary._code(third) != before
+    assert code_of(third) != before
 
 
 def test_a_custom_function_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
