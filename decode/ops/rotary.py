@@ -1,7 +1,8 @@
-"""Rotary position embeddings of a few tokens on a CPU, in 8 operations instead of 14.
+"""Rotary position embeddings of a few tokens on a CPU, in 7 operations instead of 16.
 
 In a small model, starting an operation takes longer than computing it. transformers rotates queries and keys one after
-the other; here they are rotated together, by the same products and sums, so results are equal bit by bit.
+the other; here they are rotated together, by the same products and sums, so results are equal bit by bit. The sign of
+the sines is changed once for all layers, instead of the sign of numbers in each.
 
 transformers copies `apply_rotary_pos_emb` into the file of each model. A file is changed only if its copy computes what
 that of Llama computes, as 116 of the 200 files do.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from types import ModuleType
 
 import torch
@@ -35,10 +36,16 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
     if not is_usual or q.shape[::2] != k.shape[::2] or q.numel() + k.numel() > MAX_NUMBERS:
         return STOCK(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     both, heads = torch.cat([q, k], dim=1), q.shape[1]
-    half = both.shape[-1] // 2
-    turned = torch.cat([-both[..., half:], both[..., :half]], dim=-1)
-    both = both * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+    cos, signed = _for_all_heads(cos, sin)
+    both = both * cos + both.roll(both.shape[-1] // 2, -1) * signed
     return both[:, :heads], both[:, heads:]
+
+
+@lru_cache(maxsize=4)  # all layers of a forward give the same tensors, or one of two pairs if some layers have windows
+def _for_all_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, 1, N, D]; the sines of the first half are negative."""
+    first, second = sin.chunk(2, dim=-1)
+    return cos.unsqueeze(1), torch.cat([-first, second], dim=-1).unsqueeze(1)
 
 
 def fast_rotary(decoder: nn.Module, on_cpu: bool) -> AbstractContextManager[None]:
