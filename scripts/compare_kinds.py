@@ -28,7 +28,7 @@ from decode.bench.calibration.stored import files_for, situation, stored
 from decode.bench.machine import machine
 from decode.bench.methods import Method, medusa_method, plain_method
 from decode.compiled import region
-from decode.drafters.layouts import Layout
+from decode.drafters.layouts import Layout, with_shortlist
 from decode.drafters.trained_heads import heads_drafter
 from decode.request import prepare
 from decode.session import Session
@@ -125,7 +125,7 @@ def tree_for(options: KindsOptions, loaded: Loaded, heads: MedusaHeads) -> Layou
     paths = {str(point.nodes): point.paths for point in found.points if not point.dynamic}
     if (nodes := tree.partition(":")[2]) not in paths:
         raise RequestError(f"tree {tree}: {folder} was calibrated with {', '.join(paths)} nodes")
-    return Tree.from_paths(paths[nodes])
+    return with_shortlist(Tree.from_paths(paths[nodes]), found.shortlist)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

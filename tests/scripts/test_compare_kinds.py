@@ -87,13 +87,16 @@ def test_calibrated_trees_depend_on_the_heads(tmp_path: Path) -> None:
     heads.save_pretrained(tmp_path)
     settings = Settings(max_new_tokens=6, ignore_eos=True)
     points = [CalibrationPoint(3, [[0], [0, 1]], 1.5, 2.0), CalibrationPoint(3, [], 1.6, 2.0, dynamic=True)]
-    found = Calibration(points, 0, [1.0, 1.0], situation(loaded.model, heads, settings, 1), RecordedTexts(1, steps=500))
+    found = Calibration(
+        points, 0, [1.0, 1.0], situation(loaded.model, heads, settings, 1), RecordedTexts(1, steps=500), shortlist=8
+    )
     store([tmp_path / FILE], found)
     models = Models(backbone="demo", heads=str(tmp_path), tree="calibrated:3")
     options = script.KindsOptions(models=models, settings=settings, heads=())
     tree = script.tree_for(options, loaded, heads)
     assert isinstance(tree, Tree)
     assert tree.rank_paths == [(0,), (0, 1)]
+    assert tree.shortlist == 8
     options = replace(options, models=replace(models, tree="calibrated:4"))
     with pytest.raises(RequestError, match="calibrated with 3 nodes"):
         script.tree_for(options, loaded, heads)
