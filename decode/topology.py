@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -51,6 +52,18 @@ class Topology:
         paths.scatter_(2, place, torch.arange(nodes, device=parent.device).expand_as(place))
         paths = paths[:, :, :-1]
         return cls(parent, depth, ancestors, paths, max_children)
+
+    @classmethod
+    def from_lists(cls, parents: list[list[int]], depths: list[list[int]], max_depth: int) -> Topology:
+        """Make the topology of R trees of N nodes from lists, on a CPU; for few nodes faster than `from_parents`."""
+        rows, nodes = len(parents), len(parents[0])
+        ancestors, paths = np.zeros((rows, nodes, nodes), bool), np.full((rows, nodes, max_depth + 1), -1)
+        for its_parents, its_depths, its_ancestors, its_paths in zip(parents, depths, ancestors, paths, strict=True):
+            for node, (parent, depth) in enumerate(zip(its_parents, its_depths, strict=True)):
+                its_ancestors[node], its_paths[node] = its_ancestors[parent], its_paths[parent]
+                its_ancestors[node, node], its_paths[node, depth] = True, node
+        above, deep = torch.tensor(parents), torch.tensor(depths)
+        return cls(above, deep, torch.from_numpy(ancestors), torch.from_numpy(paths), nodes - 1)
 
     def beside(self, other: Topology) -> Topology:
         """Join two topologies under one root; the nodes of `other`, without its root, follow the nodes of this one."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decode.draft import Draft, Frontier, Proposal
+from decode.drafters.best_first import grown_on_host, grows_on_host
 from decode.drafters.layouts import DynamicTree, Layout, require_draftable
 from decode.ops.draws import Draws, draw_distinct
 from decode.ops.fast_topk import top_k
@@ -50,6 +51,9 @@ class HeadsDrafter:
             logits = self.tree.log_confidences(logits)
         best = top_k(logits, self.top)
         indices = best.indices if self.heads.vocabulary is None else token_ids(self.heads, best.indices)
+        if isinstance(self.tree, DynamicTree) and grows_on_host(root, self.tree):
+            confidences, places = best.values.tolist(), range(self.top)
+            return grown_on_host(root, self.tree, indices, lambda row, depth, place: (confidences[depth][row], places))
         guesses = indices.transpose(0, 1).flatten(1).to(root.device)  # [B, k * top]
         if not isinstance(self.tree, DynamicTree):
             return Draft(torch.cat([root[:, None], guesses.index_select(1, self.place)], dim=1), self.topology)

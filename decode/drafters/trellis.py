@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Frontier
-from decode.drafters.layouts import DynamicTree, Layout
+from decode.drafters.best_first import Ranked, grown_on_host, grows_on_host
+from decode.drafters.layouts import TOP, DynamicTree, Layout
 from decode.drafters.levelwise import Guesses, Level, PathDrafter
 from decode.drafters.path_rows import PathRows
 from decode.ops.fast_topk import top_k
@@ -136,6 +137,21 @@ class TrellisDrafter(PathDrafter):
         guesses = ids.transpose(0, 1).flatten(1).gather(1, self.look_ups.candidates(tables))
         return Draft(torch.cat([root, guesses], dim=1), self.topology)
 
+    def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
+        if not grows_on_host(frontier.root, tree):
+            return super()._dynamic(frontier, tree)
+        ids, first, tables = self.begin(frontier)
+        count = min(TOP, tree.num_nodes - 1, first.shape[-1])
+        of_root, order = first[:, 0, :count].tolist(), top_k(tables, count)
+        confidences, places = order.values.detach().numpy(), order.indices.numpy()
+
+        def guesses(row: int, depth: int, place: int) -> Ranked:
+            if depth == 0:
+                return of_root[row], range(count)  # the candidates are in order
+            return confidences[depth - 1, row, place].tolist(), places[depth - 1, row, place].tolist()
+
+        return grown_on_host(frontier.root, tree, ids, guesses)
+
     def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
         """Look up the rows of nodes in a table. Except in draws, `tokens` are indices of candidates (see `named`)."""
         ids, first, tables = state
@@ -163,5 +179,5 @@ def confident(tree: DynamicTree, logits: Tensor, places: Tensor, tables: Tensor)
     a head hold the same probability after every token: all that they hold in `logits`. Two other rules accepted less
     (docs/log.md)."""
     alone = tree.log_confidences(logits).gather(-1, places)
-    held = alone[1:].logsumexp(-1)[..., None, None]  # [K - 1, B, 1, 1]
+    held = alone[1:].exp().sum(-1).log()[..., None, None]  # [K - 1, B, 1, 1]; `logsumexp` starts four times as much
     return alone[0, :, None], tree.scaled(tables, first=1).log_softmax(-1) + held

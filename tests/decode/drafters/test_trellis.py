@@ -14,7 +14,7 @@ from decode.bench.calibration.calibrate import calibrate
 from decode.bench.calibration.stored import store, stored
 from decode.bench.methods import plain_method
 from decode.draft import Draft, Frontier
-from decode.drafters import levelwise, path_rows
+from decode.drafters import best_first, levelwise, path_rows
 from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
@@ -101,6 +101,7 @@ def path_to(draft: Draft, row: int, node: int) -> list[int]:
 def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle reads the LM head for every node. Scores agree to 1e-12 in float64, and trees are equal."""
     monkeypatch.setattr(path_rows, "LIMIT", path_rows.LIMIT if kept else 0)
+    monkeypatch.setattr(best_first, "MOST_NODES", 0)  # dynamic trees grow by tensor operations, as those of the oracle
     start = frontier(double)
     trees: list[Layout] = [*(random_tree(14, seed, max_depth=K) for seed in range(3)), Tree.chain(1), Tree.chain(2)]
     trees += [DynamicTree.over_heads(nodes, K, (0.7, 1.0, 1.5)) for nodes in (2, 9, 40)]
@@ -175,13 +176,15 @@ def test_a_static_tree_holds_the_best_candidates_of_each_path(double: Any, form:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("nodes", [2, 6, 15])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_dynamic_tree_holds_the_most_probable_paths(
-    double: Any, form: str, nodes: int, monkeypatch: pytest.MonkeyPatch
+    double: Any, form: str, nodes: int, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared with a search over all paths of candidates, which share what they hold in the independent part."""
     monkeypatch.setattr(levelwise, "width_of", lambda tree: tree.num_nodes)
+    monkeypatch.setattr(best_first, "MOST_NODES", best_first.MOST_NODES if on_host else 0)
     heads, start, temperatures = markov(double, **FORMS[form]), frontier(double), (0.7, 1.0, 1.5)
     tree = with_shortlist(DynamicTree.over_heads(nodes, K, temperatures), 15)
     draft = heads_drafter(heads, Backbone(double), tree).propose(start)
