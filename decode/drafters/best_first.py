@@ -41,9 +41,7 @@ def grows_on_host(root: Tensor, tree: DynamicTree) -> bool:
     return not torch.compiler.is_compiling() and root.is_cpu and len(root) * tree.num_nodes <= MOST_NODES
 
 
-def grown_on_host(
-    root: Tensor, tree: DynamicTree, ids: Tensor, guesses: Callable[[int, int, int], Ranked]
-) -> Draft:
+def grown_on_host(root: Tensor, tree: DynamicTree, ids: Tensor, guesses: Callable[[int, int, int], Ranked]) -> Draft:
     """Draft the most probable nodes below the roots [B]; `ids` [K, B, M] are the tokens that the heads guess.
 
     `guesses(row, depth, place)` are the guesses after a node of this depth, whose token has this place at its depth."""

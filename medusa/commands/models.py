@@ -14,11 +14,19 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.bench.calibration import calibrate
 from decode.bench.calibration.recording import own_texts
-from decode.bench.calibration.stored import TooFewStepsError, files_for, situation, store, stored, stored_temperatures
+from decode.bench.calibration.stored import TooFewStepsError, files_for, situation, store, stored, stored_fit
 from decode.bench.machine import has_fast_bfloat16
 from decode.drafters import drafter_factory, parse, small_model
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
-from decode.drafters.layouts import DynamicTree, Layout, default_tree, require_draftable, require_sizes, resolve_tree
+from decode.drafters.layouts import (
+    DynamicTree,
+    Layout,
+    default_tree,
+    require_draftable,
+    require_sizes,
+    resolve_tree,
+    with_shortlist,
+)
 from decode.drafters.trained_heads import HeadsDrafterConfig
 from decode.request import require_fitting
 from decode.results import Result
@@ -232,8 +240,8 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
     require_tree_forward(loaded.model)
     name = command.models.heads  # of the folder that `medusa calibrate` takes; a model's own layer has none
     files = files_for(heads_folder(name))
-    if asked is not None and (fitted := stored_temperatures(files, heads)) is not None:
-        return replace(asked, temperatures=fitted)
+    if asked is not None and (fitted := stored_fit(asked, files, heads)) is not None:
+        return fitted
     note, kept = command.output.note, ""
     layer = f"--backbone {command.models.backbone} --drafter mtp:{heads.config.num_heads}"
     calibrating = f"medusa calibrate {name or layer}"
@@ -258,9 +266,9 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
             )
             return tree
         kept = f"; calibrated now, saved in {store(files, found)}"
-    if asked is not None:  # a calibration also fits the temperatures of dynamic trees
+    if asked is not None:  # a calibration also fits the temperatures of dynamic trees and the number of candidates
         note(f"tree: dynamic, {asked.num_nodes} nodes{kept}")
-        return replace(asked, temperatures=tuple(found.temperatures))
+        return with_shortlist(replace(asked, temperatures=tuple(found.temperatures)), found.shortlist)
     best, kind = found.best, "dynamic, " if found.best.dynamic else ""
     note(f"tree: {kind}{best.nodes} nodes, predicted tau {best.tau:.2f}{kept}")
     return found.tree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +151,17 @@ def stored(
     return None
 
 
-def stored_temperatures(places: Sequence[Path], heads: MedusaHeads) -> tuple[float, ...] | None:
-    """Load each head's fitted temperature from the first calibration of `heads` in the files `places`, else `None`."""
+def stored_fit(tree: DynamicTree, places: Sequence[Path], heads: MedusaHeads) -> Layout | None:
+    """Give `tree` the temperatures and the number of candidates that a calibration in the files `places` found.
+
+    That is the first calibration of `heads`, in any situation; `None` if there is none."""
     fingerprint = heads_fingerprint(heads)
-    entries = [entry for _, entry in _entries(places) if _steps(entry) >= MIN_STEPS]
-    fitted = (entry.get("temperatures") for entry in entries if entry["holds_for"].get("heads") == fingerprint)
-    return next(map(tuple, filter(None, fitted)), None)
+    for _, entry in _entries(places):
+        if _steps(entry) >= MIN_STEPS and entry["holds_for"].get("heads") == fingerprint and entry.get("temperatures"):
+            return with_shortlist(
+                replace(tree, temperatures=tuple(entry["temperatures"])), entry.get("shortlist", SHORTLIST)
+            )
+    return None
 
 
 def calibrations_of(folder: Path) -> list[Json]:

@@ -37,7 +37,7 @@ from decode.bench.calibration.stored import (
     situation,
     store,
     stored,
-    stored_temperatures,
+    stored_fit,
 )
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.layouts import DynamicTree
@@ -353,16 +353,19 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
 def test_calibrations_from_too_few_steps_are_ignored(tmp_path: Path, llama: Any, texts: dict[str, int]) -> None:
     """Earlier versions kept them, and wrote no number of steps: two heads cannot start at the last two tokens."""
     file, heads, notes = tmp_path / "calibration.json", random_heads(llama, 2), list[str]()
-    kept = calibration(**situation(llama, heads, SETTINGS, 1))
+    kept = replace(calibration(**situation(llama, heads, SETTINGS, 1)), shortlist=16)
     content = asdict(kept) | {"texts": texts}
     file.write_text(json.dumps([content]), encoding="utf-8")
     assert stored([file], kept.holds_for, notes.append) is None
     assert notes == [f"ignored a calibration in {file}: it was made from 499 steps, and {MIN_STEPS} are needed"]
-    assert stored_temperatures([file], heads) is None
+    asked = DynamicTree.over_heads(5, 2)
+    assert stored_fit(asked, [file], heads) is None
     store([file], kept)
     assert len(json.loads(file.read_text(encoding="utf-8"))) == 1, "the new one replaces it"
     assert stored([file], kept.holds_for) == kept
-    assert stored_temperatures([file], heads) == (1.0, 0.7)
+    fitted = stored_fit(asked, [file], heads)
+    assert isinstance(fitted, DynamicTree)
+    assert (fitted.num_nodes, fitted.temperatures, fitted.candidates.shortlist) == (5, (1.0, 0.7), 16)
 
 
 def test_the_cache_is_used_if_the_folder_cannot_be_written(tmp_path: Path) -> None:
