@@ -33,6 +33,8 @@ class HeadsDrafter:
         self.heads, self.backbone, self.target = heads, backbone, target
         self.lm_head = lm_head_for(heads, backbone)
         self.tree = tree.to(backbone.device)
+        if isinstance(self.tree, DynamicTree):
+            self.tree.prepare()
         static = self.tree.candidates  # the draft itself, or what a dynamic tree chooses from
         self.topology, self.depth, self.top = Topology.of(static), static.max_depth, static.max_rank + 1
         # Node n > 0 holds guess rank[n] of head depth[n]; this is its place in the flattened [k, top] table of guesses.

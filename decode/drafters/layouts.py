@@ -86,6 +86,10 @@ class DynamicTree:
         """The temperatures [K] of K heads, kept on the device to save a transfer from the CPU in every step."""
         return torch.tensor(self.temperatures, device=self.candidates.depth.device)
 
+    def prepare(self) -> None:
+        """Make the tables that are kept, because torch.compile cannot trace the properties that make them."""
+        _ = self._on_path, self._scale
+
     def scaled(self, logits: Tensor, first: int = 0) -> Tensor:
         """Divide logits [k, ...] of k heads, the first with the index `first`, by their temperatures, in float32."""
         if not self.temperatures:

@@ -101,6 +101,7 @@ class LevelwiseDrafter(ABC):
         self.target = target  # the target holds the sampling options and random draws of the texts
         if isinstance(tree, DynamicTree):
             self.width = width_of(tree)
+            tree.prepare()
             return
         self.levels, self.topology = levels_of(tree.candidates), Topology.of(tree.candidates)
         # By level: the expanded nodes of the level above, and the most children of one, for draws.

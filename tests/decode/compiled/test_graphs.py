@@ -23,6 +23,7 @@ from decode.bench.methods import DrafterMethod, plain_method
 from decode.compiled import fixed_cache, graphs, region, stepper
 from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Regions
+from decode.drafters import best_first
 from decode.ops import fast_topk
 from decode.settings import Settings
 from medusa.errors import RequestError
@@ -105,7 +106,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     monkeypatch.setattr(fixed_cache, "BLOCK", 4)
     monkeypatch.setattr(fixed_cache, "STEP", 16)
     monkeypatch.setattr(stepper, "AHEAD", 4)
-    monkeypatch.setattr(fast_topk, "_numpy_can_read", lambda values: False)  # a replay repeats operations of PyTorch
+    # A replay repeats operations of PyTorch, and nothing else.
+    monkeypatch.setattr(fast_topk, "_numpy_can_read", lambda values: False)
+    monkeypatch.setattr(best_first, "MOST_NODES", 0)
     return FakeGraph
 
 
