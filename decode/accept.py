@@ -10,6 +10,8 @@ or more of the R rows, V vocabulary, D the depth of the tree, C the most childre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -39,12 +41,28 @@ class Acceptance(NamedTuple):
     length: Tensor  # [B] the number of accepted nodes, the root included
     next_root: Tensor  # [B]
     end: Tensor  # [B] the last node of the path
-    on_host: list[list[int]] | None = None  # the nodes of each path, if the host has decided on them
+
+
+@dataclass
+class HostAcceptance:
+    """What the host itself has decided: an `Acceptance` whose tensors are made only where they are read."""
+
+    paths: list[list[int]]  # the accepted nodes of each row, from the root on
+    next_root: Tensor  # [B]
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the host knows that every path is 0, 1, 2, ..., so that no node has to move in a KV cache."""
-        return self.on_host is not None and all(path[-1] == len(path) - 1 for path in self.on_host)
+        """Whether every path is 0, 1, 2, ..., so that no node has to move in a KV cache."""
+        return all(path[-1] == len(path) - 1 for path in self.paths)
+
+    @cached_property
+    def path(self) -> Tensor:
+        """The accepted nodes [B, C], padded with -1 to the longest path."""
+        longest = max(map(len, self.paths))
+        return torch.tensor([path + [-1] * (longest - len(path)) for path in self.paths])
+
+
+Accepted = Acceptance | HostAcceptance
 
 
 def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None) -> Acceptance:
@@ -63,11 +81,10 @@ def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None)
 
 def accept_greedy_on_host(
     draft: Draft, best: Tensor, depth_limit: Tensor | None = None
-) -> tuple[Acceptance, list[list[int]]]:
+) -> tuple[HostAcceptance, list[list[int]]]:
     """Accept what `accept_greedy` accepts; also return the lists, one per row, that `decode.loop.unpack` reads.
 
-    On a CPU, reading the nodes' tokens takes less time than twenty small operations. The paths of the `Acceptance` have
-    only as many columns as the longest path."""
+    On a CPU, reading the nodes' tokens takes less time than twenty small operations."""
     topology, every_ids, every_best = draft.topology, draft.ids.tolist(), best.tolist()
     limits = [topology.max_depth] * len(every_ids) if depth_limit is None else depth_limit.tolist()
     paths, decided = [], []
@@ -83,14 +100,12 @@ def accept_greedy_on_host(
         path = [end]
         while path[-1]:
             path.append(parent[path[-1]])
-        paths.append(path[::-1])
-        decided.append([len(path), after[end], *(ids[node] for node in paths[-1])])
-    longest = max(map(len, paths))
-    # One tensor for each row's path, length, next root and end, because each small operation takes as long as a walk.
-    rows = [[*p, *[-1] * (longest - len(p)), *d[:2], p[-1]] for p, d in zip(paths, decided, strict=True)]
-    whole = torch.tensor(rows)
-    length, next_root, last = whole[:, longest:].unbind(1)
-    return Acceptance(whole[:, :longest], length, next_root, last, paths), decided
+        path.reverse()
+        paths.append(path)
+        decided.append([len(path), after[end], *[ids[node] for node in path]])
+    # A view of one row costs less than a new tensor.
+    roots = best[:, paths[0][-1]] if len(paths) == 1 else torch.tensor([row[1] for row in decided])
+    return HostAcceptance(paths, roots), decided
 
 
 def accept_walk(
@@ -231,11 +246,16 @@ def pack(draft: Draft, accepted: Acceptance) -> Tensor:
     return torch.cat([accepted.length[:, None], accepted.next_root[:, None], ids], dim=1)
 
 
-def at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
+def at_end(hidden: Tensor, accepted: Accepted) -> Tensor:
     """Select the hidden states [B, H] at the ends of the accepted paths, from those of all N nodes, [B, N, H]."""
-    if accepted.on_host is not None and len(accepted.on_host) == 1:
-        return hidden[:, accepted.on_host[0][-1]]
-    end = accepted.end.to(hidden.device)
+    if isinstance(accepted, HostAcceptance):
+        ends = [path[-1] for path in accepted.paths]
+        if len(ends) == 1:
+            return hidden[:, ends[0]]
+        end = torch.tensor(ends)
+    else:
+        end = accepted.end
+    end = end.to(hidden.device)
     if len(end) == 1:
         return hidden[0].index_select(0, end)
     return hidden.gather(1, end[:, None, None].expand(-1, -1, hidden.shape[-1]))[:, 0]

@@ -192,15 +192,15 @@ class TreeCache(Cache):
         self.cut(lengths)
         self.pending = 1
 
-    def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
+    def commit(self, path: Tensor | None, counts: list[int]) -> None:
         """Keep the accepted nodes `path[b, : counts[b]]` of the last forward in row b, and drop the other nodes.
 
-        `path` [B, C] holds the indices of the nodes on each row's path, padded with any values. `in_place` promises
-        that every path is 0, 1, 2, ..., as in a chain, so that no node needs to move."""
+        `path` [B, C] holds the indices of the nodes on each row's path, padded with any values. `None` says that every
+        path is 0, 1, 2, ..., as in a chain, so that no node needs to move."""
         if not self.pending:
             raise RuntimeError("commit() without a forward before it")
         longest = max(counts, default=0)
-        if longest > 1 and not in_place:  # a single node is the root, which is already in its place
+        if longest > 1 and path is not None:  # a single node is the root, which is already in its place
             for arena in self.arenas:
                 self._move(arena.buffer, path[:, :longest].to(arena.buffer.device), longest)
         self._set([old + new for old, new in zip(self.lengths, counts, strict=True)])

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from decode.accept import (
     Acceptance,
+    Accepted,
+    HostAcceptance,
     Passes,
     Truncation,
     accept_greedy,
@@ -190,13 +192,12 @@ class TreeStepper(Stepper):
         timer.lap("compact")
         return outcome
 
-    def decide(self, draft: Draft, readout: Readout) -> tuple[Acceptance, StepOutcome]:
+    def decide(self, draft: Draft, readout: Readout) -> tuple[Accepted, StepOutcome]:
         """Accept nodes of the draft (`accept`), and copy the outcome to the host."""
-        is_greedy = self.session.target.is_argmax and self.acceptor.passes is None
-        if is_greedy and draft.ids.is_cpu and self.lazy:
-            best, depth_limit = most_probable(readout.logits), self.session.verifier.depth_limit(draft)
-            accepted, decided = accept_greedy_on_host(draft, best, depth_limit)
-            return accepted, unpack(decided)
+        if draft.ids.is_cpu and self.session.target.is_argmax and self.acceptor.passes is None and self.lazy:
+            depth_limit = self.session.verifier.depth_limit(draft)
+            on_host, decided = accept_greedy_on_host(draft, most_probable(readout.logits), depth_limit)
+            return on_host, unpack(decided)
         draws = self.session.target.draws.of(self.frontier.rows)
         if not self.lazy:
             draws = RewoundDraws(draws.generators, draft.ids.device)
@@ -246,12 +247,13 @@ class TreeStepper(Stepper):
             prefix = sequences.prefix(row)
             yield target.scores_of_nodes(row, prefix, draft.ids[place], paths, logits[place])[None]
 
-    def compact(self, draft: Draft, readout: Readout, accepted: Acceptance, lengths: list[int]) -> Frontier:
+    def compact(self, draft: Draft, readout: Readout, accepted: Accepted, lengths: list[int]) -> Frontier:
         """Keep the first `lengths[b]` nodes of accepted path b in the caches; returns the next step's `Frontier`."""
         session, rows = self.session, self.frontier.rows
-        in_place = draft.topology.max_children <= 1 or accepted.is_in_place
-        session.verifier.commit(accepted.path, lengths, in_place)
-        session.keep(readout.hidden, accepted.path, lengths, rows)
+        in_place = accepted.is_in_place if isinstance(accepted, HostAcceptance) else draft.topology.max_children <= 1
+        session.verifier.commit(None if in_place else accepted.path, lengths)
+        if session.kept_hidden is not None:
+            session.keep(readout.hidden, accepted.path, lengths, rows)
         if session.heads_cache is None:
             return session.frontier(accepted.next_root, at_end(readout.hidden, accepted), rows)
         path = accepted.path[:, : max(lengths)].clamp_min(0)

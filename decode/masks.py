@@ -24,12 +24,14 @@ class TreeMasks:
     """Attention masks of drafts, for rows of any length.
 
     Whether a draft node sees a cache slot depends only on the slot's distance from the text's end. So a static tree
-    needs one wide mask [N, S + N + S + 8] for texts of up to S tokens: S columns of text, N of nodes, and S + 8 that no
-    node sees, for the padding of shorter rows and of aligned masks. For a text of L tokens, the columns from S - L on
-    are copied, because attention on a GPU needs aligned masks (`medusa.tree_support.additive`)."""
+    needs one wide mask [1, 1, N, S + N + S + 8] for texts of up to S tokens: S columns of text, N of nodes, and S + 8
+    that no node sees, for the padding of shorter rows and of aligned masks. For a text of L tokens, the columns from
+    S - L on are copied, because attention on a GPU needs aligned masks (`medusa.tree_support.additive`). One text on a
+    CPU reads the wide mask itself."""
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
+        self.copies = needs_aligned(device)
         self.layers = LayerKinds(config)
         self.capacity = 0
         self.wide: dict[str, Tensor] = {}
@@ -37,23 +39,25 @@ class TreeMasks:
 
     def __call__(self, lengths: Sequence[int], topology: Topology) -> Mask:
         """Make masks [B, 1, N, max(lengths) + N] for N draft nodes, after `lengths[b]` cached tokens of each row b."""
-        masks = {kind.name: self._of_kind(kind, lengths, topology)[:, None] for kind in self.layers.kinds}
+        masks = {kind.name: self._of_kind(kind, lengths, topology) for kind in self.layers.kinds}
         return masks if self.layers.is_dict else next(iter(masks.values()))
 
     def _of_kind(self, kind: LayerKind, lengths: Sequence[int], topology: Topology) -> Tensor:
         longest = max(lengths)
         if kind.chunk is not None:  # chunks start at absolute positions, so no mask serves two lengths
-            return additive(visible(topology, lengths, kind), self.dtype)
+            return additive(visible(topology, lengths, kind), self.dtype)[:, None]
         if not topology.is_static:
             if kind.window is None and min(lengths) == longest:  # all of the text, and the tree
-                width, tree = longest + topology.num_nodes, additive(topology.ancestors, self.dtype)
-                return F.pad(tree, (longest, aligned(width) - width))[:, :, :width].expand(len(lengths), -1, -1)
-            return additive(visible(topology, lengths, kind), self.dtype)
+                width, tree = longest + topology.num_nodes, additive(topology.ancestors[:, None], self.dtype)
+                padded = F.pad(tree, (longest, aligned(width) - width))
+                return padded[..., :width].expand(len(lengths), -1, -1, -1)
+            return additive(visible(topology, lengths, kind), self.dtype)[:, None]
         if topology is not self.wide_of or longest > self.capacity:
             self._build(topology, max(2 * self.capacity, longest + 256) if longest > self.capacity else self.capacity)
         wide, width = self.wide[kind.name], longest + topology.num_nodes
-        rows = [wide.narrow(1, self.capacity - length, aligned(width)) for length in lengths]
-        return torch.stack(rows)[:, :, :width]
+        if len(lengths) == 1 and not self.copies:
+            return wide.narrow(3, self.capacity - longest, width)
+        return torch.cat([wide.narrow(3, self.capacity - own, aligned(width)) for own in lengths])[..., :width]
 
     def _build(self, topology: Topology, capacity: int) -> None:
         self.wide_of, self.capacity = topology, capacity
@@ -61,7 +65,12 @@ class TreeMasks:
         for kind in self.layers.kinds:
             if kind.chunk is None:
                 seen = visible(topology, [capacity], kind)[0]
-                self.wide[kind.name] = additive(torch.cat([seen, nothing], dim=1), self.dtype)
+                self.wide[kind.name] = additive(torch.cat([seen, nothing], dim=1), self.dtype)[None, None]
+
+
+def needs_aligned(device: torch.device) -> bool:
+    """Whether attention on `device` needs aligned masks; a CPU reads any part of a wide mask."""
+    return device.type != "cpu"
 
 
 def visible(topology: Topology, lengths: Sequence[int], kind: LayerKind = FULL_LAYER) -> Tensor:

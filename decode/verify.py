@@ -27,6 +27,8 @@ class Verifier:
         self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
         self.rotary = fast_rotary(backbone.base, on_cpu=backbone.device.type == "cpu")
         self.norms = fast_norms(backbone.base)
+        self.first_end = min(end for end in (backbone.context, backbone.rope_boundary, float("inf")) if end is not None)
+        """The first position at which a text can meet an end (`_end`)."""
 
     def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
         return prefill(self.backbone, self.cache, ids, lengths, on_hidden)
@@ -50,7 +52,9 @@ class Verifier:
             reread(self.backbone, self.cache, self.sequences)
         lengths, ids, topology = self.cache.lengths, draft.ids, draft.topology
         if self.cache.is_even:
-            positions = (topology.depth + lengths[0]).expand(len(lengths), -1)
+            positions = topology.depth + lengths[0]
+            if len(lengths) > 1:
+                positions = positions.expand(len(lengths), -1)
         else:
             positions = on_device(lengths, ids.device)[:, None] + topology.depth
         end = self._end(topology)
@@ -68,8 +72,9 @@ class Verifier:
         end = self._end(draft.topology)
         return None if end is None else end - 1 - on_device(self.cache.lengths, self.masks.device)
 
-    def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
-        self.cache.commit(path, counts, in_place)
+    def commit(self, path: Tensor | None, counts: list[int]) -> None:
+        """Keep the accepted nodes of the last draft; see `TreeCache.commit`."""
+        self.cache.commit(path, counts)
 
     def select(self, rows: list[int]) -> None:
         self.cache.select(rows)
@@ -84,6 +89,8 @@ class Verifier:
         This position is the end of the context, or the length at which longrope switches factors. Longrope switches for
         all tokens of a forward, by the greatest position, so a draft across that length would rotate nodes wrongly."""
         longest, boundary = self.cache.longest, self.backbone.rope_boundary
+        if longest + topology.max_depth < self.first_end:
+            return None
         ends = [self.backbone.context, boundary if boundary is not None and longest < boundary else None]
         return min((end for end in ends if end is not None and longest + topology.max_depth >= end), default=None)
 

@@ -179,7 +179,7 @@ class ModelDrafter(LevelwiseDrafter):
                 first += width
             kept.append(path)
         self.cache.reopen([length - 1 for length in self.text_lengths])
-        self.cache.commit(self._padded(kept), [len(path) for path in kept], in_place=self.is_chain)
+        self.cache.commit(None if self.is_chain else self._padded(kept), [len(path) for path in kept])
 
     def _padded(self, lines: list[list[int]]) -> Tensor:
         width = max(map(len, lines))

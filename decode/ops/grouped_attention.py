@@ -106,7 +106,7 @@ class grouped:
 
     def __init__(self, config: PretrainedConfig, masks: Tensor | Mapping[str, Tensor] | None = None) -> None:
         self.config, self.applies = config, config._attn_implementation == SDPA
-        self.masks = masks.values() if isinstance(masks, Mapping) else () if masks is None else (masks,)
+        self.masks = (masks,) if isinstance(masks, Tensor) else () if masks is None else masks.values()
 
     def __enter__(self) -> None:
         if self.applies:

@@ -12,7 +12,7 @@ Shapes: H hidden size, or head size for norms of queries and keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 
@@ -44,7 +44,7 @@ def fast_norms(decoder: nn.Module) -> AbstractContextManager[None]:
 
     The context is for one text, because weights may change between texts. It replaces `forward` of each norm, also for
     other threads; their results stay equal up to rounding, and their gradients the same."""
-    forwards = {norm: forward for norm in decoder.modules() if (forward := _forward(norm)) is not None}
+    forwards = [(vars(norm), forward) for norm in decoder.modules() if (forward := _forward(norm)) is not None]
     return SharedSetting(partial(_replace, forwards)) if forwards else nullcontext()
 
 
@@ -65,13 +65,13 @@ def _is_stock(forward: Callable[..., object]) -> bool:
     return code_of(forward) == STOCK
 
 
-def _replace(forwards: Mapping[nn.Module, Forward]) -> Restore:
-    for norm, forward in forwards.items():
-        vars(norm).setdefault("forward", forward)  # a function that somebody else has put there stays
+def _replace(forwards: Sequence[tuple[dict[str, object], Forward]]) -> Restore:
+    for attributes, forward in forwards:
+        attributes.setdefault("forward", forward)  # a function that somebody else has put there stays
     return partial(_put_back, forwards)
 
 
-def _put_back(forwards: Mapping[nn.Module, Forward]) -> None:
-    for norm, forward in forwards.items():
-        if vars(norm).get("forward") is forward:
-            del vars(norm)["forward"]
+def _put_back(forwards: Sequence[tuple[dict[str, object], Forward]]) -> None:
+    for attributes, forward in forwards:
+        if attributes.get("forward") is forward:
+            del attributes["forward"]

@@ -123,9 +123,9 @@ class ContrastVerifier(Verifier):
         limits = [limit for limit in (super().depth_limit(draft), self.amateur.depth_limit(draft)) if limit is not None]
         return torch.stack(limits).amin(0) if limits else None
 
-    def commit(self, path: Tensor, counts: list[int], in_place: bool = False) -> None:
-        super().commit(path, counts, in_place)
-        self.amateur.commit(path, counts, in_place)
+    def commit(self, path: Tensor | None, counts: list[int]) -> None:
+        super().commit(path, counts)
+        self.amateur.commit(path, counts)
 
     def select(self, rows: list[int]) -> None:
         super().select(rows)

@@ -205,7 +205,7 @@ def test_a_chain_is_committed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         append(cache, [[4, 5, 6], [7, 8, 9]])
         if in_place:
             monkeypatch.setattr(cache, "_move", None)
-        cache.commit(torch.tensor([[0, 1, -1], [0, 1, 2]]), [2, 3], in_place=in_place)
+        cache.commit(None if in_place else torch.tensor([[0, 1, -1], [0, 1, 2]]), [2, 3])
     for row, length in enumerate([4, 4]):
         moved, lying = (cache.layers[0].keys[row, 0, :length, 0].tolist() for cache in caches)
         assert moved == lying

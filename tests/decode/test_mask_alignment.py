@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from decode import generate
+from decode import generate, masks
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.drafters.model import DraftModel
@@ -26,6 +26,11 @@ from tests.helpers import left_padded, random_heads, random_ids, random_tree, ti
 
 STATIC = Topology.of(load_tree("mc_sim_7b_63", 5))
 DYNAMIC = Topology.from_parents(STATIC.parent, STATIC.depth, STATIC.max_depth, STATIC.max_children)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "needs_aligned", lambda device: True)
 
 
 def is_aligned(mask: Tensor) -> bool:

@@ -238,9 +238,9 @@ def test_a_fault_is_found(expert: Any, small: Any, fault: str, monkeypatch: pyte
         monkeypatch.setattr(Contrast, "margin", lambda self, expert: torch.zeros_like(expert))
     else:
 
-        def forgets_the_amateur(self: ContrastVerifier, path: Any, counts: list[int], in_place: bool = False) -> None:
-            self.cache.commit(path, counts, in_place)
-            self.amateur.commit(torch.zeros_like(path), [1] * len(counts))
+        def forgets_the_amateur(self: ContrastVerifier, path: Any, counts: list[int]) -> None:
+            self.cache.commit(path, counts)
+            self.amateur.commit(None, [1] * len(counts))
 
         monkeypatch.setattr(ContrastVerifier, "commit", forgets_the_amateur)
         settings = Settings(max_new_tokens=NEW, amateur=amateur)
