@@ -125,7 +125,7 @@ def tree_for(options: KindsOptions, loaded: Loaded, heads: MedusaHeads) -> Layou
     paths = {str(point.nodes): point.paths for point in found.points if not point.dynamic}
     if (nodes := tree.partition(":")[2]) not in paths:
         raise RequestError(f"tree {tree}: {folder} was calibrated with {', '.join(paths)} nodes")
-    return with_shortlist(Tree.from_paths(paths[nodes]), found.shortlist)
+    return with_shortlist(Tree.from_paths(paths[nodes]), found.shortlist_for(int(nodes)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -25,7 +25,6 @@ from decode.drafters.layouts import (
     require_draftable,
     require_sizes,
     resolve_tree,
-    with_shortlist,
 )
 from decode.drafters.trained_heads import HeadsDrafterConfig
 from decode.request import require_fitting
@@ -268,7 +267,7 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
         kept = f"; calibrated now, saved in {store(files, found)}"
     if asked is not None:  # a calibration also fits the temperatures of dynamic trees and the number of candidates
         note(f"tree: dynamic, {asked.num_nodes} nodes{kept}")
-        return with_shortlist(replace(asked, temperatures=tuple(found.temperatures)), found.shortlist)
+        return found.fit(asked)
     best, kind = found.best, "dynamic, " if found.best.dynamic else ""
     note(f"tree: {kind}{best.nodes} nodes, predicted tau {best.tau:.2f}{kept}")
     return found.tree

@@ -90,7 +90,17 @@ class Calibration:
         tree: Layout = Tree.from_paths(point.paths)
         if point.dynamic:
             tree = DynamicTree.over_heads(point.nodes, len(self.temperatures), tuple(self.temperatures))
-        return with_shortlist(tree, self.shortlist)
+        return with_shortlist(tree, self.shortlist_for(point.nodes))
+
+    def fit(self, tree: DynamicTree) -> Layout:
+        """Give a dynamic tree the temperatures and the number of candidates that were found."""
+        return with_shortlist(replace(tree, temperatures=tuple(self.temperatures)), self.shortlist_for(tree.num_nodes))
+
+    def shortlist_for(self, nodes: int) -> int:
+        """The number of candidates for a tree of `nodes` nodes: what was found for the best tree, if it is no smaller.
+
+        Larger trees lose more by few candidates: the included heads 4 % of tau at 64 nodes."""
+        return self.shortlist if nodes <= self.best.nodes else SHORTLIST
 
     def predicted_tau(self, tree: Layout) -> float | None:
         """The predicted tau of `tree`; `None` if the calibration did not try this tree."""
@@ -158,9 +168,7 @@ def stored_fit(tree: DynamicTree, places: Sequence[Path], heads: MedusaHeads) ->
     fingerprint = heads_fingerprint(heads)
     for _, entry in _entries(places):
         if _steps(entry) >= MIN_STEPS and entry["holds_for"].get("heads") == fingerprint and entry.get("temperatures"):
-            return with_shortlist(
-                replace(tree, temperatures=tuple(entry["temperatures"])), entry.get("shortlist", SHORTLIST)
-            )
+            return TypeAdapter(Calibration).validate_python(entry).fit(tree)
     return None
 
 

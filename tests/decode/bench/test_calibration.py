@@ -46,6 +46,7 @@ from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.guesses import MISSED, accepted
+from medusa.tree import SHORTLIST
 from tests.helpers import random_heads, random_ids, random_tree
 
 SETTINGS = Settings(max_new_tokens=40)
@@ -358,14 +359,17 @@ def test_calibrations_from_too_few_steps_are_ignored(tmp_path: Path, llama: Any,
     file.write_text(json.dumps([content]), encoding="utf-8")
     assert stored([file], kept.holds_for, notes.append) is None
     assert notes == [f"ignored a calibration in {file}: it was made from 499 steps, and {MIN_STEPS} are needed"]
-    asked = DynamicTree.over_heads(5, 2)
+    asked = DynamicTree.over_heads(3, 2)
     assert stored_fit(asked, [file], heads) is None
     store([file], kept)
     assert len(json.loads(file.read_text(encoding="utf-8"))) == 1, "the new one replaces it"
     assert stored([file], kept.holds_for) == kept
     fitted = stored_fit(asked, [file], heads)
     assert isinstance(fitted, DynamicTree)
-    assert (fitted.num_nodes, fitted.temperatures, fitted.candidates.shortlist) == (5, (1.0, 0.7), 16)
+    assert (fitted.num_nodes, fitted.temperatures, fitted.candidates.shortlist) == (3, (1.0, 0.7), 16)
+    larger = stored_fit(DynamicTree.over_heads(5, 2), [file], heads)
+    assert larger is not None
+    assert larger.candidates.shortlist == SHORTLIST, "16 candidates are enough for the best tree, of 3 nodes"
 
 
 def test_the_cache_is_used_if_the_folder_cannot_be_written(tmp_path: Path) -> None:
