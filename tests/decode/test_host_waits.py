@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import decode.loop
-from decode import generate, steps
+from decode import generate, masks, steps
+from decode.drafters import best_first
 from decode.drafters.base import DrafterContext
 from decode.drafters.lookahead import LookaheadConfig
 from decode.drafters.mix import Mix
@@ -72,6 +73,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode as on a GPU."""
     monkeypatch.setattr(decode.loop, "host_waits", lambda device: True)
     monkeypatch.setattr(fast_topk, "_numpy_can_read", lambda values: False)
+    monkeypatch.setattr(best_first, "MOST_NODES", 0)
+    monkeypatch.setattr(masks, "needs_aligned", lambda device: True)
 
 
 @pytest.fixture(scope="session")
