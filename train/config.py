@@ -217,4 +217,6 @@ class TrainConfig(Section):
     def load_options(self) -> LoadOptions:
         """The options for loading the backbone, from the recipe's keys of the same names."""
         given = {field.name: getattr(self, field.name) for field in fields(LoadOptions)}
+        if self.device is None and self.training.get("use_cpu") is True:
+            given["device"] = "cpu"  # the Trainer's own key, which says nothing about the backbone
         return LoadOptions(**given | {"attention": None if self.attention == FLASH else self.attention})

@@ -64,6 +64,8 @@ class MedusaTrainer(InterruptibleTrainer):
         if not args.disable_tqdm:
             self.add_callback(ProgressBar(args.log_lines, lambda: self.budget))
         self.model_accepts_loss_kwargs = False  # otherwise the Trainer would count labels by its own rule
+        # The Trainer of transformers 5.17 sets this only when it begins an epoch.
+        self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         self.loss_is_scaled_for_ga = True  # `compute_loss` scales it for gradient accumulation
         self._batch_sums = torch.zeros(3, heads.config.num_heads)  # of the last batch: losses, right guesses, labels
         self._evaluated: list[Tensor] = []  # the same of each batch of an evaluation

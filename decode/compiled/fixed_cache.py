@@ -21,8 +21,9 @@ from medusa.heads.independent import MedusaHeads
 from medusa.tree import Tree
 from medusa.tree_support import additive
 
-BLOCK = 64
-"""Cache slots per block. Windows are whole blocks, so that compiled code knows that rows of masks are aligned."""
+BLOCK = 256
+"""Cache slots per block. Windows are whole blocks, so that compiled code knows that rows of masks, and of their parts
+(`decode.ops.split_attention`), are aligned."""
 STEP = 256
 """Number of cache slots by which capacities and windows of up to 2048 slots grow; larger ones grow by up to 1/8."""
 

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from decode.ops.split_attention import attention_in_parts, num_parts
 from decode.ops.shared_setting import Restore, SharedSetting
 
 SDPA = "sdpa"
@@ -49,12 +50,17 @@ def sdpa_grouped(
     what decoding never asks for: gradients, a paged cache, or one mask row for several tokens."""
     batch, heads, tokens, size = query.shape
     groups = heads // key.shape[1]
-    masked = attention_mask is not None and attention_mask.shape[1:3] == (1, tokens)
-    grouped = masked and groups > 1 and len(key) == batch and not torch.is_grad_enabled()
-    if not grouped or any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap")):
+    plain = attention_mask is None or attention_mask.shape[1:3] != (1, tokens) or len(key) != batch
+    plain |= torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+    parts = 1 if plain else num_parts(query.reshape(batch, key.shape[1], -1, size), key)
+    if plain or (groups == 1 and parts == 1):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     assert attention_mask is not None
     query, mask = query.reshape(batch, key.shape[1], groups * tokens, size), _repeated(attention_mask, groups)
+    if parts > 1:
+        scale = size**-0.5 if scaling is None else scaling
+        out = attention_in_parts(query, key, value, mask, scale, parts)
+        return out.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
     if scaling is not None and dropout == 0 and _favours_products(query, key, mask):
         out = _by_products(query, key, value, mask, scaling).view(value.shape[1], -1, groups, tokens)
         return out.permute(3, 0, 2, 1).reshape(1, tokens, heads, -1), None

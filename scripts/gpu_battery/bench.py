@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -15,39 +16,59 @@ from medusa.config import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from medusa.records.sources import read_records
+from medusa.tree import load_tree
 from scripts.gpu_battery.run import Figure, Run
 from scripts.gpu_battery.steps import StepClock, forward_ms, profile_steps, target_of
 
-FIRST_KIND = next(iter(KINDS))  # whose heads most stages use
+MAIN_KIND = "markov"  # whose heads most stages use
+FORWARDS, GENERATE = "forwards", "generate"  # what `compile_ahead` compiles besides the steps with each kind of heads
+STATIC = {"cache_implementation": "static"}
 BASELINE = "plain, compiled"
+NUM_HEADS = 4
 
 
 def benchmark(run: Run) -> None:
-    """Measure tau and tokens per second of plain decoding, of decoding with medusa heads, and of `generate`."""
+    """Measure tau and tokens per second of plain decoding, of decoding with heads, and of `generate`."""
     bench = Bench(run)
-    for how, way in run.scale.ways.items():
+    for how, way in run.ways.items():
         settings = replace(bench.eager, **way)
         bench.measure(f"plain, {how}", lambda settings=settings: plain_method(bench.model, settings))
         for tree in run.scale.trees:
-            figure = bench.measure_heads(FIRST_KIND, tree, how, settings)
+            figure = bench.measure_heads(MAIN_KIND, tree, how, settings)
             if figure is not None and settings.compile:
                 with run.attempt(target=figure["method"]):
                     bench.compare_with_target(figure, tree, settings)
-    static = {"cache_implementation": "static"}
-    for name, options in {"compiled": static, "eager": {}, "static cache": static | {"disable_compile": True}}.items():
+    generating = {"compiled": STATIC, "eager": {}, "static cache": STATIC | {"disable_compile": True}}
+    for name, options in generating.items():
         bench.measure(
             f"generate, {name}", lambda options=options: transformers_method(bench.model, bench.eager, **options)
         )
 
 
+def compile_ahead(run: Run, name: str) -> None:
+    """Compile what the benchmarks time with heads of the kind `name`, or `FORWARDS`, or the steps of `generate`."""
+    bench = Bench(run)
+    compiled = [replace(bench.eager, **way) for way in run.ways.values() if "compile" in way]
+    if name == FORWARDS:
+        for tree in (Tree.chain(0), *(load_tree(tree, NUM_HEADS) for tree in run.scale.trees.values())):
+            forward_ms(bench.model, tree, 1, len(bench.prompts[0]), 1)
+        for settings in compiled:
+            plain_method(bench.model, settings)(bench.prompts[:1])
+    elif name == GENERATE:
+        transformers_method(bench.model, bench.eager, **STATIC)(bench.prompts[:1])
+    else:
+        for settings, tree in itertools.product(compiled if name == MAIN_KIND else compiled[:1], run.scale.trees):
+            bench.method_of(name, tree, settings)(bench.prompts[:1])
+
+
 def kinds(run: Run) -> None:
     """Measure tau and tokens per second of compiled decoding with heads of each kind."""
     bench = Bench(run)
-    how, way = next(iter(run.scale.ways.items()))
+    how, way = next(iter(run.ways.items()))
     settings = replace(bench.eager, **way)
     bench.measure(BASELINE, lambda: plain_method(bench.model, settings))
     for tree in run.scale.trees:
-        for kind in reversed(KINDS):  # the first kind is in `benchmark`, too
+        for kind in KINDS:
             bench.measure_heads(kind, tree, how, settings)
 
 
@@ -103,7 +124,7 @@ class Bench:
         """Record the speedup beside 0.9 tau T(1) / T(n); if it is lower, profile a few steps and keep the trace."""
         if self.baseline is None:
             raise RuntimeError("there is no figure of compiled plain decoding to compare with")
-        method = self.method_of(FIRST_KIND, tree_name, settings)
+        method = self.method_of(MAIN_KIND, tree_name, settings)
         tree, times = method.source.tree, (1, len(self.prompts[0]), self.run.scale.new_tokens)
         if self.forward_of_one is None:
             self.forward_of_one = forward_ms(self.model, Tree.chain(0), *times)
@@ -124,7 +145,7 @@ def verify(run: Run) -> None:
     """Run `medusa verify` in float32 and bfloat16: equal greedy texts, and chi-square tests of sampled tokens."""
     for dtype in ("float32", "bfloat16"):
         tree, report = next(iter(run.scale.trees.values())), run.output / f"verify_{dtype}.html"
-        argv = ["--backbone", run.backbone, "--heads", run.heads / FIRST_KIND, "--prompts", run.prompts]
+        argv = ["--backbone", run.backbone, "--heads", run.heads / MAIN_KIND, "--prompts", run.prompts]
         argv += ["--tree", tree, "--max-new-tokens", run.scale.new_tokens, "--draws", run.scale.draws]
         argv += ["--sampled-prompts", run.scale.sampled_prompts, "--dtype", dtype, "--device", run.device]
         argv += ["--report", report, "--overwrite", "--quiet"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import torch
@@ -21,28 +22,56 @@ from decode.settings import Settings
 from measuring import peak_meter
 from medusa import Tree
 from medusa.tree import load_tree
-from scripts.gpu_battery.run import Figure, Run
+from scripts.gpu_battery.run import Figure, Run, side_by_side
 from scripts.gpu_battery.steps import SKIPPED, profile_steps, step_ms
 from tiny_models import random_heads
 from train.build import blocks
 
 NUM_HEADS = 4
+LAST_POINT = 10  # seconds: no point begins later before the end of the stage
+
+
+def points_of(run: Run) -> Iterator[tuple[Figure, Settings]]:
+    """List the points of the curves with their ways, the most important first: early points of early ways."""
+    ranked = itertools.product(enumerate(run.ways.items()), enumerate(run.scale.points))
+    for (_, (how, way)), (_, point) in sorted(ranked, key=lambda pair: pair[0][0] + pair[1][0]):
+        settings = Settings(max_new_tokens=SKIPPED + run.scale.steps, ignore_eos=True, **way)
+        for model, nodes in itertools.product(run.scale.kv_heads, point["nodes"]):
+            yield {"model": model, "how": how, **point, "nodes": nodes}, settings
 
 
 def curves(run: Run) -> None:
     """Measure the time of a step over n nodes, T(n), by context, batch size and attention (MHA, GQA).
 
     The steps are those of decoding, at as many lengths of text. The heads are random, so a step accepts about one
-    token. A way stops early enough to leave a fifth of the time to each way after it."""
-    scale = run.scale
-    for later, (how, way) in zip(reversed(range(len(scale.ways))), scale.ways.items(), strict=True):
-        settings = Settings(max_new_tokens=SKIPPED + scale.steps, ignore_eos=True, **way)
-        for point, model in itertools.product(scale.points, scale.kv_heads):
-            for nodes in point["nodes"]:
-                if run.end - time.monotonic() > later * run.seconds / 5:
-                    about = {"model": model, "how": how, **point, "nodes": nodes}
-                    with run.attempt(**about):
-                        measure_point(run, about, settings)
+    token."""
+    for about, settings in points_of(run):
+        if run.end - time.monotonic() > LAST_POINT:
+            with run.attempt(**about):
+                measure_point(run, about, settings)
+
+
+def compile_curves(run: Run) -> None:
+    """Compile the steps of the curves in several processes, so that `curves` finds their machine code on disk."""
+    points = {}
+    for about, settings in points_of(run):
+        if settings.compile:
+            points.setdefault((about["model"], about["how"], about["batch"], about["nodes"]), (about, settings))
+    side_by_side(run, compile_point, points.values())
+
+
+def compile_point(run: Run, about: Figure, settings: Settings) -> None:
+    """Decode once at a point of the curves, and record how long that took."""
+    model, start = random_model(run, about["model"]), time.monotonic()
+    random_method(run, model, about["nodes"], settings)(random_ids(run, about))
+    run.keep(**about, first_seconds=round(time.monotonic() - start, 1))
+    random_model.cache_clear()  # each task is given a run of its own
+    free(run, model)
+
+
+def random_ids(run: Run, about: Figure) -> list[list[int]]:
+    """Make a batch of random prompts for a point of the curves."""
+    return torch.randint(run.scale.curve_shape["vocab_size"], (about["batch"], about["context"])).tolist()
 
 
 def measure_point(run: Run, about: Figure, settings: Settings) -> None:
@@ -50,7 +79,7 @@ def measure_point(run: Run, about: Figure, settings: Settings) -> None:
     model = random_model(run, about["model"])
     free(run, model)  # what the last point left
     peak, method = peak_meter(run.device), random_method(run, model, about["nodes"], settings)
-    prompts = torch.randint(run.scale.curve_shape["vocab_size"], (about["batch"], about["context"])).tolist()
+    prompts = random_ids(run, about)
     start = time.monotonic()
     method(prompts)
     timed = {"first_seconds": round(time.monotonic() - start, 1), "ms": step_ms(method, prompts)} | run.clocks()

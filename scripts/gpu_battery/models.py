@@ -15,7 +15,8 @@ from medusa.config import KINDS
 from medusa.files import write_json
 from medusa.records.sources import DOCUMENT_SEPARATOR
 from script_tools import write_jsonl
-from scripts.gpu_battery.run import Run
+from scripts.gpu_battery.bench import FORWARDS, GENERATE, compile_ahead
+from scripts.gpu_battery.run import Run, side_by_side
 
 SHORTEST = 500  # characters of a source that is used
 PROMPT = 400  # characters of a source that a prompt is cut from
@@ -55,26 +56,33 @@ def backbone(run: Run) -> None:
 
 
 def heads(run: Run) -> None:
-    """Let the backbone generate text, then train heads of each kind on that text."""
+    """Let the backbone generate text, then train heads of each kind on that text, at the same time on a GPU.
+
+    Then compile the steps that `benchmark` and `kinds` time."""
     own = run.output / "own.jsonl"
     argv = ["--backbone", run.backbone, "--prompts", run.output / "openings.jsonl", "--output", own, "--overwrite"]
-    argv += ["--max-new-tokens", run.scale.new_tokens, "--batch-size", 128, "--temperature", 0.3, "--ignore-eos"]
+    argv += ["--max-new-tokens", run.scale.new_tokens, "--batch-size", 512, "--temperature", 0.3, "--ignore-eos"]
     argv += ["--device", run.device, "--dtype", run.dtype_name, "--quiet"]
     start = time.monotonic()
     run.medusa("distill", *argv)
     run.keep(texts=run.scale.texts, writing_seconds=round(time.monotonic() - start))
-    for number, kind in enumerate(KINDS):
-        training = run.scale.other_heads if number else run.scale.first_heads
-        config = {
-            "backbone": str(run.backbone),
-            "data": {"path": str(own), "sequence_length": 256},
-            "output_dir": str(run.heads / kind),
-            "heads": {"num": 4, "kind": kind},
-            "device": run.device,
-            "training": training | {"save_strategy": "no", "logging_steps": 50, "bf16": run.on_gpu},
-        }
-        recipe = run.output / f"{kind}.yaml"
-        write_json(recipe, config)  # JSON is YAML
-        with run.attempt(kind=kind):
-            result = run.medusa("train", recipe, "--overwrite", "--quiet", result=f"train_{kind}")
-            run.keep(kind=kind, steps=result.get("steps"), loss=result.get("loss"))
+    side_by_side(run, train, [(kind,) for kind in KINDS])
+    side_by_side(run, compile_ahead, [(name,) for name in (*KINDS, FORWARDS, GENERATE)])
+
+
+def train(run: Run, kind: str) -> None:
+    """Train heads of one kind on the backbone's text."""
+    config = {
+        "backbone": str(run.backbone),
+        "data": {"path": str(run.output / "own.jsonl"), "sequence_length": 256},
+        "output_dir": str(run.heads / kind),
+        "heads": {"num": 4, "kind": kind},
+        "device": run.device,
+        "training": run.scale.training | {"save_strategy": "no", "logging_steps": 50, "bf16": run.on_gpu},
+    }
+    recipe = run.output / f"{kind}.yaml"
+    write_json(recipe, config)  # JSON is YAML
+    start = time.monotonic()
+    result = run.medusa("train", recipe, "--overwrite", "--quiet", result=f"train_{kind}")
+    seconds = round(time.monotonic() - start)
+    run.keep(kind=kind, steps=result.get("steps"), loss=result.get("loss"), training_seconds=seconds)

@@ -18,7 +18,7 @@ def write_report(output: Path, stages: Mapping[str, Stage]) -> Path:
     """Write report.md from the figures in `output`, and return its path."""
     figures = read_figures(output)
     about = figures.get("machine", [{}])[-1]
-    toy = "Toy sizes on a CPU: these figures only show that every stage runs. " if about.get("toy") else ""
+    toy = "Toy sizes: these figures only show that every stage runs. " if about.get("toy") else ""
     versions = f"torch {about.get('torch')}, transformers {about.get('transformers')}"
     headline = f"{toy}{about.get('gpu') or about.get('processor')}, {versions}; {about.get('date')}"
     parts = ["# GPU battery", f"{headline}, commit {about.get('commit')}.", stage_table(figures, stages)]

@@ -9,9 +9,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,9 +31,10 @@ from scripts.gpu_battery.clocks import gpu_state
 
 Figure = dict[str, object]
 FIGURES = "figures.jsonl"
+PROCESSES = 6  # that compile or train at the same time
 # Sizes of everything that the battery measures. scale.yaml says what each one means.
 SIZES = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text(encoding="utf-8"))
-FULL, TOY = (SimpleNamespace(ways=SIZES["ways"], **SIZES[size]) for size in ("full", "toy"))
+FULL, TOY = (SimpleNamespace(**SIZES[size]) for size in ("full", "toy"))
 
 
 def append(output: Path, figure: Figure) -> None:
@@ -67,6 +72,9 @@ class Run:
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.backbone, self.prompts = self.output / "backbone", self.output / "prompts.jsonl"
         self.heads = self.output / "heads"  # in a folder for each kind
+        self.ways: dict[str, dict[str, object]] = {  # own graphs need a GPU
+            how: way for how, way in SIZES["ways"].items() if self.on_gpu or "cuda_graphs" not in way
+        }
         self.errors: list[str] = []  # of attempts
         self.succeeded = False  # whether an attempt ended without an error
 
@@ -115,57 +123,110 @@ class Run:
         return {}
 
 
+def side_by_side(run: Run, task: Callable[..., None], arguments: Iterable[Sequence[object]]) -> None:
+    """Call task(run, *arguments) for each item of `arguments`; on a GPU, several at a time in processes of their own.
+
+    Errors are recorded as figures."""
+    if not run.on_gpu:
+        for items in arguments:
+            with run.attempt(task=str(items[0])):
+                task(run, *items)
+        return
+    with ProcessPoolExecutor(PROCESSES, processes(run.device), use_gpu, (run.device,)) as pool:
+        running = {str(items[0]): pool.submit(task, run, *items) for items in arguments}
+        for name, future in running.items():
+            with run.attempt(task=name):
+                future.result()
+
+
 @dataclass(frozen=True)
 class Stage:
     """A part of a call, which measures or trains something in a separate process."""
 
     run: Callable[[Run], None]
     call: int
-    seconds: int  # the stage's share of the call; time that earlier stages did not use is added
+    group: int  # stages of a group run side by side on a GPU, because none of them times anything
+    seconds: int  # the group's share of the battery; time that earlier groups did not use is added
     needs: tuple[str, ...] = ()  # stages that must have produced figures before this stage can run
 
 
 def run_stage(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> Figure:
-    """Run a stage, and record and return how it ended: done, failed, cut off or skipped."""
-    append(output, {"stage": name, "event": "start"})
-    figures, start = read_figures(output), time.monotonic()
+    """Run one stage, as `run_group` does."""
+    return run_group({name: stage}, output, toy, device, seconds)[name]
+
+
+def run_group(stages: Mapping[str, Stage], output: Path, toy: bool, device: str, seconds: float) -> dict[str, Figure]:
+    """Run stages side by side, and record and return how each ended: done, failed, cut off or skipped.
+
+    Each stage is a new process. After `seconds`, or if this process is interrupted, all end with their children."""
+    for name in stages:
+        append(output, {"stage": name, "event": "start"})
+    figures, begin = read_figures(output), time.monotonic()
     usable = [other for other, kept in figures.items() if any(not {"event", "error"} & set(figure) for figure in kept)]
-    missing = [needed for needed in stage.needs if needed not in usable]  # figures made before a cut are enough
-    if missing:
-        outcome: Figure = {"status": "skipped", "error": f"needs {missing[0]}"}
-    else:
-        outcome = watch(name, stage, output, toy, device, seconds)
-    outcome = {"seconds": round(time.monotonic() - start)} | outcome
-    append(output, {"stage": name, "event": "end"} | outcome)
-    return outcome
+    outcomes: dict[str, Figure] = {}
+    running: dict[str, BaseProcess] = {}
 
+    def record(name: str, outcome: Figure) -> None:
+        outcomes[name] = {"seconds": round(time.monotonic() - begin)} | outcome
+        append(output, {"stage": name, "event": "end"} | outcomes[name])
 
-def watch(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> Figure:
-    """Run the stage in a new process; after `seconds`, or if this process is interrupted, end it with its children."""
-    # A forked process need not import anything again, but CUDA cannot be used in one.
-    context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
-    log = output / "logs" / f"{name}.log"
-    log.parent.mkdir(exist_ok=True)
-    process = context.Process(target=in_process, args=(name, stage, output, toy, device, seconds, log))
     # Python drops an exception that a signal raises while functions run after a fork, so signals wait for its end.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    process.start()
     try:
+        for name, stage in stages.items():
+            missing = [needed for needed in stage.needs if needed not in usable]  # figures made before a cut are enough
+            if missing:
+                record(name, {"status": "skipped", "error": f"needs {missing[0]}"})
+            else:
+                running[name] = start(name, stage, output, toy, device, seconds)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        process.join(seconds)
-        in_time = process.exitcode is not None
+        while running and (left := begin + seconds - time.monotonic()) > 0:
+            wait([process.sentinel for process in running.values()], left)
+            for name in [name for name, process in running.items() if process.exitcode is not None]:
+                process = running.pop(name)
+                kill(process)
+                record(name, outcome_of(process, log_of(output, name)))
+        for name in running:
+            record(name, {"status": "cut off", "error": f"not finished after {seconds:.0f} s"})
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also children that a finished stage left running
-        process.kill()
-        process.join()
-    if not in_time:
-        return {"status": "cut off", "error": f"not finished after {seconds:.0f} s"}
-    if process.exitcode:
-        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit status {process.exitcode}")
-        return {"status": "failed", "error": last}
-    return {"status": "done"}
+        for process in running.values():
+            kill(process)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return outcomes
+
+
+def start(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> BaseProcess:
+    """Start the process of a stage."""
+    process = processes(device).Process(target=in_process, args=(name, stage, output, toy, device, seconds))
+    process.start()
+    return process
+
+
+def processes(device: str) -> BaseContext:
+    """Choose how to start processes: a forked one need not import anything again, but CUDA cannot be used in one."""
+    return multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+
+
+def kill(process: BaseProcess) -> None:
+    """End a process and its children, also those that a finished stage left running."""
+    if process.pid is not None:
+        with suppress(ProcessLookupError):  # it has no group yet
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def log_of(output: Path, name: str) -> Path:
+    return output / "logs" / f"{name}.log"
+
+
+def outcome_of(process: BaseProcess, log: Path) -> Figure:
+    """Say how a finished stage ended, with the last line of its log if it failed."""
+    if not process.exitcode:
+        return {"status": "done"}
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.is_file() else []
+    last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit status {process.exitcode}")
+    return {"status": "failed", "error": last}
 
 
 def use_gpu(device: str) -> None:
@@ -174,10 +235,12 @@ def use_gpu(device: str) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # it prepares a plan for each length of the text (stage `checks`)
 
 
-def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float, log: Path) -> None:
-    """Run the stage in this process, with its output in the file `log`."""
+def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> None:
+    """Run the stage in this process, with its output in its log."""
     os.setpgid(0, 0)  # a new group, so that its children can be ended with it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by `watch` while this process began
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by `run_group` while this process began
+    log = log_of(output, name)
+    log.parent.mkdir(exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -185,7 +248,7 @@ def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, se
     transformers.set_seed(0)
     if device != "cpu":
         use_gpu(device)
-    if toy:
+    if device == "cpu":
         torch.set_num_threads(1)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # not allowed after a fork
         torch.compile = lambda function, **options: function  # the battery is rehearsed, not the compiler

@@ -527,7 +527,7 @@ def test_caches_of_kept_regions_take_limited_memory() -> None:
         assert texts(model, heads, [prompt], f"dynamic:{nodes}", **options) == [expected]
         seen[nodes] = kept[-1][1]
     of_one = seen[2].num_bytes
-    assert of_one == 2 * model.config.num_hidden_layers * (256 + 64) * 2 * 8 * 4, "keys and values, float32"
+    assert of_one == 2 * model.config.num_hidden_layers * (256 + 256) * 2 * 8 * 4, "keys and values, float32"
     kept.max_bytes = 2 * of_one
     for nodes, filled in ((3, [3, 4]), (2, [2, 3]), (4, [2, 4])):
         assert texts(model, heads, [prompt], f"dynamic:{nodes}", **options) == [expected]

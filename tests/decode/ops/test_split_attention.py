@@ -1,0 +1,83 @@
+"""decode/ops/split_attention.py: attention computed over parts of the keys equals attention over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from decode.ops import grouped_attention, split_attention
+from decode.ops.split_attention import HIDDEN, attention_in_parts, num_parts
+
+
+def tensors(batch: int, heads: int, queries: int, slots: int, size: int = 16) -> list[torch.Tensor]:
+    """Queries, keys, values and a mask; keys and values are the first slots of a larger buffer, as in a window."""
+    query = torch.randn(batch, heads, queries, size)
+    keys, values = torch.randn(2, batch, heads, slots + 64, size)
+    seen = torch.rand(batch, 1, queries, slots) < 0.4
+    seen[:, :, :, 0] = True  # the first token of a text is never hidden
+    seen[:, :, :, slots // 2 :] = False  # whole parts are hidden, as after a short text
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    return [query, keys[:, :, :slots], values[:, :, :slots], mask]
+
+
+@pytest.mark.parametrize("parts", [2, 8, 32])
+@pytest.mark.parametrize(("batch", "heads", "queries"), [(1, 4, 1), (1, 2, 70), (3, 2, 5)])
+def test_parts_give_the_attention_of_the_whole(batch: int, heads: int, queries: int, parts: int) -> None:
+    query, key, value, mask = tensors(batch, heads, queries, 256)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
+    found = attention_in_parts(query, key, value, mask, 0.3, parts)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # float32: the same sums in another order
+
+
+def test_a_part_that_is_hidden_whole_has_no_weight() -> None:
+    """Even where its values are huge: the sum of weights of hidden keys is exactly 0."""
+    query, key, value, mask = tensors(1, 2, 3, 256)
+    value[:, :, 128:] = 1e30
+    expected = F.scaled_dot_product_attention(query, key[:, :, :128], value[:, :, :128], attn_mask=mask[..., :128])
+    torch.testing.assert_close(attention_in_parts(query, key, value, mask, 0.25, 8), expected, rtol=1e-5, atol=1e-6)
+    assert torch.finfo(torch.float16).min < HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((1, 32, 1), 8),  # plain decoding without grouped queries
+        ((1, 32, 64), 8),
+        ((1, 8, 4), 32),
+        ((1, 8, 256), 8),
+        ((1, 1, 8), 32),
+        ((3, 32, 64), 8),
+        ((4, 32, 64), 1),  # enough pieces for all multiprocessors
+        ((16, 8, 1), 1),  # 16 calls would take longer than one
+    ],
+)
+def test_a_gpu_gets_enough_pieces(shape: tuple[int, int, int], parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    query: Any = torch.empty(*shape, 8)
+    assert num_parts(query, query) == 1, "eager steps and CPUs have no use for it"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert num_parts(query, query) == 1
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert num_parts(query, query) == parts
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2)])
+def test_layers_attend_in_parts(heads: int, key_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of transformers' sdpa, with and without grouped queries."""
+    query, key, value, mask = tensors(2, heads, 6, 256)
+    key, value = key[:, :key_heads], value[:, :key_heads]
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = heads // key_heads, True
+    with torch.no_grad():
+        expected = grouped_attention.sdpa_attention_forward(module, query, key, value, mask, scaling=0.25)[0]
+        monkeypatch.setattr(grouped_attention, "num_parts", lambda query, key: 4)
+        called = []
+        stock = split_attention.attention_in_parts
+        monkeypatch.setattr(
+            grouped_attention, "attention_in_parts", lambda *args: called.append(args) or stock(*args)
+        )
+        found = grouped_attention.sdpa_grouped(module, query, key, value, mask, scaling=0.25)[0]
+    assert called
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
