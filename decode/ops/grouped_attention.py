@@ -24,8 +24,8 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from decode.ops.split_attention import attention_in_parts, num_parts
 from decode.ops.shared_setting import Restore, SharedSetting
+from decode.ops.split_attention import attention_in_parts, num_parts
 
 SDPA = "sdpa"
 TINY_HEAD, MIN_QUERIES, MAX_SCORES = 8, 16, 2**18
@@ -51,7 +51,8 @@ def sdpa_grouped(
     batch, heads, tokens, size = query.shape
     groups = heads // key.shape[1]
     plain = attention_mask is None or attention_mask.shape[1:3] != (1, tokens) or len(key) != batch
-    plain |= torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+    others = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+    plain = plain or others or torch.is_grad_enabled()
     parts = 1 if plain else num_parts(query.reshape(batch, key.shape[1], -1, size), key)
     if plain or (groups == 1 and parts == 1):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

@@ -61,5 +61,7 @@ def _of_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Compute attention by PyTorch's kernel with a mask, and the log-sum-exp of the scores [B, K, Q or more]."""
     if query.is_cuda:
-        return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, scale=scale)[:2]
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask, scale=scale)[:2]
+        out = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, scale=scale)
+    else:
+        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask, scale=scale)
+    return out[0], out[1]

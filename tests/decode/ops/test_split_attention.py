@@ -75,9 +75,7 @@ def test_layers_attend_in_parts(heads: int, key_heads: int, monkeypatch: pytest.
         monkeypatch.setattr(grouped_attention, "num_parts", lambda query, key: 4)
         called = []
         stock = split_attention.attention_in_parts
-        monkeypatch.setattr(
-            grouped_attention, "attention_in_parts", lambda *args: called.append(args) or stock(*args)
-        )
+        monkeypatch.setattr(grouped_attention, "attention_in_parts", lambda *args: called.append(args) or stock(*args))
         found = grouped_attention.sdpa_grouped(module, query, key, value, mask, scaling=0.25)[0]
     assert called
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
