@@ -1,4 +1,4 @@
-"""Figures that need a GPU, measured in three calls of under nine minutes each (docs/gpu.md)."""
+"""Figures that need a GPU, measured in one call of ten minutes (docs/gpu.md)."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,7 @@
-"""Stages of the third call: the trained heads compared with plain decoding and `generate`, and `medusa verify`."""
+"""Stages that measure: the trained heads compared with plain decoding and `generate`, and `medusa verify`."""
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -16,49 +15,30 @@ from medusa.config import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from medusa.records.sources import read_records
-from medusa.tree import load_tree
 from scripts.gpu_battery.run import Figure, Run
 from scripts.gpu_battery.steps import StepClock, forward_ms, profile_steps, target_of
 
 MAIN_KIND = "markov"  # whose heads most stages use
-FORWARDS, GENERATE = "forwards", "generate"  # what `compile_ahead` compiles besides the steps with each kind of heads
 STATIC = {"cache_implementation": "static"}
 BASELINE = "plain, compiled"
-NUM_HEADS = 4
 
 
 def benchmark(run: Run) -> None:
     """Measure tau and tokens per second of plain decoding, of decoding with heads, and of `generate`."""
     bench = Bench(run)
+    generating = {"static cache": STATIC | {"disable_compile": True}, "eager": {}}
     for how, way in run.ways.items():
         settings = replace(bench.eager, **way)
         bench.measure(f"plain, {how}", lambda settings=settings: plain_method(bench.model, settings))
         for tree in run.scale.trees:
             figure = bench.measure_heads(MAIN_KIND, tree, how, settings)
-            if figure is not None and settings.compile:
+            if figure is not None and bench.is_main(how):
                 with run.attempt(target=figure["method"]):
                     bench.compare_with_target(figure, tree, settings)
-    generating = {"compiled": STATIC, "eager": {}, "static cache": STATIC | {"disable_compile": True}}
+        if bench.is_main(how):
+            bench.measure_generate("compiled", STATIC)
     for name, options in generating.items():
-        bench.measure(
-            f"generate, {name}", lambda options=options: transformers_method(bench.model, bench.eager, **options)
-        )
-
-
-def compile_ahead(run: Run, name: str) -> None:
-    """Compile what the benchmarks time with heads of the kind `name`, or `FORWARDS`, or the steps of `generate`."""
-    bench = Bench(run)
-    compiled = [replace(bench.eager, **way) for way in run.ways.values() if "compile" in way]
-    if name == FORWARDS:
-        for tree in (Tree.chain(0), *(load_tree(tree, NUM_HEADS) for tree in run.scale.trees.values())):
-            forward_ms(bench.model, tree, 1, len(bench.prompts[0]), 1)
-        for settings in compiled:
-            plain_method(bench.model, settings)(bench.prompts[:1])
-    elif name == GENERATE:
-        transformers_method(bench.model, bench.eager, **STATIC)(bench.prompts[:1])
-    else:
-        for settings, tree in itertools.product(compiled if name == MAIN_KIND else compiled[:1], run.scale.trees):
-            bench.method_of(name, tree, settings)(bench.prompts[:1])
+        bench.measure_generate(name, options)
 
 
 def kinds(run: Run) -> None:
@@ -92,6 +72,14 @@ class Bench:
             self.heads[kind] = heads.to(self.run.device, self.model.dtype)
         return medusa_method(self.model, self.heads[kind], settings, tree=self.run.scale.trees[tree])
 
+    def is_main(self, how: str) -> bool:
+        """Whether this is the most important way to run a step."""
+        return how == next(iter(self.run.ways))
+
+    def measure_generate(self, name: str, options: dict[str, object]) -> None:
+        """Measure transformers' `generate` with these options."""
+        self.measure(f"generate, {name}", lambda: transformers_method(self.model, self.eager, **options))
+
     def measure_heads(self, kind: str, tree: str, how: str, settings: Settings) -> Figure | None:
         """Measure the heads of this kind; return the figure, or `None` after an error."""
         return self.measure(f"{kind}, {tree}, {how}", lambda: self.method_of(kind, tree, settings))
@@ -104,9 +92,10 @@ class Bench:
             method, start, clock, rates = make(), time.monotonic(), StepClock(), []
             method(self.prompts[:1])
             figure: Figure = {"method": name, "first_seconds": round(time.monotonic() - start, 1)}
-            for _ in range(self.run.scale.rounds):
-                results = [result for prompt in self.prompts for result in method([prompt], clock.start())]
-                rates.append(sum(len(r.new_ids) for r in results) / sum(r.seconds for r in results))
+            with self.run.alone():
+                for _ in range(self.run.scale.rounds):
+                    results = [result for prompt in self.prompts for result in method([prompt], clock.start())]
+                    rates.append(sum(len(r.new_ids) for r in results) / sum(r.seconds for r in results))
             figure |= {"tokens_per_second": statistics.median(rates), "slowest": min(rates), "fastest": max(rates)}
             figure |= self.run.clocks() | {"tau": tau(results) or None, "step_ms": clock.ms}
             if name == BASELINE:
@@ -127,8 +116,8 @@ class Bench:
         method = self.method_of(MAIN_KIND, tree_name, settings)
         tree, times = method.source.tree, (1, len(self.prompts[0]), self.run.scale.new_tokens)
         if self.forward_of_one is None:
-            self.forward_of_one = forward_ms(self.model, Tree.chain(0), *times)
-        one, forward = self.forward_of_one, forward_ms(self.model, tree, *times)
+            self.forward_of_one = forward_ms(self.model, Tree.chain(0), *times, self.run.alone)
+        one, forward = self.forward_of_one, forward_ms(self.model, tree, *times, self.run.alone)
         target = target_of(figure["tau"], one, forward)
         found = {"compared": figure["method"], "tau": figure["tau"], "speedup": figure["speedup"]}
         found |= {"nodes": tree.num_nodes, "forward_ms": forward, "forward_of_1_ms": one, "target": target}
@@ -137,7 +126,8 @@ class Bench:
         self.run.keep(**found)
         if not found["met"]:
             trace = self.run.output / "traces" / f"{figure['method'].replace(', ', '-').replace(' ', '_')}.json.gz"
-            seen = profile_steps(method, self.prompts[:1], self.run.on_gpu, trace)
+            with self.run.alone():
+                seen = profile_steps(method, self.prompts[:1], self.run.on_gpu, trace)
             self.run.keep(missed=figure["method"], trace=str(trace.relative_to(self.run.output)), **seen)
 
 
@@ -150,7 +140,8 @@ def verify(run: Run) -> None:
         argv += ["--sampled-prompts", run.scale.sampled_prompts, "--dtype", dtype, "--device", run.device]
         argv += ["--report", report, "--overwrite", "--quiet"]
         with run.attempt(dtype=dtype):
-            found = run.medusa("verify", *argv, result=f"verify_{dtype}")
+            with run.busy():
+                found = run.medusa("verify", *argv, result=f"verify_{dtype}")
             greedy, about = found["greedy"], {"dtype": dtype, "passed": found["passed"]}
             equal = f"{greedy['equal']} of {greedy['prompts']}"
             run.keep(**about, equal_texts=equal, rounding_ties=greedy["rounding_ties"])

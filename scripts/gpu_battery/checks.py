@@ -121,7 +121,8 @@ def cudnn(run: Run, keep: Keep) -> None:
         model, prompts = random_model(run, name, **LAYERS), random_prompts(run, [run.scale.check_context])
         method = random_method(run, model, nodes, settings_of(run))
         with cudnn_attention(enabled):
-            timed = {"ms": step_ms(method, prompts)} | run.clocks()
+            with run.alone():
+                timed = {"ms": step_ms(method, prompts)} | run.clocks()
             keep(model=name, nodes=nodes, cudnn=enabled, **timed, **profile_steps(method, prompts, run.on_gpu))
 
 

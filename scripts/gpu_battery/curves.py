@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import torch
@@ -22,51 +21,33 @@ from decode.settings import Settings
 from measuring import peak_meter
 from medusa import Tree
 from medusa.tree import load_tree
-from scripts.gpu_battery.run import Figure, Run, side_by_side
+from scripts.gpu_battery.run import Figure, Run
 from scripts.gpu_battery.steps import SKIPPED, profile_steps, step_ms
 from tiny_models import random_heads
 from train.build import blocks
 
 NUM_HEADS = 4
-LAST_POINT = 10  # seconds: no point begins later before the end of the stage
 
 
-def points_of(run: Run) -> Iterator[tuple[Figure, Settings]]:
-    """List the points of the curves with their ways, the most important first: early points of early ways."""
-    ranked = itertools.product(enumerate(run.ways.items()), enumerate(run.scale.points))
-    for (_, (how, way)), (_, point) in sorted(ranked, key=lambda pair: pair[0][0] + pair[1][0]):
-        settings = Settings(max_new_tokens=SKIPPED + run.scale.steps, ignore_eos=True, **way)
-        for model, nodes in itertools.product(run.scale.kv_heads, point["nodes"]):
-            yield {"model": model, "how": how, **point, "nodes": nodes}, settings
-
-
-def curves(run: Run) -> None:
-    """Measure the time of a step over n nodes, T(n), by context, batch size and attention (MHA, GQA).
+def curves(run: Run, model: str) -> None:
+    """Measure the time of a step over n nodes, T(n), by context and batch size.
 
     The steps are those of decoding, at as many lengths of text. The heads are random, so a step accepts about one
-    token."""
-    for about, settings in points_of(run):
-        if run.end - time.monotonic() > LAST_POINT:
-            with run.attempt(**about):
-                measure_point(run, about, settings)
-
-
-def compile_curves(run: Run) -> None:
-    """Compile the steps of the curves in several processes, so that `curves` finds their machine code on disk."""
-    points = {}
-    for about, settings in points_of(run):
-        if settings.compile:
-            points.setdefault((about["model"], about["how"], about["batch"], about["nodes"]), (about, settings))
-    side_by_side(run, compile_point, points.values())
-
-
-def compile_point(run: Run, about: Figure, settings: Settings) -> None:
-    """Decode once at a point of the curves, and record how long that took."""
-    model, start = random_model(run, about["model"]), time.monotonic()
-    random_method(run, model, about["nodes"], settings)(random_ids(run, about))
-    run.keep(**about, first_seconds=round(time.monotonic() - start, 1))
-    random_model.cache_clear()  # each task is given a run of its own
-    free(run, model)
+    token. All points are compiled first, the most important ones, early points of early ways, before others."""
+    ranked = itertools.product(enumerate(run.ways.items()), enumerate(run.scale.points))
+    methods: list[tuple[Figure, Method]] = []
+    for (_, (how, way)), (_, point) in sorted(ranked, key=lambda pair: pair[0][0] + pair[1][0]):
+        settings = Settings(max_new_tokens=SKIPPED + run.scale.steps, ignore_eos=True, **way)
+        for nodes in point["nodes"]:
+            about = {"model": model, "how": how, **point, "nodes": nodes}
+            if run.end - time.monotonic() > run.seconds / 4:
+                with run.attempt(**about):
+                    method, start = random_method(run, random_model(run, model), nodes, settings), time.monotonic()
+                    method(random_ids(run, about))
+                    methods.append((about | {"first_seconds": round(time.monotonic() - start, 1)}, method))
+    for about, method in methods:
+        with run.attempt(**about):
+            measure_point(run, about, method)
 
 
 def random_ids(run: Run, about: Figure) -> list[list[int]]:
@@ -74,17 +55,15 @@ def random_ids(run: Run, about: Figure) -> list[list[int]]:
     return torch.randint(run.scale.curve_shape["vocab_size"], (about["batch"], about["context"])).tolist()
 
 
-def measure_point(run: Run, about: Figure, settings: Settings) -> None:
+def measure_point(run: Run, about: Figure, method: Method) -> None:
     """Record the time of a step at one point of the curves, its memory, and what the profiler sees in it."""
-    model = random_model(run, about["model"])
-    free(run, model)  # what the last point left
-    peak, method = peak_meter(run.device), random_method(run, model, about["nodes"], settings)
     prompts = random_ids(run, about)
-    start = time.monotonic()
-    method(prompts)
-    timed = {"first_seconds": round(time.monotonic() - start, 1), "ms": step_ms(method, prompts)} | run.clocks()
-    timed["peak_mb"] = round(peak() / 1e6)
-    run.keep(**about, **timed, **profile_steps(method, prompts, run.on_gpu))
+    with run.alone():
+        peak = peak_meter(run.device)
+        timed = {"ms": step_ms(method, prompts)} | run.clocks()
+        timed["peak_mb"] = round(peak() / 1e6)
+        seen = profile_steps(method, prompts, run.on_gpu)
+    run.keep(**about, **timed, **seen)
 
 
 def free(run: Run, model: LlamaForCausalLM) -> None:
@@ -129,7 +108,8 @@ def losses(run: Run) -> None:
         about = {"backend": backend, "lm_head": lm_head, "positions": positions}
         with run.attempt(**about):
             variant = Variant(**about, objective="labels", **run.scale.losses, device=run.device)
-            run.keep(**about, **measure(variant))
+            with run.alone():
+                run.keep(**about, **measure(variant))
         if run.on_gpu:
             torch.cuda.empty_cache()
 

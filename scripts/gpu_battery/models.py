@@ -1,4 +1,4 @@
-"""Stages of the second call that train: a backbone on Python sources, and heads of each kind on the text it writes."""
+"""Stages that train: a backbone on Python sources, and heads of each kind on the text it writes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 import make_backbone
-from medusa.config import KINDS
 from medusa.files import write_json
 from medusa.records.sources import DOCUMENT_SEPARATOR
 from script_tools import write_jsonl
-from scripts.gpu_battery.bench import FORWARDS, GENERATE, compile_ahead
-from scripts.gpu_battery.run import Run, side_by_side
+from scripts.gpu_battery.run import Run
 
 SHORTEST = 500  # characters of a source that is used
 PROMPT = 400  # characters of a source that a prompt is cut from
@@ -45,7 +43,8 @@ def backbone(run: Run) -> None:
     argv = ["--data", run.output / "train.txt", "--eval", run.output / "eval.txt", "--output", run.backbone]
     argv += ["--overwrite", "--data-licence", "various", "--device", run.device, *run.scale.backbone.split()]
     start = time.monotonic()
-    make_backbone.main(list(map(str, argv)))
+    with run.busy():
+        make_backbone.main(list(map(str, argv)))
     size = (run.backbone / "model.safetensors").stat().st_size / 1e6
     run.keep(seconds=round(time.monotonic() - start), source_mb=sum(map(len, seen)) / 1e6, megabytes=size)
     tokenizer = AutoTokenizer.from_pretrained(run.backbone)
@@ -55,19 +54,16 @@ def backbone(run: Run) -> None:
         write_jsonl(path, "input_ids", (ids[: run.scale.prompt_tokens] for ids in encoded))
 
 
-def heads(run: Run) -> None:
-    """Let the backbone generate text, then train heads of each kind on that text, at the same time on a GPU.
-
-    Then compile the steps that `benchmark` and `kinds` time."""
+def text(run: Run) -> None:
+    """Let the backbone generate text to train heads on."""
     own = run.output / "own.jsonl"
     argv = ["--backbone", run.backbone, "--prompts", run.output / "openings.jsonl", "--output", own, "--overwrite"]
     argv += ["--max-new-tokens", run.scale.new_tokens, "--batch-size", 512, "--temperature", 0.3, "--ignore-eos"]
     argv += ["--device", run.device, "--dtype", run.dtype_name, "--quiet"]
     start = time.monotonic()
-    run.medusa("distill", *argv)
+    with run.busy():
+        run.medusa("distill", *argv)
     run.keep(texts=run.scale.texts, writing_seconds=round(time.monotonic() - start))
-    side_by_side(run, train, [(kind,) for kind in KINDS])
-    side_by_side(run, compile_ahead, [(name,) for name in (*KINDS, FORWARDS, GENERATE)])
 
 
 def train(run: Run, kind: str) -> None:
@@ -83,6 +79,7 @@ def train(run: Run, kind: str) -> None:
     recipe = run.output / f"{kind}.yaml"
     write_json(recipe, config)  # JSON is YAML
     start = time.monotonic()
-    result = run.medusa("train", recipe, "--overwrite", "--quiet", result=f"train_{kind}")
+    with run.busy():
+        result = run.medusa("train", recipe, "--overwrite", "--quiet", result=f"train_{kind}")
     seconds = round(time.monotonic() - start)
     run.keep(kind=kind, steps=result.get("steps"), loss=result.get("loss"), training_seconds=seconds)

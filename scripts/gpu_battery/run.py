@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -9,9 +10,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
@@ -31,7 +31,6 @@ from scripts.gpu_battery.clocks import gpu_state
 
 Figure = dict[str, object]
 FIGURES = "figures.jsonl"
-PROCESSES = 6  # that compile or train at the same time
 # Sizes of everything that the battery measures. scale.yaml says what each one means.
 SIZES = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text(encoding="utf-8"))
 FULL, TOY = (SimpleNamespace(**SIZES[size]) for size in ("full", "toy"))
@@ -72,15 +71,28 @@ class Run:
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.backbone, self.prompts = self.output / "backbone", self.output / "prompts.jsonl"
         self.heads = self.output / "heads"  # in a folder for each kind
-        self.ways: dict[str, dict[str, object]] = {  # own graphs need a GPU
-            how: way for how, way in SIZES["ways"].items() if self.on_gpu or "cuda_graphs" not in way
-        }
+        self.ways: dict[str, dict[str, object]] = {}
+        for how, way in SIZES["ways"].items():
+            way = way if self.on_gpu else {key: value for key, value in way.items() if key != "cuda_graphs"}
+            if way not in self.ways.values():  # without a GPU, CUDA graphs of any kind are the same
+                self.ways[how] = way
         self.errors: list[str] = []  # of attempts
         self.succeeded = False  # whether an attempt ended without an error
 
     def clocks(self) -> Figure:
         """Read the GPU's clock, power and temperature, for work that has just ended; {} on a CPU."""
         return gpu_state(torch.device(self.device)) if self.on_gpu else {}
+
+    @contextmanager
+    def alone(self, exclusive: bool = True) -> Iterator[None]:
+        """Wait for other stages, and keep them from timing anything; `exclusive`: also from working in `busy`."""
+        with (self.output / "gpu.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+            yield
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Work that would disturb the times of other stages, such as training; other stages may also be busy."""
+        return self.alone(exclusive=False)
 
     def keep(self, **figure: object) -> None:
         """Append a figure of this stage to the file of figures, with the GPU's clocks unless it holds them already."""
@@ -123,71 +135,71 @@ class Run:
         return {}
 
 
-def side_by_side(run: Run, task: Callable[..., None], arguments: Iterable[Sequence[object]]) -> None:
-    """Call task(run, *arguments) for each item of `arguments`; on a GPU, several at a time in processes of their own.
-
-    Errors are recorded as figures."""
-    if not run.on_gpu:
-        for items in arguments:
-            with run.attempt(task=str(items[0])):
-                task(run, *items)
-        return
-    with ProcessPoolExecutor(PROCESSES, processes(run.device), use_gpu, (run.device,)) as pool:
-        running = {str(items[0]): pool.submit(task, run, *items) for items in arguments}
-        for name, future in running.items():
-            with run.attempt(task=name):
-                future.result()
-
-
 @dataclass(frozen=True)
 class Stage:
-    """A part of a call, which measures or trains something in a separate process."""
+    """A part of the battery, which measures or trains something in a separate process."""
 
     run: Callable[[Run], None]
-    call: int
-    group: int  # stages of a group run side by side on a GPU, because none of them times anything
-    seconds: int  # the group's share of the battery; time that earlier groups did not use is added
-    needs: tuple[str, ...] = ()  # stages that must have produced figures before this stage can run
+    seconds: int  # after which it is cut off
+    needs: tuple[str, ...] = ()  # stages that must have ended, and have produced figures, before this stage starts
 
 
 def run_stage(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> Figure:
-    """Run one stage, as `run_group` does."""
-    return run_group({name: stage}, output, toy, device, seconds)[name]
+    """Run one stage, as `run_stages` does."""
+    return run_stages({name: stage}, output, toy, device, seconds)[name]
 
 
-def run_group(stages: Mapping[str, Stage], output: Path, toy: bool, device: str, seconds: float) -> dict[str, Figure]:
-    """Run stages side by side, and record and return how each ended: done, failed, cut off or skipped.
+def run_stages(
+    stages: Mapping[str, Stage], output: Path, toy: bool, device: str, seconds: float, factor: int = 1
+) -> dict[str, Figure]:
+    """Run stages, and record and return how each ended: done, failed, cut off or skipped.
 
-    Each stage is a new process. After `seconds`, or if this process is interrupted, all end with their children."""
-    for name in stages:
-        append(output, {"stage": name, "event": "start"})
-    figures, begin = read_figures(output), time.monotonic()
-    usable = [other for other, kept in figures.items() if any(not {"event", "error"} & set(figure) for figure in kept)]
+    Each stage is a new process, which starts when the stages that it needs have ended; on a CPU, one at a time. After
+    `factor` times its own limit, after `seconds` of the battery, or if this process is interrupted, a stage ends with
+    its children."""
+    begin, context = time.monotonic(), processes(device)
     outcomes: dict[str, Figure] = {}
-    running: dict[str, BaseProcess] = {}
+    waiting, running, begun = dict(stages), dict[str, BaseProcess](), dict[str, float]()
 
     def record(name: str, outcome: Figure) -> None:
-        outcomes[name] = {"seconds": round(time.monotonic() - begin)} | outcome
+        spent = round(time.monotonic() - begun.get(name, time.monotonic()))
+        outcomes[name] = {"seconds": spent} | outcome
         append(output, {"stage": name, "event": "end"} | outcomes[name])
+        print(f"{name}: {outcome['status']}, {spent} s", outcome.get("error", ""), flush=True)
 
     # Python drops an exception that a signal raises while functions run after a fork, so signals wait for its end.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        for name, stage in stages.items():
-            missing = [needed for needed in stage.needs if needed not in usable]  # figures made before a cut are enough
-            if missing:
-                record(name, {"status": "skipped", "error": f"needs {missing[0]}"})
-            else:
-                running[name] = start(name, stage, output, toy, device, seconds)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        while running and (left := begin + seconds - time.monotonic()) > 0:
-            wait([process.sentinel for process in running.values()], left)
-            for name in [name for name, process in running.items() if process.exitcode is not None]:
-                process = running.pop(name)
-                kill(process)
-                record(name, outcome_of(process, log_of(output, name)))
-        for name in running:
-            record(name, {"status": "cut off", "error": f"not finished after {seconds:.0f} s"})
+        while waiting or running:
+            ready = [name for name, stage in waiting.items() if not {*stage.needs} & {*waiting, *running}]
+            for name in ready[: max(0, 1 - len(running))] if device == "cpu" else ready:
+                stage = waiting.pop(name)
+                append(output, {"stage": name, "event": "start"})
+                figures = read_figures(output)
+                usable = [
+                    other
+                    for other, kept in figures.items()  # figures made before a cut are enough
+                    if any(not {"event", "error"} & set(figure) for figure in kept)
+                ]
+                if missing := [needed for needed in stage.needs if needed not in usable]:
+                    record(name, {"status": "skipped", "error": f"needs {missing[0]}"})
+                    continue
+                limit = min(factor * stage.seconds, begin + seconds - time.monotonic())
+                running[name] = context.Process(target=in_process, args=(name, stage, output, toy, device, limit))
+                running[name].start()
+                begun[name] = time.monotonic()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            ends = {name: min(begun[name] + factor * stages[name].seconds, begin + seconds) for name in running}
+            if running:
+                left = min(ends.values()) - time.monotonic()
+                wait([process.sentinel for process in running.values()], max(0, left))
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            for name, process in list(running.items()):
+                ended, late = process.exitcode is not None, time.monotonic() >= ends[name]
+                if ended or late:
+                    kill(running.pop(name))
+                    cut = {"status": "cut off", "error": f"not finished after {time.monotonic() - begun[name]:.0f} s"}
+                    record(name, outcome_of(process, log_of(output, name)) if ended else cut)
     finally:
         for process in running.values():
             kill(process)
@@ -195,16 +207,20 @@ def run_group(stages: Mapping[str, Stage], output: Path, toy: bool, device: str,
     return outcomes
 
 
-def start(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> BaseProcess:
-    """Start the process of a stage."""
-    process = processes(device).Process(target=in_process, args=(name, stage, output, toy, device, seconds))
-    process.start()
-    return process
-
-
 def processes(device: str) -> BaseContext:
-    """Choose how to start processes: a forked one need not import anything again, but CUDA cannot be used in one."""
-    return multiprocessing.get_context("fork" if device == "cpu" else "spawn")
+    """Choose how to start processes: a forked one need not import anything again, but may be unable to use the GPU."""
+    if device == "cpu":
+        return multiprocessing.get_context("fork")
+    trial = multiprocessing.get_context("fork").Process(target=try_gpu, args=(device,))
+    trial.start()
+    trial.join()
+    return multiprocessing.get_context("spawn" if trial.exitcode else "fork")
+
+
+def try_gpu(device: str) -> None:
+    """Use the GPU; an error ends this process with another status than 0."""
+    torch.zeros(1, device=device).item()
+    os._exit(0)
 
 
 def kill(process: BaseProcess) -> None:
@@ -238,7 +254,7 @@ def use_gpu(device: str) -> None:
 def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> None:
     """Run the stage in this process, with its output in its log."""
     os.setpgid(0, 0)  # a new group, so that its children can be ended with it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by `run_group` while this process began
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by `run_stages` while this process began
     log = log_of(output, name)
     log.parent.mkdir(exist_ok=True)
     with log.open("w", encoding="utf-8") as file:

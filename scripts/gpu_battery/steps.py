@@ -8,6 +8,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -117,11 +118,19 @@ class Placed(CacheLayerMixin):
 
 
 @torch.inference_mode()
-def forward_ms(model: LlamaForCausalLM, tree: Tree, rows: int, start: int, count: int) -> float:
+def forward_ms(
+    model: LlamaForCausalLM,
+    tree: Tree,
+    rows: int,
+    start: int,
+    count: int,
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> float:
     """Time one compiled forward of the stock model over the nodes of `tree` for each of `rows` texts: T(n).
 
     The texts have `start` tokens, and one more after each of `count` forwards. As in decoding, attention is `grouped`.
-    The result is the median in milliseconds until the most probable tokens are on the host."""
+    The result is the median in milliseconds until the most probable tokens are on the host. The first forwards compile;
+    the others are timed in the context `alone`."""
     config, device, nodes = model.config, model.device, tree.num_nodes
     capacity = -(-(start + SKIPPED + count + nodes) // 256) * 256
     shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
@@ -143,14 +152,18 @@ def forward_ms(model: LlamaForCausalLM, tree: Tree, rows: int, start: int, count
 
     options = {"triton.cudagraphs": device.type == "cuda"}
     compiled = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
-    times = []
-    for length in range(start, start + SKIPPED + count):
+
+    def seconds_at(length: int) -> float:
         slots.copy_(torch.arange(length, length + nodes))
         begin = time.perf_counter()
         with grouped(config):
             compiled().tolist()
-        times.append(time.perf_counter() - begin)
-    return 1000 * statistics.median(times[SKIPPED:])
+        return time.perf_counter() - begin
+
+    for length in range(start, start + SKIPPED):
+        seconds_at(length)
+    with alone():
+        return 1000 * statistics.median(seconds_at(start + SKIPPED + number) for number in range(count))
 
 
 def target_of(tau: float, forward_of_one: float, forward: float) -> float:
