@@ -35,7 +35,7 @@ from decode.reference import PlainStepper
 from decode.request import prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
 from decode.session import Session
-from decode.settings import LOSSLESS, AcceptanceRule, DecodingOptions, listing_options, python_words
+from decode.settings import CUDA_GRAPHS, LOSSLESS, AcceptanceRule, DecodingOptions, listing_options, python_words
 from decode.strategies.contrastive import Amateur, AmateurLike
 from decode.tree_check import require_tree_forward
 from medusa.errors import RequestError
@@ -82,7 +82,7 @@ def stepper_for(
     The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding ignores
     `rule`. With `keep_hidden`, the session records the hidden states of all tokens. With `keep_drafts`, each step of a
     drafter holds the drafts that it verified. `compile` may also be one of `decode.settings.CUDA_GRAPHS`, which says
-    how compiled steps use CUDA graphs; `True` means "torch". Raise a `RequestError` if the acceptance rule, the drafter
+    how compiled steps use CUDA graphs; `True` means "own". Raise a `RequestError` if the acceptance rule, the drafter
     or the amateur does not fit, or steps cannot be compiled."""
     acceptor, config = Acceptor(*rule), requests[0].config
     if factory is not None:
@@ -106,7 +106,7 @@ def stepper_for(
     else:
         session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
     if compile:
-        return CompiledStepper(session, acceptor, factory, "torch" if compile is True else compile)
+        return CompiledStepper(session, acceptor, factory, CUDA_GRAPHS[0] if compile is True else compile)
     if factory is not None:
         restart = partial(factory.start, session, drawn=acceptor.draft == "sample")
         return TreeStepper(session, restart(), acceptor, keep_drafts, restart)

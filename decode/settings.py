@@ -30,8 +30,8 @@ LOSSY = ("typical", "typical-sampled")
 LOSSY_GREEDY = {"topk": ("K", 1), "distance": ("D", 0)}
 """Lossy rules for temperature 0, written `NAME:NUMBER`: the number's letter in help texts, and its minimum."""
 DRAFTS = ("topk", "sample")
-CUDA_GRAPHS = ("torch", "own", "off")
-"""How compiled steps use CUDA graphs: those of torch.compile, our own, or none."""
+CUDA_GRAPHS = ("own", "torch", "off")
+"""How compiled steps use CUDA graphs on a GPU: our own, those of torch.compile, or none."""
 ACCEPTANCES = (*LOSSLESS, *LOSSY, *(f"{name}:{letter}" for name, (letter, _) in LOSSY_GREEDY.items()))
 Function = TypeVar("Function", bound=Callable[..., object])
 ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the shape; leave one out"
@@ -73,9 +73,9 @@ class DecodingOptions(Options):
         False, "compile whole steps by torch.compile, as CUDA graphs on a GPU; the first step takes seconds to minutes"
     )
     cuda_graphs: str = option(
-        "torch",
-        "with --compile on a GPU: use torch.compile's CUDA graphs (torch), our own, which also work outside the main "
-        "thread (own), or none (off)",
+        CUDA_GRAPHS[0],
+        "with --compile on a GPU: use our own CUDA graphs (own), those of torch.compile, which take longer and only "
+        "work in the main thread (torch), or none (off)",
         metavar="KIND",
     )
 
@@ -85,7 +85,7 @@ class DecodingOptions(Options):
             raise RequestError(ONE_SHAPE)
         if self.cuda_graphs not in CUDA_GRAPHS:
             raise RequestError(f"cuda-graphs is {self.cuda_graphs!r}; {choose_one_of(self.cuda_graphs, CUDA_GRAPHS)}")
-        if self.cuda_graphs != "torch" and not self.compile:
+        if self.cuda_graphs != CUDA_GRAPHS[0] and not self.compile:
             raise RequestError("--cuda-graphs is for compiled steps; add --compile, or leave it out")
         if self.compile and rule_and_limit(self.acceptance)[0] in LOSSY_GREEDY:
             raise RequestError(f"acceptance {self.acceptance!r} cannot be compiled; leave out --compile")

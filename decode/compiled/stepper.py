@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, rounded
-from decode.compiled.graphs import graphs_for, possible
+from decode.compiled.graphs import graphs_for
 from decode.compiled.region import Key, Region, Regions, modules_key
 from decode.compiled.sampler import FixedSampler
 from decode.draft import Frontier, NoDraft
@@ -37,8 +37,6 @@ class CompiledStepper(Stepper):
                 "only steps of heads can be compiled, as other drafters work on the host; leave one of them out"
             )
         _require_compilable(session)
-        if graphs == "own" and not possible(session.backbone.device):
-            raise RequestError("--cuda-graphs own needs a CUDA GPU; leave it out")
         self.session, self.acceptor, self.factory = session, acceptor, factory
         heads = None if factory is None else factory.heads
         self.tree: Layout = Tree.chain(0) if factory is None else factory.tree

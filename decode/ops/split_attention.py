@@ -17,8 +17,8 @@ PIECES = 256
 """Pieces of work for a GPU with some 130 multiprocessors, each of which computes one or two at a time."""
 QUERIES = 64
 """Queries of a piece in PyTorch's kernel."""
-MOST_PARTS = 32
-"""Maximum number of parts. Windows are multiples of 256 slots, and a part must have a multiple of 8 (16 bytes)."""
+MOST_PARTS = 16
+"""Maximum number of parts. The combination of 32 parts took as long as attention itself (11 us a layer on an H200)."""
 MOST_ROWS = 4
 """Rows of a batch that are split; for more, a call for each row takes longer than one call for all."""
 HIDDEN = -3e4
@@ -41,8 +41,8 @@ def num_parts(query: Tensor, key: Tensor) -> int:
 def attention_in_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, parts: int) -> Tensor:
     """Compute attention of `query` [B, K, Q, D] to `key` and `value` [B, K, S, D], with an additive mask [B, 1, Q, S].
 
-    Returns [B, K, Q, D]. S must be a multiple of 8 P. Rows are computed in turn, because the parts of several rows lie
-    too irregularly in memory for one call without a copy."""
+    Returns [B, K, Q, D]. S must be a multiple of 8 P, so that each part of the mask is aligned to 16 bytes. Rows are
+    computed in turn, because the parts of several rows lie too irregularly in memory for one call without a copy."""
     rows = zip(query.split(1), key.split(1), value.split(1), mask.expand(len(query), -1, -1, -1).split(1), strict=True)
     return torch.cat([_of_row(*tensors, scale, parts) for tensors in rows])
 

@@ -9,7 +9,7 @@
 Run the battery from the root of the repository; only the dependencies of the packages must be installed. Each figure
 is appended to figures.jsonl at once, with the GPU's clock and power; report.md is one page of tables. Each stage is a
 process with a time limit, so a stage that fails or hangs does not affect the figures of other stages. Stages run side
-by side, so that one can compile while another one trains; whatever is timed has the GPU for itself.
+by side, so that one can compile while another one trains. While something is timed, nothing trains or compiles.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from scripts.gpu_battery.checks import checks
 from scripts.gpu_battery.curves import curves, losses, sharding
 from scripts.gpu_battery.models import backbone, text, train
 from scripts.gpu_battery.report import write_report
-from scripts.gpu_battery.run import FIGURES, Figure, Stage, append, processes, run_stages
+from scripts.gpu_battery.run import FIGURES, Figure, Stage, append, processes, run_stages, start
 
 BATTERY_SECONDS = 570
 REHEARSAL_FACTOR = 5  # for a slow or busy CPU
@@ -89,7 +89,7 @@ def run_battery(args: argparse.Namespace) -> int:
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     about = {"stage": "machine", "event": "start", "toy": args.rehearse, "date": date, "commit": args.commit}
     describing = processes(args.device).Process(target=describe_machine, args=(args.output, about))
-    describing.start()  # in a process of its own, because forked processes could not use a GPU that this one has used
+    start(describing)  # in a process of its own, because forked processes could not use a GPU that this one has used
     describing.join()
     stages = {name: STAGES[name] for name in args.stage or STAGES}
     limits = (REHEARSAL_FACTOR * args.seconds, REHEARSAL_FACTOR) if args.device == "cpu" else (args.seconds, 1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
@@ -15,41 +16,35 @@ from medusa.config import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from medusa.records.sources import read_records
+from medusa.tree import load_tree
 from scripts.gpu_battery.run import Figure, Run
-from scripts.gpu_battery.steps import StepClock, forward_ms, profile_steps, target_of
+from scripts.gpu_battery.steps import StepClock, forward_timer, profile_steps, target_of
 
 MAIN_KIND = "markov"  # whose heads most stages use
 STATIC = {"cache_implementation": "static"}
 BASELINE = "plain, compiled"
+NUM_HEADS = 4
 
 
 def benchmark(run: Run) -> None:
     """Measure tau and tokens per second of plain decoding, of decoding with heads, and of `generate`."""
     bench = Bench(run)
-    generating = {"static cache": STATIC | {"disable_compile": True}, "eager": {}}
     for how, way in run.ways.items():
-        settings = replace(bench.eager, **way)
-        bench.measure(f"plain, {how}", lambda settings=settings: plain_method(bench.model, settings))
-        for tree in run.scale.trees:
-            figure = bench.measure_heads(MAIN_KIND, tree, how, settings)
-            if figure is not None and bench.is_main(how):
-                with run.attempt(target=figure["method"]):
-                    bench.compare_with_target(figure, tree, settings)
-        if bench.is_main(how):
-            bench.measure_generate("compiled", STATIC)
+        bench.prepare_way(how, way, [MAIN_KIND])
+    generating = {"compiled": STATIC, "static cache": STATIC | {"disable_compile": True}, "eager": {}}
     for name, options in generating.items():
-        bench.measure_generate(name, options)
+        bench.prepare(f"generate, {name}", transformers_method(bench.model, bench.eager, **options))
+    bench.prepare_forwards()
+    bench.measure_all()
+    bench.compare_with_targets()
 
 
 def kinds(run: Run) -> None:
     """Measure tau and tokens per second of compiled decoding with heads of each kind."""
     bench = Bench(run)
     how, way = next(iter(run.ways.items()))
-    settings = replace(bench.eager, **way)
-    bench.measure(BASELINE, lambda: plain_method(bench.model, settings))
-    for tree in run.scale.trees:
-        for kind in KINDS:
-            bench.measure_heads(kind, tree, how, settings)
+    bench.prepare_way(how, way, list(KINDS))
+    bench.measure_all()
 
 
 class Bench:
@@ -60,10 +55,11 @@ class Bench:
         self.model = load_backbone(str(run.backbone), LoadOptions(run.dtype_name, run.device)).model
         self.prompts = [record.input_ids for record in read_records(str(run.prompts))]
         self.eager = Settings(max_new_tokens=run.scale.new_tokens, ignore_eos=True)
-        self.baseline: Figure | None = None  # the figure of compiled plain decoding
+        self.methods: dict[str, tuple[Method, float]] = {}  # with the seconds of their first text
+        self.figures: dict[str, Figure] = {}
         self.texts: list[list[int]] | None = None  # of the first method: plain decoding
         self.heads: dict[str, MedusaHeads] = {}  # by their kind
-        self.forward_of_one: float | None = None  # T(1) in milliseconds
+        self.forwards: dict[str, Callable[[], float]] = {}  # timers of T(n), by the name of the tree; "" is T(1)
 
     def method_of(self, kind: str, tree: str, settings: Settings) -> Method:
         """Make a method that decodes with the heads of this kind, on the tree that the scale calls `tree`."""
@@ -72,63 +68,80 @@ class Bench:
             self.heads[kind] = heads.to(self.run.device, self.model.dtype)
         return medusa_method(self.model, self.heads[kind], settings, tree=self.run.scale.trees[tree])
 
-    def is_main(self, how: str) -> bool:
-        """Whether this is the most important way to run a step."""
-        return how == next(iter(self.run.ways))
+    def prepare_way(self, how: str, way: dict[str, object], kinds: Sequence[str]) -> None:
+        """Prepare plain decoding and decoding with heads of these kinds, with the options `way`."""
+        settings = replace(self.eager, **way)
+        self.prepare(f"plain, {how}", plain_method(self.model, settings))
+        for tree, kind in itertools.product(self.run.scale.trees, kinds):
+            name = f"{kind}, {tree}, {how}"
+            with self.run.attempt(method=name):
+                self.prepare(name, self.method_of(kind, tree, settings))
 
-    def measure_generate(self, name: str, options: dict[str, object]) -> None:
-        """Measure transformers' `generate` with these options."""
-        self.measure(f"generate, {name}", lambda: transformers_method(self.model, self.eager, **options))
+    def prepare(self, name: str, method: Method) -> None:
+        """Decode one prompt, which compiles what the method needs."""
+        with self.run.attempt(method=name), self.run.busy():
+            start = time.monotonic()
+            method(self.prompts[:1])
+            self.methods[name] = method, round(time.monotonic() - start, 1)
 
-    def measure_heads(self, kind: str, tree: str, how: str, settings: Settings) -> Figure | None:
-        """Measure the heads of this kind; return the figure, or `None` after an error."""
-        return self.measure(f"{kind}, {tree}, {how}", lambda: self.method_of(kind, tree, settings))
+    def prepare_forwards(self) -> None:
+        """Compile the forwards alone over the nodes of each tree, and over one node."""
+        times = 1, len(self.prompts[0]), self.run.scale.new_tokens
+        trees = {name: load_tree(tree, NUM_HEADS) for name, tree in self.run.scale.trees.items()}
+        for name, tree in {"": Tree.chain(0), **trees}.items():
+            with self.run.attempt(forward=tree.num_nodes), self.run.busy():
+                self.forwards[name] = forward_timer(self.model, tree, *times)
 
-    def measure(self, name: str, make: Callable[[], Method]) -> Figure | None:
-        """Decode one prompt as a warm-up, then all prompts in several rounds; record and return the figure.
+    def measure_all(self) -> None:
+        """Measure all prepared methods."""
+        for name in self.methods:
+            with self.run.attempt(method=name):
+                self.measure(name)
+
+    def measure(self, name: str) -> None:
+        """Decode all prompts in several rounds, and record the figure.
 
         Tokens per second count the prefill, `step_ms` does not. Speedups are over compiled plain decoding."""
-        with self.run.attempt(method=name):
-            method, start, clock, rates = make(), time.monotonic(), StepClock(), []
-            method(self.prompts[:1])
-            figure: Figure = {"method": name, "first_seconds": round(time.monotonic() - start, 1)}
-            with self.run.alone():
-                for _ in range(self.run.scale.rounds):
-                    results = [result for prompt in self.prompts for result in method([prompt], clock.start())]
-                    rates.append(sum(len(r.new_ids) for r in results) / sum(r.seconds for r in results))
-            figure |= {"tokens_per_second": statistics.median(rates), "slowest": min(rates), "fastest": max(rates)}
-            figure |= self.run.clocks() | {"tau": tau(results) or None, "step_ms": clock.ms}
-            if name == BASELINE:
-                self.baseline = figure
-            if self.baseline is not None:
-                figure["speedup"] = figure["tokens_per_second"] / self.baseline["tokens_per_second"]
-            texts = [result.new_ids for result in results]
-            self.texts = self.texts or texts
-            equal = sum(a == b for a, b in zip(texts, self.texts, strict=True))
-            self.run.keep(**figure, equal_texts=f"{equal} of {len(texts)}")
-            return figure
-        return None
+        method, seconds = self.methods[name]
+        figure, clock, rates = Figure(method=name, first_seconds=seconds), StepClock(), []
+        with self.run.alone():
+            for _ in range(self.run.scale.rounds):
+                results = [result for prompt in self.prompts for result in method([prompt], clock.start())]
+                rates.append(sum(len(r.new_ids) for r in results) / sum(r.seconds for r in results))
+        figure |= {"tokens_per_second": statistics.median(rates), "slowest": min(rates), "fastest": max(rates)}
+        figure |= self.run.clocks() | {"tau": tau(results) or None, "step_ms": clock.ms}
+        self.figures[name] = figure
+        if BASELINE in self.figures:
+            figure["speedup"] = figure["tokens_per_second"] / self.figures[BASELINE]["tokens_per_second"]
+        texts = [result.new_ids for result in results]
+        self.texts = self.texts or texts
+        equal = sum(a == b for a, b in zip(texts, self.texts, strict=True))
+        self.run.keep(**figure, equal_texts=f"{equal} of {len(texts)}")
 
-    def compare_with_target(self, figure: Figure, tree_name: str, settings: Settings) -> None:
-        """Record the speedup beside 0.9 tau T(1) / T(n); if it is lower, profile a few steps and keep the trace."""
-        if self.baseline is None:
-            raise RuntimeError("there is no figure of compiled plain decoding to compare with")
-        method = self.method_of(MAIN_KIND, tree_name, settings)
-        tree, times = method.source.tree, (1, len(self.prompts[0]), self.run.scale.new_tokens)
-        if self.forward_of_one is None:
-            self.forward_of_one = forward_ms(self.model, Tree.chain(0), *times, self.run.alone)
-        one, forward = self.forward_of_one, forward_ms(self.model, tree, *times, self.run.alone)
+    def compare_with_targets(self) -> None:
+        """Record the speedup with each tree in the most important way beside its target (`target_of`)."""
+        with self.run.alone():
+            times = {name: timer() for name, timer in self.forwards.items()}
+        for tree in self.run.scale.trees:
+            name = f"{MAIN_KIND}, {tree}, {next(iter(self.run.ways))}"
+            with self.run.attempt(target=name):
+                self.compare_with_target(name, times[""], times[tree])
+
+    def compare_with_target(self, name: str, one: float, forward: float) -> None:
+        """Record a speedup and its target for T(1) and T(n) in milliseconds; if it is missed, keep a trace of steps."""
+        figure, method = self.figures[name], self.methods[name][0]
         target = target_of(figure["tau"], one, forward)
-        found = {"compared": figure["method"], "tau": figure["tau"], "speedup": figure["speedup"]}
-        found |= {"nodes": tree.num_nodes, "forward_ms": forward, "forward_of_1_ms": one, "target": target}
-        found["steps_alone"] = figure["tau"] * self.baseline["step_ms"] / figure["step_ms"]  # speedup without prefills
+        found = {"compared": name, "tau": figure["tau"], "speedup": figure["speedup"]}
+        found |= {"nodes": method.source.tree.num_nodes, "forward_ms": forward, "forward_of_1_ms": one}
+        without_prefills = figure["tau"] * self.figures[BASELINE]["step_ms"] / figure["step_ms"]
+        found |= {"target": target, "steps_alone": without_prefills}
         found["met"] = figure["speedup"] >= target
         self.run.keep(**found)
         if not found["met"]:
-            trace = self.run.output / "traces" / f"{figure['method'].replace(', ', '-').replace(' ', '_')}.json.gz"
+            trace = self.run.output / "traces" / f"{name.replace(', ', '-').replace(' ', '_')}.json.gz"
             with self.run.alone():
                 seen = profile_steps(method, self.prompts[:1], self.run.on_gpu, trace)
-            self.run.keep(missed=figure["method"], trace=str(trace.relative_to(self.run.output)), **seen)
+            self.run.keep(missed=name, trace=str(trace.relative_to(self.run.output)), **seen)
 
 
 def verify(run: Run) -> None:

@@ -41,7 +41,7 @@ def curves(run: Run, model: str) -> None:
         for nodes in point["nodes"]:
             about = {"model": model, "how": how, **point, "nodes": nodes}
             if run.end - time.monotonic() > run.seconds / 4:
-                with run.attempt(**about):
+                with run.attempt(**about), run.busy():
                     method, start = random_method(run, random_model(run, model), nodes, settings), time.monotonic()
                     method(random_ids(run, about))
                     methods.append((about | {"first_seconds": round(time.monotonic() - start, 1)}, method))

@@ -167,33 +167,23 @@ def run_stages(
         append(output, {"stage": name, "event": "end"} | outcomes[name])
         print(f"{name}: {outcome['status']}, {spent} s", outcome.get("error", ""), flush=True)
 
-    # Python drops an exception that a signal raises while functions run after a fork, so signals wait for its end.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         while waiting or running:
             ready = [name for name, stage in waiting.items() if not {*stage.needs} & {*waiting, *running}]
             for name in ready[: max(0, 1 - len(running))] if device == "cpu" else ready:
                 stage = waiting.pop(name)
                 append(output, {"stage": name, "event": "start"})
-                figures = read_figures(output)
-                usable = [
-                    other
-                    for other, kept in figures.items()  # figures made before a cut are enough
-                    if any(not {"event", "error"} & set(figure) for figure in kept)
-                ]
-                if missing := [needed for needed in stage.needs if needed not in usable]:
+                if missing := [needed for needed in stage.needs if needed not in usable_stages(output)]:
                     record(name, {"status": "skipped", "error": f"needs {missing[0]}"})
                     continue
                 limit = min(factor * stage.seconds, begin + seconds - time.monotonic())
                 running[name] = context.Process(target=in_process, args=(name, stage, output, toy, device, limit))
-                running[name].start()
                 begun[name] = time.monotonic()
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                start(running[name])
             ends = {name: min(begun[name] + factor * stages[name].seconds, begin + seconds) for name in running}
             if running:
                 left = min(ends.values()) - time.monotonic()
                 wait([process.sentinel for process in running.values()], max(0, left))
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             for name, process in list(running.items()):
                 ended, late = process.exitcode is not None, time.monotonic() >= ends[name]
                 if ended or late:
@@ -203,8 +193,22 @@ def run_stages(
     finally:
         for process in running.values():
             kill(process)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return outcomes
+
+
+def usable_stages(output: Path) -> list[str]:
+    """List the stages that have produced figures; figures made before a cut are enough."""
+    kept = read_figures(output)
+    return [name for name, figures in kept.items() if any(not {"event", "error"} & set(figure) for figure in figures)]
+
+
+def start(process: BaseProcess) -> None:
+    """Start a process. Signals wait, because Python drops an exception that a signal raises right after a fork."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def processes(device: str) -> BaseContext:
@@ -212,7 +216,7 @@ def processes(device: str) -> BaseContext:
     if device == "cpu":
         return multiprocessing.get_context("fork")
     trial = multiprocessing.get_context("fork").Process(target=try_gpu, args=(device,))
-    trial.start()
+    start(trial)
     trial.join()
     return multiprocessing.get_context("spawn" if trial.exitcode else "fork")
 
@@ -225,9 +229,10 @@ def try_gpu(device: str) -> None:
 
 def kill(process: BaseProcess) -> None:
     """End a process and its children, also those that a finished stage left running."""
-    if process.pid is not None:
-        with suppress(ProcessLookupError):  # it has no group yet
-            os.killpg(process.pid, signal.SIGKILL)
+    if process.pid is None:  # never started
+        return
+    with suppress(ProcessLookupError):  # it has no group yet
+        os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
 
@@ -254,7 +259,7 @@ def use_gpu(device: str) -> None:
 def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> None:
     """Run the stage in this process, with its output in its log."""
     os.setpgid(0, 0)  # a new group, so that its children can be ended with it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by `run_stages` while this process began
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by `start` while this process began
     log = log_of(output, name)
     log.parent.mkdir(exist_ok=True)
     with log.open("w", encoding="utf-8") as file:

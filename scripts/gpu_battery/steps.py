@@ -8,7 +8,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decode.bench.methods import Method
 from decode.compiled.fixed_cache import static
+from decode.compiled.graphs import GraphedStep, possible
 from decode.ops.fast_topk import most_probable
 from decode.ops.grouped_attention import grouped
 from medusa import Tree
@@ -118,19 +118,12 @@ class Placed(CacheLayerMixin):
 
 
 @torch.inference_mode()
-def forward_ms(
-    model: LlamaForCausalLM,
-    tree: Tree,
-    rows: int,
-    start: int,
-    count: int,
-    alone: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> float:
-    """Time one compiled forward of the stock model over the nodes of `tree` for each of `rows` texts: T(n).
+def forward_timer(model: LlamaForCausalLM, tree: Tree, rows: int, start: int, count: int) -> Callable[[], float]:
+    """Compile a forward of the stock model over the nodes of `tree` for each of `rows` texts; return its timer.
 
-    The texts have `start` tokens, and one more after each of `count` forwards. As in decoding, attention is `grouped`.
-    The result is the median in milliseconds until the most probable tokens are on the host. The first forwards compile;
-    the others are timed in the context `alone`."""
+    The timer returns T(n), the median in milliseconds of `count` forwards until the most probable tokens are on the
+    host. The texts have `start` tokens, and one more after each forward. As in decoding, attention is `grouped`, and on
+    a GPU the forward is a CUDA graph of our own."""
     config, device, nodes = model.config, model.device, tree.num_nodes
     capacity = -(-(start + SKIPPED + count + nodes) // 256) * 256
     shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
@@ -150,20 +143,24 @@ def forward_ms(
         out = model(ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True)
         return most_probable(out.logits)
 
-    options = {"triton.cudagraphs": device.type == "cuda"}
-    compiled = torch.compile(forward, fullgraph=True, dynamic=False, options=options)
+    compiled = torch.compile(forward, fullgraph=True, dynamic=False)
+    graphed = GraphedStep(compiled) if possible(device) else None
 
     def seconds_at(length: int) -> float:
         slots.copy_(torch.arange(length, length + nodes))
         begin = time.perf_counter()
         with grouped(config):
-            compiled().tolist()
+            found = compiled() if graphed is None else graphed(capacity)
+            found.tolist()
         return time.perf_counter() - begin
 
-    for length in range(start, start + SKIPPED):
-        seconds_at(length)
-    with alone():
+    @torch.inference_mode()
+    def milliseconds() -> float:
         return 1000 * statistics.median(seconds_at(start + SKIPPED + number) for number in range(count))
+
+    for length in range(start, start + SKIPPED):  # the first forward compiles, and the second one is captured
+        seconds_at(length)
+    return milliseconds
 
 
 def target_of(tau: float, forward_of_one: float, forward: float) -> float:

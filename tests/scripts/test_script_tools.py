@@ -41,7 +41,7 @@ WRONG = {
         "trellis demo {tmp}/x.png --prompt Hi --candidates 0",
     ],
     "fuzz": ["--minutes 0", "--cases 0", "--minutes 1 --case 2"],
-    "gpu_battery": ["--call 4 --output {tmp}", "--stage dance --output {tmp}"],
+    "gpu_battery": ["--seconds soon --output {tmp}", "--stage dance --output {tmp}"],
     "load_test": ["--minutes 0", "--clients 0"],
     "make_backbone": ["--data no.txt --output {tmp}/x --steps 1"],
     "make_mtp_model": [

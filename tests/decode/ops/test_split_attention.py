@@ -46,9 +46,9 @@ def test_a_part_that_is_hidden_whole_has_no_weight() -> None:
     [
         ((1, 32, 1), 8),  # plain decoding without grouped queries
         ((1, 32, 64), 8),
-        ((1, 8, 4), 32),
+        ((1, 8, 4), 16),
         ((1, 8, 256), 8),
-        ((1, 1, 8), 32),
+        ((1, 1, 8), 16),
         ((3, 32, 64), 8),
         ((4, 32, 64), 1),  # enough pieces for all multiprocessors
         ((16, 8, 1), 1),  # 16 calls would take longer than one
