@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Shells let their background jobs ignore Ctrl-C, and the processes that tests start and interrupt would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# The tests are written for a CPU: on a machine with a GPU, commands would choose it.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # torch.compile believes what the CPU says about its vector instructions. To try them, it starts Python several times.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

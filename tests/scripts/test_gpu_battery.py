@@ -156,8 +156,8 @@ def test_a_stage_ends_at_its_limit_and_keeps_its_figures(tmp_path: Path, monkeyp
 def test_an_interrupted_battery_ends_its_stage_and_writes_a_report(tmp_path: Path) -> None:
     """`timeout 540 python -m scripts.gpu_battery ...` sends SIGTERM when the time of the call is over.
 
-    Here the signal comes at the worst moment: right after the fork, when Python drops exceptions. The first fork is that
-    of the process that describes the machine."""
+    Here the signal comes at the worst moment: right after the fork, when Python drops exceptions. The first fork is the
+    process that describes the machine."""
 
     def interrupted(words: Sequence[str]) -> int:
         forks = itertools.count()

@@ -42,6 +42,13 @@ def test_a_cpu_trains_in_float32(gpu: None, keys: dict[str, Any]) -> None:
     assert device_defaults(config(**keys), from_disk=True) == {"use_cpu": True, "dataloader_pin_memory": False}
 
 
+def test_a_run_on_the_cpu_loads_its_backbone_there() -> None:
+    """Also if only the Trainer's own key says so; the recipe's key counts more."""
+    assert config(training={"use_cpu": True}).load_options.device == "cpu"
+    assert config(training={"use_cpu": False}).load_options.device is None
+    assert config(training={"use_cpu": True}, device="auto").load_options.device == "auto"
+
+
 def test_a_machine_without_a_gpu_trains_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_defaults(config(), from_disk=True) == {"use_cpu": False, "dataloader_pin_memory": False}
