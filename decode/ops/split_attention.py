@@ -21,17 +21,21 @@ MOST_PARTS = 16
 """Maximum number of parts. The combination of 32 parts took as long as attention itself (11 us a layer on an H200)."""
 MOST_ROWS = 4
 """Rows of a batch that are split; for more, a call for each row takes longer than one call for all."""
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Those of PyTorch's kernel."""
 HIDDEN = -3e4
 """Added to hidden scores. It is far below any score, and the kernel's arithmetic overflows at the lowest number."""
 
 
-def num_parts(query: Tensor, key: Tensor) -> int:
-    """Choose the number of parts for queries [B, K, Q, D] and keys [B, K, S, D]; 1 means no split, as outside a GPU.
+def num_parts(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Choose the number of parts for queries [B, K, Q, D], keys [B, K, S, D] and values [B, K, S, D']; 1: no split.
 
-    Eager steps are not split, because the host would have to launch more kernels."""
-    if not (torch.compiler.is_compiling() and query.is_cuda):
+    Only compiled steps on an NVIDIA GPU are split: in eager steps, the host would have to launch more kernels."""
+    if not (torch.compiler.is_compiling() and query.is_cuda and torch.version.cuda and query.dtype in DTYPES):
         return 1
-    batch, heads, queries, _ = query.shape
+    batch, heads, queries, size = query.shape
+    if size % 8 or value.shape[-1] % 8 or key.shape[2] % (8 * MOST_PARTS):  # the kernel reads 8 numbers at once
+        return 1
     pieces = heads * -(-queries // QUERIES)  # of a row
     if batch > MOST_ROWS or 2 * batch * pieces >= PIECES:
         return 1

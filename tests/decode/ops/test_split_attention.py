@@ -41,6 +41,20 @@ def test_a_part_that_is_hidden_whole_has_no_weight() -> None:
     assert torch.finfo(torch.float16).min < HIDDEN
 
 
+def parts_of(shape: tuple[int, int, int], slots: int = 256, size: int = 8, dtype: torch.dtype = torch.float32) -> int:
+    query, key = torch.empty(*shape, size, dtype=dtype), torch.empty(*shape[:2], slots, size, dtype=dtype)
+    return num_parts(query, key, key)
+
+
+@pytest.fixture
+def compiling_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parts_of((1, 32, 1)) == 1, "eager steps have no use for it"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert parts_of((1, 32, 1)) == 1, "nor have CPUs"
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
 @pytest.mark.parametrize(
     ("shape", "parts"),
     [
@@ -54,13 +68,14 @@ def test_a_part_that_is_hidden_whole_has_no_weight() -> None:
         ((16, 8, 1), 1),  # 16 calls would take longer than one
     ],
 )
-def test_a_gpu_gets_enough_pieces(shape: tuple[int, int, int], parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    query: Any = torch.empty(*shape, 8)
-    assert num_parts(query, query) == 1, "eager steps and CPUs have no use for it"
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert num_parts(query, query) == 1
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert num_parts(query, query) == parts
+def test_a_gpu_gets_enough_pieces(compiling_on_a_gpu: None, shape: tuple[int, int, int], parts: int) -> None:
+    assert parts_of(shape) == parts
+
+
+@pytest.mark.parametrize("unfit", [{"slots": 250}, {"size": 12}, {"dtype": torch.float64}])
+def test_what_the_kernel_cannot_read_is_not_split(compiling_on_a_gpu: None, unfit: dict[str, Any]) -> None:
+    """Such as the keys of a model that the user has compiled."""
+    assert parts_of((1, 32, 1), **unfit) == 1
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2)])
@@ -72,7 +87,7 @@ def test_layers_attend_in_parts(heads: int, key_heads: int, monkeypatch: pytest.
     module.num_key_value_groups, module.is_causal = heads // key_heads, True
     with torch.no_grad():
         expected = grouped_attention.sdpa_attention_forward(module, query, key, value, mask, scaling=0.25)[0]
-        monkeypatch.setattr(grouped_attention, "num_parts", lambda query, key: 4)
+        monkeypatch.setattr(grouped_attention, "num_parts", lambda *args: 4)
         called = []
         stock = split_attention.attention_in_parts
         monkeypatch.setattr(grouped_attention, "attention_in_parts", lambda *args: called.append(args) or stock(*args))
