@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +62,15 @@ def bytes_of(module: nn.Module) -> int:
 
     Layers that keep packed weights in buffers, such as those of GPTQ, count too."""
     packed = (buffer for layer in quantized_layers(module).values() for buffer in layer.buffers(recurse=False))
-    return sum(_tensor_bytes(tensor) for tensor in (*module.parameters(), *packed))
+    states = (*module.parameters(), *packed)
+    return sum(plain.numel() * plain.element_size() for state in states for plain in plain_tensors(state))
 
 
-def _tensor_bytes(tensor: Tensor) -> int:
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a quantised tensor consists of; of any other tensor, itself."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return sum(_tensor_bytes(getattr(tensor, name)) for name in names)
-    return tensor.numel() * tensor.element_size()
+        for name in names:
+            yield from plain_tensors(getattr(tensor, name))
+    else:
+        yield tensor

@@ -7,10 +7,14 @@ while a graph captured here can be replayed from any thread."""
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+CAPTURING = threading.Lock()
+"""Held while a graph is captured, because PyTorch's memory and random numbers know one capture of a process only."""
 
 
 def graphs_for(asked: str, device: torch.device) -> str:
@@ -32,19 +36,29 @@ class GraphedStep:
     """Runs a step as a CUDA graph. The step takes no arguments and returns a tensor; its state has fixed addresses.
 
     A captured step does not run: its graph is replayed instead. The first step of a window is not captured, because it
-    may still compile, choose kernels and allocate workspaces."""
+    may still compile, choose kernels and allocate workspaces. A step that cannot be captured runs without a graph."""
 
-    def __init__(self, step: Callable[[], Tensor]) -> None:
-        self.step = step
+    def __init__(self, step: Callable[[], Tensor], device: torch.device) -> None:
+        """Wrap `step`, all tensors of which are on `device`."""
+        self.step, self.device = step, device
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}  # `None`: the window's first step ran
+        self.stream: torch.cuda.Stream | None = None  # of all captures; PyTorch's own belongs to one device
+        self.possible = True  # until a capture fails
 
     def __call__(self, window: int) -> Tensor:
         """Run the step for a window of `window` cache slots; its result stays valid until the next step."""
-        if window not in self.graphs:
-            self.graphs[window] = None
-            return self.step()
+        if window not in self.graphs or not self.possible:
+            result = self.step()
+            self.graphs[window] = None  # after the step, which may fail
+            return result
         if (captured := self.graphs[window]) is None:
-            captured = self.graphs[window] = self._capture()
+            try:
+                captured = self.graphs[window] = self._capture()
+            except RuntimeError as error:
+                self.possible = False
+                reason = str(error).strip().split("\n")[0]
+                warnings.warn(f"steps run without CUDA graphs, because capturing one failed: {reason}", stacklevel=2)
+                return self.step()
         graph, result = captured
         graph.replay()
         return result
@@ -52,9 +66,11 @@ class GraphedStep:
     def _capture(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         # Graphs never run at the same time and keep nothing between steps, so they can share their working memory.
         pool = next((kept[0].pool() for kept in self.graphs.values() if kept is not None), None)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            result = self.step()
+        with CAPTURING, torch.cuda.device(self.device):
+            self.stream = self.stream or torch.cuda.Stream(self.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+                result = self.step()
         return graph, result
 
     def clear(self) -> None:

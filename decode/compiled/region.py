@@ -25,7 +25,7 @@ from decode.masks import visible_slots
 from decode.ops.fast_linear import fast_linear
 from decode.ops.grouped_attention import grouped
 from medusa.backbone import Backbone
-from medusa.memory import total_memory
+from medusa.memory import plain_tensors, total_memory
 from medusa.tree_support import LayerKinds, additive
 
 KEPT = 32
@@ -51,10 +51,12 @@ class Region:
         frontier: Frontier,
         max_depth: int,
         graphs: str,
+        heads: nn.Module | None = None,
     ) -> None:
         """Make a compiled region for drafts of `max_depth` D, without cache slots (see `make_room`).
 
-        `frontier` shows the shape and dtype of the state between steps; `graphs` is one of `CUDA_GRAPHS`."""
+        `frontier` shows the shape and dtype of the state between steps; `graphs` is one of `CUDA_GRAPHS`. `heads` are
+        those of the drafter, if it has any."""
         self.backbone, self.cache, self.heads_cache = backbone, cache, heads_cache
         self.drafter, self.sampler = drafter, sampler
         self.config, self.layers = backbone.config, LayerKinds(backbone.config)
@@ -65,7 +67,9 @@ class Region:
         self.u = static(torch.zeros(cache.rows, max_depth + 1, dtype=torch.float64, device=backbone.device))
         """Input [B, D + 1] of a step: a uniform random number for each token that the step can write."""
         self.compiled = compiled(self._step, cuda_graphs=graphs == "torch")
-        self.graphed = GraphedStep(self.compiled) if graphs == "own" else None
+        self.modules = [backbone.model, *([] if heads is None else [heads])]
+        self.addresses: list[int] = []  # of the tensors of these modules, which our own graphs hold
+        self.graphed = GraphedStep(self.compiled, backbone.device) if graphs == "own" else None
 
     def __call__(self) -> list[list[int]]:
         """Run one decoding step; returns its decisions as lists of numbers, which `decode.loop.unpack` reads."""
@@ -145,6 +149,10 @@ class Region:
         self.root.copy_(frontier.root)
         self.hidden.copy_(frontier.hidden)
         self.end_rows(alive)
+        # `model.to` and some adapters move weights to other memory without a change of the key.
+        if self.graphed is not None and self.addresses != (now := addresses(self.modules)):
+            self._forget_graphs()
+            self.addresses = now
         self.drafter.propose(self.frontier())  # fills the tables that a tree caches, which compiled steps cannot do
 
     def end_rows(self, alive: list[bool]) -> None:
@@ -213,6 +221,12 @@ class Regions(list[tuple[Key, Region]]):
                 if held.num_bytes > left:
                     held.release()
                 left -= held.num_bytes
+
+
+def addresses(modules: list[nn.Module]) -> list[int]:
+    """The memory addresses of all parameters and buffers; of quantised ones, those of the tensors they consist of."""
+    states = (state for module in modules for state in (*module.parameters(), *module.buffers()))
+    return [plain.data_ptr() for state in states for plain in plain_tensors(state)]
 
 
 def modules_key(module: nn.Module) -> Key:

@@ -123,7 +123,8 @@ class CompiledStepper(Stepper):
             heads_cache = session.heads_cache
             fixed = None if heads_cache is None else FixedHeadsCache(heads_cache, self.tree.max_depth)
             cache, depth = FixedCache(session.verifier.cache), self.tree.max_depth
-            region = Region(session.backbone, cache, fixed, drafter, sampler, frontier, depth, graphs)
+            heads = None if self.factory is None else self.factory.heads
+            region = Region(session.backbone, cache, fixed, drafter, sampler, frontier, depth, graphs, heads)
         self.taken = region
         return region
 

@@ -53,7 +53,10 @@ def sdpa_grouped(
     plain = attention_mask is None or attention_mask.shape[1:3] != (1, tokens) or len(key) != batch
     others = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
     plain = plain or others or torch.is_grad_enabled()
-    parts = 1 if plain else num_parts(query.reshape(batch, key.shape[1], -1, size), key, value)
+    parts = 1
+    if not plain and dropout == 0:
+        assert attention_mask is not None
+        parts = num_parts(query.reshape(batch, key.shape[1], -1, size), key, value, attention_mask)
     if plain or (groups == 1 and parts == 1):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     assert attention_mask is not None

@@ -23,21 +23,28 @@ MOST_ROWS = 4
 """Rows of a batch that are split; for more, a call for each row takes longer than one call for all."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Those of PyTorch's kernel."""
-HIDDEN = -3e4
-"""Added to hidden scores. It is far below any score, and the kernel's arithmetic overflows at the lowest number."""
 
 
-def num_parts(query: Tensor, key: Tensor, value: Tensor) -> int:
+def hidden_score(dtype: torch.dtype) -> float:
+    """Return what is added to hidden scores. It is far below any score; the lowest number overflows in the kernel."""
+    return max(-1e30, torch.finfo(dtype).min / 2)
+
+
+def num_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> int:
     """Choose the number of parts for queries [B, K, Q, D], keys [B, K, S, D] and values [B, K, S, D']; 1: no split.
 
-    Only compiled steps on an NVIDIA GPU are split: in eager steps, the host would have to launch more kernels."""
+    Only compiled steps on an NVIDIA GPU are split: in eager steps, the host would have to launch more kernels. Autocast
+    converts what PyTorch's attention reads, but not what its kernel reads, so tensors of one dtype are split only."""
     if not (torch.compiler.is_compiling() and query.is_cuda and torch.version.cuda and query.dtype in DTYPES):
         return 1
-    batch, heads, queries, size = query.shape
-    if size % 8 or value.shape[-1] % 8 or key.shape[2] % (8 * MOST_PARTS):  # the kernel reads 8 numbers at once
+    if not query.dtype == key.dtype == value.dtype == mask.dtype or torch.is_autocast_enabled(query.device.type):
         return 1
+    batch, heads, queries, size = query.shape
     pieces = heads * -(-queries // QUERIES)  # of a row
     if batch > MOST_ROWS or 2 * batch * pieces >= PIECES:
+        return 1
+    # Last, because a condition on the number of slots limits the compiled code.
+    if size % 8 or value.shape[-1] % 8 or key.shape[2] % (8 * MOST_PARTS):  # the kernel reads 8 numbers at once
         return 1
     return min(MOST_PARTS, 1 << ((PIECES // pieces).bit_length() - 1))
 
@@ -55,7 +62,7 @@ def _of_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
     """Compute attention of one row; the parts of its keys become the rows of a batch."""
     heads, queries = query.shape[1:3]
     keys, values = (states[0].unflatten(1, (parts, -1)).transpose(0, 1) for states in (key, value))  # [P, K, S / P, D]
-    masks = mask[0, 0].clamp_min(HIDDEN).unflatten(1, (parts, -1)).transpose(0, 1)  # [P, Q, S / P]
+    masks = mask[0, 0].clamp_min(hidden_score(mask.dtype)).unflatten(1, (parts, -1)).transpose(0, 1)  # [P, Q, S / P]
     masks = masks[:, None].expand(-1, heads, -1, -1)
     out, logsumexp = _attention(query.expand(parts, -1, -1, -1), keys, values, masks, scale)
     weights = logsumexp[:, :, :queries].float().softmax(0)[..., None]  # the kernel rounds Q up to a multiple of 32

@@ -144,7 +144,7 @@ def forward_timer(model: LlamaForCausalLM, tree: Tree, rows: int, start: int, co
         return most_probable(out.logits)
 
     compiled = torch.compile(forward, fullgraph=True, dynamic=False)
-    graphed = GraphedStep(compiled) if possible(device) else None
+    graphed = GraphedStep(compiled, device) if possible(device) else None
 
     def seconds_at(length: int) -> float:
         slots.copy_(torch.arange(length, length + nodes))

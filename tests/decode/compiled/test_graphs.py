@@ -68,7 +68,8 @@ class Recorder(TorchDispatchMode):
         self.graph, self.own, self.before = graph, set[int](), dict[int, tuple[Tensor, Tensor]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket not in READS, f"{func} cannot be captured"
+        if func.overloadpacket in READS:
+            raise RuntimeError(f"{func} cannot be captured")
         inputs = tensors((args, kwargs))
         for tensor in inputs if func._schema.is_mutable else ():
             if address(tensor) not in self.own:
@@ -86,9 +87,11 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def capturing(graph: FakeGraph, pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+def capturing(graph: FakeGraph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
     """Stands in for `torch.cuda.graph`."""
     assert capture_error_mode == "thread_local", "other threads may allocate memory meanwhile"
+    assert graphs.CAPTURING.locked(), "one capture at a time"
+    assert stream == ("stream", torch.cuda.current_device()), "a stream of the device whose kernels are captured"
     with Recorder(graph):
         yield
 
@@ -99,6 +102,17 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     FakeGraph.made = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
+    current = [torch.device("cuda:7")]  # another device than the steps'
+
+    @contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on_device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
     for module in (graphs, methods):
         monkeypatch.setattr(module, "possible", lambda device: True)
     monkeypatch.setattr(region, "compiled", lambda step, cuda_graphs: step)
@@ -111,6 +125,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     return FakeGraph
 
 
+CPU = torch.device("cpu")
 OWN: dict[str, Any] = {"compile": True, "cuda_graphs": "own"}
 
 
@@ -187,7 +202,7 @@ def test_an_input_that_moves_spoils_the_text(fake_cuda: type[FakeGraph]) -> None
         return state["count"].add_(1) * 1
 
     for step, expected in ((static, [1, 2, 3, 4]), (moving, [1, 2, 2, 2])):
-        state["count"], graphed = torch.zeros(1), GraphedStep(step)
+        state["count"], graphed = torch.zeros(1), GraphedStep(step, CPU)
         with torch.inference_mode():
             assert [int(graphed(1)) for _ in range(4)] == expected
 
@@ -199,7 +214,7 @@ def test_one_graph_for_each_window(fake_cuda: type[FakeGraph]) -> None:
         ran.append("step")
         return count.add_(1) * 1
 
-    graphed = GraphedStep(step)
+    graphed = GraphedStep(step, CPU)
     for window, runs, captured in ((1, 1, 0), (1, 2, 1), (1, 2, 1), (2, 3, 1), (2, 4, 2), (1, 4, 2), (2, 4, 2)):
         before = int(count)
         assert int(graphed(window)) == before + 1, "each call is one step, also one that captures"
@@ -207,6 +222,63 @@ def test_one_graph_for_each_window(fake_cuda: type[FakeGraph]) -> None:
     graphed.clear()
     graphed(1)
     assert len(ran) == 5, "after a move of the state, nothing is replayed"
+
+
+def test_a_first_step_that_fails_is_not_a_warm_up(fake_cuda: type[FakeGraph]) -> None:
+    calls = list[int]()
+
+    def step() -> Tensor:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("full")
+        return torch.zeros(1)
+
+    graphed = GraphedStep(step, CPU)
+    with pytest.raises(torch.OutOfMemoryError):
+        graphed(1)
+    graphed(1)
+    assert not fake_cuda.made, "the second step is the first that runs"
+    graphed(1)
+    assert len(fake_cuda.made) == 1
+
+
+def test_a_step_that_cannot_be_captured_runs_without_a_graph(fake_cuda: type[FakeGraph]) -> None:
+    count = torch.zeros(1)
+
+    def step() -> Tensor:
+        count.item()  # waits for the device, which a capture refuses
+        return count.add_(1) * 1
+
+    graphed = GraphedStep(step, CPU)
+    assert int(graphed(1)) == 1
+    with pytest.warns(UserWarning, match="without CUDA graphs, because capturing one failed: .* cannot be captured"):
+        assert int(graphed(1)) == 2
+    assert [int(graphed(window)) for window in (1, 2, 2, 2)] == [3, 4, 5, 6]
+    assert len(fake_cuda.made) == 1, "no further attempt"
+
+
+def test_weights_that_move_are_captured_again(fake_cuda: type[FakeGraph]) -> None:
+    """`model.to` to another device and back leaves the parameters' identity, and moves their memory."""
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
+    heads, tree, prompt = random_heads(model), random_tree(6, max_depth=3), random_ids(5)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+
+    def captures() -> int:
+        before = len(fake_cuda.made)
+        assert texts(model, heads, [prompt], tree, **options, **OWN) == [
+            plain(model, prompt, eos_token_id=None, **options)
+        ]
+        return len(fake_cuda.made) - before
+
+    captures()
+    captures()  # now also windows in which the first text had one step
+    assert captures() == 0, "nothing has moved"
+    for module in (model, heads):
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+        assert captures() + captures() > 0
+        assert captures() == 0
+    assert len(Regions.of(model)) == 1, "the compiled code stays"
 
 
 def test_no_graph_is_captured_while_time_counts(fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from decode.ops import grouped_attention, split_attention
-from decode.ops.split_attention import HIDDEN, attention_in_parts, num_parts
+from decode.ops.split_attention import attention_in_parts, num_parts
 
 
 def tensors(batch: int, heads: int, queries: int, slots: int, size: int = 16) -> list[torch.Tensor]:
@@ -38,12 +38,21 @@ def test_a_part_that_is_hidden_whole_has_no_weight() -> None:
     value[:, :, 128:] = 1e30
     expected = F.scaled_dot_product_attention(query, key[:, :, :128], value[:, :, :128], attn_mask=mask[..., :128])
     torch.testing.assert_close(attention_in_parts(query, key, value, mask, 0.25, 8), expected, rtol=1e-5, atol=1e-6)
-    assert torch.finfo(torch.float16).min < HIDDEN
+
+
+def test_hidden_keys_have_no_weight_where_scores_are_far_apart() -> None:
+    """Empty slots hold zeros and score 0, while all keys of the text can score far below: they share a bias."""
+    query, key, value, _ = tensors(1, 2, 3, 256)
+    query[:], key[:, :, :20], key[:, :, 20:] = 1.0, -3e5, 0.0
+    mask = torch.zeros(1, 1, 3, 256)
+    mask[..., 20:] = torch.finfo(torch.float32).min
+    expected = value[:, :, :20].mean(2, keepdim=True).expand(-1, -1, 3, -1)
+    torch.testing.assert_close(attention_in_parts(query, key, value, mask, 0.25, 8), expected, rtol=1e-5, atol=1e-6)
 
 
 def parts_of(shape: tuple[int, int, int], slots: int = 256, size: int = 8, dtype: torch.dtype = torch.float32) -> int:
     query, key = torch.empty(*shape, size, dtype=dtype), torch.empty(*shape[:2], slots, size, dtype=dtype)
-    return num_parts(query, key, key)
+    return num_parts(query, key, key, torch.empty(shape[0], 1, shape[2], slots, dtype=dtype))
 
 
 @pytest.fixture
@@ -76,6 +85,17 @@ def test_a_gpu_gets_enough_pieces(compiling_on_a_gpu: None, shape: tuple[int, in
 def test_what_the_kernel_cannot_read_is_not_split(compiling_on_a_gpu: None, unfit: dict[str, Any]) -> None:
     """Such as the keys of a model that the user has compiled."""
     assert parts_of((1, 32, 1), **unfit) == 1
+
+
+def test_tensors_that_autocast_would_convert_are_not_split(compiling_on_a_gpu: None) -> None:
+    """The kernel refuses them: under autocast, a Llama's queries and keys are float32 and its values bfloat16."""
+    query, key = torch.empty(1, 32, 1, 8), torch.empty(1, 32, 256, 8)
+    mask = torch.empty(1, 1, 1, 256)
+    assert num_parts(query, key, key, mask) == 8
+    assert num_parts(query, key, key.bfloat16(), mask) == 1
+    assert num_parts(query, key, key, mask > 0) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert num_parts(query, key, key, mask) == 1
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2)])
