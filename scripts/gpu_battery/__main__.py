@@ -38,20 +38,20 @@ from scripts.gpu_battery.checks import checks
 from scripts.gpu_battery.curves import curves, losses, sharding
 from scripts.gpu_battery.models import backbone, text, train
 from scripts.gpu_battery.report import write_report
-from scripts.gpu_battery.run import FIGURES, Figure, Stage, append, processes, run_stages, start
+from scripts.gpu_battery.run import FIGURES, START_SECONDS, Figure, Stage, append, kill, processes, run_stages, start
 
 BATTERY_SECONDS = 570
 REHEARSAL_FACTOR = 5  # for a slow or busy CPU
 STAGES = {  # limits in seconds, of one GPU with 16 CPU cores
     "backbone": Stage(backbone, 150),
-    "MHA": Stage(partial(curves, model="MHA"), 300),
-    "GQA": Stage(partial(curves, model="GQA"), 300),
-    "checks": Stage(checks, 300),
+    "MHA": Stage(partial(curves, model="MHA"), 400),
+    "GQA": Stage(partial(curves, model="GQA"), 400),
+    "checks": Stage(checks, 400),
     "sharding": Stage(sharding, 100),
     "text": Stage(text, 60, needs=("backbone",)),
     **{f"train {kind}": Stage(partial(train, kind=kind), 100, needs=("text",)) for kind in KINDS},
-    "benchmark": Stage(benchmark, 300, needs=(f"train {MAIN_KIND}",)),
-    "kinds": Stage(kinds, 300, needs=tuple(f"train {kind}" for kind in KINDS)),
+    "benchmark": Stage(benchmark, 350, needs=(f"train {MAIN_KIND}",)),
+    "kinds": Stage(kinds, 350, needs=tuple(f"train {kind}" for kind in KINDS)),
     "losses": Stage(losses, 100, needs=("MHA", "GQA")),
     "verify": Stage(verify, 150, needs=("benchmark", "kinds")),
 }
@@ -90,7 +90,10 @@ def run_battery(args: argparse.Namespace) -> int:
     about = {"stage": "machine", "event": "start", "toy": args.rehearse, "date": date, "commit": args.commit}
     describing = processes(args.device).Process(target=describe_machine, args=(args.output, about))
     start(describing)  # in a process of its own, because forked processes could not use a GPU that this one has used
-    describing.join()
+    describing.join(START_SECONDS)
+    if describing.exitcode is None:
+        kill(describing)
+        append(args.output, about | {"error": f"describing the machine took more than {START_SECONDS} s"})
     stages = {name: STAGES[name] for name in args.stage or STAGES}
     limits = (REHEARSAL_FACTOR * args.seconds, REHEARSAL_FACTOR) if args.device == "cpu" else (args.seconds, 1)
     outcomes = run_stages(stages, args.output, args.rehearse, args.device, *limits)
@@ -98,8 +101,12 @@ def run_battery(args: argparse.Namespace) -> int:
 
 
 def describe_machine(output: Path, about: Figure) -> None:
-    """Record the machine; also without its description, if that fails."""
-    append(output, about | asdict(machine()))
+    """Record the machine; if it cannot be described, the reason."""
+    try:
+        about |= asdict(machine())
+    except Exception as error:  # whatever a driver or a library raises: the figures are worth having without it
+        about["error"] = f"{type(error).__name__}: {error}"
+    append(output, about)
 
 
 if __name__ == "__main__":

@@ -17,25 +17,24 @@ from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from medusa.records.sources import read_records
 from medusa.tree import load_tree
+from scripts.gpu_battery.curves import NUM_HEADS
 from scripts.gpu_battery.run import Figure, Run
 from scripts.gpu_battery.steps import StepClock, forward_timer, profile_steps, target_of
 
 MAIN_KIND = "markov"  # whose heads most stages use
 STATIC = {"cache_implementation": "static"}
 BASELINE = "plain, compiled"
-NUM_HEADS = 4
 
 
 def benchmark(run: Run) -> None:
     """Measure tau and tokens per second of plain decoding, of decoding with heads, and of `generate`."""
     bench = Bench(run)
     for how, way in run.ways.items():
-        bench.prepare_way(how, way, [MAIN_KIND])
+        bench.measure_way(how, way, [MAIN_KIND])
     generating = {"compiled": STATIC, "static cache": STATIC | {"disable_compile": True}, "eager": {}}
     for name, options in generating.items():
-        bench.prepare(f"generate, {name}", transformers_method(bench.model, bench.eager, **options))
+        bench.measure(f"generate, {name}", transformers_method(bench.model, bench.eager, **options))
     bench.prepare_forwards()
-    bench.measure_all()
     bench.compare_with_targets()
 
 
@@ -43,8 +42,7 @@ def kinds(run: Run) -> None:
     """Measure tau and tokens per second of compiled decoding with heads of each kind."""
     bench = Bench(run)
     how, way = next(iter(run.ways.items()))
-    bench.prepare_way(how, way, list(KINDS))
-    bench.measure_all()
+    bench.measure_way(how, way, list(KINDS))
 
 
 class Bench:
@@ -52,10 +50,11 @@ class Bench:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.model = load_backbone(str(run.backbone), LoadOptions(run.dtype_name, run.device)).model
+        with run.busy():
+            self.model = load_backbone(str(run.backbone), LoadOptions(run.dtype_name, run.device)).model
         self.prompts = [record.input_ids for record in read_records(str(run.prompts))]
         self.eager = Settings(max_new_tokens=run.scale.new_tokens, ignore_eos=True)
-        self.methods: dict[str, tuple[Method, float]] = {}  # with the seconds of their first text
+        self.methods: dict[str, Method] = {}
         self.figures: dict[str, Figure] = {}
         self.texts: list[list[int]] | None = None  # of the first method: plain decoding
         self.heads: dict[str, MedusaHeads] = {}  # by their kind
@@ -68,21 +67,24 @@ class Bench:
             self.heads[kind] = heads.to(self.run.device, self.model.dtype)
         return medusa_method(self.model, self.heads[kind], settings, tree=self.run.scale.trees[tree])
 
-    def prepare_way(self, how: str, way: dict[str, object], kinds: Sequence[str]) -> None:
-        """Prepare plain decoding and decoding with heads of these kinds, with the options `way`."""
+    def measure_way(self, how: str, way: dict[str, object], kinds: Sequence[str]) -> None:
+        """Measure plain decoding and decoding with heads of these kinds, with the options `way`."""
         settings = replace(self.eager, **way)
-        self.prepare(f"plain, {how}", plain_method(self.model, settings))
+        self.measure(f"plain, {how}", plain_method(self.model, settings))
         for tree, kind in itertools.product(self.run.scale.trees, kinds):
             name = f"{kind}, {tree}, {how}"
             with self.run.attempt(method=name):
-                self.prepare(name, self.method_of(kind, tree, settings))
+                self.measure(name, self.method_of(kind, tree, settings))
 
-    def prepare(self, name: str, method: Method) -> None:
-        """Decode one prompt, which compiles what the method needs."""
-        with self.run.attempt(method=name), self.run.busy():
-            start = time.monotonic()
-            method(self.prompts[:1])
-            self.methods[name] = method, round(time.monotonic() - start, 1)
+    def measure(self, name: str, method: Method) -> None:
+        """Decode one prompt, which compiles what the method needs; then time the method and record its figure."""
+        with self.run.attempt(method=name):
+            with self.run.busy():
+                start = time.monotonic()
+                method(self.prompts[:1])
+                seconds = round(time.monotonic() - start, 1)
+            self.methods[name] = method
+            self.time(name, seconds)
 
     def prepare_forwards(self) -> None:
         """Compile the forwards alone over the nodes of each tree, and over one node."""
@@ -92,24 +94,19 @@ class Bench:
             with self.run.attempt(forward=tree.num_nodes), self.run.busy():
                 self.forwards[name] = forward_timer(self.model, tree, *times)
 
-    def measure_all(self) -> None:
-        """Measure all prepared methods."""
-        for name in self.methods:
-            with self.run.attempt(method=name):
-                self.measure(name)
-
-    def measure(self, name: str) -> None:
-        """Decode all prompts in several rounds, and record the figure.
+    def time(self, name: str, seconds: float) -> None:
+        """Decode all prompts in several rounds, and record the figure; the first prompt has taken `seconds`.
 
         Tokens per second count the prefill, `step_ms` does not. Speedups are over compiled plain decoding."""
-        method, seconds = self.methods[name]
+        method = self.methods[name]
         figure, clock, rates = Figure(method=name, first_seconds=seconds), StepClock(), []
         with self.run.alone():
             for _ in range(self.run.scale.rounds):
                 results = [result for prompt in self.prompts for result in method([prompt], clock.start())]
                 rates.append(sum(len(r.new_ids) for r in results) / sum(r.seconds for r in results))
+            clocks = self.run.clocks()
         figure |= {"tokens_per_second": statistics.median(rates), "slowest": min(rates), "fastest": max(rates)}
-        figure |= self.run.clocks() | {"tau": tau(results) or None, "step_ms": clock.ms}
+        figure |= clocks | {"tau": tau(results) or None, "step_ms": clock.ms}
         self.figures[name] = figure
         if BASELINE in self.figures:
             figure["speedup"] = figure["tokens_per_second"] / self.figures[BASELINE]["tokens_per_second"]
@@ -129,7 +126,7 @@ class Bench:
 
     def compare_with_target(self, name: str, one: float, forward: float) -> None:
         """Record a speedup and its target for T(1) and T(n) in milliseconds; if it is missed, keep a trace of steps."""
-        figure, method = self.figures[name], self.methods[name][0]
+        figure, method = self.figures[name], self.methods[name]
         target = target_of(figure["tau"], one, forward)
         found = {"compared": name, "tau": figure["tau"], "speedup": figure["speedup"]}
         found |= {"nodes": method.source.tree.num_nodes, "forward_ms": forward, "forward_of_1_ms": one}

@@ -31,6 +31,7 @@ from scripts.gpu_battery.clocks import gpu_state
 
 Figure = dict[str, object]
 FIGURES = "figures.jsonl"
+START_SECONDS = 60  # in which a process must be able to use the GPU
 # Sizes of everything that the battery measures. scale.yaml says what each one means.
 SIZES = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text(encoding="utf-8"))
 FULL, TOY = (SimpleNamespace(**SIZES[size]) for size in ("full", "toy"))
@@ -43,11 +44,16 @@ def append(output: Path, figure: Figure) -> None:
 
 
 def read_figures(output: Path) -> dict[str, list[Figure]]:
-    """Read the figures of the last run of each stage, in the order in which the stages ran."""
+    """Read the figures of the last run of each stage, in the order in which the stages ran.
+
+    A line that is not complete, because its stage was ended while it wrote, is left out."""
     found: dict[str, list[Figure]] = {}
     place = output / FIGURES
     for line in place.read_text(encoding="utf-8").splitlines() if place.is_file() else ():
-        figure = json.loads(line)
+        try:
+            figure = json.loads(line)
+        except json.JSONDecodeError:
+            continue
         if figure.get("event") == "start":
             found.pop(figure["stage"], None)
         found.setdefault(figure["stage"], []).append(figure)
@@ -85,10 +91,18 @@ class Run:
 
     @contextmanager
     def alone(self, exclusive: bool = True) -> Iterator[None]:
-        """Wait for other stages, and keep them from timing anything; `exclusive`: also from working in `busy`."""
-        with (self.output / "gpu.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
-            yield
+        """Wait for other stages, and keep them from timing anything; `exclusive`: also from working in `busy`.
+
+        Stages wait in a queue. Otherwise one that wants the GPU alone would wait until nobody else wants it."""
+        with (self.output / "gpu.queue").open("w") as queue, (self.output / "gpu.lock").open("w") as lock:
+            try:
+                fcntl.flock(queue, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+                fcntl.flock(queue, fcntl.LOCK_UN)
+                yield
+            finally:  # a child process may have the files open, so to close them is not enough
+                fcntl.flock(queue, fcntl.LOCK_UN)
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
     def busy(self) -> AbstractContextManager[None]:
         """Work that would disturb the times of other stages, such as training; other stages may also be busy."""
@@ -142,11 +156,6 @@ class Stage:
     run: Callable[[Run], None]
     seconds: int  # after which it is cut off
     needs: tuple[str, ...] = ()  # stages that must have ended, and have produced figures, before this stage starts
-
-
-def run_stage(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> Figure:
-    """Run one stage, as `run_stages` does."""
-    return run_stages({name: stage}, output, toy, device, seconds)[name]
 
 
 def run_stages(
@@ -217,7 +226,9 @@ def processes(device: str) -> BaseContext:
         return multiprocessing.get_context("fork")
     trial = multiprocessing.get_context("fork").Process(target=try_gpu, args=(device,))
     start(trial)
-    trial.join()
+    trial.join(START_SECONDS)
+    if trial.exitcode is None:
+        kill(trial)
     return multiprocessing.get_context("spawn" if trial.exitcode else "fork")
 
 
@@ -269,7 +280,7 @@ def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, se
     transformers.set_seed(0)
     if device != "cpu":
         use_gpu(device)
-    if device == "cpu":
+    else:
         torch.set_num_threads(1)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # not allowed after a fork
         torch.compile = lambda function, **options: function  # the battery is rehearsed, not the compiler

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decode.bench.methods import Method
-from decode.compiled.fixed_cache import static
+from decode.compiled.fixed_cache import rounded, static
 from decode.compiled.graphs import GraphedStep, possible
 from decode.ops.fast_topk import most_probable
 from decode.ops.grouped_attention import grouped
@@ -122,10 +122,10 @@ def forward_timer(model: LlamaForCausalLM, tree: Tree, rows: int, start: int, co
     """Compile a forward of the stock model over the nodes of `tree` for each of `rows` texts; return its timer.
 
     The timer returns T(n), the median in milliseconds of `count` forwards until the most probable tokens are on the
-    host. The texts have `start` tokens, and one more after each forward. As in decoding, attention is `grouped`, and on
-    a GPU the forward is a CUDA graph of our own."""
+    host. The texts have `start` tokens, and one more after each forward. As in decoding, attention is `grouped` and
+    reads a window of the cache (`rounded`), and on a GPU the forward is a CUDA graph of our own."""
     config, device, nodes = model.config, model.device, tree.num_nodes
-    capacity = -(-(start + SKIPPED + count + nodes) // 256) * 256
+    capacity = rounded(start + count + nodes)
     shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
     slots = static(torch.arange(nodes, device=device))
     states = [
@@ -156,10 +156,10 @@ def forward_timer(model: LlamaForCausalLM, tree: Tree, rows: int, start: int, co
 
     @torch.inference_mode()
     def milliseconds() -> float:
-        return 1000 * statistics.median(seconds_at(start + SKIPPED + number) for number in range(count))
+        return 1000 * statistics.median(seconds_at(start + number) for number in range(count))
 
-    for length in range(start, start + SKIPPED):  # the first forward compiles, and the second one is captured
-        seconds_at(length)
+    for _ in range(SKIPPED):  # the first forward compiles, and the second one is captured
+        seconds_at(start)
     return milliseconds
 
 

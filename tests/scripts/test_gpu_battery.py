@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from scripts.gpu_battery import bench, clocks, curves, run
 from scripts.gpu_battery.__main__ import BATTERY_SECONDS, STAGES
 from scripts.gpu_battery.checks import cudnn_attention
 from scripts.gpu_battery.report import REPORT
-from scripts.gpu_battery.run import FULL, TOY, Run, Stage, run_stage
+from scripts.gpu_battery.run import FULL, TOY, Run, Stage, run_stages
 from scripts.gpu_battery.steps import profile_steps, target_of
 from tests.train.processes import forked_command
 
@@ -132,7 +133,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch, function: object, needs: tuple[str, 
 
 
 def run_toy(tmp_path: Path, seconds: float = 60) -> run.Figure:
-    return run_stage("losses", STAGES["losses"], tmp_path, True, "cpu", seconds)
+    return run_stages({"losses": STAGES["losses"]}, tmp_path, True, "cpu", seconds)["losses"]
 
 
 def sleeping(stage: Run) -> None:
@@ -324,9 +325,74 @@ def test_a_stage_reaches_a_new_python(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "path", [place for place in sys.path if Path(place).name != "scripts"])
     spawning = multiprocessing.get_context("spawn")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: spawning)
-    outcome = run_stage("sharding", STAGES["sharding"], tmp_path, True, "cpu", 120)
+    outcome = run_stages({"sharding": STAGES["sharding"]}, tmp_path, True, "cpu", 120)["sharding"]
     assert outcome["status"] == "done", (tmp_path / "logs" / "sharding.log").read_text()
     assert any("blocks" in figure for figure in run.read_figures(tmp_path)["sharding"])
+
+
+def test_what_is_timed_has_the_gpu_alone_and_soon(tmp_path: Path) -> None:
+    """Two stages that work all the time, their work overlapping, do not keep a third from timing something."""
+    order, stop = list[str](), threading.Event()
+
+    def works(name: str) -> None:
+        stage = Run(name, tmp_path, TOY, "cpu", 60)
+        while not stop.is_set():
+            with stage.busy():
+                order.append(f"{name} begins")
+                time.sleep(0.02)
+                order.append(f"{name} ends")
+
+    working = [threading.Thread(target=works, args=(name,)) for name in ("a", "b")]
+    for thread in working:
+        thread.start()
+    try:
+        for _ in range(5):
+            with Run("c", tmp_path, TOY, "cpu", 60).alone():
+                order.append("timing")
+                time.sleep(0.01)
+                order.append("timed")
+    finally:
+        stop.set()
+        for thread in working:
+            thread.join()
+    for place in [number for number, event in enumerate(order) if event == "timing"]:
+        assert order[place + 1] == "timed"
+        begun, ended = (sum(event.endswith(how) for event in order[:place]) for how in ("begins", "ends"))
+        assert begun == ended
+
+
+def test_the_lock_ends_with_its_block_though_a_child_holds_the_file(tmp_path: Path) -> None:
+    stage = Run("a", tmp_path, TOY, "cpu", 60)
+    with stage.busy():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        run.start(child)
+    taken = threading.Event()
+
+    def take() -> None:
+        with stage.alone():
+            taken.set()
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    assert taken.wait(10)
+    child.kill()
+    child.join()
+
+
+def test_a_line_that_is_not_complete_is_left_out(tmp_path: Path) -> None:
+    run.append(tmp_path, {"stage": "text", "texts": 3})
+    with (tmp_path / run.FIGURES).open("a") as file:
+        file.write('{"stage": "text", "te')
+    assert run.read_figures(tmp_path) == {"text": [{"stage": "text", "texts": 3}]}
+
+
+def test_a_machine_that_cannot_be_described_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def machine() -> None:
+        raise OSError("no driver")
+
+    monkeypatch.setattr(battery, "machine", machine)
+    battery.describe_machine(tmp_path, {"stage": "machine", "event": "start", "commit": "abc"})
+    assert run.read_figures(tmp_path)["machine"][0]["error"] == "OSError: no driver"
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda", 0), ("cuda:1", 1)])
