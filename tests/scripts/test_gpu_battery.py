@@ -118,10 +118,15 @@ def test_pages_have_figures_of_a_gpu_only_with_their_file() -> None:
         assert "## On a GPU\n\nNothing has run on a GPU yet." in told["results"]
         assert "Nothing in this repository has run on a GPU yet." in told["gpu"]
         return
-    about = [figure for figure in map(json.loads, place.read_text().splitlines()) if figure["stage"] == "machine"]
+    figures = list(map(json.loads, place.read_text().splitlines()))
+    about = [figure for figure in figures if figure["stage"] == "machine"]
     assert about
     assert all(figure["gpu"] and figure["commit"] and not figure["toy"] for figure in about)
     assert "results/gpu_battery.jsonl" in told["results"]
+    section = told["results"].split("## On a GPU")[1].split("\n## ")[0]
+    for figure in figures:
+        if figure.get("event") == "end" and figure["status"] != "done":
+            assert f"`{figure['stage']}`" in section.split("**Decoding**")[0], "the page says what did not finish"
     assert "has run on a GPU yet" not in told["results"] + told["gpu"]
 
 
@@ -330,35 +335,30 @@ def test_a_stage_reaches_a_new_python(tmp_path: Path, monkeypatch: pytest.Monkey
     assert any("blocks" in figure for figure in run.read_figures(tmp_path)["sharding"])
 
 
-def test_what_is_timed_has_the_gpu_alone_and_soon(tmp_path: Path) -> None:
-    """Two stages that work all the time, their work overlapping, do not keep a third from timing something."""
-    order, stop = list[str](), threading.Event()
+def test_what_is_timed_has_the_gpu_alone_and_in_turn(tmp_path: Path) -> None:
+    """Stages that become busy later do not pass one that waits to time something."""
+    order, ends = list[str](), {name: threading.Event() for name in "abcd"}
 
-    def works(name: str) -> None:
-        stage = Run(name, tmp_path, TOY, "cpu", 60)
-        while not stop.is_set():
-            with stage.busy():
-                order.append(f"{name} begins")
-                time.sleep(0.02)
-                order.append(f"{name} ends")
+    def hold(name: str, how: str) -> None:
+        with getattr(Run(name, tmp_path, TOY, "cpu", 60), how)():
+            order.append(name)
+            ends[name].wait(20)
+            order.append(f"{name} ended")
 
-    working = [threading.Thread(target=works, args=(name,)) for name in ("a", "b")]
-    for thread in working:
+    threads = {name: threading.Thread(target=hold, args=(name, how)) for name, how in HOLDING.items()}
+    for thread in threads.values():  # a and b work side by side, c waits for both, and d waits behind c
         thread.start()
-    try:
-        for _ in range(5):
-            with Run("c", tmp_path, TOY, "cpu", 60).alone():
-                order.append("timing")
-                time.sleep(0.01)
-                order.append("timed")
-    finally:
-        stop.set()
-        for thread in working:
-            thread.join()
-    for place in [number for number, event in enumerate(order) if event == "timing"]:
-        assert order[place + 1] == "timed"
-        begun, ended = (sum(event.endswith(how) for event in order[:place]) for how in ("begins", "ends"))
-        assert begun == ended
+        time.sleep(0.1)
+    assert order == ["a", "b"]
+    for name in "abcd":
+        ends[name].set()
+        time.sleep(0.1)
+    for thread in threads.values():
+        thread.join()
+    assert order == ["a", "b", "a ended", "b ended", "c", "c ended", "d", "d ended"]
+
+
+HOLDING = {"a": "busy", "b": "busy", "c": "alone", "d": "busy"}
 
 
 def test_the_lock_ends_with_its_block_though_a_child_holds_the_file(tmp_path: Path) -> None:

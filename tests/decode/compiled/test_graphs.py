@@ -357,5 +357,5 @@ def test_without_a_gpu_there_are_no_graphs() -> None:
 
 
 def test_own_graphs_are_the_default() -> None:
-    """On an H200, they saved 0.2 to 0.4 ms a step (docs/results.md)."""
+    """On an H200, they took less time in five of seven pairs (docs/results.md)."""
     assert DecodingOptions(compile=True).compiled == "own"
