@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 NO_TOKEN = -1
 MASS_LEFT = 2**-24
@@ -115,14 +116,30 @@ def cumulative(p: Tensor) -> Tensor:
 def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
     """Draw a token for each of R rows by inverse transform sampling, from `cumulative` sums [M, V] and uniform `u` [R].
 
-    Row i uses the distribution `index[i]`. The sums of distribution m are shifted to the range from m to m + 1, so that
-    one search serves all rows. Each number `u` is kept a little below 1, so that the shift never rounds it into
-    the next distribution. A token of probability 0 is never found, because its sum equals that of the token before."""
-    broken = sums[:, -1].isnan()
-    heights = sums.masked_fill(broken[:, None], 1)  # with NaN among the sums, the search would miss other distributions
-    heights += torch.arange(len(sums), dtype=sums.dtype, device=sums.device)[:, None]
-    found = torch.searchsorted(heights.flatten(), u.clamp(max=1 - 2**-52 * len(sums)) + index, right=True)
-    return (found - index * sums.shape[-1]).masked_fill(broken.index_select(0, index), NO_TOKEN)
+    Row i uses the distribution `index[i]`. A token of probability 0 is never found, because its sum equals that of the
+    token before."""
+    return Search(sums, index)(u)
+
+
+class Search:
+    """Finds the tokens of R rows by numbers in [0, 1): row i in `cumulative` sums of the distribution `index[i]`.
+
+    The sums of distribution m are shifted to the range from m to m + 1, so that one search serves all rows. Numbers are
+    kept a little below 1, so that the shift never rounds them into the next distribution."""
+
+    def __init__(self, sums: Tensor, index: Tensor) -> None:
+        """Prepare searches in `sums` [M, V] for the rows `index` [R]."""
+        (count, self.size), self.index = sums.shape, index
+        broken = sums[:, -1].isnan()
+        heights = sums.masked_fill(broken[:, None], 1)  # with NaN among the sums, the search would miss others
+        heights += torch.arange(count, dtype=sums.dtype, device=sums.device)[:, None]
+        self.heights, self.first, self.broken = heights.flatten(), index * self.size, broken.index_select(0, index)
+        self.below = 1 - 2**-52 * count
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Find the token [R] whose interval holds `u` [R]; `NO_TOKEN` in a distribution of NaN."""
+        found = torch.searchsorted(self.heights, u.clamp(max=self.below) + self.index, right=True)
+        return (found - self.first).masked_fill(self.broken, NO_TOKEN)
 
 
 def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
@@ -133,14 +150,22 @@ def draw_distinct(q: Tensor, index: Tensor, u: Tensor) -> Tensor:
     row's first token is repeated; acceptance skips it. This adds no bias: it is decided before that number is used.
     A distribution of NaN gives token 0, which acceptance skips, too. So broken heads do not change the text."""
     sums = cumulative(q)
-    start = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)
-    tokens = torch.zeros(u.shape, dtype=torch.long, device=q.device)
-    for at in range(u.shape[1]):
-        gone = tokens[:, :at].sort(-1).values
-        low, high = start[index[:, None], gone], sums[index[:, None], gone]  # [R, at]
-        left = 1 - (high - low).sum(-1)
+    find = Search(sums, index)
+    drawn = [find(u[:, 0]).clamp_min(0)]
+    if u.shape[1] == 1:
+        return drawn[0][:, None]
+    ends = F.pad(sums, (1, 0)).flatten()  # each token's interval is from the entry before it to its own
+    first = index * (sums.shape[1] + 1)
+    edges: list[Tensor] = []  # [2, R] of each drawn token: the ends of its interval
+    for at in range(1, u.shape[1]):
+        place = first + drawn[-1]
+        edges.append(ends[torch.stack([place, place + 1])])
+        low, high = torch.stack(edges, dim=-1).sort(-1).values  # [R, at] each, in order
+        cut = (high - low).cumsum(-1)  # up to the end of each interval
+        left = 1 - cut[:, -1]
         x = u[:, at] * left.clamp_min(0)
-        for gap in range(at):
-            x = torch.where(x >= low[:, gap], x - low[:, gap] + high[:, gap], x)
-        tokens[:, at] = torch.where(left > MASS_LEFT, invert(sums, index, x).clamp_min(0), tokens[:, 0])
-    return tokens
+        passed = x[:, None] >= low - (cut - (high - low))  # the intervals that lie before the number
+        # The number moves by what is cut out before it. Rounding must not leave it inside the last interval.
+        x = torch.maximum(x + (cut * passed).amax(-1), (high * passed).amax(-1))
+        drawn.append(torch.where(left > MASS_LEFT, find(x).clamp_min(0), drawn[0]))
+    return torch.stack(drawn, dim=1)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import (
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
@@ -333,6 +334,39 @@ def test_draws_without_replacement_have_the_exact_distribution() -> None:
         for a, b, c in [(a, b, c) for a in range(5) for b in range(5) for c in range(5) if len({a, b, c}) == 3]:
             law[a, b, c] = p[a] * p[b] / (1 - p[a]) * p[c] / (1 - p[a] - p[b])
         assert goodness_of_fit(counts, law / law.sum()).p_value > FALSE_ALARM
+
+
+def one_gap_after_another(q: torch.Tensor, index: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """What `draw_distinct` computes, by the plain rule: numbers move over each interval that is cut out, in order."""
+    sums = cumulative(q)
+    start = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)
+    tokens = torch.zeros(u.shape, dtype=torch.long)
+    for at in range(u.shape[1]):
+        gone = tokens[:, :at].sort(-1).values
+        low, high = start[index[:, None], gone], sums[index[:, None], gone]
+        left = 1 - (high - low).sum(-1)
+        x = u[:, at] * left.clamp_min(0)
+        for gap in range(at):
+            x = torch.where(x >= low[:, gap], x - low[:, gap] + high[:, gap], x)
+        tokens[:, at] = torch.where(left > MASS_LEFT, invert(sums, index, x).clamp_min(0), tokens[:, 0])
+    return tokens
+
+
+@pytest.mark.parametrize("sharpness", [0.0, 3.0, 30.0])
+def test_draws_without_replacement_follow_the_plain_rule(sharpness: float) -> None:
+    """Also where little or nothing is left. Numbers near the end of an interval may round to its neighbour."""
+    generator = torch.Generator().manual_seed(1)
+    q = (sharpness * torch.randn(7, 40, generator=generator)).softmax(-1)
+    q[3] = F.one_hot(torch.tensor(5), 40)
+    q[4, 10:], q[5] = 0, torch.nan
+    q[4] /= q[4].sum()
+    index = torch.randint(7, (20_000,), generator=generator)
+    u = torch.rand(20_000, 12, dtype=torch.float64, generator=generator)
+    found, expected = draw_distinct(q, index, u), one_gap_after_another(q, index, u)
+    assert (found != expected).any(1).sum() <= 1
+    unlike = found[:, :, None] != found[:, None, :]
+    repeats = found == found[:, :1]  # the first token stands for "nothing is left"
+    assert (unlike | repeats[:, :, None] & repeats[:, None, :] | torch.eye(12, dtype=torch.bool)).all()
 
 
 def test_tokens_of_probability_zero_are_never_drawn() -> None:
