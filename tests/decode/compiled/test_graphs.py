@@ -273,9 +273,9 @@ def test_weights_that_move_are_captured_again(fake_cuda: type[FakeGraph]) -> Non
     captures()
     captures()  # now also windows in which the first text had one step
     assert captures() == 0, "nothing has moved"
-    for module in (model, heads):
-        for parameter in module.parameters():
-            parameter.data = parameter.data.clone()
+    for states in (model.parameters(), heads.parameters(), model.buffers()):
+        for state in states:
+            state.data = state.data.clone()
         assert captures() + captures() > 0
         assert captures() == 0
     assert len(Regions.of(model)) == 1, "the compiled code stays"
