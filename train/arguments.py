@@ -8,6 +8,7 @@ from enum import Enum
 from functools import cache
 from typing import Annotated
 
+import torch
 from annotated_types import Ge, Gt, Le, Lt
 from transformers import TrainingArguments
 
@@ -77,6 +78,12 @@ class MedusaTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = False  # the loss reads all columns
     ddp_find_unused_parameters: bool | None = False  # all heads learn in every step
     restore_callback_states_from_checkpoint: bool = True  # a resumed run has the rest of its time budget
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process. All processes on CPUs share one, which PyTorch 2.11 cannot load as "cpu:0"."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
 
     def __post_init__(self) -> None:
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
