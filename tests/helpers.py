@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -85,6 +87,9 @@ MTP_FORM: dict[str, Any] = {  # of a model whose layers are a Llama's; the backb
 WINDOW_FORM = {"kind": "eagle", "window": 4}  # wide enough for the path of three heads
 FORMS = {kind: {"kind": kind} for kind in KINDS} | EAGLE_FORMS | {"mtp": MTP_FORM}  # the settings of every kind
 FORMS |= {"eagle, window": WINDOW_FORM}
+
+FIRST_TRANSFORMERS = Version(transformers.__version__) < Version("5.18")
+"""Whether this is transformers 5.17, the lower bound, which does a few things in another way than later versions."""
 
 
 def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:

@@ -22,7 +22,16 @@ from decode.ops import fast_topk
 from decode.ops.transfer import unchecked
 from medusa import Tree
 from tests.decode.host_waits import HostWaits
-from tests.helpers import EAGLE_FORMS, MTP_FORM, left_padded, plain, random_heads, random_ids, shared_model
+from tests.helpers import (
+    EAGLE_FORMS,
+    FIRST_TRANSFORMERS,
+    MTP_FORM,
+    left_padded,
+    plain,
+    random_heads,
+    random_ids,
+    shared_model,
+)
 
 NEW, TEXT = 40, 24  # the most tokens of texts that are left after some steps, and of whole texts
 STEPS, SKIPPED = 5, 2  # the first steps may prepare what later ones use again
@@ -105,8 +114,14 @@ def most_waits(monkeypatch: pytest.MonkeyPatch, taken: Iterator[Step]) -> tuple[
     return max(found)
 
 
+READS_ON_HOST = pytest.mark.skipif(FIRST_TRANSFORMERS, reason="penalties of transformers 5.17 wait and make NaN")
+BY_MODE = pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=READS_ON_HOST if "penalties" in mode else ()) for mode in MODES]
+)
+
+
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("mode", MODES)
+@BY_MODE
 def test_waits_of_a_step(llama: Any, monkeypatch: pytest.MonkeyPatch, mode: str, rows: int) -> None:
     budget, options = MODES[mode]
     heads = random_heads(llama)
@@ -115,7 +130,7 @@ def test_waits_of_a_step(llama: Any, monkeypatch: pytest.MonkeyPatch, mode: str,
         assert waits <= budget, f"{mode}, {rows} rows, {tree}: {waits} waits\n{places}"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@BY_MODE
 def test_texts_do_not_depend_on_the_waits(llama: Any, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Walks that go on after their ends give the texts of walks that stop there, also with penalties and seeds."""
     heads, options = random_heads(llama), MODES[mode][1] | {"max_new_tokens": TEXT}

@@ -28,7 +28,7 @@ from medusa.backbone import Readout
 from medusa.tree_support import LayerKind
 from tests.decode.drafters.test_drafters import PROMPTS, repetitive
 from tests.decode.drafters.test_ngram import Request
-from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, run_steps, tiny_model
+from tests.helpers import FIRST_TRANSFORMERS, VOCAB, left_padded, plain, random_heads, random_ids, run_steps, tiny_model
 
 CPU = torch.device("cpu")
 NEW = 40
@@ -247,6 +247,7 @@ def test_relabelled_vocabulary_gives_the_relabelled_text_in_the_same_steps() -> 
     assert len(taken) < NEW, "nothing was accepted: no power"
 
 
+@pytest.mark.skipif(FIRST_TRANSFORMERS, reason="transformers 5.17 itself fails after the boundary of longrope")
 def test_a_window_across_the_boundary_of_longrope() -> None:
     """Its deepest position must not change the forward's RoPE frequencies; the text is read again at 32 tokens."""
     model = tiny_model("phi3, longrope")

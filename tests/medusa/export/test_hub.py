@@ -744,7 +744,7 @@ def backbones(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("backbones")
     own = tiny_model("llama", seed=1)
     own.save_pretrained(folder / "own")
-    tiny_model("llama", seed=1, dtype=torch.bfloat16).save_pretrained(folder / "rounded")
+    tiny_model("llama", seed=1).to(torch.bfloat16).save_pretrained(folder / "rounded")
     tiny_model("llama", seed=2).save_pretrained(folder / "other")
     tiny_model("llama", seed=1, hidden_size=16).save_pretrained(folder / "smaller")
     known = fingerprint(own, "org/model")
