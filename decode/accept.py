@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -45,15 +47,12 @@ class Acceptance(NamedTuple):
 
 @dataclass
 class HostAcceptance:
-    """What the host itself has decided: an `Acceptance` whose tensors are made only where they are read."""
+    """What the host itself has decided for B rows: an `Acceptance` whose tensors are made only where they are read."""
 
     paths: list[list[int]]  # the accepted nodes of each row, from the root on
-    next_root: Tensor  # [B]
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether every path is 0, 1, 2, ..., so that no node has to move in a KV cache."""
-        return all(path[-1] == len(path) - 1 for path in self.paths)
+    ids: list[list[int]]  # their tokens
+    next_roots: list[int]  # the token after each path
+    next_root: Tensor  # [B] the same
 
     @cached_property
     def path(self) -> Tensor:
@@ -79,33 +78,32 @@ def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None)
     return ended_at(draft, end, best.gather(1, end[:, None])[:, 0])
 
 
-def accept_greedy_on_host(
-    draft: Draft, best: Tensor, depth_limit: Tensor | None = None
-) -> tuple[HostAcceptance, list[list[int]]]:
-    """Accept what `accept_greedy` accepts; also return the lists, one per row, that `decode.loop.unpack` reads.
+def accept_greedy_on_host(draft: Draft, best: npt.NDArray[np.int64], limit: Tensor | None = None) -> HostAcceptance:
+    """Accept what `accept_greedy` accepts up to the depth `limit` [B], for an array `best` [B, N] in the host's memory.
 
     On a CPU, reading the nodes' tokens takes less time than twenty small operations."""
     topology, every_ids, every_best = draft.topology, draft.ids.tolist(), best.tolist()
-    limits = [topology.max_depth] * len(every_ids) if depth_limit is None else depth_limit.tolist()
-    paths, decided = [], []
-    for row, (ids, after, limit) in enumerate(zip(every_ids, every_best, limits, strict=True)):
+    limits = [topology.max_depth] * len(every_ids) if limit is None else limit.tolist()
+    accepted = HostAcceptance([], [], [], draft.ids)
+    for row, (ids, after, deepest) in enumerate(zip(every_ids, every_best, limits, strict=True)):
         parent, depth = topology.on_host[0 if topology.is_shared else row]
-        accepted, end = {0}, 0
-        for node in range(1, len(ids)):
-            above = parent[node]
-            if above in accepted and ids[node] == after[above] and depth[node] <= limit:
-                accepted.add(node)
+        reached, end = {0}, 0
+        for node, (token, above) in enumerate(zip(ids, parent, strict=True)):
+            if node and above in reached and token == after[above] and depth[node] <= deepest:
+                reached.add(node)
                 if depth[node] > depth[end]:
                     end = node
         path = [end]
         while path[-1]:
             path.append(parent[path[-1]])
         path.reverse()
-        paths.append(path)
-        decided.append([len(path), after[end], *[ids[node] for node in path]])
+        accepted.paths.append(path)
+        accepted.ids.append([ids[node] for node in path])
+        accepted.next_roots.append(after[end])
     # A view of one row costs less than a new tensor.
-    roots = best[:, paths[0][-1]] if len(paths) == 1 else torch.tensor([row[1] for row in decided])
-    return HostAcceptance(paths, roots), decided
+    is_one = len(every_ids) == 1
+    accepted.next_root = torch.from_numpy(best[:, path[-1]]) if is_one else torch.tensor(accepted.next_roots)
+    return accepted
 
 
 def accept_walk(

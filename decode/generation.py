@@ -8,8 +8,9 @@ out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=hea
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from decode.draft import NoDraft
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
-from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run
+from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run, run_whole
 from decode.reference import PlainStepper
 from decode.request import prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
@@ -42,11 +43,26 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 
 
-class Decoding(NamedTuple):
-    """A decoding run that has started: iterating over `steps` decodes the texts, which `session` holds."""
+@dataclass(frozen=True)
+class Decoding:
+    """A decoding run, whose stepper holds the session: iterate over `steps`, or call `finish`."""
 
-    session: Session
-    steps: Generator[Step, None, None]
+    stepper: Stepper
+    timer: Timer
+
+    @property
+    def session(self) -> Session:
+        """The texts, as far as they are decoded."""
+        return self.stepper.session
+
+    @cached_property
+    def steps(self) -> Generator[Step, None, None]:
+        """Decodes the texts step by step."""
+        return run(self.session.sequences, self.stepper, self.timer)
+
+    def finish(self) -> None:
+        """Decode all texts to their ends."""
+        run_whole(self.session.sequences, self.stepper, self.timer)
 
 
 def decoding(
@@ -64,7 +80,7 @@ def decoding(
 
     For the arguments and errors see `stepper_for`."""
     stepper = stepper_for(model, factory, requests, rule, compile, amateur, keep_hidden, keep_drafts)
-    return Decoding(stepper.session, run(stepper.session.sequences, stepper, timer or Timer()))
+    return Decoding(stepper, timer or Timer())
 
 
 def stepper_for(
@@ -258,11 +274,11 @@ def _finished(
         raise RequestError("a streamer takes one prompt at a time; use decode.steps for batches")
     if streamer is not None:
         streamer.put(torch.tensor([sequences.prompts[0]]))
-    for step in begun.steps:
-        if streamer is not None:
+        for step in begun.steps:
             streamer.put(torch.tensor(step.ids[0]))
-    if streamer is not None:
         streamer.end()
+    else:
+        begun.finish()
     pad = getattr(config, "_pad_token_tensor", None)  # what `generate` derived from the pad token or the first EOS
     new_ids = [torch.tensor(ids, dtype=torch.long) for ids in sequences.new_ids]
     padded = pad_sequence(new_ids, batch_first=True, padding_value=0 if pad is None else int(pad))

@@ -8,6 +8,7 @@ Shapes: B rows, R of them whose walk has not ended, N nodes of a draft, D its de
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -33,8 +34,7 @@ from decode.accept import (
 )
 from decode.draft import Draft, Drafter, DraftRecord, Frontier
 from decode.ops.draws import NO_TOKEN, RewoundDraws, RowDraws
-from decode.ops.fast_linear import fast_linear
-from decode.ops.fast_topk import most_probable
+from decode.ops.fast_topk import most_probable, most_probable_on_host
 from decode.ops.transfer import host_waits, on_device
 from decode.rejection import accept_sampled
 from decode.sequences import Sequences
@@ -85,6 +85,11 @@ class Stepper(Protocol):
     def keep(self, left: list[int]) -> None:
         """Keep only the rows at the indices `left` of the batch, because the other rows have ended."""
 
+    @property
+    def held(self) -> AbstractContextManager[None]:
+        """What may stay open for all steps of a text, if nothing else runs between them."""
+        return nullcontext()
+
     def close(self) -> None:
         """Give back what was borrowed, such as compiled steps; called when the decoding run ends or is interrupted."""
         return
@@ -113,6 +118,18 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step,
         stepper.close()
 
 
+@torch.inference_mode()
+def run_whole(sequences: Sequences, stepper: Stepper, timer: Timer) -> None:
+    """Decode until every row (text) has ended. As nothing else runs between steps, this is faster than `run`."""
+    try:
+        with stepper.held:
+            rows, roots = stepper.start()
+            while rows:
+                _, rows, roots = advance(sequences, stepper, rows, roots, timer)
+    finally:
+        stepper.close()
+
+
 def advance(
     sequences: Sequences, stepper: Stepper, rows: list[int], roots: list[int], timer: Timer
 ) -> tuple[Step, list[int], list[int]]:
@@ -128,7 +145,9 @@ def advance(
         written = sequences.extend(row, [root])
         if written:
             step.ids[row], step.lengths[row] = written, 1
-    rows = [rows[place] for place in _unfinished(sequences, stepper, rows)]
+    left = _unfinished(sequences, stepper, rows)
+    if len(left) < len(rows):
+        rows = [rows[place] for place in left]
     if not rows:
         return step, [], []
     timer.lap("other")
@@ -136,9 +155,12 @@ def advance(
     for row, ids, length in zip(rows, outcome.ids, outcome.lengths, strict=True):
         step.ids[row] += sequences.extend(row, ids[1:length])
         step.lengths[row] = length
-    step.drafts = dict(zip(rows, outcome.drafts, strict=False))
+    if outcome.drafts:
+        step.drafts = dict(zip(rows, outcome.drafts, strict=True))
     left = _unfinished(sequences, stepper, rows)
     timer.lap("other")
+    if len(left) == len(rows):
+        return step, rows, outcome.roots
     return step, [rows[place] for place in left], [outcome.roots[place] for place in left]
 
 
@@ -166,20 +188,28 @@ class TreeStepper(Stepper):
         A drafter may keep what it has read of the texts. When other texts join, `restart` makes a new drafter, which
         reads all texts again. Without `restart`, the drafter must keep nothing from step to step."""
         self.session, self.drafter, self.acceptor = session, drafter, acceptor
+        self.passes = acceptor.passes
         self.keep_drafts, self.restart = keep_drafts, restart
 
     @property
-    def lazy(self) -> bool:
-        """Whether walks stop where they end (`decode.accept.TreeWalk`); if not, a step waits for the device once."""
-        return not (self.session.target.is_pure and host_waits(self.frontier.root.device))
+    def held(self) -> AbstractContextManager[None]:
+        return self.session.verifier.fast
 
     def start(self) -> tuple[list[int], list[int]]:
         # Typical acceptance decides on every root by argmax, and so also on the first one.
         self.frontier = self.session.prefill(most_probable_first=self.acceptor.rule == "typical")
+        self._settle()
         return self.frontier.rows, self.frontier.root.tolist()
 
+    def _settle(self) -> None:
+        """Find out how steps decide, which only other texts can change."""
+        target, device = self.session.target, self.session.backbone.device
+        self.lazy = not (target.is_pure and host_waits(device))
+        """Whether walks stop where they end (`decode.accept.TreeWalk`); if not, a step waits for the device once."""
+        self.on_host = device.type == "cpu" and target.is_argmax and self.passes is None and self.lazy
+
     def step(self, timer: Timer) -> StepOutcome:
-        with fast_linear(self.session.backbone.head_weight, 2 * len(self.frontier.rows)):  # for shared LM heads
+        with self.session.verifier.linear(2 * len(self.frontier.rows)):  # for shared LM heads
             draft = self.drafter.propose(self.frontier)
         timer.lap("propose")
         readout = self.session.verifier(draft)
@@ -194,10 +224,10 @@ class TreeStepper(Stepper):
 
     def decide(self, draft: Draft, readout: Readout) -> tuple[Accepted, StepOutcome]:
         """Accept nodes of the draft (`accept`), and copy the outcome to the host."""
-        if draft.ids.is_cpu and self.session.target.is_argmax and self.acceptor.passes is None and self.lazy:
+        if self.on_host:
             depth_limit = self.session.verifier.depth_limit(draft)
-            on_host, decided = accept_greedy_on_host(draft, most_probable(readout.logits), depth_limit)
-            return on_host, unpack(decided)
+            found = accept_greedy_on_host(draft, most_probable_on_host(readout.logits), depth_limit)
+            return found, StepOutcome([len(path) for path in found.paths], found.next_roots, found.ids)
         draws = self.session.target.draws.of(self.frontier.rows)
         if not self.lazy:
             draws = RewoundDraws(draws.generators, draft.ids.device)
@@ -208,7 +238,7 @@ class TreeStepper(Stepper):
 
     def accept(self, draft: Draft, readout: Readout, draws: RowDraws) -> Acceptance:
         """Decide which nodes of the draft are accepted, by the acceptance rule; `draws` are those of its rows."""
-        session, logits, passes = self.session, readout.logits, self.acceptor.passes
+        session, logits, passes = self.session, readout.logits, self.passes
         target, depth_limit = session.target, session.verifier.depth_limit(draft)
         if target.is_argmax and passes is None:
             return accept_greedy(draft, most_probable(logits).to(draft.ids.device), depth_limit)
@@ -250,8 +280,10 @@ class TreeStepper(Stepper):
     def compact(self, draft: Draft, readout: Readout, accepted: Accepted, lengths: list[int]) -> Frontier:
         """Keep the first `lengths[b]` nodes of accepted path b in the caches; returns the next step's `Frontier`."""
         session, rows = self.session, self.frontier.rows
-        in_place = accepted.is_in_place if isinstance(accepted, HostAcceptance) else draft.topology.max_children <= 1
-        session.verifier.commit(None if in_place else accepted.path, lengths)
+        if isinstance(accepted, HostAcceptance):
+            session.verifier.commit(accepted.paths, lengths)
+        else:  # in a chain no node moves
+            session.verifier.commit(accepted.path if draft.topology.max_children > 1 else None, lengths)
         if session.kept_hidden is not None:
             session.keep(readout.hidden, accepted.path, lengths, rows)
         if session.heads_cache is None:
@@ -276,6 +308,7 @@ class TreeStepper(Stepper):
         self.session.join(other.session, places, mine.rows)
         root, hidden = torch.cat([mine.root, new.root]), torch.cat([mine.hidden, new.hidden])
         self.frontier = self.session.frontier(root, hidden, [*mine.rows, *places])
+        self._settle()
         if self.restart is not None:
             self.drafter = self.restart()
 

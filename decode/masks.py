@@ -39,25 +39,34 @@ class TreeMasks:
 
     def __call__(self, lengths: Sequence[int], topology: Topology) -> Mask:
         """Make masks [B, 1, N, max(lengths) + N] for N draft nodes, after `lengths[b]` cached tokens of each row b."""
-        masks = {kind.name: self._of_kind(kind, lengths, topology) for kind in self.layers.kinds}
-        return masks if self.layers.is_dict else next(iter(masks.values()))
+        kinds = self.layers.kinds
+        if not self.layers.is_dict:
+            return self._of_kind(kinds[0], lengths, topology)
+        return {kind.name: self._of_kind(kind, lengths, topology) for kind in kinds}
 
     def _of_kind(self, kind: LayerKind, lengths: Sequence[int], topology: Topology) -> Tensor:
         longest = max(lengths)
-        if kind.chunk is not None:  # chunks start at absolute positions, so no mask serves two lengths
-            return additive(visible(topology, lengths, kind), self.dtype)[:, None]
-        if not topology.is_static:
-            if kind.window is None and min(lengths) == longest:  # all of the text, and the tree
-                width, tree = longest + topology.num_nodes, additive(topology.ancestors[:, None], self.dtype)
-                padded = F.pad(tree, (longest, aligned(width) - width))
-                return padded[..., :width].expand(len(lengths), -1, -1, -1)
-            return additive(visible(topology, lengths, kind), self.dtype)[:, None]
-        if topology is not self.wide_of or longest > self.capacity:
+        if topology is not self.wide_of or longest > self.capacity or kind.chunk is not None:
+            if kind.chunk is not None:  # chunks start at absolute positions, so no mask serves two lengths
+                return additive(visible(topology, lengths, kind), self.dtype)[:, None]
+            if not topology.is_static:
+                return self._of_step(kind, lengths, topology)
             self._build(topology, max(2 * self.capacity, longest + 256) if longest > self.capacity else self.capacity)
-        wide, width = self.wide[kind.name], longest + topology.num_nodes
+        wide = self.wide[kind.name]
+        width = longest + wide.shape[2]
         if len(lengths) == 1 and not self.copies:
             return wide.narrow(3, self.capacity - longest, width)
         return torch.cat([wide.narrow(3, self.capacity - own, aligned(width)) for own in lengths])[..., :width]
+
+    def _of_step(self, kind: LayerKind, lengths: Sequence[int], topology: Topology) -> Tensor:
+        """The mask for a tree that only one step has."""
+        longest = max(lengths)
+        if kind.window is not None or min(lengths) < longest:
+            return additive(visible(topology, lengths, kind), self.dtype)[:, None]
+        # All of the text, and the tree.
+        width, tree = longest + topology.num_nodes, additive(topology.ancestors[:, None], self.dtype)
+        padded = F.pad(tree, (longest, aligned(width) - width))
+        return padded[..., :width].expand(len(lengths), -1, -1, -1)
 
     def _build(self, topology: Topology, capacity: int) -> None:
         self.wide_of, self.capacity = topology, capacity

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from decode.loop import Step
-from decode.session import Session
+
+if TYPE_CHECKING:
+    from decode.generation import Decoding
 
 
 @dataclass
@@ -85,9 +88,9 @@ def prompt_seeds(seed: int, indices: Iterable[int]) -> list[int]:
 class DecodingRun:
     """The decoding of a batch of prompts. Iterating over it runs the steps; `results` grow with each step."""
 
-    def __init__(self, session_and_steps: tuple[Session, Generator[Step, None, None]], seconds: float = 0.0) -> None:
-        """Start a run over the steps of a session; `seconds` is the time already spent on preparing the requests."""
-        self.session, self.steps = session_and_steps
+    def __init__(self, begun: Decoding, seconds: float = 0.0) -> None:
+        """Start a run over the steps of `begun`; `seconds` is the time already spent on preparing the requests."""
+        self.session, self.steps = begun.session, begun.steps
         self.results = [Result(prompt) for prompt in self.session.sequences.prompts]
         self.seconds = seconds
         """Time spent decoding. Time that the caller spends between two steps does not count."""

@@ -97,21 +97,24 @@ class Sequences:
     def extend(self, row: int, tokens: Sequence[int]) -> list[int]:
         """Append `tokens` to a row's text until the text ends; returns the tokens appended, a final EOS included."""
         kept: list[int] = []
-        for token in tokens:
-            if self.finish_reason[row] is not None:
+        if self.finish_reason[row] is None:
+            eos, criteria, left = self.eos[row], self.criteria[row], self.tokens_left(row)
+            for token in tokens:
+                kept.append(token)
+                if token in eos:
+                    self.finish_reason[row] = "eos"
+                elif criteria and self._stops(row, kept):
+                    self.finish_reason[row] = "stop"
+                elif len(kept) >= left:
+                    self.finish_reason[row] = "length"
+                else:
+                    continue
                 break
-            kept.append(token)
-            self.finish_reason[row] = self._ending(row, kept)
         self.lengths[row] += len(kept)
         self.new_ids[row] += kept
         return kept
 
-    def _ending(self, row: int, kept: list[int]) -> str | None:
-        if kept[-1] in self.eos[row]:
-            return "eos"
-        if self.criteria[row]:
-            prefix = self.prefix(row, on_device(kept, self.buffer.device))
-            # No criterion that is left here reads scores.
-            if self.criteria[row](cast(torch.LongTensor, prefix), None).all():
-                return "stop"
-        return "length" if len(self.new_ids[row]) + len(kept) >= self.limits[row] else None
+    def _stops(self, row: int, kept: list[int]) -> bool:
+        prefix = self.prefix(row, on_device(kept, self.buffer.device))
+        # No criterion that is left here reads scores.
+        return bool(self.criteria[row](cast(torch.LongTensor, prefix), None).all())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from decode.cache import TreeCache
+from decode.cache import Paths, TreeCache
 from decode.draft import Draft
 from decode.masks import TreeMasks
-from decode.ops.fast_linear import fast_linear, prepare_linear
-from decode.ops.grouped_attention import grouped
+from decode.ops.fast_linear import FastLinear, prepare_linear
+from decode.ops.grouped_attention import grouped, sharing
 from decode.ops.norms import fast_norms
 from decode.ops.rotary import fast_rotary
+from decode.ops.shared_setting import together
 from decode.ops.transfer import on_device
 from decode.prefill import OnHidden, prefill
 from decode.sequences import Sequences
@@ -25,8 +26,11 @@ class Verifier:
         """Make a verifier on `cache`; `sequences` holds the texts, for models that read a text again (`reread`)."""
         self.backbone, self.cache, self.sequences = backbone, cache, sequences
         self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
-        self.rotary = fast_rotary(backbone.base, on_cpu=backbone.device.type == "cpu")
-        self.norms = fast_norms(backbone.base)
+        self.linear = FastLinear(backbone.head_weight)
+        rotary = fast_rotary(backbone.base, on_cpu=backbone.device.type == "cpu")
+        self.fast = together(grouped(backbone.config), rotary, fast_norms(backbone.base))
+        """Faster operations of the backbone, which each forward opens. They also serve other forwards of the process
+        then, so they stay open between forwards only while nothing but decoding runs (`Stepper.held`)."""
         self.first_end = min(end for end in (backbone.context, backbone.rope_boundary, float("inf")) if end is not None)
         """The first position at which a text can meet an end (`_end`)."""
 
@@ -48,7 +52,7 @@ class Verifier:
 
     def read(self, draft: Draft) -> Readout:
         """Run one forward over a draft's nodes (no side branches); returns their hidden states and logits."""
-        if self.sequences is not None:
+        if self.backbone.rereads and self.sequences is not None:
             reread(self.backbone, self.cache, self.sequences)
         lengths, ids, topology = self.cache.lengths, draft.ids, draft.topology
         if self.cache.is_even:
@@ -63,8 +67,7 @@ class Verifier:
             positions = positions.clamp(max=end - 1)
         sees_all = self.cache.is_even and topology.num_nodes == 1  # a root alone, in rows of one length
         masks = None if sees_all else self.masks(lengths, topology)
-        linear = fast_linear(self.backbone.head_weight, ids.numel())
-        with grouped(self.backbone.config, masks), linear, self.rotary, self.norms:
+        with self.fast, sharing(masks), self.linear(ids.numel()):
             return self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=masks)
 
     def depth_limit(self, draft: Draft) -> Tensor | None:
@@ -72,7 +75,7 @@ class Verifier:
         end = self._end(draft.topology)
         return None if end is None else end - 1 - on_device(self.cache.lengths, self.masks.device)
 
-    def commit(self, path: Tensor | None, counts: list[int]) -> None:
+    def commit(self, path: Paths, counts: list[int]) -> None:
         """Keep the accepted nodes of the last draft; see `TreeCache.commit`."""
         self.cache.commit(path, counts)
 

@@ -35,10 +35,10 @@ from decode.draft import Draft, Frontier
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import resolve_tree
 from decode.generation import decoding
-from decode.loop import Acceptor, Timer, TreeStepper, run
+from decode.loop import Acceptor, Timer, TreeStepper, advance
 from decode.masks import TreeMasks
 from decode.ops.fast_linear import fast_linear
-from decode.ops.grouped_attention import grouped
+from decode.ops.grouped_attention import grouped, sharing
 from decode.ops.norms import fast_norms
 from decode.ops.rotary import fast_rotary
 from decode.prefill import prefill
@@ -132,8 +132,8 @@ def measure(
     session = Session(model, requests, slack=tree.num_nodes)
     drafter = (HeadsDrafter if tau is None else Scripted)(heads, session.backbone, tree)
     drafter.tau = tau
-    steps = run(session.sequences, TreeStepper(session, drafter, Acceptor("greedy")), Timer())
-    plain, plain_steps = decoding(model, None, requests, Acceptor("greedy"))
+    stepper = TreeStepper(session, drafter, Acceptor("greedy"))
+    plain = decoding(model, None, requests, Acceptor("greedy"))
     masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
     topology = Topology.of(tree.to(backbone.device))
     hidden = torch.zeros(1, backbone.hidden_size, dtype=backbone.dtype, device=backbone.device)
@@ -147,28 +147,31 @@ def measure(
 
     def bare(cache: TreeCache, ids: Tensor, positions: Tensor, mask: Mask | None) -> float:
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "past_key_values": cache}
-        with grouped(backbone.config, mask), fast_linear(backbone.head_weight, ids.numel()), rotary, norms:
+        with grouped(backbone.config), sharing(mask), fast_linear(backbone.head_weight, ids.numel()), rotary, norms:
             seconds = seconds_of(lambda: model(**inputs, use_cache=True))
         cache.pending = 0
         return seconds
 
     rounds, lengths = [], []
+    rows, roots = stepper.start()
     while True:
-        start = clock()
-        step = next(steps, None)
-        seconds = clock() - start
+        with stepper.held:  # as `generate` opens it once for all steps
+            start = clock()
+            step, rows, roots = advance(session.sequences, stepper, rows, roots, Timer())
+            seconds = clock() - start
         length = session.verifier.cache.lengths[0]
         at_end = backbone.context is not None and length + tree.max_depth >= backbone.context
-        if step is None or session.sequences.finish_reason[0] is not None or at_end:
+        if not rows or at_end:
             return rounds[WARM_UP:], lengths
         lengths.append(step.lengths[0])
-        of_plain = seconds_of(lambda: next(plain_steps))
-        one, here = (torch.tensor([[n]], device=backbone.device) for n in (prompt[0], plain.verifier.cache.lengths[0]))
+        of_plain = seconds_of(lambda: next(plain.steps))
+        plain_cache = plain.session.verifier.cache
+        one, here = (torch.tensor([[n]], device=backbone.device) for n in (prompt[0], plain_cache.lengths[0]))
         nodes = one.expand(1, tree.num_nodes)
         forward = bare(session.verifier.cache, nodes, topology.depth + length, masks([length], topology))
         with fast_linear(backbone.head_weight, 2):
             of_heads = seconds_of(lambda: heads(HeadInputs(hidden), backbone.lm_head, tree.max_depth))
-        rounds.append(Round(seconds, forward, of_heads, of_plain, bare(plain.verifier.cache, one, here, None)))
+        rounds.append(Round(seconds, forward, of_heads, of_plain, bare(plain_cache, one, here, None)))
 
 
 def summarize(rounds: Sequence[Round], tau: float) -> dict[str, object]:

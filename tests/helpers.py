@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import random
 import string
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -136,14 +134,18 @@ def rename_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     AttentionInterface.register("sdpa_renamed", sdpa_attention_forward)
     AttentionMaskInterface.register("sdpa_renamed", sdpa_mask)
 
-    @contextlib.contextmanager
-    def renamed(config: PretrainedConfig, masks: Any = None) -> Iterator[None]:
-        config._attn_implementation = "sdpa_renamed"
-        yield
-        config._attn_implementation = "sdpa"
+    class Renamed:
+        def __init__(self, config: PretrainedConfig) -> None:
+            self.config = config
+
+        def __enter__(self) -> None:
+            self.config._attn_implementation = "sdpa_renamed"
+
+        def __exit__(self, *error: object) -> None:
+            self.config._attn_implementation = "sdpa"
 
     for place in ("decode.verify", "decode.prefill"):
-        monkeypatch.setattr(f"{place}.grouped", renamed)
+        monkeypatch.setattr(f"{place}.grouped", Renamed)
 
 
 def left_padded(prompts: list[list[int]], pad: int = 0) -> dict[str, Tensor]:

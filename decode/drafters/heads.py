@@ -39,6 +39,7 @@ class HeadsDrafter:
         self.topology, self.depth, self.top = Topology.of(static), static.max_depth, static.max_rank + 1
         # Node n > 0 holds guess rank[n] of head depth[n]; this is its place in the flattened [k, top] table of guesses.
         self.place = (static.depth[1:] - 1) * self.top + static.rank[1:]
+        self._sources: dict[int, Tensor] = {}
         self.device, self.dtype = heads.device, heads.dtype
 
     def propose(self, frontier: Frontier) -> Draft:
@@ -56,13 +57,22 @@ class HeadsDrafter:
         if isinstance(self.tree, DynamicTree) and grows_on_host(root, self.tree):
             confidences, places = best.values.tolist(), range(self.top)
             return grown_on_host(root, self.tree, indices, lambda row, depth, place: (confidences[depth][row], places))
-        guesses = indices.transpose(0, 1).flatten(1).to(root.device)  # [B, k * top]
+        indices = indices.to(root.device)
         if not isinstance(self.tree, DynamicTree):
-            return Draft(torch.cat([root[:, None], guesses.index_select(1, self.place)], dim=1), self.topology)
+            return Draft(torch.cat([root, indices.flatten()]).take(self.sources(len(root))), self.topology)
+        guesses = indices.transpose(0, 1).flatten(1)  # [B, k * top]
         log_probs = self.tree.path_log_probs(best.values.transpose(0, 1).to(root.device))
         chosen = self.tree.most_probable(log_probs)
         ids = guesses.gather(1, self.place[chosen[:, 1:] - 1])
         return Draft(torch.cat([root[:, None], ids], dim=1), chosen_part(self.tree.candidates, chosen))
+
+    def sources(self, batch: int) -> Tensor:
+        """Find each node's place [B, N] in a list of B = `batch` roots, followed by the guesses [k, B, top]."""
+        if batch not in self._sources:
+            rows = torch.arange(batch, device=self.place.device)[:, None]
+            head, rank = self.place // self.top, self.place % self.top
+            self._sources[batch] = torch.cat([rows, batch + (head * batch + rows) * self.top + rank], dim=1)
+        return self._sources[batch]
 
     def logits(self, frontier: Frontier) -> Tensor:
         """Logits [k, B, V] of the first k heads for B texts. k is the tree's depth, V the heads' vocabulary size."""

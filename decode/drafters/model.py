@@ -23,7 +23,7 @@ from decode.drafters.levelwise import Guesses, LevelwiseDrafter, selected
 from decode.drafters.small_model import load_small_model, require_same_vocabulary, small_model_path
 from decode.masks import grown_masks
 from decode.ops.fast_topk import argmax, top_k
-from decode.ops.grouped_attention import grouped
+from decode.ops.grouped_attention import grouped, sharing
 from decode.ops.transfer import on_device
 from decode.prefill import prefill
 from decode.session import Session
@@ -179,7 +179,7 @@ class ModelDrafter(LevelwiseDrafter):
                 first += width
             kept.append(path)
         self.cache.reopen([length - 1 for length in self.text_lengths])
-        self.cache.commit(None if self.is_chain else self._padded(kept), [len(path) for path in kept])
+        self.cache.commit(kept, [len(path) for path in kept])
 
     def _padded(self, lines: list[list[int]]) -> Tensor:
         width = max(map(len, lines))
@@ -223,7 +223,7 @@ class ModelDrafter(LevelwiseDrafter):
         seen = torch.cat([above, itself], dim=-1)  # [B, W, A + 1]
         positions = on_device(self.text_lengths, self.device)[:, None] + (depth - 1)
         masks = self._masks(seen)
-        with grouped(self.backbone.config, masks):
+        with grouped(self.backbone.config), sharing(masks):
             logits = self.backbone.forward(
                 tokens, self.cache, position_ids=positions.expand(-1, width), attention_mask=masks
             ).logits

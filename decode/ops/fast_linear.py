@@ -9,6 +9,7 @@ Shapes: M tokens, K inputs, N outputs of a linear layer."""
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -88,18 +89,28 @@ def _put_back() -> None:
         F.linear = STOCK
 
 
-_LINEAR = SharedSetting(_replace)
+_LINEAR, _NOTHING = SharedSetting(_replace), nullcontext()
+
+
+class FastLinear:
+    """Opens contexts in which large products of linear layers are computed by oneDNN, where it is faster.
+
+    They are for forwards in a model whose largest weight is about the size of `largest`. Forwards over fewer than
+    `least` tokens stay as they are. A context replaces `torch.nn.functional.linear`, also for other threads; their
+    results stay equal up to rounding, and their gradients the same."""
+
+    def __init__(self, largest: Tensor) -> None:
+        pays = PREFERS_ONEDNN and largest.is_cpu and largest.dtype == torch.float32
+        self.least = max(2, -(-MIN_PRODUCTS // largest.numel())) if pays else math.inf
+
+    def __call__(self, tokens: int) -> AbstractContextManager[None]:
+        """The context of a forward over so many tokens."""
+        return _LINEAR if tokens >= self.least else _NOTHING
 
 
 def fast_linear(largest: Tensor, tokens: int) -> AbstractContextManager[None]:
-    """While the context is open, compute large products of linear layers by oneDNN, where it is faster.
-
-    It is for a forward over `tokens` tokens in a model whose largest weight is about the size of `largest`. Smaller
-    forwards stay as they are. The context replaces `torch.nn.functional.linear`, also for other threads; their results
-    stay equal up to rounding, and their gradients the same."""
-    is_float32 = largest.is_cpu and largest.dtype == torch.float32
-    pays = PREFERS_ONEDNN and is_float32 and tokens > 1 and tokens * largest.numel() >= MIN_PRODUCTS
-    return _LINEAR if pays else nullcontext()
+    """The context of a single forward over `tokens` tokens; see `FastLinear`."""
+    return FastLinear(largest)(tokens)
 
 
 def prepare_linear(model: nn.Module) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,15 +22,27 @@ WORTHWHILE = 1 << 15
 
 def most_probable(logits: Tensor) -> Tensor:
     """The most probable token [...] of logits [..., V]; float64 is compared as float32, as transformers does."""
-    return argmax(logits.float() if logits.dtype == torch.float64 else logits)
+    return argmax(_as_compared(logits))
+
+
+def most_probable_on_host(logits: Tensor) -> npt.NDArray[np.int64]:
+    """What `most_probable` finds in logits in the host's memory, as an array."""
+    values = _as_compared(logits)
+    return _numpy_argmax(values) if _numpy_can_read(values) else values.argmax(-1).numpy()
 
 
 def argmax(values: Tensor) -> Tensor:
     """The first index [...] of the maximum of `values` [..., V], equal to `values.argmax(-1)`."""
-    if not _numpy_can_read(values):
-        return values.argmax(-1)
+    return torch.from_numpy(_numpy_argmax(values)) if _numpy_can_read(values) else values.argmax(-1)
+
+
+def _as_compared(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype == torch.float64 else logits
+
+
+def _numpy_argmax(values: Tensor) -> npt.NDArray[np.int64]:
     # NumPy does not know bfloat16, and finds the maximum of half-precision numbers slowly.
-    return torch.from_numpy((values.float() if values.itemsize == 2 else values).numpy().argmax(-1))
+    return (values.float() if values.itemsize == 2 else values).numpy().argmax(-1)
 
 
 class TopK(NamedTuple):
@@ -65,4 +79,4 @@ def _block_maxima(values: Tensor) -> Tensor:
 
 def _pays(values: Tensor, k: int) -> bool:
     """Whether a search for the k largest by blocks is faster than PyTorch's."""
-    return values.device.type == "cpu" and values.numel() >= WORTHWHILE and values.shape[-1] >= 8 * k * BLOCK
+    return values.numel() >= WORTHWHILE and values.is_cpu and values.shape[-1] >= 8 * k * BLOCK

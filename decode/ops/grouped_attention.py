@@ -13,6 +13,7 @@ Shapes: B rows of the batch, H query heads on H / g key heads, N tokens, S cache
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decode.ops.shared_setting import Restore, SharedSetting
 from decode.ops.split_attention import attention_in_parts, num_parts
+from medusa.tree_support import Mask
 
 SDPA = "sdpa"
 TINY_HEAD, MIN_QUERIES, MAX_SCORES = 8, 16, 2**18
@@ -107,26 +109,27 @@ _shared: ContextVar[Mapping[int, dict[int, Tensor]]] = ContextVar("_shared", def
 """For each mask that all layers of this thread's forward share, by its id: the repeated mask for each g, once made."""
 
 
-class grouped:
-    """While the context is open, run sdpa attention by `sdpa_grouped`, if the model with this `config` uses sdpa.
+class sharing:
+    """While the context is open, layers of this thread's forward share the `masks` that they repeat for query heads.
 
-    `masks` [B, 1, N, S] are those of one forward: one for all layers, or one for each kind of layer. The context
-    replaces transformers' own function in the global registry, also for other threads; their results stay equal up to
-    rounding, and their gradients the same. A function that the user has registered stays."""
+    `masks` [B, 1, N, S] are those of one forward: one for all layers, or one for each kind of layer."""
 
-    def __init__(self, config: PretrainedConfig, masks: Tensor | Mapping[str, Tensor] | None = None) -> None:
-        self.config, self.applies = config, config._attn_implementation == SDPA
+    def __init__(self, masks: Mask | None) -> None:
         self.masks = (masks,) if isinstance(masks, Tensor) else () if masks is None else masks.values()
 
     def __enter__(self) -> None:
-        if self.applies:
-            self.token = _shared.set({id(mask): {} for mask in self.masks})
-            _GROUPED.__enter__()
+        self.token = _shared.set({id(mask): {} for mask in self.masks})
 
     def __exit__(self, *error: object) -> None:
-        if self.applies:
-            _GROUPED.__exit__()
-            _shared.reset(self.token)
+        _shared.reset(self.token)
+
+
+def grouped(config: PretrainedConfig) -> AbstractContextManager[None]:
+    """While the context is open, run sdpa attention by `sdpa_grouped`, if the model with this `config` uses sdpa.
+
+    The context replaces transformers' own function in the global registry, also for other threads; their results stay
+    equal up to rounding, and their gradients the same. A function that the user has registered stays."""
+    return _GROUPED if config._attn_implementation == SDPA else nullcontext()
 
 
 def _replace() -> Restore:

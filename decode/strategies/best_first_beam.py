@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from decode.cache import TreeCache
 from decode.masks import grown_masks
 from decode.ops.fast_topk import top_k
-from decode.ops.grouped_attention import grouped
+from decode.ops.grouped_attention import grouped, sharing
 from decode.prefill import prefill
 from decode.request import require_fitting
 from decode.tree_check import require_tree_forward
@@ -97,7 +97,7 @@ class OnTree:
         paths = [[p.slots + p.slots[-1:] * (deepest - len(p.slots)) for p in partials]]
         seen, of_slot = torch.tensor(paths, device=device), torch.tensor(self.depths, device=device)
         masks = grown_masks(self.layers, backbone.dtype, [prompt_length], seen, depth, of_slot)
-        with grouped(backbone.config, masks):
+        with grouped(backbone.config), sharing(masks):
             logits = backbone.forward(
                 torch.tensor([[partial.ids[-1] for partial in partials]], device=device),
                 self.cache,

@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
+from decode.cache import Paths
 from decode.draft import Draft
 from decode.drafters.small_model import require_same_vocabulary
+from decode.ops.shared_setting import together
 from decode.prefill import OnHidden
 from decode.request import require_fitting, require_longrope_alone
 from decode.sequences import Request, Sequences
@@ -108,6 +110,7 @@ class ContrastVerifier(Verifier):
     def __init__(self, expert: Verifier, amateur: Verifier, contrast: Contrast) -> None:
         super().__init__(expert.backbone, expert.cache, expert.sequences)
         self.amateur, self.contrast = amateur, contrast
+        self.fast = together(self.fast, amateur.fast)
 
     def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
         return self._contrasted(super().prefill(ids, lengths, on_hidden), self.amateur.prefill(ids, lengths))
@@ -123,7 +126,7 @@ class ContrastVerifier(Verifier):
         limits = [limit for limit in (super().depth_limit(draft), self.amateur.depth_limit(draft)) if limit is not None]
         return torch.stack(limits).amin(0) if limits else None
 
-    def commit(self, path: Tensor | None, counts: list[int]) -> None:
+    def commit(self, path: Paths, counts: list[int]) -> None:
         super().commit(path, counts)
         self.amateur.commit(path, counts)
 

@@ -151,7 +151,8 @@ def test_after_random_steps_the_cache_equals_a_fresh_prefill(
         ends = [rng.randrange(tree.num_nodes) for _ in texts]
         paths = tree.paths[ends]
         counts = [int(tree.depth[end]) + 1 for end in ends]
-        cache.commit(paths, counts)
+        as_lists = [line[:count] for line, count in zip(paths.tolist(), counts, strict=True)]
+        cache.commit(as_lists if step % 2 else paths, counts)
         for row, text in enumerate(texts):
             text += [ids[row][node] for node in paths[row].tolist() if node >= 0]
         if step == 4 and len(texts) == 3:
@@ -194,6 +195,40 @@ def test_a_long_chain_is_read_as_plain_text() -> None:
     Verifier(backbone, cache)(Draft(torch.tensor([text[3:]]), Topology.of(tree)))
     cache.commit(tree.paths[-1:], [7])
     require_equal_to_a_fresh_prefill(model, cache, [text])
+
+
+@pytest.mark.parametrize("small_bytes", [SMALL_BYTES, 0], ids=["one arena", "an arena a layer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_host_moves_the_nodes_that_tensor_operations_move(
+    dtype: torch.dtype, small_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths as lists, after the buffers were replaced, too: a row was dropped, and the cache has grown."""
+    monkeypatch.setattr("decode.cache.SMALL_BYTES", small_bytes)
+    rng, caches = random.Random(0), [cache_of(tiny_model("llama"), 3, capacity=12) for _ in range(2)]
+    for cache in caches:
+        for index in range(len(cache.layers)):
+            cache.update(torch.zeros(3, 2, 2, 4, dtype=dtype), torch.zeros(3, 2, 2, 4, dtype=dtype), index)
+        cache.commit_prompt([2, 1, 2])
+    for step in range(8):
+        rows = len(caches[0].lengths)
+        states = torch.randn(rows, 2, 6, 4).to(dtype)
+        lines = [[0, *sorted(rng.sample(range(1, 6), rng.randint(0, 4)))] for _ in range(rows)]
+        lines[0] = [0, 1, 2] if step == 3 else lines[0]  # nothing moves in this row
+        counts = list(map(len, lines))
+        padded = torch.tensor([line + [-1] * (6 - len(line)) for line in lines])
+        for cache, path in zip(caches, (lines, padded), strict=True):
+            for index in range(len(cache.layers)):
+                cache.update(states, -states, index)
+            cache.commit(path, counts)
+            if step in (2, 5):
+                cache.select([*range(rows)][-2 if step == 2 else -1 :])
+        assert caches[0].lengths == caches[1].lengths
+        for ours, theirs in zip(caches[0].tree_layers, caches[1].tree_layers, strict=True):
+            for row, length in enumerate(caches[0].lengths):
+                assert torch.equal(ours.keys[row, :, :length], theirs.keys[row, :, :length])
+                assert torch.equal(ours.values[row, :, :length], theirs.values[row, :, :length])
+    assert caches[0].capacity > 12
+    assert len(caches[0].lengths) == 1
 
 
 def test_a_chain_is_committed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -160,6 +161,38 @@ def test_a_streamer_of_text(llama: Any, heads: MedusaHeads, tokenizer: Any) -> N
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=5)
     out = generate(llama, heads, PROMPT, streamer=streamer, do_sample=False, max_new_tokens=NEW)
     assert "".join(streamer) == "".join(LETTERS[token] for token in out[0, 6:].tolist())
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("ends_by_error", [False, True])
+def test_faster_operations_are_in_place_only_while_a_text_is_decoded(
+    llama: Any, heads: MedusaHeads, compile: bool, ends_by_error: bool
+) -> None:
+    """In `generate` they stay for all steps, in `steps` for one forward, and in compiled steps they are never used."""
+    norms = [module for module in llama.modules() if "variance_epsilon" in vars(module)]
+    seen = list[bool]()
+
+    def replaced() -> bool:
+        assert len({"forward" in vars(norm) for norm in norms}) == 1
+        return "forward" in vars(norms[0])
+
+    def look(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(replaced())
+        if ends_by_error and len(seen) == 5:
+            raise ZeroDivisionError
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    prompt, more = torch.tensor([random_ids(5)]), {"max_new_tokens": 12, "stopping_criteria": [look]}
+    with pytest.raises(ZeroDivisionError) if ends_by_error else nullcontext():
+        generate(llama, heads, prompt, compile=compile, **more)
+    assert set(seen) == {not compile}
+    assert len(seen) == (5 if ends_by_error else 12)
+    assert not replaced()
+    if not ends_by_error:
+        seen.clear()
+        for _ in steps(llama, heads, prompt, compile=compile, **more):
+            assert not replaced()
+        assert set(seen) == {False}
 
 
 def test_num_return_sequences(llama: Any, heads: MedusaHeads) -> None:

@@ -83,6 +83,6 @@ def test_text_after_a_chunked_prefill_is_the_same(llama: Any, monkeypatch: pytes
     monkeypatch.setattr(prefill_module, "PIECE_TOKENS", 4)
     prompts = [random_ids(30), random_ids(7, seed=1)]
     requests = prepare(llama, prompts, max_new_tokens=20, do_sample=False)
-    session, steps = decoding(llama, None, requests, Acceptor("greedy"))
-    list(steps)
-    assert session.sequences.new_ids == [plain(llama, prompt, max_new_tokens=20) for prompt in prompts]
+    begun = decoding(llama, None, requests, Acceptor("greedy"))
+    begun.finish()
+    assert begun.session.sequences.new_ids == [plain(llama, prompt, max_new_tokens=20) for prompt in prompts]

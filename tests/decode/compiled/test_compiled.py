@@ -217,7 +217,7 @@ def test_rows_end_one_after_the_other() -> None:
             prepare(model, prompts, max_new_tokens=30, do_sample=False, eos_token_id=stop),
             Acceptor("greedy"),
             compile=True,
-        )[1]
+        ).steps
     )
     written: dict[int, list[int]] = {}
     for step in found:
@@ -475,7 +475,7 @@ def test_nothing_of_an_earlier_text_remains(llama: Any, monkeypatch: pytest.Monk
     """A NaN left in the buffers would reach the next text even when masked: 0 x NaN."""
     monkeypatch.setattr(fixed_cache, "BLOCK", 4)
     requests = prepare(llama, [random_ids(5)], max_new_tokens=3, do_sample=False)
-    session, _ = decoding(llama, None, requests, Acceptor("greedy"))
+    session = decoding(llama, None, requests, Acceptor("greedy")).session
     session.prefill()
     source, fixed = session.verifier.cache, FixedCache(session.verifier.cache)
     written = [(layer.keys[:, :, :5].clone(), layer.values[:, :, :5].clone()) for layer in source.tree_layers]
