@@ -29,8 +29,8 @@ class Verifier:
         self.linear = FastLinear(backbone.head_weight)
         rotary = fast_rotary(backbone.base, on_cpu=backbone.device.type == "cpu")
         self.fast = together(grouped(backbone.config), rotary, fast_norms(backbone.base))
-        """Faster operations of the backbone, which each forward opens. They also serve other forwards of the process
-        then, so they stay open between forwards only while nothing but decoding runs (`Stepper.held`)."""
+        """Faster operations of the backbone, which each forward opens. Meanwhile they also serve other forwards of the
+        process. So between forwards they stay open only while a whole text is decoded without a pause (`run_whole`)."""
         self.first_end = min(end for end in (backbone.context, backbone.rope_boundary, float("inf")) if end is not None)
         """The first position at which a text can meet an end (`_end`)."""
 

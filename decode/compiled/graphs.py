@@ -69,7 +69,11 @@ class GraphedStep:
         with CAPTURING, torch.cuda.device(self.device):
             self.stream = self.stream or torch.cuda.Stream(self.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+            # After a capture that failed, `torch.cuda.graph` may leave its stream the current one.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),
+                torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
                 result = self.step()
         return graph, result
 

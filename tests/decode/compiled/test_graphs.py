@@ -92,8 +92,11 @@ def capturing(graph: FakeGraph, pool: Any, stream: Any, capture_error_mode: str)
     assert capture_error_mode == "thread_local", "other threads may allocate memory meanwhile"
     assert graphs.CAPTURING.locked(), "one capture at a time"
     assert stream == ("stream", torch.cuda.current_device()), "a stream of the device whose kernels are captured"
+    before = torch.cuda.current_stream()
+    torch.cuda.set_stream(stream)
     with Recorder(graph):
         yield
+    torch.cuda.set_stream(before)  # as in PyTorch, not after an error that ends the capture
 
 
 @pytest.fixture
@@ -107,12 +110,28 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     @contextmanager
     def on_device(device: torch.device) -> Iterator[None]:
         current.append(device)
-        yield
-        current.pop()
+        try:
+            yield
+        finally:
+            current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", on_device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
+    streams = ["the default stream"]
+
+    @contextmanager
+    def on_stream(stream: Any) -> Iterator[None]:
+        before = streams[0]
+        streams[0] = stream
+        try:
+            yield
+        finally:
+            streams[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: streams.__setitem__(0, stream))
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
     for module in (graphs, methods):
         monkeypatch.setattr(module, "possible", lambda device: True)
     monkeypatch.setattr(region, "compiled", lambda step, cuda_graphs: step)
@@ -255,6 +274,7 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph(fake_cuda: type[Fak
         assert int(graphed(1)) == 2
     assert [int(graphed(window)) for window in (1, 2, 2, 2)] == [3, 4, 5, 6]
     assert len(fake_cuda.made) == 1, "no further attempt"
+    assert torch.cuda.current_stream() == "the default stream", "not the one of the capture"
 
 
 def test_weights_that_move_are_captured_again(fake_cuda: type[FakeGraph]) -> None:
