@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -40,13 +42,19 @@ class Arena:
         self.buffer = like.new_zeros(count, batch, heads, capacity, size)  # [count, B, H, S, D]
         self.used = 0
         """Places of the buffer that hold the keys or the values of a layer."""
-        self._of: Tensor | None = None  # the buffer whose memory is `_array`
+        self._array: npt.NDArray[np.signedinteger] | None = None  # the memory of the buffer `_of`
+        self._of: Tensor | None = None
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only some rows, by their indices; the memory of all rows is given back."""
+        self._array = self._of = None
+        self.buffer = self.buffer.index_select(1, rows.to(self.buffer.device))
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy nodes on a CPU, given as (row, old slot, new slot), where no new slot is the old one of a later node.
 
         NumPy copies a node in a third of the time that PyTorch takes to start its operations."""
-        if self._of is not self.buffer:
+        if self._array is None or self._of is not self.buffer:
             bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.buffer.itemsize]
             self._array, self._of = self.buffer.view(bits).numpy(), self.buffer  # NumPy does not know bfloat16
         for row, old, new in moves:
@@ -252,7 +260,7 @@ class TreeCache(Cache):
         for layer in filled:
             del layer.keys, layer.values  # these views would keep the memory of all old buffers until the last copy
         for arena in self.arenas:
-            arena.buffer = arena.buffer.index_select(1, index.to(arena.buffer.device))
+            arena.keep(index)
         for layer in filled:
             layer.bind()
         self._set([self.lengths[row] for row in rows])

@@ -87,7 +87,7 @@ class Stepper(Protocol):
 
     @property
     def held(self) -> AbstractContextManager[None]:
-        """What may stay open for all steps of a text, if nothing else runs between them."""
+        """What may stay open for all steps of a text, if the caller does nothing between them."""
         return nullcontext()
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step,
 
 @torch.inference_mode()
 def run_whole(sequences: Sequences, stepper: Stepper, timer: Timer) -> None:
-    """Decode until every row (text) has ended. As nothing else runs between steps, this is faster than `run`."""
+    """Decode until every row (text) has ended. As the caller does nothing between steps, this is faster than `run`."""
     try:
         with stepper.held:
             rows, roots = stepper.start()
@@ -206,7 +206,9 @@ class TreeStepper(Stepper):
         target, device = self.session.target, self.session.backbone.device
         self.lazy = not (target.is_pure and host_waits(device))
         """Whether walks stop where they end (`decode.accept.TreeWalk`); if not, a step waits for the device once."""
-        self.on_host = device.type == "cpu" and target.is_argmax and self.passes is None and self.lazy
+        # In a model spread over devices, the logits can be elsewhere.
+        logits_on_host = device.type == "cpu" and self.session.backbone.head_weight.is_cpu
+        self.on_host = logits_on_host and target.is_argmax and self.passes is None and self.lazy
 
     def step(self, timer: Timer) -> StepOutcome:
         with self.session.verifier.linear(2 * len(self.frontier.rows)):  # for shared LM heads

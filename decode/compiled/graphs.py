@@ -43,15 +43,16 @@ class GraphedStep:
         self.step, self.device = step, device
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}  # `None`: the window's first step ran
         self.stream: torch.cuda.Stream | None = None  # of all captures; PyTorch's own belongs to one device
-        self.possible = True  # until a capture fails
+        self.possible = True  # until a capture fails, which may have a cause that passes, such as memory
 
     def __call__(self, window: int) -> Tensor:
         """Run the step for a window of `window` cache slots; its result stays valid until the next step."""
-        if window not in self.graphs or not self.possible:
+        captured = self.graphs.get(window)
+        if window not in self.graphs or not (captured or self.possible):
             result = self.step()
             self.graphs[window] = None  # after the step, which may fail
             return result
-        if (captured := self.graphs[window]) is None:
+        if captured is None:
             try:
                 captured = self.graphs[window] = self._capture()
             except RuntimeError as error:
@@ -80,3 +81,4 @@ class GraphedStep:
     def clear(self) -> None:
         """Drop all graphs, because the state moves to other addresses."""
         self.graphs.clear()
+        self.possible = True

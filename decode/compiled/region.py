@@ -24,6 +24,7 @@ from decode.heads_cache import HeadsCache
 from decode.masks import visible_slots
 from decode.ops.fast_linear import fast_linear
 from decode.ops.grouped_attention import grouped
+from decode.ops.norms import is_normed
 from medusa.backbone import Backbone
 from medusa.memory import plain_tensors, total_memory
 from medusa.tree_support import LayerKinds, additive
@@ -233,7 +234,8 @@ def modules_key(module: nn.Module) -> Key:
     """A module's part of the key of a compiled region: the hooks, parameters and settings of its submodules.
 
     Settings are attributes such as train mode or active adapters. Parameters enter the key by identity (because tied
-    parameters are one input of compiled code), dtype and device, but not by value."""
+    parameters are one input of compiled code), dtype and device, but not by value. Faster norms, which an eager text of
+    another thread may have put in place, do not count, because compiled code never uses them."""
     return tuple(
         (
             type(part),
@@ -241,7 +243,11 @@ def modules_key(module: nn.Module) -> Key:
             *((id(p), p.dtype, p.device) for p in part._parameters.values() if p is not None),
             *part._forward_pre_hooks.values(),
             *part._forward_hooks.values(),
-            *((name, _plain(value)) for name, value in vars(part).items() if name not in COMMON_ATTRIBUTES),
+            *(
+                (name, _plain(value))
+                for name, value in list(vars(part).items())
+                if not (name in COMMON_ATTRIBUTES or is_normed(value))
+            ),
         )
         for part in module.modules()
     )

@@ -48,6 +48,11 @@ def fast_norms(decoder: nn.Module) -> AbstractContextManager[None]:
     return SharedSetting(partial(_replace, forwards)) if forwards else nullcontext()
 
 
+def is_normed(value: object) -> bool:
+    """Whether `value` is what `fast_norms` puts in place of a norm's `forward`."""
+    return isinstance(value, partial) and value.func is normed
+
+
 def _forward(module: nn.Module) -> Forward | None:
     if "variance_epsilon" not in vars(module) or not _is_stock(type(module).forward):
         return None

@@ -26,8 +26,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def hidden_score(dtype: torch.dtype) -> float:
-    """Return what is added to hidden scores. It is far below any score; the lowest number overflows in the kernel."""
-    return max(-1e30, torch.finfo(dtype).min / 2)
+    """Return what is added to hidden scores. It is far below any score; the lowest float32 overflows in the kernel."""
+    return max(-1e30, torch.finfo(dtype).min)
 
 
 def num_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> int:

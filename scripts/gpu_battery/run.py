@@ -38,9 +38,17 @@ FULL, TOY = (SimpleNamespace(**SIZES[size]) for size in ("full", "toy"))
 
 
 def append(output: Path, figure: Figure) -> None:
-    """Append a figure to the file of figures; the line is on disk when this function returns."""
-    with (output / FIGURES).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(figure) + "\n")
+    """Append a figure to the file of figures; the line is on disk when this function returns.
+
+    It starts a new line if a stage was ended while it wrote the last one."""
+    with (output / FIGURES).open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            is_whole = file.read() == b"\n"
+        else:
+            is_whole = True
+        file.write(b"" if is_whole else b"\n")
+        file.write(json.dumps(figure).encode() + b"\n")
 
 
 def read_figures(output: Path) -> dict[str, list[Figure]]:

@@ -231,6 +231,16 @@ def test_the_host_moves_the_nodes_that_tensor_operations_move(
     assert len(caches[0].lengths) == 1
 
 
+def test_rows_that_end_give_back_what_the_host_has_moved() -> None:
+    cache = cache_of(tiny_model("llama"), 2, capacity=12)
+    append(cache, [[1, 2, 3], [4, 5, 6]])
+    cache.commit([[0, 2], [0, 1]], [2, 2])
+    old = WeakSet([cache.arenas[0].buffer.untyped_storage()])
+    assert len(old) == 1
+    cache.select([1])
+    assert not old
+
+
 def test_a_chain_is_committed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain's accepted nodes come first, so nothing moves, and the cache equals a cache after moves."""
     caches = [cache_of(tiny_model("llama"), 2, capacity=12) for _ in range(2)]

@@ -384,6 +384,9 @@ def test_a_line_that_is_not_complete_is_left_out(tmp_path: Path) -> None:
     with (tmp_path / run.FIGURES).open("a") as file:
         file.write('{"stage": "text", "te')
     assert run.read_figures(tmp_path) == {"text": [{"stage": "text", "texts": 3}]}
+    for texts in (5, 6):  # of other stages, which go on
+        run.append(tmp_path, {"stage": "text", "texts": texts})
+    assert [figure["texts"] for figure in run.read_figures(tmp_path)["text"]] == [3, 5, 6]
 
 
 def test_a_machine_that_cannot_be_described_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
