@@ -42,21 +42,20 @@ class Arena:
         self.buffer = like.new_zeros(count, batch, heads, capacity, size)  # [count, B, H, S, D]
         self.used = 0
         """Places of the buffer that hold the keys or the values of a layer."""
-        self._array: npt.NDArray[np.signedinteger] | None = None  # the memory of the buffer `_of`
-        self._of: Tensor | None = None
+        self._array: npt.NDArray[np.signedinteger] | None = None  # the buffer's memory, for `move`
 
     def keep(self, rows: Tensor) -> None:
         """Keep only some rows, by their indices; the memory of all rows is given back."""
-        self._array = self._of = None
+        self._array = None
         self.buffer = self.buffer.index_select(1, rows.to(self.buffer.device))
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy nodes on a CPU, given as (row, old slot, new slot), where no new slot is the old one of a later node.
 
         NumPy copies a node in a third of the time that PyTorch takes to start its operations."""
-        if self._array is None or self._of is not self.buffer:
+        if self._array is None:
             bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.buffer.itemsize]
-            self._array, self._of = self.buffer.view(bits).numpy(), self.buffer  # NumPy does not know bfloat16
+            self._array = self.buffer.view(bits).numpy()  # NumPy does not know bfloat16
         for row, old, new in moves:
             self._array[:, row, :, new] = self._array[:, row, :, old]
 
