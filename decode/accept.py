@@ -84,7 +84,7 @@ def accept_greedy_on_host(draft: Draft, best: npt.NDArray[np.int64], limit: Tens
     On a CPU, reading the nodes' tokens takes less time than twenty small operations."""
     topology, every_ids, every_best = draft.topology, draft.ids.tolist(), best.tolist()
     limits = [topology.max_depth] * len(every_ids) if limit is None else limit.tolist()
-    accepted = HostAcceptance([], [], [], draft.ids)
+    paths, on_paths, next_roots = list[list[int]](), list[list[int]](), list[int]()
     for row, (ids, after, deepest) in enumerate(zip(every_ids, every_best, limits, strict=True)):
         parent, depth = topology.on_host[0 if topology.is_shared else row]
         reached, end = {0}, 0
@@ -97,13 +97,12 @@ def accept_greedy_on_host(draft: Draft, best: npt.NDArray[np.int64], limit: Tens
         while path[-1]:
             path.append(parent[path[-1]])
         path.reverse()
-        accepted.paths.append(path)
-        accepted.ids.append([ids[node] for node in path])
-        accepted.next_roots.append(after[end])
+        paths.append(path)
+        on_paths.append([ids[node] for node in path])
+        next_roots.append(after[end])
     # A view of one row costs less than a new tensor.
-    is_one = len(every_ids) == 1
-    accepted.next_root = torch.from_numpy(best[:, path[-1]]) if is_one else torch.tensor(accepted.next_roots)
-    return accepted
+    root = torch.from_numpy(best[:, paths[0][-1]]) if len(paths) == 1 else torch.tensor(next_roots)
+    return HostAcceptance(paths, on_paths, next_roots, root)
 
 
 def accept_walk(

@@ -8,7 +8,7 @@ Shapes: B rows, R of them whose walk has not ended, N nodes of a draft, D its de
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -88,7 +88,7 @@ class Stepper(Protocol):
     @property
     def held(self) -> AbstractContextManager[None]:
         """What may stay open for all steps of a text, if the caller does nothing between them."""
-        return nullcontext()
+        return self.session.verifier.fast
 
     def close(self) -> None:
         """Give back what was borrowed, such as compiled steps; called when the decoding run ends or is interrupted."""
@@ -190,10 +190,6 @@ class TreeStepper(Stepper):
         self.session, self.drafter, self.acceptor = session, drafter, acceptor
         self.passes = acceptor.passes
         self.keep_drafts, self.restart = keep_drafts, restart
-
-    @property
-    def held(self) -> AbstractContextManager[None]:
-        return self.session.verifier.fast
 
     def start(self) -> tuple[list[int], list[int]]:
         # Typical acceptance decides on every root by argmax, and so also on the first one.

@@ -6,8 +6,6 @@ difference in text or time comes from the tree. Plain and tree decoding are test
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 
 from decode.draft import Draft
@@ -24,10 +22,6 @@ class PlainStepper(Stepper):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.topology = Topology.of(Tree.chain(0).to(session.backbone.device))
-
-    @property
-    def held(self) -> AbstractContextManager[None]:
-        return self.session.verifier.fast
 
     def start(self) -> tuple[list[int], list[int]]:
         frontier = self.session.prefill()

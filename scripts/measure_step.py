@@ -1,6 +1,6 @@
 """Compare a decoding step with its lower bound: one bare forward over the tree, and one pass through the heads.
 
-    python scripts/measure_step.py --backbone demo --heads demo --prompts demo --threads 1
+    python scripts/measure_step.py --backbone B --heads H --prompts P --threads 1
     python scripts/measure_step.py --random 6x288 --tree mc_sim_7b_63 --threads 1
     python scripts/measure_step.py --random 12x768 --tree topk:4,3 --tau 2.5 --dtype bfloat16 --threads 1
 
@@ -34,7 +34,7 @@ from decode.cache import TreeCache
 from decode.draft import Draft, Frontier
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import resolve_tree
-from decode.generation import decoding
+from decode.generation import stepper_for
 from decode.loop import Acceptor, Timer, TreeStepper, advance
 from decode.masks import TreeMasks
 from decode.ops.fast_linear import fast_linear
@@ -133,7 +133,7 @@ def measure(
     drafter = (HeadsDrafter if tau is None else Scripted)(heads, session.backbone, tree)
     drafter.tau = tau
     stepper = TreeStepper(session, drafter, Acceptor("greedy"))
-    plain = decoding(model, None, requests, Acceptor("greedy"))
+    plain = stepper_for(model, None, requests, Acceptor("greedy"))
     masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
     topology = Topology.of(tree.to(backbone.device))
     hidden = torch.zeros(1, backbone.hidden_size, dtype=backbone.dtype, device=backbone.device)
@@ -154,6 +154,7 @@ def measure(
 
     rounds, lengths = [], []
     rows, roots = stepper.start()
+    plain_rows, plain_roots = plain.start()
     while True:
         with stepper.held:  # as `generate` opens it once for all steps
             start = clock()
@@ -164,7 +165,10 @@ def measure(
         if not rows or at_end:
             return rounds[WARM_UP:], lengths
         lengths.append(step.lengths[0])
-        of_plain = seconds_of(lambda: next(plain.steps))
+        with plain.held:
+            start = clock()
+            _, plain_rows, plain_roots = advance(plain.session.sequences, plain, plain_rows, plain_roots, Timer())
+            of_plain = clock() - start
         plain_cache = plain.session.verifier.cache
         one, here = (torch.tensor([[n]], device=backbone.device) for n in (prompt[0], plain_cache.lengths[0]))
         nodes = one.expand(1, tree.num_nodes)
@@ -221,6 +225,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         opened = open_measured(options)
         model, prompts = opened.loaded.model, opened.prompts
         heads = open_heads(options.models.heads, opened.loaded)
+        if heads.follows_path:
+            raise RequestError(f"these heads are of kind {heads.config.kind}; take independent ones, such as medusa")
     tree, tau = resolve_tree(options.models.tree, heads), options.tau
     if tau is not None and not 1 <= tau <= 1 + tree.max_depth:
         raise RequestError(f"--tau is {tau}; this tree allows 1 to {1 + tree.max_depth}")

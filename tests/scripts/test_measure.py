@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import measure_step
+from medusa import RequestError
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -31,3 +32,8 @@ def test_the_random_llama_counts() -> None:
     with torch.no_grad():
         ids = torch.randint(measure_step.VOCAB, (1, 50))
         assert model(ids).logits.argmax(-1).tolist() == ((ids + 1) % measure_step.VOCAB).tolist()
+
+
+def test_heads_that_read_guesses_are_refused() -> None:
+    with pytest.raises(RequestError, match="of kind markov; take independent ones, such as medusa"):
+        measure_step.main(["--backbone", "demo", "--heads", "demo", "--prompts", "demo"])
