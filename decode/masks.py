@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -61,6 +62,8 @@ class TreeMasks:
     def _of_step(self, kind: LayerKind, lengths: Sequence[int], topology: Topology) -> Tensor:
         """The mask for a tree that only one step has."""
         longest = max(lengths)
+        if kind.window is None and not self.copies and topology.ancestors.is_cpu and self.dtype == torch.float32:
+            return _on_host(lengths, topology)
         if kind.window is not None or min(lengths) < longest:
             return additive(visible(topology, lengths, kind), self.dtype)[:, None]
         # All of the text, and the tree.
@@ -75,6 +78,18 @@ class TreeMasks:
             if kind.chunk is None:
                 seen = visible(topology, [capacity], kind)[0]
                 self.wide[kind.name] = additive(torch.cat([seen, nothing], dim=1), self.dtype)[None, None]
+
+
+def _on_host(lengths: Sequence[int], topology: Topology) -> Tensor:
+    """Make the float32 mask [B, 1, N, max(lengths) + N] by NumPy: for eight texts 40 us, by tensor operations 170."""
+    nodes, hidden = topology.num_nodes, torch.finfo(torch.float32).min
+    ancestors = topology.ancestors.expand(len(lengths), -1, -1).numpy()
+    trees = np.where(ancestors, np.float32(0), np.float32(hidden))
+    masks = np.full((len(lengths), 1, nodes, max(lengths) + nodes), hidden, np.float32)
+    for mask, length, tree in zip(masks[:, 0], lengths, trees, strict=True):
+        mask[:, :length] = 0
+        mask[:, length : length + nodes] = tree
+    return torch.from_numpy(masks)
 
 
 def needs_aligned(device: torch.device) -> bool:

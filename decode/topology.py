@@ -53,18 +53,6 @@ class Topology:
         paths = paths[:, :, :-1]
         return cls(parent, depth, ancestors, paths, max_children)
 
-    @classmethod
-    def from_lists(cls, parents: list[list[int]], depths: list[list[int]], max_depth: int) -> Topology:
-        """Make the topology of R trees of N nodes from lists, on a CPU; for few nodes faster than `from_parents`."""
-        rows, nodes = len(parents), len(parents[0])
-        ancestors, paths = np.zeros((rows, nodes, nodes), bool), np.full((rows, nodes, max_depth + 1), -1)
-        for its_parents, its_depths, its_ancestors, its_paths in zip(parents, depths, ancestors, paths, strict=True):
-            for node, (parent, depth) in enumerate(zip(its_parents, its_depths, strict=True)):
-                its_ancestors[node], its_paths[node] = its_ancestors[parent], its_paths[parent]
-                its_ancestors[node, node], its_paths[node, depth] = True, node
-        above, deep = torch.tensor(parents), torch.tensor(depths)
-        return cls(above, deep, torch.from_numpy(ancestors), torch.from_numpy(paths), nodes - 1)
-
     def beside(self, other: Topology) -> Topology:
         """Join two topologies under one root; the nodes of `other`, without its root, follow the nodes of this one."""
         rows, mine, added = max(len(self.parent), len(other.parent)), self.num_nodes, other.num_nodes - 1
@@ -151,6 +139,57 @@ class Topology:
         slot = self.parent * self.max_children + place
         table.scatter_(1, slot[:, 1:], torch.arange(1, nodes, device=device).expand(rows, -1))
         return table.view(rows, nodes, self.max_children)
+
+
+class HostTopology(Topology):
+    """The topology of R trees of N nodes that the host has grown, on a CPU. Tensors are made when they are read.
+
+    For trees that only one step has: a greedy step on a CPU reads few of the tensors."""
+
+    deepest: int
+
+    def __init__(self, parents: list[list[int]], depths: list[list[int]], max_depth: int) -> None:
+        """Connect nodes by their parents and depths [R][N], in trees of at most `max_depth`."""
+        deepest, most = max_depth, len(parents[0]) - 1
+        vars(self).update(on_host=list(zip(parents, depths, strict=True)), deepest=deepest, max_children=most)
+
+    @cached_property
+    def parent(self) -> Tensor:
+        return torch.tensor([parents for parents, _ in self.on_host])
+
+    @cached_property
+    def depth(self) -> Tensor:
+        return torch.tensor([depths for _, depths in self.on_host])
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        found = np.zeros((len(self.on_host), self.num_nodes, self.num_nodes), bool)
+        for its_ancestors, (parents, _) in zip(found, self.on_host, strict=True):
+            for node, parent in enumerate(parents):
+                its_ancestors[node] = its_ancestors[parent]
+                its_ancestors[node, node] = True
+        return torch.from_numpy(found)
+
+    @cached_property
+    def paths(self) -> Tensor:
+        found = np.full((len(self.on_host), self.num_nodes, self.max_depth + 1), -1)
+        for its_paths, (parents, depths) in zip(found, self.on_host, strict=True):
+            for node, (parent, depth) in enumerate(zip(parents, depths, strict=True)):
+                its_paths[node] = its_paths[parent]
+                its_paths[node, depth] = node
+        return torch.from_numpy(found)
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.on_host) == 1
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.on_host[0][0])
+
+    @property
+    def max_depth(self) -> int:
+        return self.deepest
 
 
 @lru_cache(maxsize=256)

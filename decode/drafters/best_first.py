@@ -14,16 +14,19 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from decode.draft import Draft
 from decode.drafters.layouts import MIN_LOG_CONFIDENCE, STEEPNESS, DynamicTree
-from decode.topology import Topology
+from decode.topology import HostTopology
 
 MOST_NODES = 64
 """Nodes of all texts together up to which the search on the host is faster."""
 
+Tokens = Sequence[Sequence[Sequence[int]]] | npt.NDArray[np.int64]
 Ranked = tuple[Sequence[float], Sequence[int]]
 """The log confidences of the best guesses after a node, the best first, and each one's place among the M guesses."""
 
@@ -42,19 +45,19 @@ def grows_on_host(root: Tensor, tree: DynamicTree) -> bool:
     return not torch.compiler.is_compiling() and root.is_cpu and len(root) * tree.num_nodes <= MOST_NODES
 
 
-def grown_on_host(root: Tensor, tree: DynamicTree, ids: Tensor, guesses: Callable[[int, int, int], Ranked]) -> Draft:
+def grown_on_host(root: Tensor, tree: DynamicTree, ids: Tokens, guesses: Callable[[int, int, int], Ranked]) -> Draft:
     """Draft the most probable nodes below the roots [B]; `ids` [K, B, M] are the tokens that the heads guess.
 
     `guesses(row, depth, place)` are the guesses after a node of this depth, whose token has this place at its depth."""
     grown = [best_first(tree, partial(guesses, row)) for row in range(len(root))]
     # Every text gets as many nodes as the one with the most worthwhile nodes, so that tensors have one size.
     size = max(tree.num_worthwhile_on_host(one.log_probs) for one in grown)
-    named, nodes = ids.tolist(), []
+    nodes = []
     for row, (token, one) in enumerate(zip(root.tolist(), grown, strict=True)):
         below = zip(one.depths[1:size], one.places[1:size], strict=True)
-        nodes.append([token, *(named[depth - 1][row][place] for depth, place in below)])
+        nodes.append([token, *(int(ids[depth - 1][row][place]) for depth, place in below)])
     parents, depths = [one.parents[:size] for one in grown], [one.depths[:size] for one in grown]
-    return Draft(torch.tensor(nodes), Topology.from_lists(parents, depths, tree.max_depth))
+    return Draft(torch.tensor(nodes), HostTopology(parents, depths, tree.max_depth))
 
 
 def best_first(tree: DynamicTree, guesses: Callable[[int, int], Ranked]) -> Grown:

@@ -56,7 +56,9 @@ class HeadsDrafter:
         indices = best.indices if self.heads.vocabulary is None else token_ids(self.heads, best.indices)
         if isinstance(self.tree, DynamicTree) and grows_on_host(root, self.tree):
             confidences, places = best.values.tolist(), range(self.top)
-            return grown_on_host(root, self.tree, indices, lambda row, depth, place: (confidences[depth][row], places))
+            return grown_on_host(
+                root, self.tree, indices.tolist(), lambda row, depth, place: (confidences[depth][row], places)
+            )
         indices = indices.to(root.device)
         if not isinstance(self.tree, DynamicTree):
             return Draft(torch.cat([root, indices.flatten()]).take(self.sources(len(root))), self.topology)

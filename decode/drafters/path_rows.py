@@ -42,6 +42,7 @@ class PathRows(nn.Module):
         """Compute the products."""
         super().__init__()
         self.made_from = [(weakref.ref(weight), version(weight)) for weight in weights(heads, backbone)]
+        self.vocab_size = backbone.vocab_size
         head = torch.arange(heads.config.num_heads, device=heads.device)[:, None, None]
         self.register_buffer("starts", head * backbone.vocab_size)
         self.register_buffer("guess_starts", head * heads.config.draft_vocab_size(backbone.vocab_size))
@@ -81,13 +82,15 @@ class PathRows(nn.Module):
         """Look up what the first `depth` heads know of the roots [B], [depth, B, H]."""
         return torch.embedding(self.roots, root.to(self.roots.device) + self.starts[:depth, 0])
 
-    def path_rows(self, before: Tensor, guesses: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up the rows of token ids `before` and of `guesses`, indices in the heads' vocabulary, both [k, B, M].
+    def values(self, tokens: Tensor, heads: slice) -> Tensor:
+        """Look up the rows e(t) V of tokens [k, B, W] before a guess, [k, B, W, R], for k of the heads after head 0."""
+        return torch.embedding(self.before, tokens + self.starts[heads])
 
-        Both results are [k, B, M, R]. They are for the first k heads after head 0."""
-        k = len(before)
-        rows = torch.embedding(self.before, before + self.starts[:k])
-        return rows, torch.embedding(self.guesses, guesses + self.guess_starts[:k])
+    def guess_rows(self, places: Tensor) -> Tensor:
+        """Look up the rows U x_g of guesses [k, B, M], [k, B, M, R], for the first k heads after head 0.
+
+        `places` are indices in the heads' vocabulary."""
+        return torch.embedding(self.guesses, places + self.guess_starts[: len(places)])
 
 
 @torch.no_grad()

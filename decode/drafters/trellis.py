@@ -2,12 +2,14 @@
 
 The heads' independent parts, which know the root, give the candidates of each head, its M most probable tokens. The
 first head has no other part. All further paths lead from a candidate of one head to a candidate of the next. So K - 1
-tables [M, M] of logits describe them (a trellis, as in Viterbi decoding), which one batched product computes:
+tables [M, M] of logits describe them (a trellis, as in Viterbi decoding):
 
                  root ── C_1 ══ C_2 ══ C_3        ══ a table of M x M logits
 
-The rest is `LevelwiseDrafter` with a step that looks up a row. The LM head is read once, whatever the tree.
-`PathDrafter` drafts with the same heads without shortlists, and is the oracle.
+One batched product computes all tables, and the rest is `LevelwiseDrafter` with a step that looks up a row. Where a CPU
+has to put many rows in order, it computes only those that the tree reads (`decode.drafters.trellis_rows`). In both
+forms the LM head is read once, whatever the tree. `PathDrafter` drafts with the same heads without shortlists, and is
+the oracle.
 
 Shapes: B texts, K heads (as many as the tree is deep), M candidates of a head, W nodes, H hidden size, R the rank of
 the path term, V the heads' vocabulary."""
@@ -15,6 +17,7 @@ the path term, V the heads' vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,6 +29,7 @@ from decode.drafters.best_first import Ranked, grown_on_host, grows_on_host
 from decode.drafters.layouts import TOP, DynamicTree, Layout
 from decode.drafters.levelwise import Guesses, Level, PathDrafter
 from decode.drafters.path_rows import PathRows
+from decode.drafters.trellis_rows import HostLevel, HostRows
 from decode.ops.fast_topk import top_k
 from decode.target import Target
 from medusa.backbone import Backbone
@@ -34,6 +38,29 @@ from medusa.heads.markov import MarkovHeads
 from medusa.heads.sequential import State
 from medusa.vocabulary import rows_for, token_ids
 
+LEAST_TEXTS = 2
+"""Texts from which the host fills static trees row by row. For one text, tables take as long, or a tenth less time."""
+
+
+class Candidates(NamedTuple):
+    """The candidates of K heads in B texts, and all that the scores after each of them are computed from.
+
+    For dynamic trees, logits are divided by the heads' temperatures."""
+
+    ids: Tensor  # [K, B, M] the token ids of each head's candidates, the most probable first
+    first: Tensor  # [B, 1, M] scores of the first head's candidates: logits, or for dynamic trees confidences
+    alone: Tensor  # [K - 1, B, M] the logits of the other heads' candidates without path terms
+    gates: Tensor  # [K - 1, B, R] what the path terms let through
+    guesses: Tensor  # [K - 1, B, M, R] the rows of the candidates as guesses (`PathRows`)
+    held: Tensor  # [K - 1, B] the log probability of all candidates of a head together; empty for static trees
+
+    def after(self, values: Tensor) -> Tensor:
+        """Compute the logits of all heads' candidates after W tokens each, [K - 1, B, W, M].
+
+        `values` [K - 1, B, W, R] are the rows of these tokens (`PathRows`)."""
+        paths = (self.gates[:, :, None] * values) @ self.guesses.transpose(2, 3)
+        return self.alone[:, :, None] + paths.to(self.alone)
+
 
 class Trellis(NamedTuple):
     """The scores of all paths over the candidates of K heads, in B texts: logits, or for dynamic trees confidences."""
@@ -41,6 +68,9 @@ class Trellis(NamedTuple):
     ids: Tensor  # [K, B, M] the token ids of the candidates
     first: Tensor  # [B, 1, M] of the candidates of the first head
     tables: Tensor  # [K - 1, B, M, M] of each head's candidates (last) after each candidate of the head before it
+
+    def to(self, device: torch.device) -> Trellis:
+        return Trellis(*(part.to(device) for part in self))
 
 
 class LookUps:
@@ -87,30 +117,35 @@ class TrellisDrafter(PathDrafter):
         self.kept = PathRows.of(heads, backbone)
         if self.depth and not isinstance(self.tree, DynamicTree):
             self.look_ups = LookUps(self.levels, self.shortlist)
+            self.host_levels = [HostLevel.of(level) for level in self.levels if level.guess.is_cpu]
 
-    def begin(self, frontier: Frontier) -> Trellis:
-        heads = self.heads
+    def candidates(self, frontier: Frontier) -> Candidates:
+        """Choose the candidates of K heads after B texts."""
+        heads, later = self.heads, slice(self.depth - 1)
         if self.kept is not None and not torch.compiler.is_compiling():
             self.kept.refresh(heads, self.backbone)
         hidden = frontier.hidden.to(heads.device, self.dtype)
         features = heads.independent(hidden, self.known(frontier.root), slice(self.depth))
         logits = heads.logits(features, self.lm_head)  # [K, B, V]
         best = top_k(logits, self.shortlist)
-        ids = token_ids(heads, best.indices)
-        tables = best.values[1:, :, None] + self.path_logits(hidden, ids[:-1], best.indices[1:]).to(best.values)
-        first = best.values[0, :, None]
-        if isinstance(self.tree, DynamicTree):
-            first, tables = confident(self.tree, logits, best.indices, tables)
-        there = frontier.root.device
-        return Trellis(ids.to(there), first.to(there), tables.to(there))
+        ids, gates = token_ids(heads, best.indices), heads.gates(hidden, later)
+        guesses = self.guess_rows(best.indices[1:])
+        if not isinstance(self.tree, DynamicTree):
+            return Candidates(ids, best.values[0, :, None], best.values[1:], gates, guesses, gates.new_empty(0))
+        tree = self.tree
+        first, held = confident(tree, logits, best.indices)
+        alone = tree.scaled(best.values[1:], first=1)
+        return Candidates(ids, first, alone, tree.scaled(gates, first=1).to(gates), guesses, held)
 
-    def path_logits(self, hidden: Tensor, before: Tensor, places: Tensor) -> Tensor:
-        """Compute what the path terms add to logits, [K - 1, B, M, M], for pairs of candidates of neighbouring heads.
+    def begin(self, frontier: Frontier) -> Trellis:
+        return self.trellis(self.candidates(frontier)).to(frontier.root.device)
 
-        `before` [K - 1, B, M] are token ids, and `places` [K - 1, B, M] indices in the vocabulary of the next head."""
-        later = slice(len(before))
-        values, guesses = self.path_rows(before, places, later)
-        return (self.heads.gates(hidden, later)[:, :, None] * values) @ guesses.transpose(2, 3)
+    def trellis(self, found: Candidates) -> Trellis:
+        """Compute the tables of all pairs of candidates of neighbouring heads."""
+        later = slice(self.depth - 1)
+        logits = found.after(self.values(found.ids[:-1], later))
+        tables = logits.log_softmax(-1) + found.held[..., None, None] if isinstance(self.tree, DynamicTree) else logits
+        return Trellis(found.ids, found.first, tables)
 
     def known(self, root: Tensor) -> Tensor:
         """What the heads know of the roots [B], [K, B, H]."""
@@ -118,21 +153,35 @@ class TrellisDrafter(PathDrafter):
             return self.kept.known(root, self.depth)
         return self.heads.known(self.heads.embed(root, self.backbone.embed), slice(self.depth))
 
-    def path_rows(self, before: Tensor, places: Tensor, later: slice) -> tuple[Tensor, Tensor]:
-        """The rows [K - 1, B, M, R] of tokens, whose product with a gate between them is a path term (`PathRows`)."""
+    def values(self, tokens: Tensor, heads: slice) -> Tensor:
+        """The rows [k, B, W, R] of tokens [k, B, W], each before a guess of one of the k `heads` after head 0."""
         if self.kept is not None:
-            return self.kept.path_rows(before, places)
-        heads = self.heads
-        embedded = heads.embed(before, self.backbone.embed)
-        values = heads.values(embedded.flatten(1, 2), later).unflatten(1, before.shape[1:])
+            return self.kept.values(tokens, heads)
+        embedded = self.heads.embed(tokens, self.backbone.embed)
+        return self.heads.values(embedded.flatten(1, 2), heads).unflatten(1, tokens.shape[1:])
+
+    def guess_rows(self, places: Tensor) -> Tensor:
+        """The rows [k, B, M, R] of guesses of the first k heads after head 0, indices [k, B, M] in their vocabulary."""
+        if self.kept is not None:
+            return self.kept.guess_rows(places)
+        heads, dtype, k = self.heads, self.dtype, len(places)
         if heads.lm_heads is None:
-            columns = rows_for(heads, self.backbone.head).weight[places].to(values.dtype).transpose(2, 3)
+            columns = rows_for(heads, self.backbone.head).weight[places].to(dtype).transpose(2, 3)
         else:
-            at = places[:, :, None].expand(-1, -1, embedded.shape[-1], -1)
-            columns = heads.lm_heads[1 : len(places) + 1, None].expand(-1, places.shape[1], -1, -1).gather(3, at)
-        return values, (heads.out[later, None] @ columns).transpose(2, 3)  # columns: [K - 1, B, H, M]
+            at = places[:, :, None].expand(-1, -1, heads.out.shape[-1], -1)
+            columns = heads.lm_heads[1 : k + 1, None].expand(-1, places.shape[1], -1, -1).gather(3, at)
+        return (heads.out[:k, None] @ columns).transpose(2, 3)  # columns: [k, B, H, M]
+
+    def rows_on_host(self, frontier: Frontier) -> HostRows | None:
+        """The candidates as NumPy reads them, if the host has them and the products with them."""
+        if self.kept is None or torch.compiler.is_compiling() or not (frontier.root.is_cpu and self.kept.before.is_cpu):
+            return None
+        return HostRows(self.candidates(frontier), self.kept)
 
     def _static(self, frontier: Frontier) -> Draft:
+        rows = self.rows_on_host(frontier) if len(frontier.root) >= LEAST_TEXTS else None
+        if rows is not None:
+            return Draft(rows.filled(frontier.root, self.host_levels), self.topology)
         root, (ids, _, tables) = frontier.root[:, None], self.begin(frontier)
         guesses = ids.transpose(0, 1).flatten(1).gather(1, self.look_ups.candidates(tables))
         return Draft(torch.cat([root, guesses], dim=1), self.topology)
@@ -140,8 +189,11 @@ class TrellisDrafter(PathDrafter):
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
         if not grows_on_host(frontier.root, tree):
             return super()._dynamic(frontier, tree)
+        count = min(TOP, tree.num_nodes - 1, self.shortlist)
+        rows = self.rows_on_host(frontier)
+        if rows is not None:
+            return grown_on_host(frontier.root, tree, rows.ids, partial(rows.ranked, count))
         ids, first, tables = self.begin(frontier)
-        count = min(TOP, tree.num_nodes - 1, first.shape[-1])
         of_root, order = first[:, 0, :count].tolist(), top_k(tables, count)
         confidences, places = order.values.detach().numpy(), order.indices.numpy()
 
@@ -150,7 +202,7 @@ class TrellisDrafter(PathDrafter):
                 return of_root[row], range(count)  # the candidates are in order
             return confidences[depth - 1, row, place].tolist(), places[depth - 1, row, place].tolist()
 
-        return grown_on_host(frontier.root, tree, ids, guesses)
+        return grown_on_host(frontier.root, tree, ids.tolist(), guesses)
 
     def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
         """Look up the rows of nodes in a table. Except in draws, `tokens` are indices of candidates (see `named`)."""
@@ -169,15 +221,15 @@ class TrellisDrafter(PathDrafter):
         return torch.cat([ids[:, :1], candidates.transpose(0, 1).flatten(1).gather(1, place)], dim=1)
 
     def log_confidences(self, tree: DynamicTree, logits: Tensor, depth: int) -> Tensor:
-        return logits  # they are confidences already (`confident`)
+        return logits  # they are confidences already (`trellis`)
 
 
-def confident(tree: DynamicTree, logits: Tensor, places: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert the scores of a trellis to log probabilities at the temperatures of `tree`: `first` and `tables`.
+def confident(tree: DynamicTree, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Find how probable candidates are without path terms, in log probabilities at the temperatures of `tree`.
 
-    `logits` [K, B, V] are those of the independent parts, `places` [K, B, M] the candidates in them. The candidates of
-    a head hold the same probability after every token: all that they hold in `logits`. Two other rules accepted less
-    (docs/log.md)."""
+    `logits` [K, B, V] are those of the independent parts, and `places` [K, B, M] the candidates in them. Returns the
+    log probabilities of the first head's candidates, [B, 1, M], and of all candidates of each other head together,
+    [K - 1, B]. The candidates of a head hold the same probability after every token: all that they hold in `logits`.
+    Two other rules accepted less (docs/log.md)."""
     alone = tree.log_confidences(logits).gather(-1, places)
-    held = alone[1:].exp().sum(-1).log()[..., None, None]  # [K - 1, B, 1, 1]; `logsumexp` starts four times as much
-    return alone[0, :, None], tree.scaled(tables, first=1).log_softmax(-1) + held
+    return alone[0, :, None], alone[1:].exp().sum(-1).log()  # `logsumexp` starts four times as many operations

@@ -10,7 +10,7 @@ import torch
 
 import decode.loop
 from decode import generate, masks, steps
-from decode.drafters import best_first
+from decode.drafters import best_first, trellis
 from decode.drafters.base import DrafterContext
 from decode.drafters.lookahead import LookaheadConfig
 from decode.drafters.mix import Mix
@@ -83,6 +83,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode.loop, "host_waits", lambda device: True)
     monkeypatch.setattr(fast_topk, "_numpy_can_read", lambda values: False)
     monkeypatch.setattr(best_first, "MOST_NODES", 0)
+    monkeypatch.setattr(trellis, "LEAST_TEXTS", 1 << 30)
     monkeypatch.setattr(masks, "needs_aligned", lambda device: True)
 
 

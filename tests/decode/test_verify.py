@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.masks import TreeMasks, visible
-from decode.topology import Topology
+from decode.topology import HostTopology, Topology
 from decode.verify import Verifier
 from medusa import Tree
 from medusa.backbone import Backbone
@@ -99,6 +99,9 @@ def test_windows_in_ragged_rows() -> None:
         assert not rows[1, :, 6:].any()
 
 
+LENGTHS = ([1], [3, 3], [7, 2, 5], [255, 1], [256], [257, 300], [900, 4])
+
+
 def config_of(kind: str) -> Any:
     """A configuration with the layers that `kind` names."""
     config = LlamaConfig(sliding_window=4, attention_chunk_size=5)
@@ -118,21 +121,34 @@ def test_masks_cut_from_the_buffer_equal_the_definition(kind: str, dtype: torch.
     """Random trees and lengths, also beyond the first buffer (256 slots); 0 if visible, else the dtype's minimum."""
     rng = random.Random(0)
     for seed in range(4):
-        tree = random_tree(rng.randint(0, 12), seed)
-        topology = Topology.of(tree)
+        topology = Topology.of(random_tree(rng.randint(0, 12), seed))
         masks = TreeMasks(config_of(kind), dtype, torch.device("cpu"))
         masks([2], SMALL)  # the mask of an earlier tree is no mask of this one
-        for lengths in ([1], [3, 3], [7, 2, 5], [255, 1], [256], [257, 300], [900, 4]):
-            got = masks(lengths, topology)
-            by_kind = got if isinstance(got, dict) else {kind: got}
-            assert set(by_kind) == {each.name for each in LayerKinds(config_of(kind)).kinds}
-            for name, mask in by_kind.items():
-                window = 4 if name == "sliding_attention" else None
-                chunk = 5 if name == "chunked_attention" else None
-                expected = visible(topology, lengths, LayerKind(name, window, chunk))
-                assert mask.dtype == dtype
-                assert torch.equal(mask[:, 0] == 0, expected)
-                assert (mask[:, 0][~expected] == torch.finfo(dtype).min).all()
+        for lengths in LENGTHS:
+            check_masks(kind, masks(lengths, topology), lengths, topology, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", "chunked_attention", "hybrid"])
+def test_masks_of_trees_that_differ_by_row_equal_the_definition(kind: str, dtype: torch.dtype) -> None:
+    """Dynamic trees: each row of a batch has its own, in every step another one."""
+    masks = TreeMasks(config_of(kind), dtype, torch.device("cpu"))
+    for lengths in LENGTHS:
+        trees = [random_tree(9, seed, max_depth=4) for seed in range(len(lengths))]
+        topology = HostTopology(*([getattr(t, of).tolist() for t in trees] for of in ("parent", "depth")), 4)
+        check_masks(kind, masks(lengths, topology), lengths, topology, dtype)
+
+
+def check_masks(kind: str, got: Any, lengths: list[int], topology: Topology, dtype: torch.dtype) -> None:
+    by_kind = got if isinstance(got, dict) else {kind: got}
+    assert set(by_kind) == {each.name for each in LayerKinds(config_of(kind)).kinds}
+    for name, mask in by_kind.items():
+        window = 4 if name == "sliding_attention" else None
+        chunk = 5 if name == "chunked_attention" else None
+        expected = visible(topology, lengths, LayerKind(name, window, chunk))
+        assert mask.dtype == dtype
+        assert torch.equal(mask[:, 0] == 0, expected)
+        assert (mask[:, 0][~expected] == torch.finfo(dtype).min).all()
 
 
 def test_masks_are_a_dict_only_for_named_layer_kinds() -> None:

@@ -23,7 +23,7 @@ from decode.bench.methods import DrafterMethod, plain_method
 from decode.compiled import fixed_cache, graphs, region, stepper
 from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Regions
-from decode.drafters import best_first
+from decode.drafters import best_first, trellis
 from decode.ops import fast_topk
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
@@ -141,6 +141,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     # A replay repeats operations of PyTorch, and nothing else.
     monkeypatch.setattr(fast_topk, "_numpy_can_read", lambda values: False)
     monkeypatch.setattr(best_first, "MOST_NODES", 0)
+    monkeypatch.setattr(trellis, "LEAST_TEXTS", 1 << 30)
     return FakeGraph
 
 

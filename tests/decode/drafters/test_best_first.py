@@ -14,7 +14,7 @@ from decode.drafters import best_first, levelwise
 from decode.drafters.layouts import DynamicTree, with_shortlist
 from decode.drafters.trained_heads import heads_drafter
 from decode.generation import generate
-from decode.topology import Topology
+from decode.topology import HostTopology, Topology
 from medusa.backbone import Backbone
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, random_tree
 
@@ -75,7 +75,7 @@ def test_equally_probable_nodes_join_with_their_parents() -> None:
 def test_a_topology_of_lists_is_that_of_tensors(seed: int) -> None:
     trees = [random_tree(9, 10 * seed + row, max_depth=4) for row in range(random.Random(seed).randint(1, 3))]
     parent, depth = (torch.stack([getattr(tree, name) for tree in trees]) for name in ("parent", "depth"))
-    found = Topology.from_lists(parent.tolist(), depth.tolist(), max_depth=5)
+    found = HostTopology(parent.tolist(), depth.tolist(), max_depth=5)
     expected = Topology.from_parents(parent, depth, 5, parent.shape[1] - 1)
     for field in fields(Topology):
         one, other = getattr(found, field.name), getattr(expected, field.name)

@@ -14,7 +14,7 @@ from decode.bench.calibration.calibrate import calibrate
 from decode.bench.calibration.stored import store, stored
 from decode.bench.methods import plain_method
 from decode.draft import Draft, Frontier
-from decode.drafters import best_first, levelwise, path_rows
+from decode.drafters import best_first, levelwise, path_rows, trellis
 from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
@@ -53,6 +53,15 @@ def markov(model: Any, **settings: Any) -> MarkovHeads:
 def frontier(model: Any, rows: int = ROWS) -> Frontier:
     hidden = torch.randn(rows, Backbone(model).hidden_size, generator=torch.Generator().manual_seed(1))
     return Frontier(torch.arange(3, 3 + rows), hidden.double(), list(range(rows)))
+
+
+@pytest.fixture(params=["rows", "tables"], autouse=True)
+def form_of_scores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts compute the rows that a tree reads, or whole tables."""
+    if request.param == "rows":
+        monkeypatch.setattr(trellis, "LEAST_TEXTS", 1)
+    else:
+        monkeypatch.setattr(TrellisDrafter, "rows_on_host", lambda self, frontier: None)
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +123,9 @@ def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any, kept: bool, m
             fast, slow = (drafter.propose(start) for drafter in drafters)
             assert torch.equal(fast.ids, slow.ids)
             assert torch.equal(fast.topology.parent, slow.topology.parent)
-        trellis = TrellisDrafter(heads, Backbone(double), with_shortlist(Tree.chain(K), VOCAB))
-        assert (trellis.kept is not None) == kept
-        ids, first, tables = trellis.begin(start)
+        drafter = TrellisDrafter(heads, Backbone(double), with_shortlist(Tree.chain(K), VOCAB))
+        assert (drafter.kept is not None) == kept
+        ids, first, tables = drafter.trellis(drafter.candidates(start))
         for row in range(ROWS):
             root = [int(start.root[row])]
             expected = logits_after(double, heads, start.hidden[row], root)[ids[0, row]]
