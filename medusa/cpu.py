@@ -12,3 +12,8 @@ def cpuinfo(*fields: str) -> list[str]:
     except OSError:
         return []
     return [value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() in fields]
+
+
+def has_fast_bfloat16() -> bool:
+    """Check whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX, Arm BF16). Unknown counts as False."""
+    return any({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()) for line in cpuinfo("flags", "Features"))

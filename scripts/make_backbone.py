@@ -21,9 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from backbone_training import BackboneTrainer, Recipe, Score, Teacher, cut_rows, encode, evaluate
-from decode.bench.machine import has_fast_bfloat16
 from medusa.arguments import parse
 from medusa.commands.options import RuntimeOptions
+from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json, write_text
 from medusa.loading import load_backbone, load_tokenizer

@@ -18,6 +18,7 @@ import torch
 from decode.bench.calibration.recording import grow, predicted_tau, record
 from medusa.backbone import Backbone
 from medusa.checkpoints.stored import PROVENANCE
+from medusa.cpu import has_fast_bfloat16
 from medusa.files import read_json, write_json
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
@@ -31,7 +32,7 @@ TRAINING = {
     "head_weighting": "dpace",
     "per_device_train_batch_size": 4,
     "num_train_epochs": 100,  # the time ends first
-    "bf16": True,
+    "bf16": has_fast_bfloat16(),
     "save_strategy": "no",
 }
 

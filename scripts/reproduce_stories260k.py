@@ -26,6 +26,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from medusa.config import KINDS
+from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
 from medusa.loading import load_tokenizer
@@ -83,7 +84,8 @@ def train(args: argparse.Namespace, recipe: str, kind: str, seed: int, folder: P
         raise RequestError(f"generating text took {written:.0f} s of {limit:.0f}; give more --minutes, less --texts")
     name, _, prefix = kind.partition("+")
     heads = {"num": args.num_heads, "prefix_layers": int(bool(prefix))}
-    training = {"max_cpu_minutes": seconds / 60, "per_device_train_batch_size": 4, "bf16": True, "seed": seed}
+    training = {"max_cpu_minutes": seconds / 60, "per_device_train_batch_size": 4, "seed": seed}
+    training |= {"bf16": has_fast_bfloat16(), "logging_steps": 500, "save_strategy": "no"}
     config = {
         "backbone": args.backbone,
         "data": data | {"sequence_length": 256, "exclude": str(excluded), "exclude_window": 32},
@@ -91,7 +93,7 @@ def train(args: argparse.Namespace, recipe: str, kind: str, seed: int, folder: P
         "heads": heads | (PAPER if name == "paper" else {"kind": name}),
         "cache_features": True,
         "device": "cpu",  # must be explicit with bf16
-        "training": training | {"logging_steps": 500, "save_strategy": "no"} | RECIPES[recipe],
+        "training": training | RECIPES[recipe],
     }
     write_json(folder / "train.json", config)  # JSON is YAML
     start = cpu_seconds()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
 from medusa.files import Json
 from train.arguments import MedusaTrainingArguments
@@ -48,6 +49,8 @@ def describe_precision(arguments: MedusaTrainingArguments, backbone: torch.dtype
     lower = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
     heads = "float32" if lower is None else f"{lower}, their weights in float32"
     rest = "; TF32 for float32 products" if arguments.tf32 else ""
+    if arguments.bf16 and arguments.use_cpu and not has_fast_bfloat16():
+        rest += "; this CPU computes bfloat16 slowly, so training.bf16=false is several times as fast"
     return f"precision: the backbone computes in {str(backbone).removeprefix('torch.')}, the heads in {heads}{rest}"
 
 

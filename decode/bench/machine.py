@@ -58,11 +58,6 @@ def commit() -> str | None:
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
-def has_fast_bfloat16() -> bool:
-    """Check whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX, Arm BF16). Unknown counts as False."""
-    return any({"avx512_bf16", "amx_bf16", "bf16"} & set(line.split()) for line in cpuinfo("flags", "Features"))
-
-
 def stopwatch(device: torch.device) -> Callable[[], float]:
     """Choose a clock for timing work on `device`. Calling the clock returns seconds since an arbitrary moment.
 

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from decode.bench.calibration import calibrate
 from decode.bench.calibration.recording import own_texts
 from decode.bench.calibration.stored import TooFewStepsError, files_for, situation, store, stored, stored_fit
-from decode.bench.machine import has_fast_bfloat16
 from decode.drafters import drafter_factory, parse, small_model
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
 from decode.drafters.layouts import (
@@ -35,6 +34,7 @@ from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone, require_tree_support
 from medusa.commands.options import CommandOptions, Output, warn
 from medusa.commands.prompting import PromptForm, prompt_form
+from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads

@@ -83,7 +83,8 @@ def test_a_gpu_of_another_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     require_own_device("cuda:1")
 
 
-def test_the_precision_is_described(tmp_path: Path) -> None:
+def test_the_precision_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.hardware.has_fast_bfloat16", lambda: True)
     arguments = MedusaTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     assert describe_precision(arguments, torch.float32) == (
         "precision: the backbone computes in float32, the heads in float32"
@@ -93,6 +94,10 @@ def test_the_precision_is_described(tmp_path: Path) -> None:
         "precision: the backbone computes in float16, the heads in bfloat16, their weights in float32; "
         "TF32 for float32 products"
     )
+    monkeypatch.setattr("train.hardware.has_fast_bfloat16", lambda: False)
+    assert describe_precision(arguments, torch.float16).endswith("training.bf16=false is several times as fast")
+    arguments.use_cpu = False
+    assert describe_precision(arguments, torch.float16).endswith("TF32 for float32 products")
 
 
 def test_tf32_ends_with_the_training() -> None:
