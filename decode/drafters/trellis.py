@@ -173,10 +173,11 @@ class TrellisDrafter(PathDrafter):
         return (heads.out[:k, None] @ columns).transpose(2, 3)  # columns: [k, B, H, M]
 
     def rows_on_host(self, frontier: Frontier) -> HostRows | None:
-        """The candidates as NumPy reads them, if the host has them and the products with them."""
-        if self.kept is None or torch.compiler.is_compiling() or not (frontier.root.is_cpu and self.kept.before.is_cpu):
+        """The candidates for NumPy; `None` if it cannot read them or the products, or had to convert all products."""
+        kept = self.kept
+        if kept is None or torch.compiler.is_compiling() or not (frontier.root.is_cpu and kept.before.is_cpu):
             return None
-        return HostRows(self.candidates(frontier), self.kept)
+        return HostRows(self.candidates(frontier), kept) if kept.before.itemsize > 2 else None
 
     def _static(self, frontier: Frontier) -> Draft:
         rows = self.rows_on_host(frontier) if len(frontier.root) >= LEAST_TEXTS else None

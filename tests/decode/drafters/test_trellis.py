@@ -185,6 +185,28 @@ def test_a_static_tree_holds_the_best_candidates_of_each_path(double: Any, form:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads_dtype", [torch.float32, torch.bfloat16])
+def test_rows_and_tables_give_the_same_trees_in_all_dtypes(
+    double: Any, model_dtype: torch.dtype, heads_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads in bfloat16 always use tables, because NumPy does not know bfloat16."""
+    model = copy.deepcopy(double).to(model_dtype)
+    heads, start = markov(double, **FORMS["shared"]).to(heads_dtype), frontier(double)
+    start = start._replace(hidden=start.hidden.to(model_dtype))
+    for tree in (random_tree(14, 1, max_depth=K), DynamicTree.over_heads(9, K, (0.7, 1.0, 1.5))):
+        drafter = TrellisDrafter(heads, Backbone(model), with_shortlist(tree, 8))
+        draft = drafter.propose(start)
+        if heads_dtype == torch.bfloat16:
+            assert drafter.rows_on_host(start) is None
+        with monkeypatch.context() as patch:
+            patch.setattr(TrellisDrafter, "rows_on_host", lambda self, frontier: None)
+            expected = drafter.propose(start)
+        assert torch.equal(draft.ids, expected.ids)
+        assert torch.equal(draft.topology.parent, expected.topology.parent)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("nodes", [2, 6, 15])
 @pytest.mark.parametrize("form", FORMS)
