@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from decode.draft import DraftRecord, Frontier
 from decode.drafters.layouts import Layout, TreeLike, resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
-from decode.drafters.trellis import Candidates, TrellisDrafter
+from decode.drafters.trellis import TrellisDrafter
+from decode.drafters.trellis_rows import Candidates
 from decode.generation import steps
 from decode.session import Session
 from medusa.errors import RequestError

@@ -29,7 +29,7 @@ from decode.drafters.best_first import Ranked, grown_on_host, grows_on_host
 from decode.drafters.layouts import TOP, DynamicTree, Layout
 from decode.drafters.levelwise import Guesses, Level, PathDrafter
 from decode.drafters.path_rows import PathRows
-from decode.drafters.trellis_rows import HostLevel, HostRows
+from decode.drafters.trellis_rows import Candidates, HostLevel, HostRows
 from decode.ops.fast_topk import top_k
 from decode.target import Target
 from medusa.backbone import Backbone
@@ -40,26 +40,6 @@ from medusa.vocabulary import rows_for, token_ids
 
 LEAST_TEXTS = 2
 """Texts from which the host fills static trees row by row. For one text, tables take as long, or a tenth less time."""
-
-
-class Candidates(NamedTuple):
-    """The candidates of K heads in B texts, and all that the scores after each of them are computed from.
-
-    For dynamic trees, logits are divided by the heads' temperatures."""
-
-    ids: Tensor  # [K, B, M] the token ids of each head's candidates, the most probable first
-    first: Tensor  # [B, 1, M] scores of the first head's candidates: logits, or for dynamic trees confidences
-    alone: Tensor  # [K - 1, B, M] the logits of the other heads' candidates without path terms
-    gates: Tensor  # [K - 1, B, R] what the path terms let through
-    guesses: Tensor  # [K - 1, B, M, R] the rows of the candidates as guesses (`PathRows`)
-    held: Tensor  # [K - 1, B] the log probability of all candidates of a head together; empty for static trees
-
-    def after(self, values: Tensor) -> Tensor:
-        """Compute the logits of all heads' candidates after W tokens each, [K - 1, B, W, M].
-
-        `values` [K - 1, B, W, R] are the rows of these tokens (`PathRows`)."""
-        paths = (self.gates[:, :, None] * values) @ self.guesses.transpose(2, 3)
-        return self.alone[:, :, None] + paths.to(self.alone)
 
 
 class Trellis(NamedTuple):

@@ -1,8 +1,8 @@
-"""Rows of the tables of Markov heads, computed by NumPy on the host: for drafts on a CPU.
+"""Candidates of Markov heads, and the rows of their tables that a tree reads, computed by NumPy: for drafts on a CPU.
 
-A tree reads few rows of its K - 1 tables of M x M scores, so a CPU computes no others. NumPy starts operations on so
-few numbers several times as fast as PyTorch: a level of a static tree takes 11 us for one text and 14 for eight, and a
-node of a dynamic tree 13 us.
+Of K - 1 tables with M rows of M scores, a tree reads few rows. In batches, putting all rows in order takes most of a
+draft's own work. In a loop, NumPy takes 11 us for a level of a static tree for one text and 14 for eight, and 13 us for
+a node of a dynamic tree.
 
 Shapes: B texts, K heads, M candidates of a head, N nodes, W expanded nodes of a level (those with children), R the rank
 of the path term, V the backbone's vocabulary."""
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,28 @@ from decode.drafters.best_first import Ranked
 from decode.drafters.levelwise import Level
 from decode.drafters.path_rows import PathRows
 
-if TYPE_CHECKING:
-    from decode.drafters.trellis import Candidates
-
 Indices = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.floating]
+
+
+class Candidates(NamedTuple):
+    """The candidates of K heads in B texts, and all that the scores after each of them are computed from.
+
+    For dynamic trees, logits are divided by the heads' temperatures."""
+
+    ids: Tensor  # [K, B, M] the token ids of each head's candidates, the most probable first
+    first: Tensor  # [B, 1, M] scores of the first head's candidates: logits, or for dynamic trees confidences
+    alone: Tensor  # [K - 1, B, M] the logits of the other heads' candidates without path terms
+    gates: Tensor  # [K - 1, B, R] what the path terms let through
+    guesses: Tensor  # [K - 1, B, M, R] the rows of the candidates as guesses (`PathRows`)
+    held: Tensor  # [K - 1, B] the log probability of all candidates of a head together; empty for static trees
+
+    def after(self, values: Tensor) -> Tensor:
+        """Compute the logits of all heads' candidates after W tokens each, [K - 1, B, W, M].
+
+        `values` [K - 1, B, W, R] are the rows of these tokens (`PathRows`)."""
+        paths = (self.gates[:, :, None] * values) @ self.guesses.transpose(2, 3)
+        return self.alone[:, :, None] + paths.to(self.alone)
 
 
 class HostLevel(NamedTuple):
