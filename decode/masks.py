@@ -62,7 +62,8 @@ class TreeMasks:
     def _of_step(self, kind: LayerKind, lengths: Sequence[int], topology: Topology) -> Tensor:
         """The mask for a tree that only one step has."""
         longest = max(lengths)
-        if kind.window is None and not self.copies and topology.ancestors.is_cpu and self.dtype == torch.float32:
+        differ = min(lengths) < longest or len(topology.ancestors) > 1
+        if differ and kind.window is None and not self.copies and _numpy_can_read(topology, self.dtype):
             return _on_host(lengths, topology)
         if kind.window is not None or min(lengths) < longest:
             return additive(visible(topology, lengths, kind), self.dtype)[:, None]
@@ -78,6 +79,10 @@ class TreeMasks:
             if kind.chunk is None:
                 seen = visible(topology, [capacity], kind)[0]
                 self.wide[kind.name] = additive(torch.cat([seen, nothing], dim=1), self.dtype)[None, None]
+
+
+def _numpy_can_read(topology: Topology, dtype: torch.dtype) -> bool:
+    return topology.ancestors.is_cpu and dtype == torch.float32
 
 
 def _on_host(lengths: Sequence[int], topology: Topology) -> Tensor:

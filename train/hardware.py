@@ -50,7 +50,7 @@ def describe_precision(arguments: MedusaTrainingArguments, backbone: torch.dtype
     heads = "float32" if lower is None else f"{lower}, their weights in float32"
     rest = "; TF32 for float32 products" if arguments.tf32 else ""
     if arguments.bf16 and arguments.use_cpu and not has_fast_bfloat16():
-        rest += "; this CPU computes bfloat16 slowly, so training.bf16=false is several times as fast"
+        rest += "; this CPU names no bfloat16 instructions, without which training.bf16=false is many times as fast"
     return f"precision: the backbone computes in {str(backbone).removeprefix('torch.')}, the heads in {heads}{rest}"
 
 

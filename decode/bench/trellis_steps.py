@@ -3,7 +3,7 @@
     for step in trellis_steps(model, heads, input_ids, tree="dynamic:16", max_new_tokens=64):
         print(step.candidates, step.tables.shape, step.draft.parents, step.draft.accepted)
 
-The drafter is the one that all commands use; a subclass only keeps the candidates that it finds.
+The drafter is the one that all commands use; a subclass only keeps the trellis that it computes.
 
 Shapes: K heads (as many as the tree is deep), M candidates of a head, N nodes of a draft."""
 
@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from decode.draft import DraftRecord, Frontier
 from decode.drafters.layouts import Layout, TreeLike, resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
-from decode.drafters.trellis import TrellisDrafter
-from decode.drafters.trellis_rows import Candidates
+from decode.drafters.trellis import Trellis, TrellisDrafter
 from decode.generation import steps
 from decode.session import Session
 from medusa.errors import RequestError
@@ -49,13 +48,13 @@ class TrellisStep(NamedTuple):
 
 
 class _Recorder(TrellisDrafter):
-    """The drafter of Markov heads, which keeps the candidates of the last step."""
+    """The drafter of Markov heads, which keeps the trellis of the last step."""
 
-    found: Candidates
+    trellis: Trellis
 
-    def candidates(self, frontier: Frontier) -> Candidates:
-        self.found = super().candidates(frontier)
-        return self.found
+    def begin(self, frontier: Frontier) -> Trellis:
+        self.trellis = super().begin(frontier)
+        return self.trellis
 
 
 class _Recorders(TrainedHeads):
@@ -88,7 +87,7 @@ def trellis_steps(
     factory, text = _Recorders(heads, layout), input_ids[0].tolist()
     for step in steps(model, None, input_ids, drafter=factory, keep_drafts=True, **kwargs):
         for draft in step.drafts.values():
-            ids, first, tables = factory.drafter.trellis(factory.drafter.found)
+            ids, first, tables = factory.drafter.trellis
             shares = tables[:, 0].float().softmax(-1).cpu()
             yield TrellisStep(list(text), ids[:, 0].tolist(), first[0, 0].float().softmax(-1).cpu(), shares, draft)
         text += step.ids[0]

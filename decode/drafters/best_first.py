@@ -15,7 +15,6 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from decode.topology import HostTopology
 MOST_NODES = 64
 """Nodes of all texts together up to which the search on the host is faster."""
 
-Tokens = Sequence[Sequence[Sequence[int]]] | npt.NDArray[np.int64]
+Tokens = Sequence[Sequence[Sequence[int]]]
 Ranked = tuple[Sequence[float], Sequence[int]]
 """The log confidences of the best guesses after a node, the best first, and each one's place among the M guesses."""
 
@@ -55,9 +54,9 @@ def grown_on_host(root: Tensor, tree: DynamicTree, ids: Tokens, guesses: Callabl
     nodes = []
     for row, (token, one) in enumerate(zip(root.tolist(), grown, strict=True)):
         below = zip(one.depths[1:size], one.places[1:size], strict=True)
-        nodes.append([token, *(int(ids[depth - 1][row][place]) for depth, place in below)])
+        nodes.append([token, *(ids[depth - 1][row][place] for depth, place in below)])
     parents, depths = [one.parents[:size] for one in grown], [one.depths[:size] for one in grown]
-    return Draft(torch.tensor(nodes), HostTopology(parents, depths, tree.max_depth))
+    return Draft(torch.from_numpy(np.array(nodes)), HostTopology(parents, depths, tree.max_depth))
 
 
 def best_first(tree: DynamicTree, guesses: Callable[[int, int], Ranked]) -> Grown:
@@ -67,14 +66,14 @@ def best_first(tree: DynamicTree, guesses: Callable[[int, int], Ranked]) -> Grow
     grown, waiting, serial = Grown([0], [0], [0], [0.0]), list[tuple[float, int, int, int, float, Ranked]](), 0
     parents, depths, places, log_probs = grown
     node = 0  # the last one that joined the tree
-    while True:
+    while len(parents) < tree.num_nodes:
         if depths[node] < tree.max_depth:
             ranked = guesses(depths[node], places[node])
             above = log_probs[node] - STEEPNESS
             serial += 1  # of two equally probable nodes, the one that has waited longer joins
             heappush(waiting, (-above - max(MIN_LOG_CONFIDENCE, ranked[0][0]), serial, node, 0, above, ranked))
-        if len(parents) == tree.num_nodes or not waiting:
-            return grown
+        if not waiting:
+            break
         cost, _, parent, rank, above, ranked = heappop(waiting)
         confidences, its_places = ranked
         if rank + 1 < len(confidences):
@@ -86,3 +85,4 @@ def best_first(tree: DynamicTree, guesses: Callable[[int, int], Ranked]) -> Grow
         depths.append(depths[parent] + 1)
         places.append(its_places[rank])
         log_probs.append(-cost)
+    return grown

@@ -141,7 +141,7 @@ TreeLike = Layout | str | Sequence[Sequence[int]] | None
 """A tree as users give it: an object, a name or file, a list of paths, or `None` for the tree saved with the heads."""
 
 
-def with_shortlist(tree: Layout, shortlist: int) -> Layout:
+def with_shortlist(tree: Layout, shortlist: int | None) -> Layout:
     """Copy a tree, which then takes its nodes from `shortlist` candidates of each head (`Tree.shortlist`)."""
     candidates = replace(tree.candidates, shortlist=shortlist)
     return replace(tree, candidates=candidates) if isinstance(tree, DynamicTree) else candidates

@@ -228,11 +228,11 @@ class PathDrafter(LevelwiseDrafter):
         """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""
         require_draftable(heads.config, backbone.hidden_size, backbone.vocab_size, tree, target is not None)
         super().__init__(tree.to(backbone.device), backbone.vocab_size, target)
-        self.heads, self.backbone, self.dtype = heads, backbone, heads.dtype
+        self.heads, self.backbone, self.device, self.dtype = heads, backbone, heads.device, heads.dtype
         self.lm_head = lm_head_for(heads, backbone)
 
     def begin(self, frontier: Frontier) -> State:
-        return (frontier.hidden.to(self.heads.device, self.dtype)[:, None],)
+        return (frontier.hidden.to(self.device, self.dtype)[:, None],)
 
     def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
         embedded = self.heads.embed(tokens, self.backbone.embed)

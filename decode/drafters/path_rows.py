@@ -6,7 +6,8 @@ With x_g for the row of token g in the LM head of head k, Markov heads (`medusa.
     sigmoid(h G_k + b_k) * (e(t) V_k) · (U_k x_g)        to the logit of guess g after token t.
 
 The products with A, V and U do not depend on the text. With a large vocabulary they would fill memory and save little
-beside the LM head; then each draft computes those of its candidates.
+beside the LM head; then each draft computes those of its candidates. A candidate of head k is a guess of this head and
+the token before a guess of head k + 1, so both of its rows lie side by side and are read at once.
 
 Shapes: K heads, H hidden size, R rank, V vocabulary of the backbone, N vocabulary of the heads, B texts, M tokens."""
 
@@ -32,20 +33,21 @@ _ROWS = weakref.WeakKeyDictionary[MarkovHeads, "PathRows"]()
 class PathRows(nn.Module):
     """The products of all tokens. A module, so that compiled steps know that its buffers stay where they are."""
 
-    roots: Tensor  # [K V, H]: e(t) A_k
-    before: Tensor  # [(K - 1) V, R]: e(t) V_k
-    guesses: Tensor  # [(K - 1) N, R]: U_k x_g
-    starts: Tensor  # [K, 1, 1] where the rows of each head start, in `roots` and `before`
-    guess_starts: Tensor  # [K, 1, 1], in `guesses`
+    roots: Tensor  # [V, K, H]: e(t) A_k
+    paths: Tensor  # [K N, 2 R]: U_k x_t (zeros for head 0) and e(t) V_{k + 1} (zeros for the last head)
+    starts: Tensor  # [K, 1, 1] where the rows of each head start in `paths`
 
     def __init__(self, heads: MarkovHeads, backbone: Backbone) -> None:
         """Compute the products."""
         super().__init__()
-        self.made_from = [(weakref.ref(weight), version(weight)) for weight in weights(heads, backbone)]
-        self.vocab_size = backbone.vocab_size
+        needed = weights(heads, backbone)
+        self.made_from = [weakref.ref(weight) for weight in needed]
+        # PyTorch counts no changes of a weight that was made in inference mode. A change that is not counted makes
+        # drafts worse until the next that is, but no text wrong.
+        self.counted = [weakref.ref(weight) for weight in needed if not weight.is_inference()]
+        self.versions = self.current_versions()
         head = torch.arange(heads.config.num_heads, device=heads.device)[:, None, None]
-        self.register_buffer("starts", head * backbone.vocab_size)
-        self.register_buffer("guess_starts", head * heads.config.draft_vocab_size(backbone.vocab_size))
+        self.register_buffer("starts", head * heads.config.draft_vocab_size(backbone.vocab_size))
         for name, rows in products(heads, backbone).items():
             with torch.inference_mode(False):  # a buffer made in inference mode could not be refreshed outside of it
                 self.register_buffer(name, torch.empty_like(rows))
@@ -55,7 +57,7 @@ class PathRows(nn.Module):
     def of(heads: MarkovHeads, backbone: Backbone) -> PathRows | None:
         """Return the products for these heads and all tokens, or `None` if they would be too many."""
         (later, rank, size), tokens = heads.out.shape, backbone.vocab_size
-        numbers = (later + 1) * tokens * size + later * rank * (tokens + heads.config.draft_vocab_size(tokens))
+        numbers = (later + 1) * (tokens * size + heads.config.draft_vocab_size(tokens) * 2 * rank)
         if numbers > LIMIT:
             return None
         kept, needed = _ROWS.get(heads), weights(heads, backbone)
@@ -66,58 +68,59 @@ class PathRows(nn.Module):
 
     def holds_for(self, weights: list[Tensor]) -> bool:
         """Whether the products were computed from these tensors, with the device and the dtype that they have now."""
-        same = all(made() is weight for (made, _), weight in zip(self.made_from, weights, strict=True))
+        same = all(made() is weight for made, weight in zip(self.made_from, weights, strict=True))
         return same and (self.roots.device, self.roots.dtype) == (weights[0].device, weights[0].dtype)
 
     def refresh(self, heads: MarkovHeads, backbone: Backbone) -> None:
         """Compute the products again, at the same addresses, if a weight has changed since the last time."""
-        versions = [version(made()) for made, _ in self.made_from]
-        if versions == [known for _, known in self.made_from]:
+        versions = self.current_versions()
+        if versions == self.versions:
             return
         for name, rows in products(heads, backbone).items():
             self.get_buffer(name).copy_(rows)
-        self.made_from = [(made, number) for (made, _), number in zip(self.made_from, versions, strict=True)]
+        self.versions = versions
+
+    def current_versions(self) -> list[int]:
+        """How often each weight has been written to; 0 for one that is no more."""
+        return [getattr(made(), "_version", 0) for made in self.counted]
 
     def known(self, root: Tensor, depth: int) -> Tensor:
         """Look up what the first `depth` heads know of the roots [B], [depth, B, H]."""
-        return torch.embedding(self.roots, root.to(self.roots.device) + self.starts[:depth, 0])
+        return self.roots.index_select(0, root.to(self.roots.device)).transpose(0, 1)[:depth]
 
-    def values(self, tokens: Tensor, heads: slice) -> Tensor:
-        """Look up the rows e(t) V of tokens [k, B, W] before a guess, [k, B, W, R], for k of the heads after head 0."""
-        return torch.embedding(self.before, tokens + self.starts[heads])
+    def path_rows(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Look up the rows of the candidates of the first k heads, indices [k, B, M] in the heads' vocabulary.
 
-    def guess_rows(self, places: Tensor) -> Tensor:
-        """Look up the rows U x_g of guesses [k, B, M], [k, B, M, R], for the first k heads after head 0.
-
-        `places` are indices in the heads' vocabulary."""
-        return torch.embedding(self.guesses, places + self.guess_starts[: len(places)])
+        Returns [(k - 1) B, M, R] twice: those of the first k - 1 heads as tokens before a guess, and those of the heads
+        after head 0 as guesses."""
+        rows = torch.embedding(self.paths, places + self.starts[: len(places)]).flatten(0, 1)
+        texts, rank = places.shape[1], rows.shape[-1] // 2
+        return rows[:-texts, :, rank:], rows[texts:, :, :rank]
 
 
 @torch.no_grad()
 def products(heads: MarkovHeads, backbone: Backbone) -> dict[str, Tensor]:
     """Compute the three products of all tokens."""
     embedded = heads.embed(torch.arange(backbone.vocab_size, device=backbone.device), backbone.embed)
-    *_, lm_head = weights(heads, backbone)
+    listed = embedded if heads.vocabulary is None else embedded[heads.vocabulary.to(embedded.device)]
+    lm_head = lm_head_weight(heads, backbone)
     columns = lm_head.T if heads.lm_heads is None else lm_head[1:]
+    guesses = (heads.out @ columns.to(heads.out)).transpose(1, 2)  # [K - 1, N, R]
+    before = heads.values(listed.expand(len(heads.token), -1, -1), slice(None))  # [K - 1, N, R]
+    none = guesses.new_zeros(1, *guesses.shape[1:])
     return {
-        "roots": heads.known(embedded, slice(None)).flatten(0, 1),
-        "before": heads.values(embedded.expand(len(heads.token), -1, -1), slice(None)).flatten(0, 1),
-        "guesses": (heads.out @ columns.to(heads.out)).transpose(1, 2).flatten(0, 1),
+        "roots": heads.known(embedded, slice(None)).transpose(0, 1).contiguous(),
+        "paths": torch.cat([torch.cat([none, guesses]), torch.cat([before, none])], dim=-1).flatten(0, 1),
     }
 
 
+def lm_head_weight(heads: MarkovHeads, backbone: Backbone) -> Tensor:
+    """The weight [N, H] of the backbone's LM head for the heads' vocabulary, or those of own LM heads [K, H, N]."""
+    return rows_for(heads, backbone.head).weight if heads.lm_heads is None else heads.lm_heads
+
+
 def weights(heads: MarkovHeads, backbone: Backbone) -> list[Tensor]:
-    """The weights from which the products are computed; the LM heads' come last."""
-    lm_head = rows_for(heads, backbone.head).weight if heads.lm_heads is None else heads.lm_heads
+    """The tensors from which the products are computed."""
     embedding = cast("Tensor", backbone.model.get_input_embeddings().weight)
-    return [heads.root, heads.token, heads.out, embedding, lm_head]
-
-
-def version(weight: Tensor | None) -> int:
-    """How often `weight` has been written to; 0 if it is no more, or was made in inference mode, which counts nothing.
-
-    A change that is not counted makes drafts worse until the next that is, but no text wrong."""
-    try:
-        return 0 if weight is None else weight._version
-    except RuntimeError:
-        return 0
+    found = [heads.root, heads.token, heads.out, embedding, lm_head_weight(heads, backbone)]
+    return found if heads.vocabulary is None else [*found, heads.vocabulary]

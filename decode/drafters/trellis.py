@@ -2,14 +2,12 @@
 
 The heads' independent parts, which know the root, give the candidates of each head, its M most probable tokens. The
 first head has no other part. All further paths lead from a candidate of one head to a candidate of the next. So K - 1
-tables [M, M] of logits describe them (a trellis, as in Viterbi decoding):
+tables [M, M] of logits describe them (a trellis, as in Viterbi decoding), which one batched product computes:
 
                  root ── C_1 ══ C_2 ══ C_3        ══ a table of M x M logits
 
-One batched product computes all tables, and the rest is `LevelwiseDrafter` with a step that looks up a row. Where a CPU
-has to put many rows in order, it computes only those that the tree reads (`decode.drafters.trellis_rows`). In both
-forms the LM head is read once, whatever the tree. `PathDrafter` drafts with the same heads without shortlists, and is
-the oracle.
+The rest is `LevelwiseDrafter` with a step that looks up a row; for few texts, the host looks up. The LM head is read
+once, whatever the tree. `PathDrafter` drafts with the same heads without shortlists, and is the oracle.
 
 Shapes: B texts, K heads (as many as the tree is deep), M candidates of a head, W nodes, H hidden size, R the rank of
 the path term, V the heads' vocabulary."""
@@ -17,10 +15,10 @@ the path term, V the heads' vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,17 +27,17 @@ from decode.drafters.best_first import Ranked, grown_on_host, grows_on_host
 from decode.drafters.layouts import TOP, DynamicTree, Layout
 from decode.drafters.levelwise import Guesses, Level, PathDrafter
 from decode.drafters.path_rows import PathRows
-from decode.drafters.trellis_rows import Candidates, HostLevel, HostRows
-from decode.ops.fast_topk import top_k
+from decode.ops.fast_topk import TopK, top_k
 from decode.target import Target
 from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.markov import MarkovHeads
 from medusa.heads.sequential import State
+from medusa.tree import usual_shortlist
 from medusa.vocabulary import rows_for, token_ids
 
-LEAST_TEXTS = 2
-"""Texts from which the host fills static trees row by row. For one text, tables take as long, or a tenth less time."""
+FEW = 1 << 11
+"""Ordered candidates of all texts up to which the host looks up: to copy more takes longer than PyTorch's look-ups."""
 
 
 class Trellis(NamedTuple):
@@ -48,9 +46,6 @@ class Trellis(NamedTuple):
     ids: Tensor  # [K, B, M] the token ids of the candidates
     first: Tensor  # [B, 1, M] of the candidates of the first head
     tables: Tensor  # [K - 1, B, M, M] of each head's candidates (last) after each candidate of the head before it
-
-    def to(self, device: torch.device) -> Trellis:
-        return Trellis(*(part.to(device) for part in self))
 
 
 class LookUps:
@@ -62,24 +57,47 @@ class LookUps:
         self.most = max((level.top for level in levels[1:]), default=0)  # R, the candidates to order after each one
         # By level below the first: each node's parent among the nodes of the level above [W], and the place of the
         # node's rank in the orders [K - 1, M, R] after the parent's head's first candidate, [1, W].
-        self.levels = [
-            (
-                above.expanded[level.parent],
-                head * shortlist * self.most + (level.guess - level.parent * level.top)[None],
-            )
-            for head, (above, level) in enumerate(pairwise(levels))
-        ]
+        self.levels: list[tuple[Tensor, Tensor]] = []
+        # On a CPU, the same for the host: each node's parent, and its rank.
+        self.host_first, self.host_levels = list[int](), list[list[tuple[int, int]]]()
+        for head, (above, level) in enumerate(pairwise(levels)):
+            parent, rank = above.expanded[level.parent], level.guess - level.parent * level.top
+            self.levels.append((parent, head * shortlist * self.most + rank[None]))
+            if rank.is_cpu:
+                self.host_levels.append(list(zip(parent.tolist(), rank.tolist(), strict=True)))
+        if self.first.is_cpu:
+            self.host_first = levels[0].guess.tolist()
         starts = [torch.full_like(level.parent, head * shortlist) for head, level in enumerate(levels)]
         self.start = torch.cat(starts)  # [N - 1] the place of the first candidate of each node's head among [K, M]
 
-    def candidates(self, tables: Tensor) -> Tensor:
-        """Choose the places [B, N - 1] of all nodes except the root among the candidates [K, M]."""
-        found = [self.first.expand(tables.shape[1], -1)]
-        if self.most:
-            order = top_k(tables, self.most).indices.transpose(0, 1).flatten(1)  # [B, (K - 1) M R]
-            for parent, rank in self.levels:
-                found.append(order.gather(1, torch.add(rank, found[-1].index_select(1, parent), alpha=self.most)))
+    def filled(self, root: Tensor, ids: Tensor, tables: Tensor) -> Tensor:
+        """Fill the tree below the roots [B] with candidates [K, B, M], by their tables: the tokens [B, N]."""
+        order = top_k(tables, self.most).indices if self.most else tables[..., :0]  # [K - 1, B, M, R]
+        if root.is_cpu and order.numel() <= FEW and not torch.compiler.is_compiling():
+            return self._filled_on_host(root.tolist(), ids.tolist(), order.tolist())
+        guesses = ids.transpose(0, 1).flatten(1).gather(1, self._places(len(root), order))
+        return torch.cat([root[:, None], guesses], dim=1)
+
+    def _places(self, texts: int, order: Tensor) -> Tensor:
+        """Find the places [B, N - 1] of all nodes except the root among the candidates [K, M]."""
+        found, order = [self.first.expand(texts, -1)], order.transpose(0, 1).flatten(1)  # [B, (K - 1) M R]
+        for parent, rank in self.levels:
+            found.append(order.gather(1, torch.add(rank, found[-1].index_select(1, parent), alpha=self.most)))
         return torch.cat(found, dim=1) + self.start
+
+    def _filled_on_host(
+        self, root: list[int], ids: list[list[list[int]]], order: list[list[list[list[int]]]]
+    ) -> Tensor:
+        texts = []
+        for text, token in enumerate(root):
+            places = self.host_first  # the candidates of the first head are in order
+            tokens = [token, *(ids[0][text][place] for place in places)]
+            for named, ordered, level in zip(ids[1:], order, self.host_levels, strict=True):
+                ranked = ordered[text]
+                places = [ranked[places[parent]][rank] for parent, rank in level]
+                tokens += [named[text][place] for place in places]
+            texts.append(tokens)
+        return torch.from_numpy(np.array(texts))
 
 
 class TrellisDrafter(PathDrafter):
@@ -91,41 +109,41 @@ class TrellisDrafter(PathDrafter):
         """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""
         super().__init__(heads, backbone, tree, target)
         static = self.tree.candidates
-        wanted = max(static.shortlist, static.max_rank + 1)
+        wanted = max(static.shortlist or usual_shortlist(tree.num_nodes), static.max_rank + 1)
         self.shortlist = min(wanted, heads.config.draft_vocab_size(backbone.vocab_size))  # M
         self.depth = self.tree.max_depth  # K
         self.kept = PathRows.of(heads, backbone)
         if self.depth and not isinstance(self.tree, DynamicTree):
             self.look_ups = LookUps(self.levels, self.shortlist)
-            self.host_levels = [HostLevel.of(level) for level in self.levels if level.guess.is_cpu]
 
-    def candidates(self, frontier: Frontier) -> Candidates:
-        """Choose the candidates of K heads after B texts."""
-        heads, later = self.heads, slice(self.depth - 1)
+    def begin(self, frontier: Frontier) -> Trellis:
+        heads = self.heads
         if self.kept is not None and not torch.compiler.is_compiling():
             self.kept.refresh(heads, self.backbone)
-        hidden = frontier.hidden.to(heads.device, self.dtype)
+        hidden = frontier.hidden.to(self.device, self.dtype)
         features = heads.independent(hidden, self.known(frontier.root), slice(self.depth))
         logits = heads.logits(features, self.lm_head)  # [K, B, V]
         best = top_k(logits, self.shortlist)
-        ids, gates = token_ids(heads, best.indices), heads.gates(hidden, later)
-        guesses = self.guess_rows(best.indices[1:])
-        if not isinstance(self.tree, DynamicTree):
-            return Candidates(ids, best.values[0, :, None], best.values[1:], gates, guesses, gates.new_empty(0))
-        tree = self.tree
-        first, held = confident(tree, logits, best.indices)
-        alone = tree.scaled(best.values[1:], first=1)
-        return Candidates(ids, first, alone, tree.scaled(gates, first=1).to(gates), guesses, held)
+        ids = token_ids(heads, best.indices)
+        first, tables = best.values[0, :, None], self.tables(hidden, ids, best)
+        if isinstance(self.tree, DynamicTree):
+            first, tables = confident(self.tree, logits, best.indices, tables)
+        there = frontier.root.device
+        return Trellis(ids.to(there), first.to(there), tables.to(there))
 
-    def begin(self, frontier: Frontier) -> Trellis:
-        return self.trellis(self.candidates(frontier)).to(frontier.root.device)
+    def tables(self, hidden: Tensor, ids: Tensor, best: TopK) -> Tensor:
+        """Compute the logits [K - 1, B, M, M] of each head's candidates after each candidate of the head before it.
 
-    def trellis(self, found: Candidates) -> Trellis:
-        """Compute the tables of all pairs of candidates of neighbouring heads."""
-        later = slice(self.depth - 1)
-        logits = found.after(self.values(found.ids[:-1], later))
-        tables = logits.log_softmax(-1) + found.held[..., None, None] if isinstance(self.tree, DynamicTree) else logits
-        return Trellis(found.ids, found.first, tables)
+        `ids` are the candidates' token ids [K, B, M]. `best` has their logits without path terms, and their indices in
+        the heads' vocabulary."""
+        texts, pairs = ids.shape[1], (len(ids) - 1) * ids.shape[1]
+        values, guesses = self.path_rows(ids, best.indices)
+        codes = self.heads.gates(hidden).flatten(0, 1)[:pairs, None] * values
+        alone, columns = best.values.flatten(0, 1)[texts:, None], guesses.transpose(1, 2)
+        if alone.dtype != codes.dtype:  # the heads and a shared LM head can have different ones
+            dtype = torch.promote_types(alone.dtype, codes.dtype)
+            alone, codes, columns = alone.to(dtype), codes.to(dtype), columns.to(dtype)
+        return torch.baddbmm(alone, codes, columns).unflatten(0, (-1, texts))
 
     def known(self, root: Tensor) -> Tensor:
         """What the heads know of the roots [B], [K, B, H]."""
@@ -133,55 +151,41 @@ class TrellisDrafter(PathDrafter):
             return self.kept.known(root, self.depth)
         return self.heads.known(self.heads.embed(root, self.backbone.embed), slice(self.depth))
 
-    def values(self, tokens: Tensor, heads: slice) -> Tensor:
-        """The rows [k, B, W, R] of tokens [k, B, W], each before a guess of one of the k `heads` after head 0."""
-        if self.kept is not None:
-            return self.kept.values(tokens, heads)
-        embedded = self.heads.embed(tokens, self.backbone.embed)
-        return self.heads.values(embedded.flatten(1, 2), heads).unflatten(1, tokens.shape[1:])
+    def path_rows(self, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of candidates before a guess and as guesses, both [(K - 1) B, M, R] (`PathRows`).
 
-    def guess_rows(self, places: Tensor) -> Tensor:
-        """The rows [k, B, M, R] of guesses of the first k heads after head 0, indices [k, B, M] in their vocabulary."""
+        The product of two such rows with a gate between them is a path term. `ids` and `places`: [K, B, M]."""
         if self.kept is not None:
-            return self.kept.guess_rows(places)
-        heads, dtype, k = self.heads, self.dtype, len(places)
+            return self.kept.path_rows(places)
+        heads, before, places, later = self.heads, ids[:-1], places[1:], slice(len(ids) - 1)
+        embedded = heads.embed(before, self.backbone.embed)
+        values = heads.values(embedded.flatten(1, 2), later).unflatten(1, before.shape[1:])
         if heads.lm_heads is None:
-            columns = rows_for(heads, self.backbone.head).weight[places].to(dtype).transpose(2, 3)
+            columns = rows_for(heads, self.backbone.head).weight[places].to(values.dtype).transpose(2, 3)
         else:
-            at = places[:, :, None].expand(-1, -1, heads.out.shape[-1], -1)
-            columns = heads.lm_heads[1 : k + 1, None].expand(-1, places.shape[1], -1, -1).gather(3, at)
-        return (heads.out[:k, None] @ columns).transpose(2, 3)  # columns: [k, B, H, M]
-
-    def rows_on_host(self, frontier: Frontier) -> HostRows | None:
-        """The candidates for NumPy; `None` if it cannot read them or the products, or had to convert all products."""
-        kept = self.kept
-        if kept is None or torch.compiler.is_compiling() or not (frontier.root.is_cpu and kept.before.is_cpu):
-            return None
-        return HostRows(self.candidates(frontier), kept) if kept.before.itemsize > 2 else None
+            at = places[:, :, None].expand(-1, -1, embedded.shape[-1], -1)
+            columns = heads.lm_heads[1 : len(places) + 1, None].expand(-1, places.shape[1], -1, -1).gather(3, at)
+        guesses = (heads.out[later, None] @ columns).transpose(2, 3)  # columns: [K - 1, B, H, M]
+        return values.flatten(0, 1), guesses.flatten(0, 1)
 
     def _static(self, frontier: Frontier) -> Draft:
-        rows = self.rows_on_host(frontier) if len(frontier.root) >= LEAST_TEXTS else None
-        if rows is not None:
-            return Draft(rows.filled(frontier.root, self.host_levels), self.topology)
-        root, (ids, _, tables) = frontier.root[:, None], self.begin(frontier)
-        guesses = ids.transpose(0, 1).flatten(1).gather(1, self.look_ups.candidates(tables))
-        return Draft(torch.cat([root, guesses], dim=1), self.topology)
+        ids, _, tables = self.begin(frontier)
+        return Draft(self.look_ups.filled(frontier.root, ids, tables), self.topology)
 
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
         if not grows_on_host(frontier.root, tree):
             return super()._dynamic(frontier, tree)
-        count = min(TOP, tree.num_nodes - 1, self.shortlist)
-        rows = self.rows_on_host(frontier)
-        if rows is not None:
-            return grown_on_host(frontier.root, tree, rows.ids, partial(rows.ranked, count))
         ids, first, tables = self.begin(frontier)
+        count = min(TOP, tree.num_nodes - 1, first.shape[-1])
         of_root, order = first[:, 0, :count].tolist(), top_k(tables, count)
-        confidences, places = order.values.detach().numpy(), order.indices.numpy()
+        few = order.values.numel() <= FEW  # many are listed when they are needed
+        confidences, places = (part.tolist() if few else part.detach().numpy() for part in order)
 
         def guesses(row: int, depth: int, place: int) -> Ranked:
             if depth == 0:
                 return of_root[row], range(count)  # the candidates are in order
-            return confidences[depth - 1, row, place].tolist(), places[depth - 1, row, place].tolist()
+            found = confidences[depth - 1][row][place], places[depth - 1][row][place]
+            return found if few else (found[0].tolist(), found[1].tolist())
 
         return grown_on_host(frontier.root, tree, ids.tolist(), guesses)
 
@@ -202,15 +206,15 @@ class TrellisDrafter(PathDrafter):
         return torch.cat([ids[:, :1], candidates.transpose(0, 1).flatten(1).gather(1, place)], dim=1)
 
     def log_confidences(self, tree: DynamicTree, logits: Tensor, depth: int) -> Tensor:
-        return logits  # they are confidences already (`trellis`)
+        return logits  # they are confidences already (`confident`)
 
 
-def confident(tree: DynamicTree, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Find how probable candidates are without path terms, in log probabilities at the temperatures of `tree`.
+def confident(tree: DynamicTree, logits: Tensor, places: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert the scores of a trellis to log probabilities at the temperatures of `tree`: `first` and `tables`.
 
-    `logits` [K, B, V] are those of the independent parts, and `places` [K, B, M] the candidates in them. Returns the
-    log probabilities of the first head's candidates, [B, 1, M], and of all candidates of each other head together,
-    [K - 1, B]. The candidates of a head hold the same probability after every token: all that they hold in `logits`.
-    Two other rules accepted less (docs/log.md)."""
+    `logits` [K, B, V] are those of the independent parts, `places` [K, B, M] the candidates in them. The candidates of
+    a head hold the same probability after every token: all that they hold in `logits`. Two other rules accepted less
+    (docs/log.md)."""
     alone = tree.log_confidences(logits).gather(-1, places)
-    return alone[0, :, None], alone[1:].exp().sum(-1).log()  # `logsumexp` starts four times as many operations
+    held = alone[1:].exp().sum(-1).log()[..., None, None]  # [K - 1, B, 1, 1]; `logsumexp` starts four times as much
+    return alone[0, :, None], tree.scaled(tables, first=1).log_softmax(-1) + held

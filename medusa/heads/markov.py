@@ -62,12 +62,12 @@ class MarkovHeads(SequentialHeads):
         flat = self.independent(hidden.reshape(-1, hidden.shape[-1]), known, heads)
         return flat.view(-1, *hidden.shape)
 
-    def gates(self, hidden: Tensor, later: slice) -> Tensor:
+    def gates(self, hidden: Tensor, later: slice | None = None) -> Tensor:
         """Compute the gates [k, P, R] of the path terms of k heads after hidden states [P, H].
 
-        `later` selects the heads among those after head 0, here and below."""
-        heads = self.gate[later]
-        return torch.baddbmm(self.gate_bias[later], hidden.expand(len(heads), -1, -1), heads).sigmoid()
+        `later` selects the heads among those after head 0, here and below; `None`: all of them."""
+        weight, bias = (self.gate, self.gate_bias) if later is None else (self.gate[later], self.gate_bias[later])
+        return torch.baddbmm(bias, hidden.expand(len(weight), -1, -1), weight).sigmoid()
 
     def values(self, token: Tensor, later: slice) -> Tensor:
         """Compute what the gates of k heads let through, [k, M, R], for the embeddings [k, M, H] of tokens."""

