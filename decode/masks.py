@@ -62,8 +62,8 @@ class TreeMasks:
     def _of_step(self, kind: LayerKind, lengths: Sequence[int], topology: Topology) -> Tensor:
         """The mask for a tree that only one step has."""
         longest = max(lengths)
-        differ = min(lengths) < longest or len(topology.ancestors) > 1
-        if differ and kind.window is None and not self.copies and _numpy_can_read(topology, self.dtype):
+        equal = len(lengths) > 1 and min(lengths) == longest and len(topology.ancestors) == 1  # these read one mask
+        if not equal and kind.window is None and not self.copies and _numpy_can_read(topology, self.dtype):
             return _on_host(lengths, topology)
         if kind.window is not None or min(lengths) < longest:
             return additive(visible(topology, lengths, kind), self.dtype)[:, None]

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import RankPath, Tree, load_tree
+from medusa.tree import RankPath, Tree, load_tree, usual_shortlist
 
 TOP = 16  # number of most probable guesses of each head that a dynamic tree considers
 MAX_NODES, MAX_CANDIDATES = 256, 1024
@@ -139,6 +139,11 @@ Layout = Tree | DynamicTree
 """A tree whose nodes are fixed, or a tree whose nodes are chosen in every step."""
 TreeLike = Layout | str | Sequence[Sequence[int]] | None
 """A tree as users give it: an object, a name or file, a list of paths, or `None` for the tree saved with the heads."""
+
+
+def shortlist_of(tree: Layout) -> int:
+    """The number of candidates of each head from which a tree of `markov` heads takes its nodes."""
+    return tree.candidates.shortlist or usual_shortlist(tree.num_nodes)
 
 
 def with_shortlist(tree: Layout, shortlist: int | None) -> Layout:

@@ -14,6 +14,7 @@ Shapes: K heads, H hidden size, R rank, V vocabulary of the backbone, N vocabula
 from __future__ import annotations
 
 import weakref
+from operator import is_
 from typing import cast
 
 import torch
@@ -68,7 +69,7 @@ class PathRows(nn.Module):
 
     def holds_for(self, weights: list[Tensor]) -> bool:
         """Whether the products were computed from these tensors, with the device and the dtype that they have now."""
-        same = all(made() is weight for made, weight in zip(self.made_from, weights, strict=True))
+        same = len(self.made_from) == len(weights) and all(map(is_, [made() for made in self.made_from], weights))
         return same and (self.roots.device, self.roots.dtype) == (weights[0].device, weights[0].dtype)
 
     def refresh(self, heads: MarkovHeads, backbone: Backbone) -> None:
@@ -81,7 +82,7 @@ class PathRows(nn.Module):
         self.versions = versions
 
     def current_versions(self) -> list[int]:
-        """How often each weight has been written to; 0 for one that is no more."""
+        """How often each counted weight has been written to; 0 for one that is no more."""
         return [getattr(made(), "_version", 0) for made in self.counted]
 
     def known(self, root: Tensor, depth: int) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from decode.draft import Draft, Frontier
 from decode.drafters.best_first import Ranked, grown_on_host, grows_on_host
-from decode.drafters.layouts import TOP, DynamicTree, Layout
+from decode.drafters.layouts import TOP, DynamicTree, Layout, shortlist_of
 from decode.drafters.levelwise import Guesses, Level, PathDrafter
 from decode.drafters.path_rows import PathRows
 from decode.ops.fast_topk import TopK, top_k
@@ -33,7 +33,6 @@ from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.markov import MarkovHeads
 from medusa.heads.sequential import State
-from medusa.tree import usual_shortlist
 from medusa.vocabulary import rows_for, token_ids
 
 FEW = 1 << 11
@@ -72,7 +71,8 @@ class LookUps:
 
     def filled(self, root: Tensor, ids: Tensor, tables: Tensor) -> Tensor:
         """Fill the tree below the roots [B] with candidates [K, B, M], by their tables: the tokens [B, N]."""
-        order = top_k(tables, self.most).indices if self.most else tables[..., :0]  # [K - 1, B, M, R]
+        # [K - 1, B, M, R]; a tree of depth 1 has no tables, and orders nothing.
+        order = top_k(tables, self.most).indices if self.most else tables[..., :0]
         if root.is_cpu and order.numel() <= FEW and not torch.compiler.is_compiling():
             return self._filled_on_host(root.tolist(), ids.tolist(), order.tolist())
         guesses = ids.transpose(0, 1).flatten(1).gather(1, self._places(len(root), order))
@@ -108,8 +108,7 @@ class TrellisDrafter(PathDrafter):
     def __init__(self, heads: MarkovHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
         """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""
         super().__init__(heads, backbone, tree, target)
-        static = self.tree.candidates
-        wanted = max(static.shortlist or usual_shortlist(tree.num_nodes), static.max_rank + 1)
+        wanted = max(shortlist_of(tree), tree.candidates.max_rank + 1)
         self.shortlist = min(wanted, heads.config.draft_vocab_size(backbone.vocab_size))  # M
         self.depth = self.tree.max_depth  # K
         self.kept = PathRows.of(heads, backbone)
@@ -178,14 +177,12 @@ class TrellisDrafter(PathDrafter):
         ids, first, tables = self.begin(frontier)
         count = min(TOP, tree.num_nodes - 1, first.shape[-1])
         of_root, order = first[:, 0, :count].tolist(), top_k(tables, count)
-        few = order.values.numel() <= FEW  # many are listed when they are needed
-        confidences, places = (part.tolist() if few else part.detach().numpy() for part in order)
+        confidences, places = order.values.detach().numpy(), order.indices.numpy()
 
         def guesses(row: int, depth: int, place: int) -> Ranked:
             if depth == 0:
                 return of_root[row], range(count)  # the candidates are in order
-            found = confidences[depth - 1][row][place], places[depth - 1][row][place]
-            return found if few else (found[0].tolist(), found[1].tolist())
+            return confidences[depth - 1, row, place].tolist(), places[depth - 1, row, place].tolist()
 
         return grown_on_host(frontier.root, tree, ids.tolist(), guesses)
 

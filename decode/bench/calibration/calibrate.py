@@ -66,8 +66,8 @@ def calibrate(
     """Predict the speed of trees from texts that the backbone wrote with `settings`, and choose the fastest tree.
 
     `sizes`: numbers of nodes of the trees to try; `None`: the result of `sizes_for`. Each tree is timed `rounds` times,
-    in compiled steps if `settings` ask for them. `on_progress` receives the name of each stage. TooFewStepsError: fewer
-    than `MIN_STEPS` steps start in the texts."""
+    and numbers of candidates three times as often, in compiled steps if `settings` ask for them. `on_progress` receives
+    the name of each stage. TooFewStepsError: fewer than `MIN_STEPS` steps start in the texts."""
     # Timing continues after the end of a text, and uses all nodes of each tree.
     settings = replace(settings, stop=(), stop_drafting=0.0)
     backbone, prompts = Backbone(model, heads.config.feature_layers), [prompt for prompt, _ in texts]

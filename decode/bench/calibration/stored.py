@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from decode.bench.machine import machine
-from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
+from decode.drafters.layouts import DynamicTree, Layout, shortlist_of, with_shortlist
 from decode.settings import Settings
 from medusa.errors import RunError
 from medusa.files import Json, read_json, write_json
@@ -22,7 +22,7 @@ from medusa.heads import NATIVE
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import DTYPES
 from medusa.quantization import quantization_of
-from medusa.tree import Tree
+from medusa.tree import Tree, usual_shortlist
 
 FILE = "calibration.json"
 MIN_STEPS = 500  # a calibration replays at least so many steps; from fewer, the prediction of tau is too uncertain
@@ -99,14 +99,17 @@ class Calibration:
     def shortlist_for(self, nodes: int) -> int | None:
         """The number of candidates for a tree of `nodes` nodes: what was found for the best tree, if it is no smaller.
 
-        Larger trees lose more by few candidates: the included heads 4 % of tau at 64 nodes. So they get the default."""
-        return self.shortlist if nodes <= self.best.nodes else None
+        Larger trees lose more by few candidates: the included heads 4 % of tau at 64 nodes. So they have no fewer than
+        by default."""
+        if self.shortlist is None or nodes <= self.best.nodes:
+            return self.shortlist
+        return max(self.shortlist, usual_shortlist(nodes))
 
     def predicted_tau(self, tree: Layout) -> float | None:
         """The predicted tau of `tree`; `None` if the calibration did not try this tree."""
 
         def same(other: Layout) -> bool:
-            return other.to_json() == tree.to_json() and other.candidates.shortlist == tree.candidates.shortlist
+            return other.to_json() == tree.to_json() and shortlist_of(other) == shortlist_of(tree)
 
         return next((point.tau for point in self.points if same(self._tree_of(point))), None)
 

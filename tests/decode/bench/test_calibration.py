@@ -368,7 +368,10 @@ def test_calibrations_from_too_few_steps_are_ignored(tmp_path: Path, llama: Any,
     assert (fitted.num_nodes, fitted.temperatures, fitted.candidates.shortlist) == (3, (1.0, 0.7), 16)
     larger = stored_fit(DynamicTree.over_heads(5, 2), [file], heads)
     assert larger is not None
-    assert larger.candidates.shortlist is None, "16 candidates are enough for the best tree, of 3 nodes"
+    assert larger.candidates.shortlist == 16
+    larger = stored_fit(DynamicTree.over_heads(33, 2), [file], heads)
+    assert larger is not None
+    assert larger.candidates.shortlist == 32, "16 candidates are enough for the best tree, of 3 nodes"
 
 
 def test_the_cache_is_used_if_the_folder_cannot_be_written(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from decode.bench.calibration.stored import Calibration, CalibrationPoint, Recor
 from decode.bench.headline import Interval
 from decode.bench.prediction import Prediction
 from decode.drafters.layouts import DynamicTree, with_shortlist
-from medusa.tree import Tree
+from medusa.tree import Tree, usual_shortlist
 
 FILE = RecordedTexts(30, 3840, source="questions.jsonl", prompts_sha256="same")
 OWN = RecordedTexts(32, 3072)
@@ -56,3 +56,5 @@ def test_a_calibration_predicts_the_trees_that_it_tried() -> None:
     assert found.predicted_tau(DynamicTree.over_heads(3, 2, (1.0, 0.8))) is None
     assert found.predicted_tau(Tree.from_paths([[0], [1]])) is None
     assert found.predicted_tau(with_shortlist(Tree.chain(0), 3)) is None, "other candidates of the heads"
+    found.shortlist = usual_shortlist(3)
+    assert found.predicted_tau(Tree.from_paths([[0], [0, 0]])) == 2.5, "as many as by default"

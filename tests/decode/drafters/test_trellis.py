@@ -146,8 +146,11 @@ def test_kept_products_follow_changes_of_the_weights(double: Any, form: str, mon
             assert torch.equal(found.ids, expected.ids)
 
     check(made=True)
-    embedding = model.get_input_embeddings().weight
-    for weight in (heads.root, heads.token, heads.out, embedding, backbone.head_weight):
+    # A reduced vocabulary reads a copy of the backbone's LM head, which follows only other weights, not their changes.
+    lm_head = heads.lm_heads if heads.vocabulary is not None else backbone.head_weight
+    for weight in (heads.root, heads.token, heads.out, model.get_input_embeddings().weight, lm_head, heads.lm_heads):
+        if weight is None:
+            continue
         with torch.no_grad():
             weight.mul_(-1)
         check(made=True)
@@ -161,6 +164,20 @@ def test_kept_products_follow_changes_of_the_weights(double: Any, form: str, mon
         check(made=False)
     heads.float()
     check(made=False)
+
+
+def test_products_of_weights_that_count_no_changes_are_kept(double: Any) -> None:
+    """PyTorch counts no changes of tensors that were made in inference mode."""
+    start = frontier(double)
+    with torch.inference_mode():
+        heads = MarkovHeads(markov(double, **FORMS["shared"]).config).double()
+        heads.out.normal_(generator=torch.Generator().manual_seed(1))
+        assert heads.out.is_inference()
+        drafter = TrellisDrafter(heads, Backbone(double), Tree.chain(K))
+        assert drafter.kept is not None
+        assert torch.equal(drafter.propose(start).ids, drafter.propose(start).ids)
+        heads.out.mul_(-1)
+        drafter.propose(start)
 
 
 @torch.no_grad()
