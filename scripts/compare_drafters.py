@@ -31,7 +31,7 @@ from decode.drafters.layouts import DynamicTree
 from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig
 from decode.settings import Settings
-from measuring import MeasuringOptions, open_measured, show, take_turns
+from measuring import MeasuringOptions, open_measured, show, take_turns, without_folder
 from medusa.__main__ import main as medusa
 from medusa.arguments import parse
 from medusa.commands.models import Opened, open_drafter
@@ -76,8 +76,10 @@ def compare(options: DraftersOptions, folder: Path) -> dict[str, object]:
     title = f"{models.loaded.name}, {len(models.prompts)} prompts, {new_tokens} greedy tokens"
     reasons = [f"{name} left out: {why}" for name, why in left_out.items()]
     show(options, title, *tables(rows), *reasons)
-    about = {"backbone": models.loaded.name, "heads": options.models.heads, "prompts": len(models.prompts)}
-    about |= {"rounds": options.rounds, "max_new_tokens": new_tokens, "draws": options.draws}
+    heads = options.models.heads
+    about = {"backbone": without_folder(models.loaded.name), "heads": heads and without_folder(heads)}
+    about |= {"prompts": len(models.prompts), "rounds": options.rounds, "max_new_tokens": new_tokens}
+    about |= {"draws": options.draws}
     return about | {"left_out": left_out, "rows": rows}
 
 

@@ -33,7 +33,7 @@ from decode.drafters.trained_heads import heads_drafter
 from decode.request import prepare
 from decode.session import Session
 from decode.settings import Settings
-from measuring import GENERATION, MeasuringOptions, open_measured, show, take_turns
+from measuring import GENERATION, MeasuringOptions, open_measured, show, take_turns, without_folder
 from medusa.arguments import parse
 from medusa.commands.models import choose_tree, heads_folder, open_heads
 from medusa.errors import RequestError
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     head = ["heads", "tree", "parameters", "draft MFLOP", "MB", "tau", "tokens/s", "x plain", "same text"]
     lines = [[row["heads"], row["tree"], *(format(row[k], to) for k, to in formats.items())] for row in rows.values()]
     show(options, markdown_table(head, lines))
-    about = {"backbone": loaded.name, "compile": settings.compile, "prompts": len(measured.prompts)}
+    about = {"backbone": without_folder(loaded.name), "compile": settings.compile, "prompts": len(measured.prompts)}
     about |= {"rounds": options.rounds, "context": options.context, "batch_size": options.batch_size}
     options.output.write({"machine": asdict(machine()), "settings": about, "rows": list(rows.values())})
 

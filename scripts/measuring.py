@@ -56,6 +56,11 @@ def take_turns(options: MeasuringOptions, opened: Opened, methods: dict[str, Met
     return summarize(contenders, [record.category for record in options.prompts.read()])
 
 
+def without_folder(place: str) -> str:
+    """Return the last part of a local folder, because results name no folders of a machine; other names stay."""
+    return Path(place).resolve().name if Path(place).is_dir() else place
+
+
 def show(options: MeasuringOptions, *parts: str) -> None:
     """Print titles and Markdown tables without markup, unless `--quiet` was given."""
     options.output.console.print("\n\n".join(parts), markup=False, highlight=False, soft_wrap=True)

@@ -274,6 +274,13 @@ def test_the_glossary_is_sorted_and_explains_words_in_use() -> None:
             assert re.search(rf"\b{re.escape(word)}s?\b", used), word
 
 
+def test_results_name_no_folder_of_a_machine() -> None:
+    files = [path for path in (ROOT / "docs" / "results").rglob("*") if path.suffix in (".json", ".jsonl")]
+    assert len(files) > 20
+    for path in files:
+        assert not re.search(r'"/\w+/', path.read_text(encoding="utf-8")), path.name
+
+
 def test_links_between_documents_resolve() -> None:
     for source in SOURCES:
         if source.suffix == ".md":

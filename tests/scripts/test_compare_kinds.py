@@ -12,6 +12,7 @@ import pytest
 import compare_kinds as script
 from decode.bench.calibration.stored import FILE, Calibration, CalibrationPoint, RecordedTexts, situation, store
 from decode.settings import Settings
+from measuring import without_folder
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.commands.options import Models
@@ -103,3 +104,10 @@ def test_calibrated_trees_depend_on_the_heads(tmp_path: Path) -> None:
     options = replace(options, models=replace(models, heads=str(tmp_path / "elsewhere")))
     with pytest.raises(RequestError, match="no calibration for this situation"):
         script.tree_for(options, loaded, heads)
+
+
+def test_results_name_no_folder_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "backbone").mkdir()
+    monkeypatch.chdir(tmp_path)
+    places = [str(tmp_path / "backbone"), "backbone", "./backbone/", "demo", "org/model"]
+    assert [without_folder(place) for place in places] == ["backbone"] * 3 + ["demo", "org/model"]
