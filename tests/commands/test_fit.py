@@ -242,7 +242,8 @@ def test_answers_fit_the_context() -> None:
         ({"purpose": "vllm"}, 7_000_000_000, True, SERVED),
         ({"purpose": "sglang"}, 260_000, False, SERVED),
         ({"kind": "hydra"}, 260_000, False, {"kind": "hydra"}),
-        ({}, 260_000, False, {"kind": "medusa"}),
+        ({}, 260_000, False, {"kind": "markov"}),
+        ({}, 260_000, True, {"kind": "medusa"}),
         ({}, 7_000_000_000, True, {"kind": "markov"}),
     ],
 )
@@ -450,7 +451,7 @@ def test_a_run_that_is_stopped_in_every_stage(
     assert figures["benchmark"]["methods"]["medusa"]["equal_to_plain"] == 1
     assert figures["headline"]["title"] in told.out
     assert f'Next: medusa generate {folder} "Once upon a time" --dtype float32\n' in told.out
-    assert MedusaHeads.from_pretrained(folder).config.kind == "medusa"
+    assert MedusaHeads.from_pretrained(folder).config.kind == "markov"
     assert {"report.html", "benchmark.json", "fit.json", "provenance.json"} <= {path.name for path in folder.iterdir()}
 
     ran.clear()
@@ -469,13 +470,13 @@ def test_a_training_run_that_ended_before_the_signal_is_not_repeated(
     train = stages.TrainingStage.work
     monkeypatch.setattr(stages.TrainingStage, "work", lambda stage: (train(stage), stop(stage)))
     assert main(command()) == 143
-    weights = tmp_path / "heads" / "stages" / "medusa" / WEIGHTS
+    weights = tmp_path / "heads" / "stages" / "markov" / WEIGHTS
     written = weights.stat().st_mtime_ns
     monkeypatch.setattr(stages.TrainingStage, "work", train)
     monkeypatch.setattr(stages.CalibrationStage, "work", stop)
     assert main(command()) == 143
     assert weights.stat().st_mtime_ns == written
-    figures = json.loads((tmp_path / "heads" / "fit.json").read_text())["stages"]["train medusa"]
+    figures = json.loads((tmp_path / "heads" / "fit.json").read_text())["stages"]["train markov"]
     assert figures["steps"] > 0
 
 
