@@ -62,8 +62,9 @@ class TreeMasks:
     def _of_step(self, kind: LayerKind, lengths: Sequence[int], topology: Topology) -> Tensor:
         """The mask for a tree that only one step has."""
         longest = max(lengths)
-        equal = len(lengths) > 1 and min(lengths) == longest and len(topology.ancestors) == 1  # these read one mask
-        if not equal and kind.window is None and not self.copies and _numpy_can_read(topology, self.dtype):
+        one_for_all = len(lengths) > 1 and min(lengths) == longest and topology.is_shared
+        numpy_can_read = topology.ancestors.is_cpu and self.dtype == torch.float32
+        if numpy_can_read and not (one_for_all or self.copies) and kind.window is None:
             return _on_host(lengths, topology)
         if kind.window is not None or min(lengths) < longest:
             return additive(visible(topology, lengths, kind), self.dtype)[:, None]
@@ -79,10 +80,6 @@ class TreeMasks:
             if kind.chunk is None:
                 seen = visible(topology, [capacity], kind)[0]
                 self.wide[kind.name] = additive(torch.cat([seen, nothing], dim=1), self.dtype)[None, None]
-
-
-def _numpy_can_read(topology: Topology, dtype: torch.dtype) -> bool:
-    return topology.ancestors.is_cpu and dtype == torch.float32
 
 
 def _on_host(lengths: Sequence[int], topology: Topology) -> Tensor:

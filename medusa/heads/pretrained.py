@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, Unpack
@@ -21,16 +20,15 @@ if TYPE_CHECKING:
     from medusa.export.repository import PushOptions
 
 
-def _first_parameter(module: nn.Module) -> nn.Parameter:
-    """What `next(module.parameters())` finds, in a tenth of its time: drafts ask for it several times a step."""
+def _first_parameter(module: nn.Module) -> nn.Parameter | None:
+    """What `next(module.parameters(), None)` finds, in a tenth of its time: drafts ask for it several times a step."""
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter
     for child in module._modules.values():
-        if child is not None:
-            with suppress(StopIteration):
-                return _first_parameter(child)
-    raise StopIteration
+        if child is not None and (found := _first_parameter(child)) is not None:
+            return found
+    return None
 
 
 class PretrainedHeads(nn.Module):
@@ -43,11 +41,17 @@ class PretrainedHeads(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return _first_parameter(self).dtype
+        return self._any_parameter.dtype
 
     @property
     def device(self) -> torch.device:
-        return _first_parameter(self).device
+        return self._any_parameter.device
+
+    @property
+    def _any_parameter(self) -> nn.Parameter:
+        found = _first_parameter(self)
+        assert found is not None, "all kinds of heads have parameters"
+        return found
 
     @property
     def num_parameters(self) -> int:

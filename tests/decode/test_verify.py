@@ -139,6 +139,17 @@ def test_masks_of_trees_that_differ_by_row_equal_the_definition(kind: str, dtype
         check_masks(kind, masks(lengths, topology), lengths, topology, dtype)
 
 
+def test_equal_texts_read_one_mask_of_a_tree_that_they_share() -> None:
+    """For example the drafts of an n-gram drafter; copies would cost memory and time for each text."""
+    tree = random_tree(9, 1, max_depth=4)
+    topology = Topology.from_parents(tree.parent[None], tree.depth[None], 4, 8)
+    masks = TreeMasks(config_of("full_attention"), torch.float32, torch.device("cpu"))
+    mask = masks([6, 6, 6], topology)
+    assert isinstance(mask, torch.Tensor)
+    check_masks("full_attention", mask, [6, 6, 6], topology, torch.float32)
+    assert mask.stride(0) == 0
+
+
 def check_masks(kind: str, got: Any, lengths: list[int], topology: Topology, dtype: torch.dtype) -> None:
     by_kind = got if isinstance(got, dict) else {kind: got}
     assert set(by_kind) == {each.name for each in LayerKinds(config_of(kind)).kinds}
