@@ -3,9 +3,10 @@
     python scripts/context_lengths.py --backbone stories260K --data train.txt --eval eval.txt --output runs/context \\
         --json context_lengths.json
 
-The backbone is first trained further on rows of 2,048 tokens. Heads are then trained for equal CPU time, on such rows
-and on rows of 512 tokens; a window is also set after the training. All heads continue the same held-out texts after
-their last 512 to 1,950 tokens. The costs are those of new heads for the embedded backbone.
+The backbone is first trained further on long rows (2,048 tokens, or `--length`). Heads are then trained for equal time,
+on such rows and on rows of 512 tokens; a window is also set after the training. All heads continue the same held-out
+texts after their last 512 to 1,950 tokens, or `--contexts`. On a CPU, CPU time counts, and the costs of new heads for
+the embedded backbone are measured, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -27,16 +29,17 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from backbone_training import BackboneTrainer, Recipe, cut_rows, encode
 from compare_kinds import PATH, counted
-from decode.bench.methods import medusa_method, plain_method
+from decode.bench.machine import machine
+from decode.bench.methods import Method, medusa_method, plain_method
 from decode.draft import Frontier
 from decode.drafters.layouts import resolve_tree
 from decode.drafters.trained_heads import heads_drafter
 from decode.heads_cache import HeadsCache
-from decode.results import tau
+from decode.results import Result, tau
 from decode.settings import Settings
 from medusa import MedusaHeads
 from medusa.backbone import Backbone
-from medusa.errors import RunError
+from medusa.errors import RequestError, RunError
 from medusa.files import Json, write_json
 from medusa.heads.eagle import EagleHeads
 from medusa.loading import Loaded, load_backbone, load_tokenizer
@@ -46,8 +49,8 @@ from train.config import HeadsConfig
 from train.heads import new_heads
 
 LENGTH, WINDOW, NUM_HEADS = 2048, 256, 6
-ROWS = (LENGTH, 512)  # the lengths of rows that heads are trained on
-TRAINING_ROWS, STEPS = 600, 160  # rows of `LENGTH` tokens for the heads, and steps of the backbone's training
+SHORT = 512  # tokens of the other rows that heads are trained on
+TRAINING_TOKENS, STEPS = 600 * LENGTH, 160  # tokens for the heads, and steps of the backbone's training
 RECIPE = Recipe(row_length=LENGTH, batch_size=2, muon_lr=0.005, adamw_lr=1e-3, warmup_steps=20)
 KINDS: dict[str, Json] = {
     "medusa": {"kind": "medusa"},
@@ -56,13 +59,18 @@ KINDS: dict[str, Json] = {
     "eagle, window": {"kind": "eagle", "window": WINDOW},
 }
 CONTEXTS, NEW_TOKENS, PROMPTS = (512, 1024, 1536, 1950), 96, 20
+READ_AT_ONCE = 40_000  # tokens of prompts: attention over a prompt may hold its whole scores in memory
 TREES = ("mc_sim_7b_63", "dynamic:64")
 COST_CONTEXTS, REPEATS = (512, 2048, 8192), 15
-EXACT = LoadOptions("float32", "cpu")
+CPU = "cpu"
 
 
-def rows_of(backbone: str, path: str) -> Tensor:
-    """Cut stories, joined in the order of the name that each has most often, into rows [R, LENGTH], which are shuffled.
+def exact(backbone: str | Path, device: str = CPU) -> Loaded:
+    return load_backbone(str(backbone), LoadOptions("float32", device))
+
+
+def rows_of(backbone: str, path: str, length: int) -> Tensor:
+    """Cut stories, joined in the order of the name that each has most often, into rows [R, length], which are shuffled.
 
     So most stories of a row are about the same name, and early text tells the model what to expect later."""
 
@@ -71,39 +79,39 @@ def rows_of(backbone: str, path: str) -> Tensor:
         return found[0][0] if found else ""
 
     stories = sorted(read_documents(path), key=name)
-    rows = cut_rows(encode(load_tokenizer(backbone), stories), LENGTH).datasets["input_ids"]
+    rows = cut_rows(encode(load_tokenizer(backbone), stories), length).datasets["input_ids"]
     return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
 
 
 def lengthen(args: argparse.Namespace) -> None:
-    """Train the backbone further on rows of `LENGTH` tokens, and write it."""
-    model, folder = load_backbone(args.backbone, EXACT).model, args.output / "backbone"
-    model.config.max_position_embeddings = LENGTH
-    rows = cut_rows([rows_of(args.backbone, args.data).flatten()], LENGTH)
+    """Train the backbone further on rows of `--length` tokens, and write it."""
+    model, folder = exact(args.backbone, args.device).model, args.output / "backbone"
+    model.config.max_position_embeddings = args.length
+    rows = cut_rows([rows_of(args.backbone, args.data, args.length).flatten()], args.length)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
         per_device_train_batch_size=RECIPE.batch_size,
-        use_cpu=True,
+        use_cpu=args.device == CPU,
         seed=0,
         save_strategy="no",
         remove_unused_columns=False,
     )
-    BackboneTrainer(model, rows, RECIPE, arguments, None).train()
+    BackboneTrainer(model, rows, replace(RECIPE, row_length=args.length), arguments, None).train()
     model.eval().save_pretrained(folder)
     tokenizer = load_tokenizer(args.backbone)
-    tokenizer.model_max_length = LENGTH
+    tokenizer.model_max_length = args.length
     tokenizer.save_pretrained(folder)
 
 
 @torch.inference_mode()
 def losses(model: PreTrainedModel, rows: Tensor) -> list[float]:
-    """Compute the mean loss in nats a token of `rows` [R, LENGTH] in four bins of positions."""
+    """Compute the mean loss in nats a token of `rows` [R, T] in four bins of positions."""
     found = []
-    for row in rows.long().split(1):
+    for row in rows.long().to(model.device).split(1):
         logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()
         found.append(F.cross_entropy(logits, row[0, 1:], reduction="none"))
-    return [round(float(part.mean()), 4) for part in torch.stack(found).mean(0).split(LENGTH // 4)]
+    return [round(float(part.mean()), 4) for part in torch.stack(found).mean(0).split(rows.shape[1] // 4)]
 
 
 def train_heads(args: argparse.Namespace, kind: str, length: int) -> Path:
@@ -112,9 +120,11 @@ def train_heads(args: argparse.Namespace, kind: str, length: int) -> Path:
     if (folder / "provenance.json").is_file():
         return folder
     if not rows.is_file():
-        write_jsonl(rows, "input_ids", rows_of(args.backbone, args.data)[:TRAINING_ROWS].tolist())
+        taken = TRAINING_TOKENS // args.length
+        write_jsonl(rows, "input_ids", rows_of(args.backbone, args.data, args.length)[:taken].tolist())
     training = {"objective": "argmax", "head_weighting": "dpace", "bf16": True, "seed": 0, "save_strategy": "no"}
-    training |= {"max_cpu_minutes": args.minutes, "per_device_train_batch_size": LENGTH // length}
+    budget = "max_cpu_minutes" if args.device == CPU else "max_minutes"
+    training |= {budget: args.minutes, "per_device_train_batch_size": args.length // length}
     config = {
         "backbone": str(args.output / "backbone"),
         "data": {"path": str(rows), "sequence_length": length},
@@ -122,7 +132,7 @@ def train_heads(args: argparse.Namespace, kind: str, length: int) -> Path:
         "heads": {"num": NUM_HEADS} | KINDS[kind],
         "cache_features": True,
         "features_dir": str(args.output / f"features-{length}"),
-        "device": "cpu",  # must be explicit with bf16
+        "device": args.device,  # must be explicit with bf16
         "training": training | {"num_train_epochs": 1000},
     }
     write_json(folder.with_suffix(".json"), config)  # JSON is YAML
@@ -133,29 +143,42 @@ def train_heads(args: argparse.Namespace, kind: str, length: int) -> Path:
 def measured_heads(args: argparse.Namespace) -> dict[str, MedusaHeads]:
     """Train what is missing, and return all sets of heads by their names."""
     found: dict[str, MedusaHeads] = {}
-    for kind, length in product(KINDS, ROWS):
+    for kind, length in product(KINDS, args.rows or (args.length, SHORT)):
         folder = train_heads(args, kind, length)
-        found[f"{kind}, rows of {length}"] = MedusaHeads.from_pretrained(folder)
+        found[f"{kind}, rows of {length}"] = MedusaHeads.from_pretrained(folder).to(args.device)
         if kind == "eagle":
-            narrow = MedusaHeads.from_pretrained(folder)
+            narrow = MedusaHeads.from_pretrained(folder).to(args.device)
             assert isinstance(narrow, EagleHeads)
             narrow.config.window = narrow.window = WINDOW
             found[f"{kind}, rows of {length}, window after training"] = narrow
     return found
 
 
-def tau_by_context(loaded: Loaded, heads: dict[str, MedusaHeads], rows: Tensor) -> list[Json]:
-    """Continue `rows` [R, LENGTH] greedily after contexts of several lengths, which end at the same token of a row."""
-    settings, found, end = Settings(max_new_tokens=NEW_TOKENS, ignore_eos=True), [], max(CONTEXTS)
-    for context in CONTEXTS:
+def decode(method: Method, prompts: Sequence[list[int]]) -> list[Result]:
+    """Decode prompts of one length in batches of at most `READ_AT_ONCE` tokens."""
+    batch = max(1, READ_AT_ONCE // len(prompts[0]))
+    return [result for start in range(0, len(prompts), batch) for result in method(prompts[start : start + batch])]
+
+
+def tau_by_context(
+    loaded: Loaded, heads: dict[str, MedusaHeads], rows: Tensor, contexts: Sequence[int] = CONTEXTS
+) -> list[Json]:
+    """Continue `rows` [R, T] greedily after contexts of several lengths, which end at the same token of a row.
+
+    RunError: on a CPU, heads wrote another text than plain decoding. On a GPU, where kernels for several tokens round
+    differently, the equal texts are counted."""
+    settings, found, end = Settings(max_new_tokens=NEW_TOKENS, ignore_eos=True), [], max(contexts)
+    for context in contexts:
         prompts = rows[:, end - context : end].tolist()
-        texts = [result.new_ids for result in plain_method(loaded.model, settings)(prompts)]
+        texts = [result.new_ids for result in decode(plain_method(loaded.model, settings), prompts)]
         for (name, own), tree in product(heads.items(), TREES):
-            results = medusa_method(loaded.model, own, settings, tree=tree)(prompts)
-            if [result.new_ids for result in results] != texts:
+            results = decode(medusa_method(loaded.model, own, settings, tree=tree), prompts)
+            equal = sum(result.new_ids == text for result, text in zip(results, texts, strict=True))
+            if equal < len(texts) and loaded.model.device.type == CPU:
                 raise RunError(f"{name} wrote another text after {context} tokens than plain decoding")
             each = [round(tau([result]), 4) for result in results]
             found.append({"heads": name, "tree": tree, "context": context, "tau": tau(results), "each": each})
+            found[-1]["equal_texts"] = equal
     return found
 
 
@@ -208,22 +231,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", required=True, help="stories to train on (.txt)")
     parser.add_argument("--eval", required=True, help="other stories, for prompts (.txt)")
     parser.add_argument("--output", required=True, type=Path, help="write here; what exists is kept")
-    parser.add_argument("--minutes", type=float, default=4, help="CPU minutes for each heads (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=4, help="minutes for each heads (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=LENGTH, metavar="T", help="tokens of long rows (default: 2048)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, metavar="T", help="tokens before a text")
+    parser.add_argument("--rows", type=int, nargs="+", metavar="T", help="train heads only on rows of these lengths")
+    parser.add_argument("--device", default=CPU, help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
-    held_out = rows_of(args.backbone, args.eval)
+    if max(args.contexts) + NEW_TOKENS > args.length:
+        raise RequestError(f"--contexts must be at most {args.length - NEW_TOKENS}: a text has {NEW_TOKENS} new tokens")
+    held_out = rows_of(args.backbone, args.eval, args.length)
     torch.set_num_threads(1)
     if not (args.output / "backbone" / "config.json").is_file():
         lengthen(args)
-    loaded = load_backbone(str(args.output / "backbone"), EXACT)
-    found: Json = {"minutes": args.minutes, "window": WINDOW}
-    found["loss before"] = losses(load_backbone(args.backbone, EXACT).model, held_out)
+    loaded = exact(args.output / "backbone", args.device)
+    found: Json = {"minutes": args.minutes, "window": WINDOW, "length": args.length}
+    found["device"] = asdict(machine()) if args.device != CPU else CPU
+    found["loss before"] = losses(exact(args.backbone, args.device).model, held_out)
     found["loss after"] = losses(loaded.model, held_out)
-    found["tau"] = tau_by_context(loaded, measured_heads(args), held_out[:PROMPTS])
-    found["costs"] = costs(Backbone(load_backbone("demo", EXACT).model))
+    found["tau"] = tau_by_context(loaded, measured_heads(args), held_out[:PROMPTS], args.contexts)
     print(f"nats a token in the four quarters of rows: {found['loss before']}, then {found['loss after']}")
-    print(table(found["tau"], "tau", 3), table(found["costs"], "mflop", 1), sep="\n\n", end="\n\n")
-    print(table(found["costs"], "milliseconds", 2))
+    print(table(found["tau"], "tau", 3), end="\n\n")
+    if args.device == CPU:
+        found["costs"] = costs(Backbone(exact("demo").model))
+        print(table(found["costs"], "mflop", 1), table(found["costs"], "milliseconds", 2), sep="\n\n")
     if args.json:
         write_json(args.json, found)
 

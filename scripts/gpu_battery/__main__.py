@@ -9,7 +9,8 @@
 Run the battery from the root of the repository; only the dependencies of the packages must be installed. Each figure
 is appended to figures.jsonl at once, with the GPU's clock and power; report.md is one page of tables. Each stage is a
 process with a time limit, so a stage that fails or hangs does not affect the figures of other stages. Stages run side
-by side, so that one can compile while another one trains. While something is timed, nothing trains or compiles.
+by side, so that one can compile while another one trains. While something is timed, nothing trains, and all other
+stages are stopped.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ BATTERY_SECONDS = 570
 REHEARSAL_FACTOR = 5  # for a slow or busy CPU
 STAGES = {  # limits in seconds, of one GPU with 16 CPU cores
     "backbone": Stage(backbone, 150),
-    "MHA": Stage(partial(curves, model="MHA"), 400),
-    "GQA": Stage(partial(curves, model="GQA"), 400),
+    "MHA": Stage(partial(curves, model="MHA"), 480),
+    "GQA": Stage(partial(curves, model="GQA"), 480),
     "checks": Stage(checks, 400),
     "sharding": Stage(sharding, 100),
     "text": Stage(text, 60, needs=("backbone",)),
     **{f"train {kind}": Stage(partial(train, kind=kind), 100, needs=("text",)) for kind in KINDS},
-    "benchmark": Stage(benchmark, 350, needs=(f"train {MAIN_KIND}",)),
-    "kinds": Stage(kinds, 350, needs=tuple(f"train {kind}" for kind in KINDS)),
+    "benchmark": Stage(benchmark, 440, needs=(f"train {MAIN_KIND}",)),
+    "kinds": Stage(kinds, 440, needs=tuple(f"train {kind}" for kind in KINDS)),
     "losses": Stage(losses, 100, needs=("MHA", "GQA")),
-    "verify": Stage(verify, 150, needs=("benchmark", "kinds")),
+    "verify": Stage(verify, 250, needs=("benchmark", "kinds")),
 }
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
-from decode.results import tau
+from decode.results import Result, tau
 from decode.settings import Settings
 from medusa import Tree
 from medusa.config import KINDS
@@ -29,13 +30,14 @@ BASELINE = "plain, compiled"
 def benchmark(run: Run) -> None:
     """Measure tau and tokens per second of plain decoding, of decoding with heads, and of `generate`."""
     bench = Bench(run)
-    for how, way in run.ways.items():
+    for number, (how, way) in enumerate(run.ways.items()):
         bench.measure_way(how, way, [MAIN_KIND])
+        if number == 0:
+            bench.prepare_forwards()
+            bench.compare_with_targets()
     generating = {"compiled": STATIC, "static cache": STATIC | {"disable_compile": True}, "eager": {}}
-    for name, options in generating.items():
-        bench.measure(f"generate, {name}", transformers_method(bench.model, bench.eager, **options))
-    bench.prepare_forwards()
-    bench.compare_with_targets()
+    makers = {name: partial(transformers_method, bench.model, bench.eager, **way) for name, way in generating.items()}
+    bench.measure({f"generate, {name}": make for name, make in makers.items()})
 
 
 def kinds(run: Run) -> None:
@@ -50,8 +52,7 @@ class Bench:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        with run.busy():
-            self.model = load_backbone(str(run.backbone), LoadOptions(run.dtype_name, run.device)).model
+        self.model = load_backbone(str(run.backbone), LoadOptions(run.dtype_name, run.device)).model
         self.prompts = [record.input_ids for record in read_records(str(run.prompts))]
         self.eager = Settings(max_new_tokens=run.scale.new_tokens, ignore_eos=True)
         self.methods: dict[str, Method] = {}
@@ -70,50 +71,58 @@ class Bench:
     def measure_way(self, how: str, way: dict[str, object], kinds: Sequence[str]) -> None:
         """Measure plain decoding and decoding with heads of these kinds, with the options `way`."""
         settings = replace(self.eager, **way)
-        self.measure(f"plain, {how}", plain_method(self.model, settings))
+        makers = {f"plain, {how}": partial(plain_method, self.model, settings)}
         for tree, kind in itertools.product(self.run.scale.trees, kinds):
-            name = f"{kind}, {tree}, {how}"
-            with self.run.attempt(method=name):
-                self.measure(name, self.method_of(kind, tree, settings))
+            makers[f"{kind}, {tree}, {how}"] = partial(self.method_of, kind, tree, settings)
+        self.measure(makers)
 
-    def measure(self, name: str, method: Method) -> None:
-        """Decode one prompt, which compiles what the method needs; then time the method and record its figure."""
-        with self.run.attempt(method=name):
-            with self.run.busy():
-                start = time.monotonic()
+    def measure(self, makers: Mapping[str, Callable[[], Method]]) -> None:
+        """Make methods and decode one prompt with each, which compiles what it needs; then time those that can."""
+        first_seconds = {}
+        for name, make in makers.items():
+            with self.run.attempt(method=name):
+                method, start = make(), time.monotonic()
                 method(self.prompts[:1])
-                seconds = round(time.monotonic() - start, 1)
-            self.methods[name] = method
-            self.time(name, seconds)
+                first_seconds[name] = round(time.monotonic() - start, 1)
+                self.methods[name] = method
+        self.time(first_seconds)
 
     def prepare_forwards(self) -> None:
         """Compile the forwards alone over the nodes of each tree, and over one node."""
         times = 1, len(self.prompts[0]), self.run.scale.new_tokens
         trees = {name: load_tree(tree, NUM_HEADS) for name, tree in self.run.scale.trees.items()}
         for name, tree in {"": Tree.chain(0), **trees}.items():
-            with self.run.attempt(forward=tree.num_nodes), self.run.busy():
+            with self.run.attempt(forward=tree.num_nodes):
                 self.forwards[name] = forward_timer(self.model, tree, *times)
 
-    def time(self, name: str, seconds: float) -> None:
-        """Decode all prompts in several rounds, and record the figure; the first prompt has taken `seconds`.
+    def time(self, first_seconds: Mapping[str, float]) -> None:
+        """Decode all prompts with these methods in turn, in several rounds; record a figure for each method.
 
-        Tokens per second count the prefill, `step_ms` does not. Speedups are over compiled plain decoding."""
-        method = self.methods[name]
-        figure, clock, rates = Figure(method=name, first_seconds=seconds), StepClock(), []
+        The first prompt has taken `first_seconds`. Tokens per second count the prefill, `step_ms` does not. Speedups
+        are over compiled plain decoding."""
+        clocks = {name: StepClock() for name in first_seconds}
+        rates: dict[str, list[float]] = {name: [] for name in first_seconds}
+        results: dict[str, list[Result]] = {}
         with self.run.alone():
-            for _ in range(self.run.scale.rounds):
-                results = [result for prompt in self.prompts for result in method([prompt], clock.start())]
-                rates.append(sum(len(r.new_ids) for r in results) / sum(r.seconds for r in results))
-            clocks = self.run.clocks()
-        figure |= {"tokens_per_second": statistics.median(rates), "slowest": min(rates), "fastest": max(rates)}
-        figure |= clocks | {"tau": tau(results) or None, "step_ms": clock.ms}
-        self.figures[name] = figure
-        if BASELINE in self.figures:
-            figure["speedup"] = figure["tokens_per_second"] / self.figures[BASELINE]["tokens_per_second"]
-        texts = [result.new_ids for result in results]
-        self.texts = self.texts or texts
-        equal = sum(a == b for a, b in zip(texts, self.texts, strict=True))
-        self.run.keep(**figure, equal_texts=f"{equal} of {len(texts)}")
+            for _, name in itertools.product(range(self.run.scale.rounds), first_seconds):
+                with self.run.attempt(method=name):
+                    method, clock = self.methods[name], clocks[name]
+                    results[name] = [result for prompt in self.prompts for result in method([prompt], clock.start())]
+                    seconds = sum(result.seconds for result in results[name])
+                    rates[name].append(sum(len(result.new_ids) for result in results[name]) / seconds)
+            state = self.run.clocks()
+        for name, found in results.items():
+            with self.run.attempt(method=name):
+                texts = [result.new_ids for result in found]
+                self.texts = self.texts or texts
+                equal = sum(a == b for a, b in zip(texts, self.texts, strict=True))
+                figure: Figure = {"method": name, "first_seconds": first_seconds[name]}
+                figure["tokens_per_second"] = statistics.median(rates[name])
+                figure |= {"rounds": rates[name], "tau": tau(found) or None, "step_ms": clocks[name].ms}
+                self.figures[name] = figure
+                if BASELINE in self.figures:
+                    figure["speedup"] = figure["tokens_per_second"] / self.figures[BASELINE]["tokens_per_second"]
+                self.run.keep(**figure, equal_texts=f"{equal} of {len(texts)}", **state)
 
     def compare_with_targets(self) -> None:
         """Record the speedup with each tree in the most important way beside its target (`target_of`)."""
@@ -123,22 +132,25 @@ class Bench:
             name = f"{MAIN_KIND}, {tree}, {next(iter(self.run.ways))}"
             with self.run.attempt(target=name):
                 self.compare_with_target(name, times[""], times[tree])
+                self.trace(name)
+        with self.run.attempt(traced=BASELINE):
+            self.trace(BASELINE)
 
     def compare_with_target(self, name: str, one: float, forward: float) -> None:
-        """Record a speedup and its target for T(1) and T(n) in milliseconds; if it is missed, keep a trace of steps."""
-        figure, method = self.figures[name], self.methods[name]
-        target = target_of(figure["tau"], one, forward)
+        """Record a speedup and its target for T(1) and T(n) in milliseconds."""
+        figure = self.figures[name]
         found = {"compared": name, "tau": figure["tau"], "speedup": figure["speedup"]}
-        found |= {"nodes": method.source.tree.num_nodes, "forward_ms": forward, "forward_of_1_ms": one}
-        without_prefills = figure["tau"] * self.figures[BASELINE]["step_ms"] / figure["step_ms"]
-        found |= {"target": target, "steps_alone": without_prefills}
-        found["met"] = figure["speedup"] >= target
-        self.run.keep(**found)
-        if not found["met"]:
-            trace = self.run.output / "traces" / f"{name.replace(', ', '-').replace(' ', '_')}.json.gz"
-            with self.run.alone():
-                seen = profile_steps(method, self.prompts[:1], self.run.on_gpu, trace)
-            self.run.keep(missed=name, trace=str(trace.relative_to(self.run.output)), **seen)
+        found |= {"nodes": self.methods[name].source.tree.num_nodes, "forward_ms": forward, "forward_of_1_ms": one}
+        found["target"] = target_of(figure["tau"], one, forward)
+        found["steps_alone"] = figure["tau"] * self.figures[BASELINE]["step_ms"] / figure["step_ms"]
+        self.run.keep(**found, met=figure["speedup"] >= found["target"])
+
+    def trace(self, name: str) -> None:
+        """Keep a profile of steps, which shows where their time goes."""
+        trace = self.run.output / "traces" / f"{name.replace(', ', '-').replace(' ', '_')}.json.gz"
+        with self.run.alone():
+            seen = profile_steps(self.methods[name], self.prompts[:1], self.run.on_gpu, trace)
+        self.run.keep(traced=name, trace=str(trace.relative_to(self.run.output)), **seen)
 
 
 def verify(run: Run) -> None:
@@ -150,8 +162,7 @@ def verify(run: Run) -> None:
         argv += ["--sampled-prompts", run.scale.sampled_prompts, "--dtype", dtype, "--device", run.device]
         argv += ["--report", report, "--overwrite", "--quiet"]
         with run.attempt(dtype=dtype):
-            with run.busy():
-                found = run.medusa("verify", *argv, result=f"verify_{dtype}")
+            found = run.medusa("verify", *argv, result=f"verify_{dtype}")
             greedy, about = found["greedy"], {"dtype": dtype, "passed": found["passed"]}
             equal = f"{greedy['equal']} of {greedy['prompts']}"
             run.keep(**about, equal_texts=equal, rounding_ties=greedy["rounding_ties"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -36,8 +36,7 @@ def checks(run: Run) -> None:
 
     A wrong address ends the process, so the checks that may meet one come last."""
     for check in (other_threads, ending_rows, waits, mask_offsets, cudnn):
-        # `cudnn` times steps, so it waits for the GPU itself.
-        with run.attempt(check=check.__name__), nullcontext() if check is cudnn else run.busy():
+        with run.attempt(check=check.__name__):
             check(run, partial(run.keep, check=check.__name__))
     run.require_no_errors()
 
@@ -119,9 +118,8 @@ def mask_offsets(run: Run, keep: Keep) -> None:
 def cudnn(run: Run, keep: Keep) -> None:
     """Time eager steps without and with cuDNN's attention, which prepares a plan for each length of the text."""
     for name, nodes, enabled in itertools.product(run.scale.kv_heads, (run.scale.check_nodes, 1), (False, True)):
-        with run.busy():
-            model, prompts = random_model(run, name, **LAYERS), random_prompts(run, [run.scale.check_context])
-            method = random_method(run, model, nodes, settings_of(run))
+        model, prompts = random_model(run, name, **LAYERS), random_prompts(run, [run.scale.check_context])
+        method = random_method(run, model, nodes, settings_of(run))
         with cudnn_attention(enabled), run.alone():
             timed = {"ms": step_ms(method, prompts)} | run.clocks()
             timed |= profile_steps(method, prompts, run.on_gpu)

@@ -36,16 +36,17 @@ def curves(run: Run, model: str) -> None:
     token. The most important points, early ones of early ways, come first."""
     ranked = itertools.product(enumerate(run.ways.items()), enumerate(run.scale.points))
     for (_, (how, way)), (_, point) in sorted(ranked, key=lambda pair: pair[0][0] + pair[1][0]):
-        settings = Settings(max_new_tokens=SKIPPED + run.scale.steps, ignore_eos=True, **way)
+        settings, prepared = Settings(max_new_tokens=SKIPPED + run.scale.steps, ignore_eos=True, **way), []
         for nodes in point["nodes"]:
             about = {"model": model, "how": how, **point, "nodes": nodes}
             if run.end - time.monotonic() > run.seconds / 8:
                 with run.attempt(**about):
-                    with run.busy():
-                        method, start = random_method(run, random_model(run, model), nodes, settings), time.monotonic()
-                        method(random_ids(run, about))
-                        seconds = round(time.monotonic() - start, 1)
-                    measure_point(run, about | {"first_seconds": seconds}, method)
+                    method, start = random_method(run, random_model(run, model), nodes, settings), time.monotonic()
+                    method(random_ids(run, about))
+                    prepared.append((about | {"first_seconds": round(time.monotonic() - start, 1)}, method))
+        for about, method in prepared:  # one after another, so that T(n) and T(1) are measured side by side
+            with run.attempt(**about):
+                measure_point(run, about, method)
 
 
 def random_ids(run: Run, about: Figure) -> list[list[int]]:
@@ -113,13 +114,9 @@ def losses(run: Run) -> None:
 
 
 def sharding(run: Run) -> None:
-    """Compare the logits of a model before and after FSDP2 shards it over one process."""
-    with run.busy():
-        compare_sharded(run)
+    """Compare the logits of a model before and after FSDP2 shards it over one process.
 
-
-def compare_sharded(run: Run) -> None:
-    """Do the work of the stage `sharding`; RuntimeError: the logits differ by more than rounding."""
+    RuntimeError: they differ by more than rounding."""
     model = random_model(run, next(iter(run.scale.kv_heads))).requires_grad_(False)
     ids = torch.randint(run.scale.curve_shape["vocab_size"], (2, 64), device=run.device)
     with torch.no_grad():

@@ -43,7 +43,7 @@ def backbone(run: Run) -> None:
     argv = ["--data", run.output / "train.txt", "--eval", run.output / "eval.txt", "--output", run.backbone]
     argv += ["--overwrite", "--data-licence", "various", "--device", run.device, *run.scale.backbone.split()]
     start = time.monotonic()
-    with run.busy():
+    with run.training():
         make_backbone.main(list(map(str, argv)))
     size = (run.backbone / "model.safetensors").stat().st_size / 1e6
     run.keep(seconds=round(time.monotonic() - start), source_mb=sum(map(len, seen)) / 1e6, megabytes=size)
@@ -61,7 +61,7 @@ def text(run: Run) -> None:
     argv += ["--max-new-tokens", run.scale.new_tokens, "--batch-size", 512, "--temperature", 0.3, "--ignore-eos"]
     argv += ["--device", run.device, "--dtype", run.dtype_name, "--quiet"]
     start = time.monotonic()
-    with run.busy():
+    with run.training():
         run.medusa("distill", *argv)
     run.keep(texts=run.scale.texts, writing_seconds=round(time.monotonic() - start))
 
@@ -79,7 +79,7 @@ def train(run: Run, kind: str) -> None:
     recipe = run.output / f"{kind}.yaml"
     write_json(recipe, config)  # JSON is YAML
     start = time.monotonic()
-    with run.busy():
+    with run.training():
         result = run.medusa("train", recipe, "--overwrite", "--quiet", result=f"train_{kind}")
     seconds = round(time.monotonic() - start)
     run.keep(kind=kind, steps=result.get("steps"), loss=result.get("loss"), training_seconds=seconds)

@@ -33,7 +33,7 @@ def write_report(output: Path, stages: Mapping[str, Stage]) -> Path:
 
 def target_lines(figures: Sequence[Figure]) -> list[str]:
     """Say for each tree whether compiled decoding reaches 0.9 tau T(1) / T(n) times the speed of plain decoding."""
-    traces = {figure["missed"]: figure["trace"] for figure in figures if "missed" in figure}
+    traces = {figure["traced"]: figure["trace"] for figure in figures if "trace" in figure}
     lines = []
     for figure in figures:
         if "compared" in figure:
@@ -42,7 +42,7 @@ def target_lines(figures: Sequence[Figure]) -> list[str]:
                 cell(figure[key])
                 for key in ("tau", "forward_of_1_ms", "forward_ms", "target", "speedup", "steps_alone")
             )
-            verdict = "met" if figure["met"] else f"missed, profile in {traces.get(name, 'no file')}"
+            verdict = f"{'met' if figure['met'] else 'missed'}, profile in {traces.get(name, 'no file')}"
             lines.append(
                 f"**{name}: {speedup} times compiled plain decoding** ({steps} without the prefill). Target: "
                 f"0.9 tau T(1)/T({nodes}) = 0.9 x {tau} x {one} ms / {forward} ms = {target}: {verdict}."

@@ -6,12 +6,13 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
@@ -31,7 +32,9 @@ from scripts.gpu_battery.clocks import gpu_state
 
 Figure = dict[str, object]
 FIGURES = "figures.jsonl"
+RUNNING = "running"  # a folder with an empty file for each process of a stage, named by its id
 START_SECONDS = 60  # in which a process must be able to use the GPU
+DRAIN_SECONDS = 0.1  # in which the kernels end that a stopped stage has launched
 # Sizes of everything that the battery measures. scale.yaml says what each one means.
 SIZES = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text(encoding="utf-8"))
 FULL, TOY = (SimpleNamespace(**SIZES[size]) for size in ("full", "toy"))
@@ -98,23 +101,24 @@ class Run:
         return gpu_state(torch.device(self.device)) if self.on_gpu else {}
 
     @contextmanager
-    def alone(self, exclusive: bool = True) -> Iterator[None]:
-        """Wait for other stages, and keep them from timing anything; `exclusive`: also from working in `busy`.
+    def alone(self, stop_others: bool = True) -> Iterator[None]:
+        """Wait until nothing trains and nothing is timed, and stop all other stages inside the block.
 
         Stages wait in a queue. Otherwise one that wants the GPU alone would wait until nobody else wants it."""
         with (self.output / "gpu.queue").open("w") as queue, (self.output / "gpu.lock").open("w") as lock:
             try:
                 fcntl.flock(queue, fcntl.LOCK_EX)
-                fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+                fcntl.flock(lock, fcntl.LOCK_EX if stop_others else fcntl.LOCK_SH)
                 fcntl.flock(queue, fcntl.LOCK_UN)
-                yield
+                with others_stopped(self.output) if stop_others else nullcontext():
+                    yield
             finally:  # a child process may have the files open, so to close them is not enough
                 fcntl.flock(queue, fcntl.LOCK_UN)
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
-    def busy(self) -> AbstractContextManager[None]:
-        """Work that would disturb the times of other stages, such as training; other stages may also be busy."""
-        return self.alone(exclusive=False)
+    def training(self) -> AbstractContextManager[None]:
+        """Do work that must not be stopped, because a clock limits it; other stages may do the same."""
+        return self.alone(stop_others=False)
 
     def keep(self, **figure: object) -> None:
         """Append a figure of this stage to the file of figures, with the GPU's clocks unless it holds them already."""
@@ -157,6 +161,25 @@ class Run:
         return {}
 
 
+@contextmanager
+def others_stopped(output: Path) -> Iterator[None]:
+    """Stop the processes of all other stages inside the block, so that a compiler takes no time from what is timed."""
+    others = [int(place.name) for place in (output / RUNNING).glob("*") if place.name != str(os.getpid())]
+    try:
+        signal_groups(others, signal.SIGSTOP)
+        time.sleep(DRAIN_SECONDS)
+        yield
+    finally:
+        signal_groups(others, signal.SIGCONT)
+
+
+def signal_groups(leaders: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to process groups, except those that have ended."""
+    for leader in leaders:
+        with suppress(ProcessLookupError):
+            os.killpg(leader, number)
+
+
 @dataclass(frozen=True)
 class Stage:
     """A part of the battery, which measures or trains something in a separate process."""
@@ -177,6 +200,13 @@ def run_stages(
     begin, context = time.monotonic(), processes(device)
     outcomes: dict[str, Figure] = {}
     waiting, running, begun = dict(stages), dict[str, BaseProcess](), dict[str, float]()
+    shutil.rmtree(output / RUNNING, ignore_errors=True)  # of a battery that was ended
+
+    def end(process: BaseProcess) -> None:
+        """End a stage, and let those go on that it had stopped."""
+        kill(process)
+        (output / RUNNING / str(process.pid)).unlink(missing_ok=True)
+        signal_groups((process.pid for process in running.values() if process.pid), signal.SIGCONT)
 
     def record(name: str, outcome: Figure) -> None:
         spent = round(time.monotonic() - begun.get(name, time.monotonic()))
@@ -204,7 +234,7 @@ def run_stages(
             for name, process in list(running.items()):
                 ended, late = process.exitcode is not None, time.monotonic() >= ends[name]
                 if ended or late:
-                    kill(running.pop(name))
+                    end(running.pop(name))
                     cut = {"status": "cut off", "error": f"not finished after {time.monotonic() - begun[name]:.0f} s"}
                     record(name, outcome_of(process, log_of(output, name)) if ended else cut)
     finally:
@@ -277,7 +307,7 @@ def use_gpu(device: str) -> None:
 
 def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> None:
     """Run the stage in this process, with its output in its log."""
-    os.setpgid(0, 0)  # a new group, so that its children can be ended with it
+    os.setpgid(0, 0)  # a new group, so that its children can be stopped and ended with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by `start` while this process began
     log = log_of(output, name)
     log.parent.mkdir(exist_ok=True)
@@ -285,6 +315,11 @@ def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, se
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # a parent may replace them
+    run = Run(name, output, TOY if toy else FULL, device, seconds)
+    (output / RUNNING).mkdir(exist_ok=True)
+    (output / RUNNING / str(os.getpid())).touch()
+    with run.training():  # something may be timed by a stage that does not know this one
+        pass
     transformers.set_seed(0)
     if device != "cpu":
         use_gpu(device)
@@ -293,7 +328,7 @@ def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, se
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # not allowed after a fork
         torch.compile = lambda function, **options: function  # the battery is rehearsed, not the compiler
     try:
-        stage.run(run := Run(name, output, TOY if toy else FULL, device, seconds))
+        stage.run(run)
         if run.errors and not run.succeeded:
             raise RuntimeError(run.errors[-1])
     except BaseException:

@@ -83,6 +83,7 @@ def profile_steps(
     longest = max(attention, key=lambda e: (e.self_device_time_total, e.self_cpu_time_total), default=None)
     found = {"launches": launches / PROFILED, "waits": waits / PROFILED, "attention": longest and longest.key[:60]}
     if on_gpu:
+        found["kernels"] = sum(e.count for e in kernels) / PROFILED
         found["kernels_ms"] = sum(e.self_device_time_total for e in kernels) / 1000 / PROFILED
     return found
 

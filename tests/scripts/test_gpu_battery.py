@@ -71,8 +71,9 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     forwards = compared["forward_of_1_ms"] / compared["forward_ms"]
     assert compared["target"] == pytest.approx(0.9 * compared["tau"] * forwards)
     assert compared["met"] == (compared["speedup"] >= compared["target"])
-    traces = [tmp_path / figure["trace"] for figure in figures["benchmark"] if "missed" in figure]
-    assert [place.is_file() for place in traces] == [True] * (not compared["met"])
+    traces = {figure["traced"]: tmp_path / figure["trace"] for figure in figures["benchmark"] if "trace" in figure}
+    assert set(traces) == {"markov, 7 nodes, compiled", "plain, compiled"}
+    assert all(place.is_file() for place in traces.values())
     assert [figure["passed"] for figure in figures["verify"] if "passed" in figure] == [True, True]
     for kind in KINDS:
         assert any(figure.get("method", "").startswith(f"{kind}, ") for figure in figures["kinds"])
@@ -335,8 +336,8 @@ def test_a_stage_reaches_a_new_python(tmp_path: Path, monkeypatch: pytest.Monkey
     assert any("blocks" in figure for figure in run.read_figures(tmp_path)["sharding"])
 
 
-def test_what_is_timed_has_the_gpu_alone_and_in_turn(tmp_path: Path) -> None:
-    """Stages that become busy later do not pass one that waits to time something."""
+def test_what_is_timed_waits_for_training_and_comes_before_later_training(tmp_path: Path) -> None:
+    """`c` waits for both that train, and `d` waits behind `c`."""
     order, ends = list[str](), {name: threading.Event() for name in "abcd"}
 
     def hold(name: str, how: str) -> None:
@@ -346,7 +347,7 @@ def test_what_is_timed_has_the_gpu_alone_and_in_turn(tmp_path: Path) -> None:
             order.append(f"{name} ended")
 
     threads = {name: threading.Thread(target=hold, args=(name, how)) for name, how in HOLDING.items()}
-    for thread in threads.values():  # a and b work side by side, c waits for both, and d waits behind c
+    for thread in threads.values():
         thread.start()
         time.sleep(0.1)
     assert order == ["a", "b"]
@@ -358,12 +359,62 @@ def test_what_is_timed_has_the_gpu_alone_and_in_turn(tmp_path: Path) -> None:
     assert order == ["a", "b", "a ended", "b ended", "c", "c ended", "d", "d ended"]
 
 
-HOLDING = {"a": "busy", "b": "busy", "c": "alone", "d": "busy"}
+HOLDING = {"a": "training", "b": "training", "c": "alone", "d": "training"}
+
+
+def counting(stage: Run) -> None:
+    """Count in a child process, as a compiler works, until the stage is ended; the file holds one byte for each."""
+    place = stage.output / "count"
+    work = "import sys, time\nwhile True: open(sys.argv[1], 'ab').write(b'.'); time.sleep(0.002)"
+    subprocess.run([sys.executable, "-c", work, str(place)], check=True)
+
+
+def timing(stage: Run) -> None:
+    """Time twice, and keep how far the other stage counted meanwhile, and that it went on between."""
+    place = stage.output / "count"
+    for _ in range(2):
+        while not place.exists() or place.stat().st_size < 20:
+            time.sleep(0.01)
+        with stage.alone():
+            before = place.stat().st_size
+            time.sleep(0.3)
+            stage.keep(counted=place.stat().st_size - before)
+        place.unlink()
+
+
+def test_other_stages_are_stopped_while_something_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "processes", lambda device: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(run, "use_gpu", lambda device: torch.set_num_threads(1))
+    monkeypatch.setattr(Run, "clocks", lambda self: {})
+    stages = {"counting": Stage(counting, 4), "timing": Stage(timing, 60)}
+    outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
+    assert {name: outcome["status"] for name, outcome in outcomes.items()} == {
+        "counting": "cut off",
+        "timing": "done",
+    }
+    assert [figure["counted"] for figure in run.read_figures(tmp_path)["timing"] if "counted" in figure] == [0, 0]
+
+
+def holding(stage: Run) -> None:
+    with stage.alone():
+        stage.keep(held=True)
+        time.sleep(3600)
+
+
+def test_a_stage_that_is_ended_while_it_times_lets_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "processes", lambda device: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(run, "use_gpu", lambda device: torch.set_num_threads(1))
+    monkeypatch.setattr(Run, "clocks", lambda self: {})
+    stages = {"holding": Stage(holding, 2), "timing": Stage(timing, 60), "counting": Stage(counting, 6)}
+    outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
+    assert [outcomes[name]["status"] for name in stages] == ["cut off", "done", "cut off"]
 
 
 def test_the_lock_ends_with_its_block_though_a_child_holds_the_file(tmp_path: Path) -> None:
     stage = Run("a", tmp_path, TOY, "cpu", 60)
-    with stage.busy():
+    with stage.training():
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         run.start(child)
     taken = threading.Event()
@@ -422,7 +473,7 @@ def test_an_error_of_the_gpu_ends_the_stage(tmp_path: Path) -> None:
 # -- steps and the target
 
 
-def test_a_missed_target_has_a_profile(tmp_path: Path) -> None:
+def test_a_profile_is_written_for_a_viewer(tmp_path: Path) -> None:
     stage = Run("losses", tmp_path, TOY, "cpu", 60)
     method = curves.random_method(stage, curves.random_model(stage, "MHA"), 8, Settings(max_new_tokens=24))
     trace = tmp_path / "traces" / "steps.json.gz"
