@@ -51,7 +51,7 @@ def release() -> None:
 
     A finished trainer and its model refer to each other, so without this they stay until Python happens to look."""
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # otherwise no GPU has been used, or has a peak
         torch.cuda.empty_cache()
         for gpu in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(gpu)

@@ -160,9 +160,7 @@ def decode(method: Method, prompts: Sequence[list[int]]) -> list[Result]:
     return [result for start in range(0, len(prompts), batch) for result in method(prompts[start : start + batch])]
 
 
-def tau_by_context(
-    loaded: Loaded, heads: dict[str, MedusaHeads], rows: Tensor, contexts: Sequence[int] = CONTEXTS
-) -> list[Json]:
+def tau_by_context(loaded: Loaded, heads: dict[str, MedusaHeads], rows: Tensor, contexts: Sequence[int]) -> list[Json]:
     """Continue `rows` [R, T] greedily after contexts of several lengths, which end at the same token of a row.
 
     RunError: on a CPU, heads wrote another text than plain decoding. On a GPU, where kernels for several tokens round

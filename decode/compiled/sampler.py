@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 from decode.accept import Acceptance, accept_greedy, ended_at, typical
 from decode.draft import Draft
 from decode.loop import Acceptor
-from decode.ops.draws import cumulative, invert
+from decode.ops.draws import cumulative, invert_each
 from decode.ops.fast_topk import most_probable
 from decode.target import WARPERS, Target, processed
 from medusa.errors import RequestError
@@ -67,7 +67,7 @@ class FixedSampler:
         end, root, walking = torch.zeros_like(rows), torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
         for depth in range(topology.max_depth + 1):
             scores = self._scores(logits[rows, end])
-            token = invert(cumulative(scores.softmax(-1)), rows, u[:, depth]) if self.do_sample else scores.argmax(-1)
+            token = invert_each(cumulative(scores.softmax(-1)), u[:, depth]) if self.do_sample else scores.argmax(-1)
             root = torch.where(walking, token, root)
             if depth < topology.max_depth:
                 children = topology.at(table, rows, end)  # [B, C]

@@ -121,6 +121,14 @@ def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
     return Search(sums, index)(u)
 
 
+def invert_each(sums: Tensor, u: Tensor) -> Tensor:
+    """Draw a token from each of R distributions, as `invert`, from `cumulative` sums [R, V] and uniform `u` [R].
+
+    For compiled steps: on a GPU, torch.compile of PyTorch 2.11 fails on the search in flattened sums (`Search`)."""
+    found = torch.searchsorted(sums, u[:, None], right=True)[:, 0]
+    return found.masked_fill(sums[:, -1].isnan(), NO_TOKEN)
+
+
 class Search:
     """Finds the tokens of R rows by numbers in [0, 1): row i in `cumulative` sums of the distribution `index[i]`.
 

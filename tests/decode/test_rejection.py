@@ -28,7 +28,7 @@ from decode.accept import Acceptance, Scores, accept_walk, typical
 from decode.bench.losslessness.chi2 import GoodnessOfFit, goodness_of_fit
 from decode.draft import Draft, Proposal
 from decode.drafters.heads import sampled_draft
-from decode.ops.draws import MASS_LEFT, NO_TOKEN, RowDraws, SharedDraws, cumulative, draw_distinct, invert
+from decode.ops.draws import MASS_LEFT, NO_TOKEN, RowDraws, SharedDraws, cumulative, draw_distinct, invert, invert_each
 from decode.rejection import accept_sampled, residual
 from decode.topology import Topology
 from medusa import Tree
@@ -378,6 +378,7 @@ def test_tokens_of_probability_zero_are_never_drawn() -> None:
         tokens = invert(cumulative(p), index, ends)
         assert (p[which][tokens] > 0).all()
         assert (p[which][draw_distinct(p, index, ends[:, None])[:, 0]] > 0).all()
+        assert torch.equal(invert_each(cumulative(p[index]), ends), tokens)
 
 
 def test_a_distribution_of_nan_changes_no_draw_from_others() -> None:
@@ -389,6 +390,7 @@ def test_a_distribution_of_nan_changes_no_draw_from_others() -> None:
     broken = (index == 1) | (index == 3)
     assert torch.equal(invert(cumulative(q), index, u[:, 0]), tokens.masked_fill(broken, NO_TOKEN))
     assert torch.equal(draw_distinct(q, index, u), distinct.masked_fill(broken[:, None], 0))
+    assert torch.equal(invert_each(cumulative(q[index]), u[:, 0]), tokens.masked_fill(broken, NO_TOKEN))
 
 
 def test_both_kinds_of_draws_have_the_same_distribution() -> None:
