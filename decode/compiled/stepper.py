@@ -20,6 +20,7 @@ from decode.drafters.trained_heads import TrainedHeads
 from decode.loop import Acceptor, StepOutcome, Stepper, Timer, unpack
 from decode.session import AHEAD, Session
 from decode.settings import ONE_SHAPE
+from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.tree import Tree
 
@@ -135,16 +136,21 @@ class CompiledStepper(Stepper):
         return region
 
 
-def _require_compilable(session: Session) -> None:
-    backbone, reason = session.backbone, ""
+def why_not_compiled(backbone: Backbone) -> str:
+    """Say why steps of this model cannot be compiled on this machine; "" if nothing is known against it."""
     if backbone.rope_boundary is not None:
-        reason = "longrope rotates a text by its length"
-    elif len(set((getattr(backbone.model, "hf_device_map", None) or {"": 0}).values())) > 1:
-        reason = "the model is spread over devices"
-    elif session.kept_hidden is not None:
+        return "longrope rotates a text by its length"
+    if len(set((getattr(backbone.model, "hf_device_map", None) or {"": 0}).values())) > 1:
+        return "the model is spread over devices"
+    if backbone.device.type == "cpu" and not _has_compiler():
+        return "this machine has no C++ compiler (g++ or clang++)"
+    return ""
+
+
+def _require_compilable(session: Session) -> None:
+    reason = why_not_compiled(session.backbone)
+    if not reason and session.kept_hidden is not None:
         reason = "hidden states are to be recorded"
-    elif backbone.device.type == "cpu" and not _has_compiler():
-        reason = "this machine has no C++ compiler (g++ or clang++)"
     if reason:
         raise RequestError(f"--compile is not possible: {reason}; leave it out")
 

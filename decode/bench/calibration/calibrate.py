@@ -45,6 +45,7 @@ from medusa.heads.markov import MarkovHeads
 from medusa.tree import Tree, usual_shortlist
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)  # numbers of nodes of the trees to try; 1 is plain decoding
+COMPILED_SIZES = (1, 8, 16, 32, 64)  # of compiled steps on a GPU
 SHORTLISTS = (8, 16, 32, 64)  # numbers of candidates to try for heads of kind markov (`Tree.shortlist`)
 CLEARLY = 1.01  # a larger number of candidates must be so many times as fast as a smaller one
 WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
@@ -76,7 +77,7 @@ def calibrate(
     longest = max((len(new) for _, new in texts), default=0)
     require_steps(recording)
     temperatures = recording.fit_temperatures()
-    sizes = sizes or sizes_for(backbone.device, batch_size)
+    sizes = sizes or sizes_for(backbone.device, batch_size, settings.compile)
     # With drawn drafts, the choice of nodes must not depend on the drawn tokens, so dynamic trees are excluded.
     dynamic = settings.draft == "topk" and backbone.vocab_size > TOP
     trees = _trees(recording, sizes, temperatures if dynamic else (), on_progress)
@@ -168,11 +169,14 @@ def decoded_tau(
     return tau(results)
 
 
-def sizes_for(device: torch.device, batch_size: int) -> list[int]:
+def sizes_for(device: torch.device, batch_size: int, compiled: bool) -> list[int]:
     """List the numbers of nodes for which a tree may be faster than plain decoding.
 
     On a CPU, the time of a step grows with the number of nodes in the batch, so large batches get small trees. For one
-    text, trees of 2 or 3 nodes never pay: they turn matrix-vector products into more expensive matrix products."""
+    text, trees of 2 or 3 nodes never pay: they turn matrix-vector products into more expensive matrix products. On a
+    GPU, the steps of a tree take 20 seconds to compile, and nearly the same time for similar numbers of nodes."""
+    if compiled and device.type == "cuda":
+        return [nodes for nodes in SIZES if nodes in COMPILED_SIZES]
     most = max(NODES // batch_size, 8) if device.type == "cpu" else SIZES[-1]
     return [nodes for nodes in SIZES if nodes <= most and (batch_size > 1 or nodes not in (2, 3))]
 

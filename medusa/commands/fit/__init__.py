@@ -94,7 +94,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
         with options.output.stage("loading and timing the model"):
             loaded = load_backbone(options.model, options.load)
             found = probe(loaded)
-            choices = choose_heads(options, found.parameters, found.device != "cpu")
+            choices = choose_heads(options)
             costs = [costs_of(choice, loaded, found) for choice in choices]
             plan = make_plan(options, found, costs, len(sides.train), len(sides.test))
         if warning := lacking_memory(plan, devices_of(loaded.model)):
@@ -110,7 +110,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
 def make(run: Run, state: FitState, sides: Split, choices: list[HeadsChoice]) -> None:
     """Run the stages that are not finished."""
     from medusa.commands.fit import stages
-    from medusa.commands.fit.conclusion import fastest, install
+    from medusa.commands.fit.conclusion import compiled_of, fastest, install
 
     if "text" not in state.stages:
         stages.write_sides(run, sides)
@@ -122,7 +122,7 @@ def make(run: Run, state: FitState, sides: Split, choices: list[HeadsChoice]) ->
     best = fastest(choices, state)
     install(run.work / best.name, run.options.folder)
     state.content["kind"] = best.name
-    finish(stages.BenchmarkStage(run), run, state)
+    finish(stages.BenchmarkStage(run, compiled_of(best, state)), run, state)
     if run.options.purpose != "transformers":
         finish(stages.ExportStage(run), run, state)
     state.finish_run()

@@ -9,6 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from decode.bench.calibration.stored import FILE as CALIBRATION
+from decode.settings import Settings
 from medusa.arguments import as_arguments
 from medusa.checkpoints.stored import CONFIG, PROVENANCE, WEIGHTS
 from medusa.commands.fit.choices import HeadsChoice
@@ -32,6 +33,11 @@ def fastest(choices: list[HeadsChoice], state: FitState) -> HeadsChoice:
     return choices[speeds.index(max(speeds))]
 
 
+def compiled_of(choice: HeadsChoice, state: FitState) -> bool:
+    """Whether the tree of these heads was found with compiled steps; runs of earlier versions do not say it."""
+    return bool(state.stages[f"calibrate {choice.name}"].get("compiled"))
+
+
 def install(source: Path, folder: Path) -> None:
     """Copy trained heads, with their calibration, from `source` to `folder`; each file is replaced atomically."""
     for name in HEADS:
@@ -51,7 +57,9 @@ def conclude(options: FitOptions, state: FitState) -> None:
     if results["headline"]["verdict"] != "faster":
         more = f"--minutes {ceil(3 * state.stages['plan']['plan']['minutes'])} --overwrite"
         lines.append(f"More text and training may help ({more}), or another kind of heads (--compare --overwrite).")
-    loading = as_arguments(CommandOptions(load=replace(options.load, revision=None)))  # heads record the revision
+    settings = Settings(compile=bool(state.stages[f"calibrate {kind}"].get("compiled")))
+    load = replace(options.load, revision=None)  # heads record the revision
+    loading = as_arguments(CommandOptions(load=load, settings=settings))
     lines.append(" ".join([f'Next: medusa generate {quote(str(folder))} "Once upon a time"', *loading]))
     for line in lines:
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import BooleanOptionalAction
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,11 @@ class FitOptions(Options):
         brief="train heads of this kind (default: chosen for the model)",
     )
     compare: bool = option(False, "train heads of several kinds, and keep the fastest")
+    compile: bool | None = option(
+        None,
+        "find the tree and measure the speedup with compiled steps; --no-compile: without (default: compiled on a GPU)",
+        action=BooleanOptionalAction,
+    )
     plan: bool = option(False, "print the cost in time, memory and disk, and stop")
     overwrite: bool = option(False, "delete an earlier fit in DIR and start again")
     raw: bool | None = raw_option()
@@ -104,7 +110,7 @@ class FitOptions(Options):
 
     def request(self, prompts: str) -> Json:
         """Return what a continued run must have in common with the run that it continues; `prompts`: their digest."""
-        names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw")
+        names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw", "compile")
         about = {name: getattr(self, name) for name in names}
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}
         return {"model": self.model, "prompts": prompts, "seed": self.runtime.seed} | about | load

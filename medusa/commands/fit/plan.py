@@ -12,6 +12,7 @@ import torch
 from medusa.commands.fit.choices import HeadsChoice
 from medusa.commands.fit.options import FitOptions
 from medusa.commands.fit.probe import Probe
+from medusa.errors import RequestError
 from medusa.files import Json, free_bytes, readable
 from medusa.loading import Loaded
 from medusa.memory import total_memory
@@ -34,6 +35,7 @@ CALIBRATION_STEPS, CALIBRATION_TOKENS = 1500, 6000  # steps that are timed, and 
 BENCHMARK_TOKENS, FEWEST_BENCHMARK_TOKENS = 128, 64  # that each method writes to a prompt, if time allows
 FEWEST_TEST = 20
 BENCHMARK_SHARE, BENCHMARK_SECONDS = 0.25, 75.0  # the benchmark may take this share of the minutes, or so many seconds
+COMPILED_TREES, COMPILING = 13, 20.0  # steps that a calibration compiles, and the seconds that each takes on a GPU
 METHODS = 2.7  # plain decoding, generate, and the heads, which take less
 
 
@@ -67,6 +69,7 @@ class Plan:
     decoding_bytes: int  # to decode a batch of prompts with the heads, at most
     disk_bytes: int
     kinds: int
+    compiled: bool = False  # whether the tree is found, and the speedup measured, with compiled steps
 
     @property
     def seconds(self) -> float:
@@ -88,7 +91,12 @@ def costs_of(choice: HeadsChoice, loaded: Loaded, probe: Probe) -> Costs:
 
 
 def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_prompts: int, test_prompts: int) -> Plan:
-    """Plan a run from the probe of its model, the costs of each kind of heads, and the numbers of prompts."""
+    """Plan a run from the probe of its model, the costs of each kind of heads, and the numbers of prompts.
+
+    RequestError: compiled steps are asked for, and are not possible."""
+    if options.compile and probe.uncompilable:
+        raise RequestError(f"--compile is not possible: {probe.uncompilable}; leave it out")
+    compiled = options.compile if options.compile is not None else probe.device == "cuda" and not probe.uncompilable
     tokens = min(options.tokens, probe.context - 1) if probe.context else options.tokens
     slowest = max(cost.token_seconds for cost in costs)
     one_text = tokens * probe.batch_step_seconds / probe.batch_size
@@ -132,12 +140,13 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
         test_prompts=measured,
         rounds=rounds,
         benchmark_tokens=length,
-        calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds,
-        benchmark_seconds=rounds * measured * length * METHODS * probe.step_seconds,
+        calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds + COMPILED_TREES * compiled * COMPILING,
+        benchmark_seconds=rounds * measured * length * METHODS * probe.step_seconds + 2 * compiled * COMPILING,
         memory_bytes=max(training_bytes(cost.size, *batch) for cost in costs),
         decoding_bytes=probe.model_bytes + 4 * trained + cached,
         disk_bytes=TEXT_BYTES * texts * tokens + 4 * trained * (1 + 3 * CHECKPOINTS) * len(costs),
         kinds=len(costs),
+        compiled=compiled,
     )
 
 
@@ -156,6 +165,7 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
         f"minutes      {plan.minutes:.3g} for text and training ({plan.reason})",
         f"text         {text}: {clock(plan.text_seconds)}",
         f"training     {training}{each}",
+        f"steps        {steps_of(plan, probe, options)}",
         f"calibration  about {clock(plan.calibration_seconds)}{each}",
         f"benchmark    {plan.test_prompts} prompts set aside, {rounds}: {clock(plan.benchmark_seconds)}",
         f"memory       {readable(plan.memory_bytes)} for training, {readable(plan.decoding_bytes)} for decoding",
@@ -163,6 +173,15 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
         f"disk         up to {readable(plan.disk_bytes)} in {options.folder}, where {free} are free",
         f"total        about {clock(plan.seconds)}",
     ]
+
+
+def steps_of(plan: Plan, probe: Probe, options: FitOptions) -> str:
+    """Say whether steps are compiled, and how to change it."""
+    if plan.compiled:
+        return "compiled" if options.compile else "compiled, as usual on a GPU (--no-compile: eager, for quick trials)"
+    if probe.uncompilable:
+        return f"eager, because {probe.uncompilable}"
+    return "eager" if options.compile is not None else "eager, as usual on a CPU (--compile: compiled)"
 
 
 def what_fits(plan: Plan) -> str:

@@ -27,6 +27,7 @@ from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import Split, write_prompts
 from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, ModelsWithHeads, Prompts, warn
+from medusa.errors import RequestError
 from medusa.files import Json, read_json, write_text
 from medusa.options import Options
 
@@ -50,9 +51,10 @@ class Run(NamedTuple):
         """The prompts in a file of the work folder."""
         return replace(self.options.prompts, prompts=str(self.work / name), max_prompts=None)
 
-    def settings(self, tokens: int, temperature: float = 0.0) -> Settings:
+    def settings(self, tokens: int, temperature: float = 0.0, compiled: bool = False) -> Settings:
         """The decoding options of a stage that writes at most `tokens` tokens to a prompt."""
-        return Settings(max_new_tokens=tokens, temperature=temperature, ignore_eos=self.options.ignore_eos)
+        asked = Settings(max_new_tokens=tokens, temperature=temperature, ignore_eos=self.options.ignore_eos)
+        return replace(asked, compile=compiled)
 
     @property
     def tokens(self) -> int:
@@ -206,7 +208,7 @@ class CalibrationStage:
             models=ModelsWithHeads(backbone=run.options.model, heads=str(run.work / self.choice.name)),
             load=run.options.load,
             prompts=replace(run.prompts(TRAIN), max_prompts=max(ceil(CALIBRATED_ON / length), FEWEST_TEXTS)),
-            settings=run.settings(CALIBRATION_TOKENS),
+            settings=run.settings(CALIBRATION_TOKENS, compiled=run.plan.compiled),
             runtime=run.options.runtime,
             output=run.options.output_to(run.work / f"{self.choice.name}-calibration.json"),
         )
@@ -216,14 +218,24 @@ class CalibrationStage:
         return command_line("calibrate", self.options)
 
     def work(self) -> Json:
+        """Calibrate, and say whether the steps were compiled. If only the default asks for it, eager steps will do."""
+        options, asked = self.options, self.run.options.compile
         try:
-            calibrate.run(self.options)
+            try:
+                calibrate.run(options)
+            except RequestError as error:
+                if isinstance(error, TooFewStepsError) or asked or not options.settings.compile:
+                    raise
+                warn(f"steps are not compiled, so the speedup is that of eager steps: {error}")
+                options = replace(options, settings=replace(options.settings, compile=False))
+                calibrate.run(options)
         except TooFewStepsError as error:  # too little text: decoding takes the default tree
             self.run.options.output.note(f"no calibration: {error}")
-            return {"refused": str(error)}
-        found = read_json(Path(str(self.options.output.json)))
+            return {"refused": str(error), "compiled": options.settings.compile}
+        found = read_json(Path(str(options.output.json)))
         best = found["points"][found["chosen"]]
-        return {name: best[name] for name in ("nodes", "dynamic", "tau", "step_ms")}
+        kept = {name: best[name] for name in ("nodes", "dynamic", "tau", "step_ms")}
+        return kept | {"compiled": options.settings.compile}
 
 
 @dataclass(frozen=True)
@@ -231,6 +243,7 @@ class BenchmarkStage:
     """The stage that measures the speedup on the prompts set aside, and writes the report."""
 
     run: Run
+    compiled: bool
     name = "benchmark"
 
     @property
@@ -244,7 +257,7 @@ class BenchmarkStage:
             models=Models(backbone=run.options.model, heads=str(folder), tree="auto"),
             load=run.options.load,
             prompts=replace(run.prompts(TEST), max_prompts=run.plan.test_prompts),
-            settings=run.settings(run.plan.benchmark_tokens),
+            settings=run.settings(run.plan.benchmark_tokens, compiled=self.compiled),
             rounds=run.plan.rounds,
             report=str(folder / REPORT),
             overwrite=True,

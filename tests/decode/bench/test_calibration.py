@@ -252,10 +252,12 @@ def test_a_tree_must_be_clearly_faster() -> None:
 
 def test_large_batches_on_a_cpu_try_small_trees() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert calibrate.sizes_for(cpu, 1) == [1, 4, 6, 8, 11, 16, 24, 32, 48, 64]
-    assert calibrate.sizes_for(cpu, 16) == [1, 2, 3, 4, 6, 8, 11, 16]
-    assert calibrate.sizes_for(cpu, 256) == [1, 2, 3, 4, 6, 8]
-    assert calibrate.sizes_for(cuda, 64)[-1] == 64
+    for compiled in (False, True):
+        assert calibrate.sizes_for(cpu, 1, compiled) == [1, 4, 6, 8, 11, 16, 24, 32, 48, 64]
+        assert calibrate.sizes_for(cpu, 16, compiled) == [1, 2, 3, 4, 6, 8, 11, 16]
+        assert calibrate.sizes_for(cpu, 256, compiled) == [1, 2, 3, 4, 6, 8]
+    assert calibrate.sizes_for(cuda, 64, compiled=False)[-1] == 64
+    assert calibrate.sizes_for(cuda, 1, compiled=True) == [1, 8, 16, 32, 64]
 
 
 def test_steps_are_timed_for_every_tree(decoded: Any) -> None:
