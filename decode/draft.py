@@ -6,7 +6,7 @@ Shapes: B rows of the batch, N nodes of a draft, node 0 the root, M nodes of a s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -102,6 +102,14 @@ class Drafter(Protocol):
 
     def propose(self, frontier: Frontier) -> Draft:
         """Propose a draft for each text of `frontier`; node 0 of a draft is the root, the text's last decided token."""
+
+
+@runtime_checkable
+class KeepsProducts(Protocol):
+    """A drafter that keeps products of weights; the weights may have changed since the last text."""
+
+    def refresh(self) -> None:
+        """Compute the products again if a weight has changed. A compiled step cannot do it, and reads them."""
 
 
 class NoDraft:

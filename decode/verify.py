@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from functools import cached_property
+
 from torch import Tensor
 
 from decode.cache import Paths, TreeCache
@@ -27,12 +30,18 @@ class Verifier:
         self.backbone, self.cache, self.sequences = backbone, cache, sequences
         self.masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
         self.linear = FastLinear(backbone.head_weight)
-        rotary = fast_rotary(backbone.base, on_cpu=backbone.device.type == "cpu")
-        self.fast = together(grouped(backbone.config), rotary, fast_norms(backbone.base))
-        """Faster operations of the backbone, which each forward opens. Meanwhile they also serve other forwards of the
-        process. So between forwards they stay open only while a whole text is decoded without a pause (`run_whole`)."""
         self.first_end = min(end for end in (backbone.context, backbone.rope_boundary, float("inf")) if end is not None)
         """The first position at which a text can meet an end (`_end`)."""
+
+    @cached_property
+    def fast(self) -> AbstractContextManager[None]:
+        """Faster operations of the backbone, which each forward opens. Meanwhile they also serve other forwards of the
+        process. So between forwards they stay open only while a whole text is decoded without a pause (`run_whole`).
+
+        Made when first opened: a compiled text never opens them."""
+        backbone = self.backbone
+        rotary = fast_rotary(backbone.base, on_cpu=backbone.device.type == "cpu")
+        return together(grouped(backbone.config), rotary, fast_norms(backbone.base))
 
     def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
         return prefill(self.backbone, self.cache, ids, lengths, on_hidden)

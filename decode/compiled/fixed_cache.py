@@ -139,11 +139,11 @@ class FixedCache(Cache):
         """Copy the keys and values of the cache `other`, whose memory is freed."""
         for layer, source in zip(self.tree_layers, other.tree_layers, strict=True):
             held = (source.keys, source.values) if layer.places else ()
-            for (buffer, part), states in zip(layer.places, held, strict=True):
-                mine = self.buffers[buffer][part]
-                # No earlier text may remain after these slots: a masked NaN would still reach the output, as 0 x NaN.
-                mine[:, :, : other.longest] = states[:, :, : other.longest]
-                mine[:, :, other.longest :] = 0
+            for (index, part), states in zip(layer.places, held, strict=True):
+                self.buffers[index][part, :, :, : other.longest] = states[:, :, : other.longest]
+        for buffer in self.buffers:
+            # No earlier text may remain after these slots: a masked NaN would still reach the output, as 0 x NaN.
+            buffer[:, :, :, other.longest :] = 0
         self.lengths.copy_(torch.as_tensor(other.lengths))
         other.release()
 

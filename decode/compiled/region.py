@@ -19,7 +19,7 @@ from decode.cache import TreeCache
 from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, static, window_of
 from decode.compiled.graphs import GraphedStep
 from decode.compiled.sampler import FixedSampler
-from decode.draft import Drafter, Frontier
+from decode.draft import Drafter, Frontier, KeepsProducts
 from decode.heads_cache import HeadsCache
 from decode.masks import visible_slots
 from decode.ops.fast_linear import fast_linear
@@ -60,6 +60,7 @@ class Region:
         those of the drafter, if it has any."""
         self.backbone, self.cache, self.heads_cache = backbone, cache, heads_cache
         self.drafter, self.sampler = drafter, sampler
+        self.drafted = False  # whether an eager draft has been made
         self.config, self.layers = backbone.config, LayerKinds(backbone.config)
         self.caches = [cache, *([] if heads_cache is None else heads_cache.caches)]
         self.root, self.hidden = static(torch.zeros_like(frontier.root)), static(torch.zeros_like(frontier.hidden))
@@ -154,7 +155,11 @@ class Region:
         if self.graphed is not None and self.addresses != (now := addresses(self.modules)):
             self._forget_graphs()
             self.addresses = now
-        self.drafter.propose(self.frontier())  # fills the tables that a tree caches, which compiled steps cannot do
+        if not self.drafted:
+            self.drafter.propose(self.frontier())  # fills the tables that a tree caches, which compiled steps cannot do
+            self.drafted = True
+        elif isinstance(self.drafter, KeepsProducts):
+            self.drafter.refresh()
 
     def end_rows(self, alive: list[bool]) -> None:
         """Freeze the rows that are not `alive`: they stay in the batch, but their texts no longer grow."""

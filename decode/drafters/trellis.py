@@ -115,10 +115,14 @@ class TrellisDrafter(PathDrafter):
         if self.depth and not isinstance(self.tree, DynamicTree):
             self.look_ups = LookUps(self.levels, self.shortlist)
 
+    def refresh(self) -> None:
+        if self.kept is not None:
+            self.kept.refresh(self.heads, self.backbone)
+
     def begin(self, frontier: Frontier) -> Trellis:
         heads = self.heads
-        if self.kept is not None and not torch.compiler.is_compiling():
-            self.kept.refresh(heads, self.backbone)
+        if not torch.compiler.is_compiling():
+            self.refresh()
         hidden = frontier.hidden.to(self.device, self.dtype)
         features = heads.independent(hidden, self.known(frontier.root), slice(self.depth))
         logits = heads.logits(features, self.lm_head)  # [K, B, V]

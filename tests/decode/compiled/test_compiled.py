@@ -32,6 +32,7 @@ from decode.compiled.stepper import _has_compiler
 from decode.draft import Draft
 from decode.drafters.layouts import DynamicTree, resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
+from decode.drafters.trellis import TrellisDrafter
 from decode.generation import decoding, steps
 from decode.loop import Acceptor
 from decode.ops.norms import fast_norms
@@ -163,13 +164,35 @@ def test_a_kept_region_follows_changes_of_markov_heads(llama: Any) -> None:
     requests = prepare(llama, [random_ids(5)], max_new_tokens=12, eos_token_id=None, **ANY_TOKEN)
     drafts = []
     for _ in range(2):
-        eager, fixed = (all_accepted(llama, heads, requests, compile) for compile in (False, True))
+        # The compiled text comes first, because an eager one would compute the products anew.
+        fixed, eager = (all_accepted(llama, heads, requests, compile) for compile in (True, False))
         assert eager == fixed
         drafts.append(fixed)
         with torch.no_grad():
             heads.token.mul_(-1)
             heads.root.mul_(-1)
     assert drafts[0] != drafts[1], "the change has an effect"
+
+
+@pytest.mark.usefixtures("as_written")
+def test_only_the_first_text_of_a_region_makes_an_eager_draft(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, drafts, at_load = random_heads(llama, seed=1, **FORMS["markov"]), list[Any](), list[int]()
+    propose, load = TrellisDrafter.propose, region.Region.load
+
+    def proposed(drafter: Any, frontier: Any) -> Any:
+        drafts.append(frontier)
+        return propose(drafter, frontier)
+
+    def loaded(one: Any, *states: Any) -> None:
+        before = len(drafts)
+        load(one, *states)
+        at_load.append(len(drafts) - before)
+
+    monkeypatch.setattr(TrellisDrafter, "propose", proposed)
+    monkeypatch.setattr(region.Region, "load", loaded)
+    for length in (4, 5, 6):
+        texts(llama, heads, [random_ids(length)], TREES["shallow"], max_new_tokens=4)
+    assert at_load == [1, 0, 0]
 
 
 VARIED = "eagle-3, variants"
