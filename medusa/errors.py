@@ -12,6 +12,13 @@ class RequestError(ValueError):
     The command line prints the message and exits with status 2. In Python it is a `ValueError`."""
 
 
+class NotCompilableError(RequestError):
+    """Compiled steps (`--compile`) are not possible with this model, on this machine."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"--compile is not possible: {reason}; leave it out")
+
+
 class RunError(RuntimeError):
     """A failure during a run, such as a full disk or an unreachable server. The message says what to do.
 

@@ -25,7 +25,7 @@ def peak_memory() -> dict[str, int]:
         unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
         process = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak = {"process": process}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         peak |= {f"cuda:{gpu}": torch.cuda.max_memory_allocated(gpu) for gpu in range(torch.cuda.device_count())}
     return peak
 
@@ -51,7 +51,7 @@ def release() -> None:
 
     A finished trainer and its model refer to each other, so without this they stay until Python happens to look."""
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # otherwise no GPU has been used, or has a peak
+    if torch.cuda.is_initialized():  # before that, there is nothing to free and no peak
         torch.cuda.empty_cache()
         for gpu in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(gpu)

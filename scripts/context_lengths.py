@@ -66,6 +66,7 @@ CPU = "cpu"
 
 
 def exact(backbone: str | Path, device: str = CPU) -> Loaded:
+    """Load a model in float32."""
     return load_backbone(str(backbone), LoadOptions("float32", device))
 
 
@@ -154,7 +155,7 @@ def measured_heads(args: argparse.Namespace) -> dict[str, MedusaHeads]:
     return found
 
 
-def decode(method: Method, prompts: Sequence[list[int]]) -> list[Result]:
+def continued(method: Method, prompts: Sequence[list[int]]) -> list[Result]:
     """Decode prompts of one length in batches of at most `READ_AT_ONCE` tokens."""
     batch = max(1, READ_AT_ONCE // len(prompts[0]))
     return [result for start in range(0, len(prompts), batch) for result in method(prompts[start : start + batch])]
@@ -168,9 +169,9 @@ def tau_by_context(loaded: Loaded, heads: dict[str, MedusaHeads], rows: Tensor, 
     settings, found, end = Settings(max_new_tokens=NEW_TOKENS, ignore_eos=True), [], max(contexts)
     for context in contexts:
         prompts = rows[:, end - context : end].tolist()
-        texts = [result.new_ids for result in decode(plain_method(loaded.model, settings), prompts)]
+        texts = [result.new_ids for result in continued(plain_method(loaded.model, settings), prompts)]
         for (name, own), tree in product(heads.items(), TREES):
-            results = decode(medusa_method(loaded.model, own, settings, tree=tree), prompts)
+            results = continued(medusa_method(loaded.model, own, settings, tree=tree), prompts)
             equal = sum(result.new_ids == text for result, text in zip(results, texts, strict=True))
             if equal < len(texts) and loaded.model.device.type == CPU:
                 raise RunError(f"{name} wrote another text after {context} tokens than plain decoding")
@@ -238,13 +239,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if max(args.contexts) + NEW_TOKENS > args.length:
         raise RequestError(f"--contexts must be at most {args.length - NEW_TOKENS}: a text has {NEW_TOKENS} new tokens")
+    if max(args.rows or [SHORT]) > args.length:
+        raise RequestError(f"--rows must be at most --length, {args.length}, and by default it is {SHORT}")
+    args.output /= f"{args.length} tokens"  # so that a run with another length does not continue from these files
     held_out = rows_of(args.backbone, args.eval, args.length)
     torch.set_num_threads(1)
     if not (args.output / "backbone" / "config.json").is_file():
         lengthen(args)
     loaded = exact(args.output / "backbone", args.device)
     found: Json = {"minutes": args.minutes, "window": WINDOW, "length": args.length}
-    found["device"] = asdict(machine()) if args.device != CPU else CPU
+    found["machine"] = asdict(machine())
     found["loss before"] = losses(exact(args.backbone, args.device).model, held_out)
     found["loss after"] = losses(loaded.model, held_out)
     found["tau"] = tau_by_context(loaded, measured_heads(args), held_out[:PROMPTS], args.contexts)

@@ -21,7 +21,7 @@ from decode.loop import Acceptor, StepOutcome, Stepper, Timer, unpack
 from decode.session import AHEAD, Session
 from decode.settings import ONE_SHAPE
 from medusa.backbone import Backbone
-from medusa.errors import RequestError
+from medusa.errors import NotCompilableError, RequestError
 from medusa.tree import Tree
 
 
@@ -96,9 +96,7 @@ class CompiledStepper(Stepper):
             self.taken = None
             name, cause = type(self.session.backbone.model).__name__, getattr(error, "inner_exception", error)
             reason = f"{type(cause).__name__}: {str(cause).strip()}".split("\n")[0]
-            raise RequestError(
-                f"--compile is not possible: torch.compile fails on {name} ({reason}); leave it out"
-            ) from error
+            raise NotCompilableError(f"torch.compile fails on {name} ({reason})") from error
         timer.lap("verify")
         outcome = unpack([packed[row] for row in self.rows])
         for row, length in zip(self.rows, outcome.lengths, strict=True):
@@ -152,7 +150,7 @@ def _require_compilable(session: Session) -> None:
     if not reason and session.kept_hidden is not None:
         reason = "hidden states are to be recorded"
     if reason:
-        raise RequestError(f"--compile is not possible: {reason}; leave it out")
+        raise NotCompilableError(reason)
 
 
 @functools.cache

@@ -47,6 +47,7 @@ class DemoOptions(Options):
             minutes=self.minutes,
             overwrite=self.overwrite,
             tokens=self.tokens,
+            compile=False,  # compiling would take longer than the rest of the demo
             load=self.load,
             runtime=self.runtime,
             output=self.output,

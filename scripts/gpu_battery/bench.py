@@ -48,7 +48,7 @@ def kinds(run: Run) -> None:
 
 
 class Bench:
-    """Measures decoding methods, one after another, on the prompts that the stage `backbone` wrote."""
+    """Measures decoding methods on the prompts that the stage `backbone` wrote."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

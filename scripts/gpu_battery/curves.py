@@ -44,7 +44,7 @@ def curves(run: Run, model: str) -> None:
                     method, start = random_method(run, random_model(run, model), nodes, settings), time.monotonic()
                     method(random_ids(run, about))
                     prepared.append((about | {"first_seconds": round(time.monotonic() - start, 1)}, method))
-        for about, method in prepared:  # one after another, so that T(n) and T(1) are measured side by side
+        for about, method in prepared:  # after all have compiled, so that little time lies between T(n) and T(1)
             with run.attempt(**about):
                 measure_point(run, about, method)
 

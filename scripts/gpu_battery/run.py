@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
@@ -33,6 +33,7 @@ from scripts.gpu_battery.clocks import gpu_state
 Figure = dict[str, object]
 FIGURES = "figures.jsonl"
 RUNNING = "running"  # a folder with an empty file for each process of a stage, named by its id
+QUEUE, LOCK = "gpu.queue", "gpu.lock"  # files that stages lock, to wait and while they use the GPU
 START_SECONDS = 60  # in which a process must be able to use the GPU
 DRAIN_SECONDS = 0.1  # in which the kernels end that a stopped stage has launched
 # Sizes of everything that the battery measures. scale.yaml says what each one means.
@@ -101,24 +102,29 @@ class Run:
         return gpu_state(torch.device(self.device)) if self.on_gpu else {}
 
     @contextmanager
-    def alone(self, stop_others: bool = True) -> Iterator[None]:
-        """Wait until nothing trains and nothing is timed, and stop all other stages inside the block.
-
-        Stages wait in a queue. Otherwise one that wants the GPU alone would wait until nobody else wants it."""
-        with (self.output / "gpu.queue").open("w") as queue, (self.output / "gpu.lock").open("w") as lock:
-            try:
-                fcntl.flock(queue, fcntl.LOCK_EX)
-                fcntl.flock(lock, fcntl.LOCK_EX if stop_others else fcntl.LOCK_SH)
-                fcntl.flock(queue, fcntl.LOCK_UN)
-                with others_stopped(self.output) if stop_others else nullcontext():
-                    yield
-            finally:  # a child process may have the files open, so to close them is not enough
-                fcntl.flock(queue, fcntl.LOCK_UN)
-                fcntl.flock(lock, fcntl.LOCK_UN)
+    def alone(self) -> Iterator[None]:
+        """Wait until nothing trains and nothing is timed, and stop all other stages inside the block."""
+        with self._locked(fcntl.LOCK_EX), others_stopped(self.output):
+            yield
 
     def training(self) -> AbstractContextManager[None]:
         """Do work that must not be stopped, because a clock limits it; other stages may do the same."""
-        return self.alone(stop_others=False)
+        return self._locked(fcntl.LOCK_SH)
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        """Hold the lock of the GPU inside the block: `LOCK_EX` alone, or `LOCK_SH` with others that share it.
+
+        Stages wait in a queue. Otherwise one that wants the GPU alone would wait until nobody else wants it."""
+        with (self.output / QUEUE).open("w") as queue, (self.output / LOCK).open("w") as lock:
+            try:
+                fcntl.flock(queue, fcntl.LOCK_EX)
+                fcntl.flock(lock, how)
+                fcntl.flock(queue, fcntl.LOCK_UN)
+                yield
+            finally:  # a child process may have the files open, so to close them is not enough
+                fcntl.flock(queue, fcntl.LOCK_UN)
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
     def keep(self, **figure: object) -> None:
         """Append a figure of this stage to the file of figures, with the GPU's clocks unless it holds them already."""
@@ -206,7 +212,13 @@ def run_stages(
         """End a stage, and let those go on that it had stopped."""
         kill(process)
         (output / RUNNING / str(process.pid)).unlink(missing_ok=True)
-        signal_groups((process.pid for process in running.values() if process.pid), signal.SIGCONT)
+        with (output / LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # another stage times something, and will let the others go on
+                return
+            signal_groups((other.pid for other in running.values() if other.pid), signal.SIGCONT)
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
     def record(name: str, outcome: Figure) -> None:
         spent = round(time.monotonic() - begun.get(name, time.monotonic()))

@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from decode.bench.calibration.stored import TooFewStepsError
 from medusa import MedusaHeads
 from medusa.__main__ import main
 from medusa.arguments import add_arguments, as_arguments, read
@@ -29,13 +30,24 @@ from medusa.commands.fit import fit, stages
 from medusa.commands.fit import plan as plan_module
 from medusa.commands.fit.choices import choose_heads
 from medusa.commands.fit.options import FitOptions
-from medusa.commands.fit.plan import EPOCHS, HEAD_COST, LEAST_MINUTES, REPEATS, Costs, describe, make_plan, what_fits
+from medusa.commands.fit.plan import (
+    COMPILING,
+    EPOCHS,
+    HEAD_COST,
+    LEAST_MINUTES,
+    REPEATS,
+    Costs,
+    compile_seconds,
+    describe,
+    make_plan,
+    what_fits,
+)
 from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import answerable, split, to_json, write_prompts
 from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, Output, Prompts
 from medusa.config import MedusaConfig
-from medusa.errors import RequestError
+from medusa.errors import NotCompilableError, RequestError, RunError
 from medusa.files import ASSETS
 from medusa.memory import devices_of
 from medusa.options import LoadOptions
@@ -259,24 +271,28 @@ SPREAD = "the model is spread over devices"
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "uncompilable", "compiled", "told"),
+    ("asked", "device", "reason", "compiled", "told"),
     [
         (None, "cpu", "", False, "eager, as usual on a CPU (--compile: compiled)"),
         (True, "cpu", "", True, "compiled"),
         (None, "cuda", "", True, "compiled, as usual on a GPU (--no-compile: eager, for quick trials)"),
         (False, "cuda", "", False, "eager"),
         (None, "cuda", SPREAD, False, f"eager, because {SPREAD}"),
-        (None, "mps", "", False, "eager, as usual on a CPU (--compile: compiled)"),
+        (None, "mps", "", False, "eager, as usual on mps (--compile: compiled)"),
     ],
 )
 def test_steps_are_compiled_on_a_gpu(
-    asked: bool | None, device: str, uncompilable: str, compiled: bool, told: str, tmp_path: Path
+    asked: bool | None, device: str, reason: str, compiled: bool, told: str, tmp_path: Path
 ) -> None:
-    found, wanted = replace(PROBE, device=device, uncompilable=uncompilable), options(compile=asked)
-    plan = make_plan(wanted, found, COSTS, train_prompts=100, test_prompts=20)
-    eager = make_plan(options(compile=False), found, COSTS, train_prompts=100, test_prompts=20)
+    found, wanted = replace(PROBE, device=device, not_compiled=reason), options(compile=asked)
+    costs = [replace(COSTS[0], compile_seconds=compile_seconds("markov", device))]
+    plan = make_plan(wanted, found, costs, train_prompts=100, test_prompts=20)
+    eager = make_plan(options(compile=False), found, costs, train_prompts=100, test_prompts=20)
     assert plan.compiled == compiled
-    assert (plan.seconds > eager.seconds) == compiled, "compiling takes time"
+    # On a GPU, plain decoding, 8 trees, and the best one with 3 other numbers of candidates; plain decoding and a tree
+    # in the benchmark. On a CPU, 18 trees.
+    steps = (12 if device == "cuda" else 22) + 2
+    assert plan.seconds == pytest.approx(eager.seconds + compiled * steps * COMPILING)
     assert f"steps        {told}" in describe(plan, found, choose_heads(wanted), wanted)
     run = stages.Run(replace(wanted, out=str(tmp_path)), tmp_path, plan, found)
     calibration = stages.CalibrationStage(run, choose_heads(wanted)[0], WRITTEN)
@@ -286,37 +302,101 @@ def test_steps_are_compiled_on_a_gpu(
 
 def test_compiled_steps_that_are_not_possible_are_refused_before_any_work() -> None:
     with pytest.raises(RequestError, match=f"--compile is not possible: {SPREAD}; leave it out"):
-        make_plan(options(compile=True), replace(PROBE, uncompilable=SPREAD), COSTS, 100, 20)
+        make_plan(options(compile=True), replace(PROBE, not_compiled=SPREAD), COSTS, 100, 20)
 
 
 WRITTEN: Any = SimpleNamespace(stages={"text": {"mean_tokens": 100.0}})
 
 
+def gpu_run(asked: bool | None, folder: Path) -> stages.Run:
+    """A run on a GPU, where steps are compiled by default; nothing in it runs."""
+    found, wanted = replace(PROBE, device="cuda"), options(compile=asked, out=str(folder))
+    return stages.Run(wanted, folder, make_plan(wanted, found, COSTS, 100, 20), found)
+
+
 @pytest.mark.parametrize("asked", [None, True])
+@pytest.mark.parametrize("name", ["calibrate", "benchmark"])
 def test_eager_steps_will_do_where_compiling_fails_unless_it_was_asked_for(
-    asked: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, asked: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tried = list[bool]()
+    calibrated = {"points": [{"nodes": 8, "dynamic": False, "tau": 2.5, "step_ms": 3.0}], "chosen": 0}
+    written = {"calibrate": calibrated, "benchmark": {"methods": {"medusa": {"tau": 2.5}}}}[name]
 
-    def calibrated(given: Any) -> None:
+    def worked(given: Any) -> None:
         tried.append(given.settings.compile)
         if given.settings.compile:
-            raise RequestError("torch.compile fails on this model")
-        best = {"nodes": 8, "dynamic": False, "tau": 2.5, "step_ms": 3.0}
-        Path(given.output.json).write_text(json.dumps({"points": [best], "chosen": 0}))
+            raise NotCompilableError("torch.compile fails")
+        Path(given.output.json).write_text(json.dumps(written))
 
-    monkeypatch.setattr(stages.calibrate, "run", calibrated)
-    found, wanted = replace(PROBE, device="cuda"), options(compile=asked)
-    run = stages.Run(wanted, tmp_path, make_plan(wanted, found, COSTS, 100, 20), found)
-    stage = stages.CalibrationStage(run, choose_heads(wanted)[0], WRITTEN)
+    monkeypatch.setattr(getattr(stages, name), "run", worked)
+    run = gpu_run(asked, tmp_path)
+    (choice,) = choose_heads(run.options)
+    stage: Any = stages.BenchmarkStage(run, True)
+    if name == "calibrate":
+        stage = stages.CalibrationStage(run, choice, WRITTEN)
+    assert "--compile" in stage.command
     if asked:
-        with pytest.raises(RequestError, match="fails on this model"):
+        with pytest.raises(RequestError, match="--compile is not possible"):
             stage.work()
         assert tried == [True]
     else:
-        assert stage.work() == {"nodes": 8, "dynamic": False, "tau": 2.5, "step_ms": 3.0, "compiled": False}
+        figures = stage.work()
+        assert (figures["tau"], figures["compiled"]) == (2.5, False)
         assert tried == [True, False]
         assert "steps are not compiled" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [RequestError("the prompts leave no room"), TooFewStepsError("too little text")])
+def test_other_refusals_do_not_repeat_a_calibration(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = list[bool]()
+
+    def refused(given: Any) -> None:
+        tried.append(given.settings.compile)
+        raise error
+
+    monkeypatch.setattr(stages.calibrate, "run", refused)
+    run = gpu_run(None, tmp_path)
+    stage = stages.CalibrationStage(run, choose_heads(run.options)[0], WRITTEN)
+    if isinstance(error, TooFewStepsError):
+        assert stage.work() == {"refused": "too little text", "compiled": True}
+    else:
+        with pytest.raises(RequestError, match="the prompts leave no room"):
+            stage.work()
+    assert tried == [True]
+    assert "not compiled" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("short_fit")
+def test_the_steps_may_change_until_a_tree_is_found(
+    command: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run that an earlier version planned says nothing of compiled steps."""
+    asked = list[bool]()
+
+    def stop(stage: stages.CalibrationStage) -> None:
+        asked.append(stage.run.plan.compiled)
+        raise RunError("stopped")
+
+    monkeypatch.setattr(stages.CalibrationStage, "work", stop)
+    assert main(command()) == 1
+    state = tmp_path / "heads" / "fit.json"
+    content = json.loads(state.read_text())
+    del content["stages"]["plan"]["plan"]["compiled"], content["stages"]["plan"]["probe"]["not_compiled"]
+    state.write_text(json.dumps(content))
+    assert [main(command()), main(command("--compile")), main(command("--no-compile"))] == [1, 1, 1]
+    assert asked == [False, False, True, False]
+
+    content["stages"]["calibrate markov"] = {"refused": "too little text", "compiled": False}
+    state.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert main(command("--compile")) == 2
+    assert "was calibrated with eager steps; leave out --compile, or add --overwrite" in capsys.readouterr().err
 
 
 def test_the_plan_names_the_gpus_that_hold_the_run() -> None:
@@ -351,7 +431,8 @@ def test_the_docs_show_what_the_planner_computes_for_7b(monkeypatch: pytest.Monk
     config = MedusaConfig(4096, 32000, kind=choice.heads["kind"], **shape._asdict())
     size = heads_size(config, sizes.vocab_size)
     read = size.trained + 4 * 4096 * 32000  # the shared LM head, once for each head
-    costs = Costs(size, found.read_seconds * (1 + HEAD_COST * read / sizes.parameters))
+    learning = found.read_seconds * (1 + HEAD_COST * read / sizes.parameters)
+    costs = Costs(size, learning, compile_seconds(choice.heads["kind"], found.device))
     monkeypatch.setattr(plan_module, "free_bytes", lambda path: 10**12)
     plan = make_plan(asked, found, [costs], train_prompts=4900, test_prompts=100)
     page = (Path(__file__).parents[2] / "docs" / "start.md").read_text(encoding="utf-8")

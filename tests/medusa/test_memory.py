@@ -14,10 +14,10 @@ def test_memory_is_released_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch
     def refuse(gpu: int) -> None:
         raise RuntimeError("Invalid device argument")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", refuse)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     memory.release()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="Invalid device"):

@@ -53,7 +53,7 @@ def test_long_prompts_are_decoded_in_small_batches(monkeypatch: pytest.MonkeyPat
         sizes.append(len(batch))
         return method(batch)
 
-    found = script.decode(counted, prompts)
+    found = script.continued(counted, prompts)
     assert sizes == [2, 2, 1]
     assert [result.new_ids for result in found] == [result.new_ids for result in method(prompts)]
 
@@ -62,3 +62,5 @@ def test_a_text_must_fit_behind_its_context() -> None:
     paths = ["--backbone", "b", "--data", "d", "--eval", "e", "--output", "o"]
     with pytest.raises(RequestError, match="at most 8096"):
         script.main([*paths, "--length", "8192", "--contexts", "8100"])
+    with pytest.raises(RequestError, match="--rows must be at most --length, 1024"):
+        script.main([*paths, "--length", "1024", "--contexts", "100", "--rows", "2048"])

@@ -382,10 +382,15 @@ def timing(stage: Run) -> None:
         place.unlink()
 
 
-def test_other_stages_are_stopped_while_something_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run stages side by side, as on a GPU; they compute on the CPU."""
     monkeypatch.setattr(run, "processes", lambda device: multiprocessing.get_context("fork"))
     monkeypatch.setattr(run, "use_gpu", lambda device: torch.set_num_threads(1))
     monkeypatch.setattr(Run, "clocks", lambda self: {})
+
+
+def test_other_stages_are_stopped_while_something_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch)
     stages = {"counting": Stage(counting, 4), "timing": Stage(timing, 60)}
     outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
     assert {name: outcome["status"] for name, outcome in outcomes.items()} == {
@@ -393,6 +398,30 @@ def test_other_stages_are_stopped_while_something_is_timed(tmp_path: Path, monke
         "timing": "done",
     }
     assert [figure["counted"] for figure in run.read_figures(tmp_path)["timing"] if "counted" in figure] == [0, 0]
+
+
+def working(stage: Run) -> None:
+    time.sleep(3600)
+
+
+def timing_once(stage: Run) -> None:
+    place = stage.output / "count"
+    while not place.exists():
+        time.sleep(0.01)
+    with stage.alone():
+        before = place.stat().st_size
+        time.sleep(3)
+        stage.keep(counted=place.stat().st_size - before)
+
+
+def test_the_end_of_a_stage_wakes_nobody_while_another_one_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu(monkeypatch)
+    stages = {"working": Stage(working, 2), "timing": Stage(timing_once, 60), "counting": Stage(counting, 8)}
+    outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
+    assert [outcomes[name]["status"] for name in stages] == ["cut off", "done", "cut off"]
+    assert [figure["counted"] for figure in run.read_figures(tmp_path)["timing"] if "counted" in figure] == [0]
 
 
 def holding(stage: Run) -> None:
@@ -404,9 +433,7 @@ def holding(stage: Run) -> None:
 def test_a_stage_that_is_ended_while_it_times_lets_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "processes", lambda device: multiprocessing.get_context("fork"))
-    monkeypatch.setattr(run, "use_gpu", lambda device: torch.set_num_threads(1))
-    monkeypatch.setattr(Run, "clocks", lambda self: {})
+    on_a_gpu(monkeypatch)
     stages = {"holding": Stage(holding, 2), "timing": Stage(timing, 60), "counting": Stage(counting, 6)}
     outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
     assert [outcomes[name]["status"] for name in stages] == ["cut off", "done", "cut off"]

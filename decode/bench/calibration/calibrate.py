@@ -45,7 +45,7 @@ from medusa.heads.markov import MarkovHeads
 from medusa.tree import Tree, usual_shortlist
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)  # numbers of nodes of the trees to try; 1 is plain decoding
-COMPILED_SIZES = (1, 8, 16, 32, 64)  # of compiled steps on a GPU
+COMPILED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # of compiled steps on a GPU
 SHORTLISTS = (8, 16, 32, 64)  # numbers of candidates to try for heads of kind markov (`Tree.shortlist`)
 CLEARLY = 1.01  # a larger number of candidates must be so many times as fast as a smaller one
 WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
@@ -174,9 +174,9 @@ def sizes_for(device: torch.device, batch_size: int, compiled: bool) -> list[int
 
     On a CPU, the time of a step grows with the number of nodes in the batch, so large batches get small trees. For one
     text, trees of 2 or 3 nodes never pay: they turn matrix-vector products into more expensive matrix products. On a
-    GPU, the steps of a tree take 20 seconds to compile, and nearly the same time for similar numbers of nodes."""
+    GPU, the steps of a tree take 20 seconds or more to compile, and for one text, few nodes cost as much as one."""
     if compiled and device.type == "cuda":
-        return [nodes for nodes in SIZES if nodes in COMPILED_SIZES]
+        return [nodes for nodes in COMPILED_SIZES if batch_size > 1 or nodes not in (2, 4)]
     most = max(NODES // batch_size, 8) if device.type == "cpu" else SIZES[-1]
     return [nodes for nodes in SIZES if nodes <= most and (batch_size > 1 or nodes not in (2, 3))]
 

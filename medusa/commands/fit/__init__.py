@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     from medusa.commands.fit.choices import HeadsChoice, choose_heads
     from medusa.commands.fit.plan import (
         Plan,
+        compiled_steps,
         costs_of,
         describe,
         lacking_memory,
@@ -87,8 +88,12 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
 
     held = state.stages.get("plan")
     if held is not None:
-        plan = Plan(**held["plan"])
-        found, choices = Probe(**held["probe"]), [HeadsChoice(**choice) for choice in held["choices"]]
+        plan, found = Plan(**held["plan"]), Probe(**held["probe"])
+        if options.compile not in (None, plan.compiled):
+            state.require_no_calibration(plan.compiled)
+            plan = replace(plan, compiled=compiled_steps(options, found))
+            held["plan"]["compiled"] = plan.compiled
+        choices = [HeadsChoice(**choice) for choice in held["choices"]]
     else:
         options.runtime.prepare()
         with options.output.stage("loading and timing the model"):
@@ -110,7 +115,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
 def make(run: Run, state: FitState, sides: Split, choices: list[HeadsChoice]) -> None:
     """Run the stages that are not finished."""
     from medusa.commands.fit import stages
-    from medusa.commands.fit.conclusion import compiled_of, fastest, install
+    from medusa.commands.fit.conclusion import fastest, install, is_compiled
 
     if "text" not in state.stages:
         stages.write_sides(run, sides)
@@ -122,7 +127,7 @@ def make(run: Run, state: FitState, sides: Split, choices: list[HeadsChoice]) ->
     best = fastest(choices, state)
     install(run.work / best.name, run.options.folder)
     state.content["kind"] = best.name
-    finish(stages.BenchmarkStage(run, compiled_of(best, state)), run, state)
+    finish(stages.BenchmarkStage(run, is_compiled(f"calibrate {best.name}", state)), run, state)
     if run.options.purpose != "transformers":
         finish(stages.ExportStage(run), run, state)
     state.finish_run()

@@ -28,5 +28,5 @@ def choose_heads(options: FitOptions) -> list[HeadsChoice]:
         return [HeadsChoice(kind, {"kind": kind}, reason) for kind in table["compare"]]
     if options.kind is not None and options.purpose == "transformers":
         return [HeadsChoice(options.kind, {"kind": options.kind}, "--kind asks for it")]
-    row = next(row for row in table["choices"] if options.purpose in row["for"])
+    row = table["transformers" if options.purpose == "transformers" else "servers"]
     return [HeadsChoice(row["heads"]["kind"], row["heads"], row["reason"])]

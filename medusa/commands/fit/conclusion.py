@@ -33,9 +33,9 @@ def fastest(choices: list[HeadsChoice], state: FitState) -> HeadsChoice:
     return choices[speeds.index(max(speeds))]
 
 
-def compiled_of(choice: HeadsChoice, state: FitState) -> bool:
-    """Whether the tree of these heads was found with compiled steps; runs of earlier versions do not say it."""
-    return bool(state.stages[f"calibrate {choice.name}"].get("compiled"))
+def is_compiled(stage: str, state: FitState) -> bool:
+    """Whether a finished stage ran compiled steps; stages of earlier versions do not say it."""
+    return bool(state.stages[stage].get("compiled"))
 
 
 def install(source: Path, folder: Path) -> None:
@@ -57,10 +57,10 @@ def conclude(options: FitOptions, state: FitState) -> None:
     if results["headline"]["verdict"] != "faster":
         more = f"--minutes {ceil(3 * state.stages['plan']['plan']['minutes'])} --overwrite"
         lines.append(f"More text and training may help ({more}), or another kind of heads (--compare --overwrite).")
-    settings = Settings(compile=bool(state.stages[f"calibrate {kind}"].get("compiled")))
+    settings = Settings(compile=is_compiled("benchmark", state))
     load = replace(options.load, revision=None)  # heads record the revision
-    loading = as_arguments(CommandOptions(load=load, settings=settings))
-    lines.append(" ".join([f'Next: medusa generate {quote(str(folder))} "Once upon a time"', *loading]))
+    given = as_arguments(CommandOptions(load=load, settings=settings))
+    lines.append(" ".join([f'Next: medusa generate {quote(str(folder))} "Once upon a time"', *given]))
     for line in lines:
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
     options.output.write(summary(options, state, results))

@@ -56,14 +56,15 @@ class FitOptions(Options):
     )
     kind: str | None = option(
         None,
-        f"train heads of this kind: {', '.join(KINDS)} (default: chosen for the model)",
+        f"train heads of this kind: {', '.join(KINDS)} (default: markov, and eagle with --for)",
         metavar="NAME",
-        brief="train heads of this kind (default: chosen for the model)",
+        brief="train heads of this kind (default: markov, and eagle with --for)",
     )
     compare: bool = option(False, "train heads of several kinds, and keep the fastest")
     compile: bool | None = option(
         None,
-        "find the tree and measure the speedup with compiled steps; --no-compile: without (default: compiled on a GPU)",
+        "find the tree and measure the speedup with compiled steps; --no-compile: with eager ones (default: compiled "
+        "on a CUDA GPU)",
         action=BooleanOptionalAction,
     )
     plan: bool = option(False, "print the cost in time, memory and disk, and stop")
@@ -110,7 +111,7 @@ class FitOptions(Options):
 
     def request(self, prompts: str) -> Json:
         """Return what a continued run must have in common with the run that it continues; `prompts`: their digest."""
-        names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw", "compile")
+        names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw")
         about = {name: getattr(self, name) for name in names}
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}
         return {"model": self.model, "prompts": prompts, "seed": self.runtime.seed} | about | load

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from decode.bench.calibration.calibrate import SHORTLISTS, sizes_for
 from medusa.commands.fit.choices import HeadsChoice
 from medusa.commands.fit.options import FitOptions
 from medusa.commands.fit.probe import Probe
-from medusa.errors import RequestError
+from medusa.errors import NotCompilableError
 from medusa.files import Json, free_bytes, readable
 from medusa.loading import Loaded
 from medusa.memory import total_memory
@@ -35,16 +36,18 @@ CALIBRATION_STEPS, CALIBRATION_TOKENS = 1500, 6000  # steps that are timed, and 
 BENCHMARK_TOKENS, FEWEST_BENCHMARK_TOKENS = 128, 64  # that each method writes to a prompt, if time allows
 FEWEST_TEST = 20
 BENCHMARK_SHARE, BENCHMARK_SECONDS = 0.25, 75.0  # the benchmark may take this share of the minutes, or so many seconds
-COMPILED_TREES, COMPILING = 13, 20.0  # steps that a calibration compiles, and the seconds that each takes on a GPU
+COMPILING = 20.0  # seconds to compile the steps of a tree on a GPU; twice as long for heads that draft level by level
+LEVEL_BY_LEVEL = ("hydra", "recurrent", "eagle", "mtp")
 METHODS = 2.7  # plain decoding, generate, and the heads, which take less
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What training costs with one choice of heads: the sizes of the heads, and the seconds to learn from one token."""
+    """What one choice of heads costs: the sizes of the heads, and the seconds to learn from one token."""
 
     size: HeadsSize
     token_seconds: float
+    compile_seconds: float = 0.0  # in a calibration of compiled steps
 
 
 @dataclass(frozen=True)
@@ -87,16 +90,33 @@ def costs_of(choice: HeadsChoice, loaded: Loaded, probe: Probe) -> Costs:
     config = new_config(HeadsConfig(**choice.heads), loaded.model, loaded.name, loaded.revision)
     size = heads_size(config, probe.vocab_size)
     shared = config.num_heads * probe.hidden_size * probe.vocab_size if config.lm_head == "shared" else 0
-    return Costs(size, probe.read_seconds * (1 + HEAD_COST * (size.trained + shared) / probe.parameters))
+    learning = probe.read_seconds * (1 + HEAD_COST * (size.trained + shared) / probe.parameters)
+    return Costs(size, learning, compile_seconds(config.kind, probe.device))
+
+
+def compiled_steps(options: FitOptions, probe: Probe) -> bool:
+    """Decide whether steps are compiled: as the options ask, or by default on a CUDA GPU if nothing is against it.
+
+    NotCompilableError: they are asked for, and are not possible."""
+    if options.compile is None:
+        return probe.device == "cuda" and not probe.not_compiled
+    if options.compile and probe.not_compiled:
+        raise NotCompilableError(probe.not_compiled)
+    return options.compile
+
+
+def compile_seconds(kind: str, device: str) -> float:
+    """Estimate how long a calibration of heads of this kind compiles: a static and a dynamic tree of each size."""
+    sizes = len(sizes_for(torch.device(device), 1, compiled=True)) - 1  # one of them is plain decoding
+    steps = 1 + 2 * sizes + (len(SHORTLISTS) - 1 if kind == "markov" else 0)
+    return steps * COMPILING * (2 if kind in LEVEL_BY_LEVEL else 1)
 
 
 def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_prompts: int, test_prompts: int) -> Plan:
     """Plan a run from the probe of its model, the costs of each kind of heads, and the numbers of prompts.
 
-    RequestError: compiled steps are asked for, and are not possible."""
-    if options.compile and probe.uncompilable:
-        raise RequestError(f"--compile is not possible: {probe.uncompilable}; leave it out")
-    compiled = options.compile if options.compile is not None else probe.device == "cuda" and not probe.uncompilable
+    NotCompilableError: compiled steps are asked for, and are not possible."""
+    compiled = compiled_steps(options, probe)
     tokens = min(options.tokens, probe.context - 1) if probe.context else options.tokens
     slowest = max(cost.token_seconds for cost in costs)
     one_text = tokens * probe.batch_step_seconds / probe.batch_size
@@ -126,6 +146,7 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
     rows = min(max(int(step_tokens / sequence), ROWS[0]), ROWS[1])
     batch = (probe.model_bytes, probe.hidden_size, rows * sequence_length, probe.device)
     cached = probe.batch_size * min(probe.context or CACHED_TOKENS, CACHED_TOKENS) * probe.cache_bytes
+    compiling = max(cost.compile_seconds for cost in costs)
     written = CALIBRATION_TOKENS * probe.batch_step_seconds / probe.batch_size
     return Plan(
         minutes=minutes,
@@ -140,7 +161,7 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
         test_prompts=measured,
         rounds=rounds,
         benchmark_tokens=length,
-        calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds + COMPILED_TREES * compiled * COMPILING,
+        calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds + compiled * compiling,
         benchmark_seconds=rounds * measured * length * METHODS * probe.step_seconds + 2 * compiled * COMPILING,
         memory_bytes=max(training_bytes(cost.size, *batch) for cost in costs),
         decoding_bytes=probe.model_bytes + 4 * trained + cached,
@@ -179,9 +200,13 @@ def steps_of(plan: Plan, probe: Probe, options: FitOptions) -> str:
     """Say whether steps are compiled, and how to change it."""
     if plan.compiled:
         return "compiled" if options.compile else "compiled, as usual on a GPU (--no-compile: eager, for quick trials)"
-    if probe.uncompilable:
-        return f"eager, because {probe.uncompilable}"
-    return "eager" if options.compile is not None else "eager, as usual on a CPU (--compile: compiled)"
+    if options.compile is not None:
+        return "eager"
+    if probe.not_compiled:
+        return f"eager, because {probe.not_compiled}"
+    if probe.device == "cuda":
+        return "eager, as planned before"
+    return f"eager, as usual on {'a CPU' if probe.device == 'cpu' else probe.device} (--compile: compiled)"
 
 
 def what_fits(plan: Plan) -> str:

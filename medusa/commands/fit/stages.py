@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import cycle, islice
 from math import ceil
@@ -27,7 +28,7 @@ from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import Split, write_prompts
 from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, ModelsWithHeads, Prompts, warn
-from medusa.errors import RequestError
+from medusa.errors import NotCompilableError
 from medusa.files import Json, read_json, write_text
 from medusa.options import Options
 
@@ -53,8 +54,20 @@ class Run(NamedTuple):
 
     def settings(self, tokens: int, temperature: float = 0.0, compiled: bool = False) -> Settings:
         """The decoding options of a stage that writes at most `tokens` tokens to a prompt."""
-        asked = Settings(max_new_tokens=tokens, temperature=temperature, ignore_eos=self.options.ignore_eos)
-        return replace(asked, compile=compiled)
+        ignore_eos = self.options.ignore_eos
+        return Settings(max_new_tokens=tokens, temperature=temperature, ignore_eos=ignore_eos, compile=compiled)
+
+    def compiled_or_eager(self, compiled: bool, work: Callable[[bool], None]) -> bool:
+        """Do `work` with compiled steps, or with eager ones where only the default compiles and fails; return which."""
+        try:
+            work(compiled)
+        except NotCompilableError as error:
+            if self.options.compile or not compiled:
+                raise
+            warn(f"steps are not compiled, so the speedup is that of eager steps: {error}")
+            work(False)
+            return False
+        return compiled
 
     @property
     def tokens(self) -> int:
@@ -200,42 +213,33 @@ class CalibrationStage:
     def title(self) -> str:
         return f"3/4 The fastest tree for heads of kind {self.choice.name}"
 
-    @property
-    def options(self) -> CalibrateOptions:
+    def options(self, compiled: bool) -> CalibrateOptions:
         run = self.run
         length = min(max(self.state.stages["text"]["mean_tokens"], 1), CALIBRATION_TOKENS)
         return CalibrateOptions(
             models=ModelsWithHeads(backbone=run.options.model, heads=str(run.work / self.choice.name)),
             load=run.options.load,
             prompts=replace(run.prompts(TRAIN), max_prompts=max(ceil(CALIBRATED_ON / length), FEWEST_TEXTS)),
-            settings=run.settings(CALIBRATION_TOKENS, compiled=run.plan.compiled),
+            settings=run.settings(CALIBRATION_TOKENS, compiled=compiled),
             runtime=run.options.runtime,
             output=run.options.output_to(run.work / f"{self.choice.name}-calibration.json"),
         )
 
     @property
     def command(self) -> str:
-        return command_line("calibrate", self.options)
+        return command_line("calibrate", self.options(self.run.plan.compiled))
 
     def work(self) -> Json:
-        """Calibrate, and say whether the steps were compiled. If only the default asks for it, eager steps will do."""
-        options, asked = self.options, self.run.options.compile
+        """Calibrate, and say whether the steps were compiled."""
+        compiled = self.run.plan.compiled
         try:
-            try:
-                calibrate.run(options)
-            except RequestError as error:
-                if isinstance(error, TooFewStepsError) or asked or not options.settings.compile:
-                    raise
-                warn(f"steps are not compiled, so the speedup is that of eager steps: {error}")
-                options = replace(options, settings=replace(options.settings, compile=False))
-                calibrate.run(options)
+            compiled = self.run.compiled_or_eager(compiled, lambda compiled: calibrate.run(self.options(compiled)))
         except TooFewStepsError as error:  # too little text: decoding takes the default tree
             self.run.options.output.note(f"no calibration: {error}")
-            return {"refused": str(error), "compiled": options.settings.compile}
-        found = read_json(Path(str(options.output.json)))
+            return {"refused": str(error), "compiled": compiled}
+        found = read_json(Path(str(self.options(compiled).output.json)))
         best = found["points"][found["chosen"]]
-        kept = {name: best[name] for name in ("nodes", "dynamic", "tau", "step_ms")}
-        return kept | {"compiled": options.settings.compile}
+        return {name: best[name] for name in ("nodes", "dynamic", "tau", "step_ms")} | {"compiled": compiled}
 
 
 @dataclass(frozen=True)
@@ -250,14 +254,13 @@ class BenchmarkStage:
     def title(self) -> str:
         return f"4/4 The speedup on {self.run.plan.test_prompts} prompts set aside"
 
-    @property
-    def options(self) -> BenchmarkOptions:
+    def options(self, compiled: bool) -> BenchmarkOptions:
         run, folder = self.run, self.run.options.folder
         return BenchmarkOptions(
             models=Models(backbone=run.options.model, heads=str(folder), tree="auto"),
             load=run.options.load,
             prompts=replace(run.prompts(TEST), max_prompts=run.plan.test_prompts),
-            settings=run.settings(run.plan.benchmark_tokens, compiled=self.compiled),
+            settings=run.settings(run.plan.benchmark_tokens, compiled=compiled),
             rounds=run.plan.rounds,
             report=str(folder / REPORT),
             overwrite=True,
@@ -267,12 +270,18 @@ class BenchmarkStage:
 
     @property
     def command(self) -> str:
-        return command_line("benchmark", self.options)
+        return command_line("benchmark", self.options(self.compiled))
 
     def work(self) -> Json:
-        output = replace(self.options.output, command_line=self.command)  # the report shows it
-        benchmark.run(replace(self.options, output=output))
-        return read_json(self.run.options.folder / RESULTS)["methods"]["medusa"]
+        """Measure, and say whether the steps were compiled."""
+
+        def measure(compiled: bool) -> None:
+            options = self.options(compiled)
+            shown = command_line("benchmark", options)  # in the report
+            benchmark.run(replace(options, output=replace(options.output, command_line=shown)))
+
+        compiled = self.run.compiled_or_eager(self.compiled, measure)
+        return read_json(self.run.options.folder / RESULTS)["methods"]["medusa"] | {"compiled": compiled}
 
 
 @dataclass(frozen=True)

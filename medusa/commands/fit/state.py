@@ -49,6 +49,13 @@ class FitState:
         """Whether all stages of the run are finished."""
         return bool(self.content.get("finished"))
 
+    def require_no_calibration(self, compiled: bool) -> None:
+        """Raise a RequestError if heads were calibrated already; `compiled`: with which steps."""
+        if any(stage.startswith("calibrate ") for stage in self.stages):
+            steps, option = ("compiled", "--no-compile") if compiled else ("eager", "--compile")
+            way = f"leave out {option}, or add --overwrite to start again"
+            raise RequestError(f"{self.folder} was calibrated with {steps} steps; {way}")
+
     def finish_run(self) -> None:
         """Note on disk that all stages are finished."""
         self.content["finished"] = True

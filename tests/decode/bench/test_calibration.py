@@ -258,6 +258,7 @@ def test_large_batches_on_a_cpu_try_small_trees() -> None:
         assert calibrate.sizes_for(cpu, 256, compiled) == [1, 2, 3, 4, 6, 8]
     assert calibrate.sizes_for(cuda, 64, compiled=False)[-1] == 64
     assert calibrate.sizes_for(cuda, 1, compiled=True) == [1, 8, 16, 32, 64]
+    assert calibrate.sizes_for(cuda, 4, compiled=True) == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_steps_are_timed_for_every_tree(decoded: Any) -> None:
