@@ -786,7 +786,9 @@ def test_verify_writes_the_documented_json_and_a_report(medusa: Any, place: Plac
     assert str(report) in "".join(done.out.split())
     assert "\u2026" not in done.out, "a column was cut off"
     content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
-    assert content.keys() == {"settings", "greedy", "sampling", "passed"}
+    assert content.keys() == {"settings", "machine", "greedy", "sampling", "passed"}
+    assert content["machine"]["torch"] == torch.__version__
+    assert (content["settings"]["compile"], content["settings"]["quantization"]) == (False, None)
     assert content["passed"] is True
     assert (content["greedy"]["prompts"], content["greedy"]["equal"], content["greedy"]["divergences"]) == (3, 3, [])
     cases = content["sampling"]["cases"]

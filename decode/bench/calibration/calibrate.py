@@ -3,7 +3,8 @@
 Tokens per second are tau / T. tau is the mean number of tokens per step, which is predicted from recorded texts of the
 backbone. T is the time of a step, which is measured in the decoding loop. Both static and dynamic trees are tried
 (`decode.drafters.layouts`). Dynamic trees accept more guesses with as many nodes, but choosing the nodes takes time.
-For heads of kind `markov` the number of candidates is chosen, too, with the best tree."""
+For heads of kind `markov` the number of candidates is chosen, too, with the best tree, except for compiled steps on a
+GPU."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def calibrate(
     about = RecordedTexts(len(texts), recording.tokens, sum(map(len, prompts)), steps=recording.steps)
     holds_for = situation(model, heads, settings, batch_size)
     found = Calibration(points, best_of(points), list(temperatures), holds_for, about)
-    if isinstance(heads, MarkovHeads) and found.best.nodes > 1:
+    compiles_long = compiled_on_gpu(backbone.device, settings.compile)  # and a GPU drafts with many candidates as fast
+    if isinstance(heads, MarkovHeads) and found.best.nodes > 1 and not compiles_long:
         shortened = [with_shortlist(found.tree, size) for size in SHORTLISTS]
         known = [measured_tau(tree) for tree in shortened]
         # More rounds, because steps with different numbers of candidates differ by a few per cent.
@@ -169,13 +171,19 @@ def decoded_tau(
     return tau(results)
 
 
+def compiled_on_gpu(device: torch.device, compiled: bool) -> bool:
+    """Whether each tree that is tried costs a long compilation, and steps of trees differ little."""
+    return compiled and device.type == "cuda"
+
+
 def sizes_for(device: torch.device, batch_size: int, compiled: bool) -> list[int]:
     """List the numbers of nodes for which a tree may be faster than plain decoding.
 
     On a CPU, the time of a step grows with the number of nodes in the batch, so large batches get small trees. For one
     text, trees of 2 or 3 nodes never pay: they turn matrix-vector products into more expensive matrix products. On a
-    GPU, the steps of a tree take 20 seconds or more to compile, and for one text, few nodes cost as much as one."""
-    if compiled and device.type == "cuda":
+    GPU, the steps of a tree take 20 seconds or more to compile, and for one text, few nodes cost little more than one.
+    """
+    if compiled_on_gpu(device, compiled):
         return [nodes for nodes in COMPILED_SIZES if batch_size > 1 or nodes not in (2, 4)]
     most = max(NODES // batch_size, 8) if device.type == "cpu" else SIZES[-1]
     return [nodes for nodes in SIZES if nodes <= most and (batch_size > 1 or nodes not in (2, 3))]

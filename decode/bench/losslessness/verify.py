@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 
 from decode.bench.losslessness.cases import FALSE_ALARM, Case, passes, rules_for, threshold
 from decode.bench.losslessness.experiment import Experiment, require_room
+from decode.bench.machine import machine
 from decode.bench.methods import Job, Method, transformers_method
 from decode.strategies.contrastive import Amateur
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
+from medusa.quantization import quantization_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +117,12 @@ class VerificationResult:
         amateur = None if settings.amateur is None else settings.amateur.to_dict()
         about = {"backbone": asked.loaded.name, "nodes": asked.source.num_nodes, "amateur": amateur}
         about |= {name: getattr(asked, name) for name in ("heads", "drafter", "tree", "dtype", "batch_size", "seed")}
-        about |= {name: getattr(settings, name) for name in ("max_new_tokens", "epsilon", "delta")}
+        about |= {name: getattr(settings, name) for name in ("max_new_tokens", "epsilon", "delta", "compile")}
+        about["quantization"] = quantization_of(asked.loaded.model)
         limits = {"false_alarm_rate": FALSE_ALARM, "smallest_allowed_p_value": threshold(self.cases)}
         sampling = {"draws": asked.draws, **limits, "cases": [line for case in self.cases for line in case.to_json()]}
-        return {"settings": about, "greedy": self.greedy.to_json(), "sampling": sampling, "passed": self.passed}
+        found = {"greedy": self.greedy.to_json(), "sampling": sampling, "passed": self.passed}
+        return {"settings": about, "machine": asdict(machine())} | found
 
 
 def verify(asked: Verification) -> VerificationResult:

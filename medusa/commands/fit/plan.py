@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from decode.bench.calibration.calibrate import SHORTLISTS, sizes_for
+from decode.bench.calibration.calibrate import SHORTLISTS, compiled_on_gpu, sizes_for
 from medusa.commands.fit.choices import HeadsChoice
 from medusa.commands.fit.options import FitOptions
 from medusa.commands.fit.probe import Probe
@@ -36,7 +36,9 @@ CALIBRATION_STEPS, CALIBRATION_TOKENS = 1500, 6000  # steps that are timed, and 
 BENCHMARK_TOKENS, FEWEST_BENCHMARK_TOKENS = 128, 64  # that each method writes to a prompt, if time allows
 FEWEST_TEST = 20
 BENCHMARK_SHARE, BENCHMARK_SECONDS = 0.25, 75.0  # the benchmark may take this share of the minutes, or so many seconds
-COMPILING = 20.0  # seconds to compile the steps of a tree on a GPU; twice as long for heads that draft level by level
+# Seconds to compile the steps of a tree: 16 to 27 for 6 and 8 layers on a machine with a GPU, and twice as long for
+# heads that draft level by level.
+COMPILING, COMPILING_LAYER = 10.0, 1.5
 LEVEL_BY_LEVEL = ("hydra", "recurrent", "eagle", "mtp")
 METHODS = 2.7  # plain decoding, generate, and the heads, which take less
 
@@ -91,7 +93,7 @@ def costs_of(choice: HeadsChoice, loaded: Loaded, probe: Probe) -> Costs:
     size = heads_size(config, probe.vocab_size)
     shared = config.num_heads * probe.hidden_size * probe.vocab_size if config.lm_head == "shared" else 0
     learning = probe.read_seconds * (1 + HEAD_COST * (size.trained + shared) / probe.parameters)
-    return Costs(size, learning, compile_seconds(config.kind, probe.device))
+    return Costs(size, learning, compile_seconds(config.kind, probe))
 
 
 def compiled_steps(options: FitOptions, probe: Probe) -> bool:
@@ -105,11 +107,18 @@ def compiled_steps(options: FitOptions, probe: Probe) -> bool:
     return options.compile
 
 
-def compile_seconds(kind: str, device: str) -> float:
+def compile_seconds(kind: str, probe: Probe) -> float:
     """Estimate how long a calibration of heads of this kind compiles: a static and a dynamic tree of each size."""
-    sizes = len(sizes_for(torch.device(device), 1, compiled=True)) - 1  # one of them is plain decoding
-    steps = 1 + 2 * sizes + (len(SHORTLISTS) - 1 if kind == "markov" else 0)
-    return steps * COMPILING * (2 if kind in LEVEL_BY_LEVEL else 1)
+    device = torch.device(probe.device)
+    trees = 2 * len(sizes_for(device, 1, compiled=True)) - 1  # one size is plain decoding
+    if kind == "markov" and not compiled_on_gpu(device, compiled=True):
+        trees += len(SHORTLISTS) - 1
+    return trees * compiling(probe) * (2 if kind in LEVEL_BY_LEVEL else 1)
+
+
+def compiling(probe: Probe) -> float:
+    """Estimate how long the steps of a tree compile, in seconds."""
+    return COMPILING + COMPILING_LAYER * probe.layers
 
 
 def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_prompts: int, test_prompts: int) -> Plan:
@@ -146,7 +155,7 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
     rows = min(max(int(step_tokens / sequence), ROWS[0]), ROWS[1])
     batch = (probe.model_bytes, probe.hidden_size, rows * sequence_length, probe.device)
     cached = probe.batch_size * min(probe.context or CACHED_TOKENS, CACHED_TOKENS) * probe.cache_bytes
-    compiling = max(cost.compile_seconds for cost in costs)
+    compiling_trees = max(cost.compile_seconds for cost in costs)
     written = CALIBRATION_TOKENS * probe.batch_step_seconds / probe.batch_size
     return Plan(
         minutes=minutes,
@@ -161,8 +170,8 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
         test_prompts=measured,
         rounds=rounds,
         benchmark_tokens=length,
-        calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds + compiled * compiling,
-        benchmark_seconds=rounds * measured * length * METHODS * probe.step_seconds + 2 * compiled * COMPILING,
+        calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds + compiled * compiling_trees,
+        benchmark_seconds=rounds * measured * length * METHODS * probe.step_seconds + 2 * compiled * compiling(probe),
         memory_bytes=max(training_bytes(cost.size, *batch) for cost in costs),
         decoding_bytes=probe.model_bytes + 4 * trained + cached,
         disk_bytes=TEXT_BYTES * texts * tokens + 4 * trained * (1 + 3 * CHECKPOINTS) * len(costs),

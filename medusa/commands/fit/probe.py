@@ -38,6 +38,7 @@ class Probe:
     batch_step_seconds: float  # to write one token in each of `batch_size` rows
     step_seconds: float  # to write one token in one row: a plain decoding step
     cache_bytes: int  # of a token in the KV cache
+    layers: int = 0  # of the model
     not_compiled: str = ""  # why steps of the model cannot be compiled, if anything is known against it
 
     @property
@@ -69,6 +70,7 @@ def probe(loaded: Loaded) -> Probe:
         batch_step_seconds=batch_step,
         step_seconds=step,
         cache_bytes=cached // (length + WRITE),
+        layers=backbone.num_layers,
         not_compiled=why_not_compiled(backbone),
     )
 
