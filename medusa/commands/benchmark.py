@@ -244,7 +244,7 @@ def measure(
         require_same_prompts(options, records, earlier)  # before the weights are loaded and a tree is calibrated
     opened = models.open_models(options, records, specs, calibrates)
     source, *others = opened.drafters
-    models.hint_at_speed(opened.loaded, opened.settings.compile, output)
+    models.hint_at_bfloat16(opened.loaded, output)
     with output.progress_bars() as start_progress:
         job = BenchmarkJob(
             loaded=opened.loaded,

@@ -85,7 +85,7 @@ def run(options: CalibrateOptions) -> None:
         require_enough(len(records), options.settings.max_new_tokens)
     opened = models.open_models(options, records, [options.models.drafter], calibrates=False)
     loaded, settings, prompts, heads = opened.loaded, opened.settings, opened.prompts, opened.drafters[0].heads
-    models.hint_at_speed(loaded, settings.compile, output)
+    models.hint_at_bfloat16(loaded, output)
     model, tokenizer = loaded.model, loaded.tokenizer
     assert heads is not None  # the drafter is `heads` or `mtp`
     eager = replace(settings, compile=False)  # only the timing needs compiled steps

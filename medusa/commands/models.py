@@ -297,13 +297,9 @@ def results_json(command: CommandOptions, opened: Opened, results: Sequence[Resu
     return {"settings": about, "results": [one.to_json(opened.loaded.tokenizer, settings.stop) for one in results]}
 
 
-def hint_at_speed(loaded: Loaded, compiled: bool, output: Output) -> None:
-    """Recommend compiled steps on a GPU, and bfloat16 for a model in float32 on a CPU that is fast at bfloat16.
-
-    The model must have over 20 million parameters for bfloat16."""
+def hint_at_bfloat16(loaded: Loaded, output: Output) -> None:
+    """Recommend bfloat16 if a float32 model of over 20 million parameters runs on a CPU that is fast at bfloat16."""
     model = loaded.model
-    if model.device.type == "cuda" and not compiled:
-        output.note("hint: try --compile; on a GPU, compiled steps are up to ten times as fast, and want another tree")
     slow = model.dtype == torch.float32 and model.device.type == "cpu" and model.num_parameters() > 20_000_000
     if slow and has_fast_bfloat16():
         output.note(

@@ -213,12 +213,15 @@ def run_stages(
         kill(process)
         (output / RUNNING / str(process.pid)).unlink(missing_ok=True)
         with (output / LOCK).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:  # another stage times something, and will let the others go on
-                return
-            signal_groups((other.pid for other in running.values() if other.pid), signal.SIGCONT)
-            fcntl.flock(lock, fcntl.LOCK_UN)
+            for _ in range(10):  # a child of the stage, which is being killed, may still hold the lock
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    time.sleep(0.1)
+                    continue
+                signal_groups((other.pid for other in running.values() if other.pid), signal.SIGCONT)
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                return  # otherwise another stage times something, and will let the others go on
 
     def record(name: str, outcome: Figure) -> None:
         spent = round(time.monotonic() - begun.get(name, time.monotonic()))

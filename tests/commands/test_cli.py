@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
@@ -30,7 +29,6 @@ from medusa.__main__ import COMMANDS, main
 from medusa.backbone import Backbone
 from medusa.commands import generate as generate_command
 from medusa.commands.datastore import PIECE
-from medusa.commands.models import hint_at_speed
 from medusa.commands.options import warn_if_useless
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
@@ -1202,15 +1200,6 @@ def test_float32_where_bfloat16_is_fast_gets_one_hint(
     assert "hint" not in medusa(*asked, "--quiet").err
     monkeypatch.setattr("medusa.commands.models.has_fast_bfloat16", lambda: False)
     assert "hint" not in medusa(*asked).err
-
-
-@pytest.mark.parametrize(("device", "compiled", "hinted"), [("cuda", False, 1), ("cuda", True, 0), ("cpu", False, 0)])
-def test_eager_steps_on_a_gpu_get_one_hint(device: str, compiled: bool, hinted: int) -> None:
-    told, model = list[str](), SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16)
-    loaded: Any = SimpleNamespace(model=model)
-    output: Any = SimpleNamespace(note=told.append)
-    hint_at_speed(loaded, compiled, output)
-    assert sum("try --compile" in line for line in told) == len(told) == hinted
 
 
 # --- drafters other than heads ---------------------------------------------------------------------------------------

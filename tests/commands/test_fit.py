@@ -38,7 +38,7 @@ from medusa.commands.fit.plan import (
     LEAST_MINUTES,
     REPEATS,
     Costs,
-    compile_seconds,
+    compiling,
     describe,
     make_plan,
     what_fits,
@@ -279,6 +279,7 @@ SPREAD = "the model is spread over devices"
         (None, "cuda", "", True, "compiled, as usual on a GPU (--no-compile: eager, for quick trials)"),
         (False, "cuda", "", False, "eager"),
         (None, "cuda", SPREAD, False, f"eager, because {SPREAD}"),
+        (True, "cuda", "", True, "compiled"),
         (None, "mps", "", False, "eager, as usual on mps (--compile: compiled)"),
     ],
 )
@@ -286,7 +287,8 @@ def test_steps_are_compiled_on_a_gpu(
     asked: bool | None, device: str, reason: str, compiled: bool, told: str, tmp_path: Path
 ) -> None:
     found, wanted = replace(PROBE, device=device, not_compiled=reason, layers=8), options(compile=asked)
-    costs = [replace(COSTS[0], compile_seconds=compile_seconds("markov", found))]
+    trees, seconds = compiling("markov", found)
+    costs = [replace(COSTS[0], compiled_trees=trees, tree_seconds=seconds)]
     plan = make_plan(wanted, found, costs, train_prompts=100, test_prompts=20)
     eager = make_plan(options(compile=False), found, costs, train_prompts=100, test_prompts=20)
     assert plan.compiled == compiled
@@ -294,6 +296,7 @@ def test_steps_are_compiled_on_a_gpu(
     # In the benchmark, plain decoding and a tree.
     steps = (9 if device == "cuda" else 22) + 2
     assert plan.seconds == pytest.approx(eager.seconds + compiled * steps * (COMPILING + 8 * COMPILING_LAYER))
+    assert replace(eager, compiled=compiled).seconds == plan.seconds, "a continued run may change its steps"
     assert f"steps        {told}" in describe(plan, found, choose_heads(wanted), wanted)
     run = stages.Run(replace(wanted, out=str(tmp_path)), tmp_path, plan, found)
     calibration = stages.CalibrationStage(run, choose_heads(wanted)[0], WRITTEN)
@@ -393,11 +396,17 @@ def test_the_steps_may_change_until_a_tree_is_found(
     assert [main(command()), main(command("--compile")), main(command("--no-compile"))] == [1, 1, 1]
     assert asked == [False, False, True, False]
 
-    content["stages"]["calibrate markov"] = {"refused": "too little text", "compiled": False}
-    state.write_text(json.dumps(content))
-    capsys.readouterr()
-    assert main(command("--compile")) == 2
-    assert "was calibrated with eager steps; leave out --compile, or add --overwrite" in capsys.readouterr().err
+    for calibrated, planned, other, told in (
+        (False, True, "--compile", "eager"),
+        (True, False, "--no-compile", "compiled"),
+    ):
+        content["stages"]["plan"]["plan"]["compiled"] = planned  # eager steps may stand in for compiled ones
+        content["stages"]["calibrate markov"] = {"refused": "too little text", "compiled": calibrated}
+        state.write_text(json.dumps(content))
+        capsys.readouterr()
+        assert main(command(other)) == 2
+        told = f"was calibrated with {told} steps; leave out {other}, or add --overwrite"
+        assert told in capsys.readouterr().err
 
 
 def test_the_plan_names_the_gpus_that_hold_the_run() -> None:
@@ -435,7 +444,7 @@ def test_the_docs_show_what_the_planner_computes_for_7b(monkeypatch: pytest.Monk
     size = heads_size(config, sizes.vocab_size)
     read = size.trained + 4 * 4096 * 32000  # the shared LM head, once for each head
     learning = found.read_seconds * (1 + HEAD_COST * read / sizes.parameters)
-    costs = Costs(size, learning, compile_seconds(choice.heads["kind"], found))
+    costs = Costs(size, learning, *compiling(choice.heads["kind"], found))
     monkeypatch.setattr(plan_module, "free_bytes", lambda path: 10**12)
     plan = make_plan(asked, found, [costs], train_prompts=4900, test_prompts=100)
     page = (Path(__file__).parents[2] / "docs" / "start.md").read_text(encoding="utf-8")

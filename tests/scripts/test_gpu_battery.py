@@ -400,28 +400,43 @@ def test_other_stages_are_stopped_while_something_is_timed(tmp_path: Path, monke
     assert [figure["counted"] for figure in run.read_figures(tmp_path)["timing"] if "counted" in figure] == [0, 0]
 
 
-def working(stage: Run) -> None:
+def ended(pid: int) -> bool:
+    """Whether a process has ended; its parent may not have noticed yet."""
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] in "ZX" if Path(f"/proc/{pid}").exists() else True
+
+
+def waiting(stage: Run) -> None:
+    """Do nothing until the stage is ended from outside."""
+    (stage.output / "waiting").write_text(str(os.getpid()))
     time.sleep(3600)
 
 
-def timing_once(stage: Run) -> None:
-    place = stage.output / "count"
-    while not place.exists():
+def timing_while_another_ends(stage: Run) -> None:
+    """Time until the other stage has been ended and the battery has seen it, and keep how far the third one counted."""
+    count, other = stage.output / "count", stage.output / "waiting"
+    while not (count.exists() and other.exists() and other.read_text()):
         time.sleep(0.01)
     with stage.alone():
-        before = place.stat().st_size
-        time.sleep(3)
-        stage.keep(counted=place.stat().st_size - before)
+        before = count.stat().st_size
+        os.kill(int(other.read_text()), signal.SIGKILL)
+        while not ended(int(other.read_text())):
+            time.sleep(0.01)
+        time.sleep(2)  # in which the battery ends that stage
+        stage.keep(counted=count.stat().st_size - before)
 
 
 def test_the_end_of_a_stage_wakes_nobody_while_another_one_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_gpu(monkeypatch)
-    stages = {"working": Stage(working, 2), "timing": Stage(timing_once, 60), "counting": Stage(counting, 8)}
+    stages = {"waiting": Stage(waiting, 60), "timing": Stage(timing_while_another_ends, 60)}
+    stages |= {"counting": Stage(counting, 8)}
     outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
-    assert [outcomes[name]["status"] for name in stages] == ["cut off", "done", "cut off"]
-    assert [figure["counted"] for figure in run.read_figures(tmp_path)["timing"] if "counted" in figure] == [0]
+    assert [outcomes[name]["status"] for name in stages] == ["failed", "done", "cut off"]
+    lines = [json.loads(line) for line in (tmp_path / run.FIGURES).read_text().splitlines()]
+    order = [line["stage"] for line in lines if line.get("event") == "end" or "counted" in line]
+    assert order[:2] == ["waiting", "timing"], "the stage ended while the other one timed"
+    assert [line["counted"] for line in lines if "counted" in line] == [0]
 
 
 def holding(stage: Run) -> None:

@@ -97,7 +97,7 @@ def calibrate(
     about = RecordedTexts(len(texts), recording.tokens, sum(map(len, prompts)), steps=recording.steps)
     holds_for = situation(model, heads, settings, batch_size)
     found = Calibration(points, best_of(points), list(temperatures), holds_for, about)
-    compiles_long = compiled_on_gpu(backbone.device, settings.compile)  # and a GPU drafts with many candidates as fast
+    compiles_long = compiled_on_gpu(backbone.device, settings.compile)  # each number of candidates is another step
     if isinstance(heads, MarkovHeads) and found.best.nodes > 1 and not compiles_long:
         shortened = [with_shortlist(found.tree, size) for size in SHORTLISTS]
         known = [measured_tau(tree) for tree in shortened]
@@ -181,7 +181,7 @@ def sizes_for(device: torch.device, batch_size: int, compiled: bool) -> list[int
 
     On a CPU, the time of a step grows with the number of nodes in the batch, so large batches get small trees. For one
     text, trees of 2 or 3 nodes never pay: they turn matrix-vector products into more expensive matrix products. On a
-    GPU, the steps of a tree take 20 seconds or more to compile, and for one text, few nodes cost little more than one.
+    GPU, the steps of a tree take about 20 seconds to compile, and for one text, few nodes cost little more than one.
     """
     if compiled_on_gpu(device, compiled):
         return [nodes for nodes in COMPILED_SIZES if batch_size > 1 or nodes not in (2, 4)]

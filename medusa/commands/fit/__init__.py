@@ -89,8 +89,8 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     held = state.stages.get("plan")
     if held is not None:
         plan, found = Plan(**held["plan"]), Probe(**held["probe"])
-        if options.compile not in (None, plan.compiled):
-            state.require_no_calibration(plan.compiled)
+        if options.compile is not None:
+            state.require_calibrated(options.compile)
             plan = replace(plan, compiled=compiled_steps(options, found))
             held["plan"]["compiled"] = plan.compiled
         choices = [HeadsChoice(**choice) for choice in held["choices"]]

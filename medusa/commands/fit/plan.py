@@ -36,8 +36,8 @@ CALIBRATION_STEPS, CALIBRATION_TOKENS = 1500, 6000  # steps that are timed, and 
 BENCHMARK_TOKENS, FEWEST_BENCHMARK_TOKENS = 128, 64  # that each method writes to a prompt, if time allows
 FEWEST_TEST = 20
 BENCHMARK_SHARE, BENCHMARK_SECONDS = 0.25, 75.0  # the benchmark may take this share of the minutes, or so many seconds
-# Seconds to compile the steps of a tree: 16 to 27 for 6 and 8 layers on a machine with a GPU, and twice as long for
-# heads that draft level by level.
+# Seconds to compile the steps of a tree, a guess: one machine with a GPU took 12 to 23 for 6 layers and 13 to 19 for 8,
+# and 32 to 65 with heads that draft level by level.
 COMPILING, COMPILING_LAYER = 10.0, 1.5
 LEVEL_BY_LEVEL = ("hydra", "recurrent", "eagle", "mtp")
 METHODS = 2.7  # plain decoding, generate, and the heads, which take less
@@ -49,7 +49,8 @@ class Costs:
 
     size: HeadsSize
     token_seconds: float
-    compile_seconds: float = 0.0  # in a calibration of compiled steps
+    compiled_trees: int = 0  # in a calibration of compiled steps
+    tree_seconds: float = 0.0  # to compile the steps of one of them
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,24 @@ class Plan:
     disk_bytes: int
     kinds: int
     compiled: bool = False  # whether the tree is found, and the speedup measured, with compiled steps
+    compiling_calibration_seconds: float = 0.0  # in addition, for compiled steps; for each kind of heads
+    compiling_benchmark_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """The estimated time of the whole run in seconds."""
-        each = 60 * self.training_minutes + self.calibration_seconds
-        return self.text_seconds + self.kinds * each + self.benchmark_seconds
+        each = 60 * self.training_minutes + self.whole_calibration_seconds
+        return self.text_seconds + self.kinds * each + self.whole_benchmark_seconds
+
+    @property
+    def whole_calibration_seconds(self) -> float:
+        """The estimated time of a calibration, with compiling if steps are compiled."""
+        return self.calibration_seconds + self.compiled * self.compiling_calibration_seconds
+
+    @property
+    def whole_benchmark_seconds(self) -> float:
+        """The estimated time of the benchmark, with compiling if steps are compiled."""
+        return self.benchmark_seconds + self.compiled * self.compiling_benchmark_seconds
 
     def to_json(self) -> Json:
         """Return the plan as a JSON object."""
@@ -93,7 +106,7 @@ def costs_of(choice: HeadsChoice, loaded: Loaded, probe: Probe) -> Costs:
     size = heads_size(config, probe.vocab_size)
     shared = config.num_heads * probe.hidden_size * probe.vocab_size if config.lm_head == "shared" else 0
     learning = probe.read_seconds * (1 + HEAD_COST * (size.trained + shared) / probe.parameters)
-    return Costs(size, learning, compile_seconds(config.kind, probe))
+    return Costs(size, learning, *compiling(config.kind, probe))
 
 
 def compiled_steps(options: FitOptions, probe: Probe) -> bool:
@@ -107,25 +120,19 @@ def compiled_steps(options: FitOptions, probe: Probe) -> bool:
     return options.compile
 
 
-def compile_seconds(kind: str, probe: Probe) -> float:
-    """Estimate how long a calibration of heads of this kind compiles: a static and a dynamic tree of each size."""
+def compiling(kind: str, probe: Probe) -> tuple[int, float]:
+    """Count the trees whose steps a calibration of heads of this kind compiles, and estimate the seconds for each."""
     device = torch.device(probe.device)
-    trees = 2 * len(sizes_for(device, 1, compiled=True)) - 1  # one size is plain decoding
+    trees = 2 * len(sizes_for(device, 1, compiled=True)) - 1  # static and dynamic; one size is plain decoding
     if kind == "markov" and not compiled_on_gpu(device, compiled=True):
         trees += len(SHORTLISTS) - 1
-    return trees * compiling(probe) * (2 if kind in LEVEL_BY_LEVEL else 1)
-
-
-def compiling(probe: Probe) -> float:
-    """Estimate how long the steps of a tree compile, in seconds."""
-    return COMPILING + COMPILING_LAYER * probe.layers
+    return trees, (COMPILING + COMPILING_LAYER * probe.layers) * (2 if kind in LEVEL_BY_LEVEL else 1)
 
 
 def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_prompts: int, test_prompts: int) -> Plan:
     """Plan a run from the probe of its model, the costs of each kind of heads, and the numbers of prompts.
 
     NotCompilableError: compiled steps are asked for, and are not possible."""
-    compiled = compiled_steps(options, probe)
     tokens = min(options.tokens, probe.context - 1) if probe.context else options.tokens
     slowest = max(cost.token_seconds for cost in costs)
     one_text = tokens * probe.batch_step_seconds / probe.batch_size
@@ -155,7 +162,7 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
     rows = min(max(int(step_tokens / sequence), ROWS[0]), ROWS[1])
     batch = (probe.model_bytes, probe.hidden_size, rows * sequence_length, probe.device)
     cached = probe.batch_size * min(probe.context or CACHED_TOKENS, CACHED_TOKENS) * probe.cache_bytes
-    compiling_trees = max(cost.compile_seconds for cost in costs)
+    slowest_tree = max(cost.tree_seconds for cost in costs)
     written = CALIBRATION_TOKENS * probe.batch_step_seconds / probe.batch_size
     return Plan(
         minutes=minutes,
@@ -170,13 +177,15 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
         test_prompts=measured,
         rounds=rounds,
         benchmark_tokens=length,
-        calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds + compiled * compiling_trees,
-        benchmark_seconds=rounds * measured * length * METHODS * probe.step_seconds + 2 * compiled * compiling(probe),
+        calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds,
+        benchmark_seconds=rounds * measured * length * METHODS * probe.step_seconds,
         memory_bytes=max(training_bytes(cost.size, *batch) for cost in costs),
         decoding_bytes=probe.model_bytes + 4 * trained + cached,
         disk_bytes=TEXT_BYTES * texts * tokens + 4 * trained * (1 + 3 * CHECKPOINTS) * len(costs),
         kinds=len(costs),
-        compiled=compiled,
+        compiled=compiled_steps(options, probe),
+        compiling_calibration_seconds=max(cost.compiled_trees * cost.tree_seconds for cost in costs),
+        compiling_benchmark_seconds=2 * slowest_tree,  # plain decoding, and the tree
     )
 
 
@@ -196,8 +205,8 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
         f"text         {text}: {clock(plan.text_seconds)}",
         f"training     {training}{each}",
         f"steps        {steps_of(plan, probe, options)}",
-        f"calibration  about {clock(plan.calibration_seconds)}{each}",
-        f"benchmark    {plan.test_prompts} prompts set aside, {rounds}: {clock(plan.benchmark_seconds)}",
+        f"calibration  about {clock(plan.whole_calibration_seconds)}{each}",
+        f"benchmark    {plan.test_prompts} prompts set aside, {rounds}: {clock(plan.whole_benchmark_seconds)}",
         f"memory       {readable(plan.memory_bytes)} for training, {readable(plan.decoding_bytes)} for decoding",
         *gpus,
         f"disk         up to {readable(plan.disk_bytes)} in {options.folder}, where {free} are free",
@@ -208,7 +217,10 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
 def steps_of(plan: Plan, probe: Probe, options: FitOptions) -> str:
     """Say whether steps are compiled, and how to change it."""
     if plan.compiled:
-        return "compiled" if options.compile else "compiled, as usual on a GPU (--no-compile: eager, for quick trials)"
+        usual = "as usual on a GPU (--no-compile: eager, for quick trials)"
+        return (
+            "compiled" if options.compile else f"compiled, {usual if probe.device == 'cuda' else 'as planned before'}"
+        )
     if options.compile is not None:
         return "eager"
     if probe.not_compiled:

@@ -49,10 +49,11 @@ class FitState:
         """Whether all stages of the run are finished."""
         return bool(self.content.get("finished"))
 
-    def require_no_calibration(self, compiled: bool) -> None:
-        """Raise a RequestError if heads were calibrated already; `compiled`: with which steps."""
-        if any(stage.startswith("calibrate ") for stage in self.stages):
-            steps, option = ("compiled", "--no-compile") if compiled else ("eager", "--compile")
+    def require_calibrated(self, compiled: bool) -> None:
+        """Raise a RequestError if heads were calibrated already, with eager steps if `compiled`, else with compiled."""
+        done = [bool(figures.get("compiled")) for name, figures in self.stages.items() if name.startswith("calibrate ")]
+        if (not compiled) in done:
+            steps, option = ("eager", "--compile") if compiled else ("compiled", "--no-compile")
             way = f"leave out {option}, or add --overwrite to start again"
             raise RequestError(f"{self.folder} was calibrated with {steps} steps; {way}")
 
