@@ -125,7 +125,7 @@ def invert_each(sums: Tensor, u: Tensor) -> Tensor:
     """Draw a token from each of R distributions, as `invert`, from `cumulative` sums [R, V] and uniform `u` [R].
 
     For compiled steps: on a GPU, torch.compile of PyTorch 2.11 fails on the search in flattened sums (`Search`)."""
-    found = torch.searchsorted(sums, u[:, None], right=True)[:, 0]
+    found = torch.searchsorted(sums, u[:, None].contiguous(), right=True)[:, 0]  # PyTorch warns of other numbers
     return found.masked_fill(sums[:, -1].isnan(), NO_TOKEN)
 
 

@@ -7,6 +7,7 @@ planted faults must fail by a wide margin, which proves that the tests have powe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -391,6 +392,18 @@ def test_a_distribution_of_nan_changes_no_draw_from_others() -> None:
     assert torch.equal(invert(cumulative(q), index, u[:, 0]), tokens.masked_fill(broken, NO_TOKEN))
     assert torch.equal(draw_distinct(q, index, u), distinct.masked_fill(broken[:, None], 0))
     assert torch.equal(invert_each(cumulative(q[index]), u[:, 0]), tokens.masked_fill(broken, NO_TOKEN))
+
+
+def test_numbers_that_do_not_lie_side_by_side_cause_no_warning() -> None:
+    """A compiled step takes a column of its random numbers for each depth."""
+    before, sums = torch.is_warn_always_enabled(), cumulative(torch.rand(4, 8).softmax(-1))
+    torch.set_warn_always(True)  # otherwise PyTorch may have told this warning, which it tells once, to another test
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            invert_each(sums, torch.rand(4, 3, dtype=torch.float64)[:, 1])
+    finally:
+        torch.set_warn_always(before)
 
 
 def test_both_kinds_of_draws_have_the_same_distribution() -> None:
