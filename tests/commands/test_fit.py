@@ -304,6 +304,14 @@ def test_steps_are_compiled_on_a_gpu(
     assert ("--compile" in stages.BenchmarkStage(run, compiled).command) == compiled
 
 
+@pytest.mark.parametrize(("device", "compiled"), [("cpu", True), ("cuda", False)])
+def test_a_continued_run_says_that_its_steps_were_planned_before(device: str, compiled: bool) -> None:
+    found = replace(PROBE, device=device)
+    plan = make_plan(options(compile=compiled), found, COSTS, train_prompts=100, test_prompts=20)
+    steps = "compiled" if compiled else "eager"
+    assert f"steps        {steps}, as planned before" in describe(plan, found, choose_heads(options()), options())
+
+
 def test_compiled_steps_that_are_not_possible_are_refused_before_any_work() -> None:
     with pytest.raises(RequestError, match=f"--compile is not possible: {SPREAD}; leave it out"):
         make_plan(options(compile=True), replace(PROBE, not_compiled=SPREAD), COSTS, 100, 20)

@@ -99,7 +99,7 @@ class Calibration:
     def shortlist_for(self, nodes: int) -> int | None:
         """The number of candidates for a tree of `nodes` nodes: what was found for the best tree, if it is no smaller.
 
-        Larger trees lose more by few candidates: the included heads 4 % of tau at 64 nodes. So they have no fewer than
+        Larger trees lose more by few candidates: the included heads 3 % of tau at 64 nodes. So they have no fewer than
         by default."""
         if self.shortlist is None or nodes <= self.best.nodes:
             return self.shortlist

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,12 +88,11 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
 
     held = state.stages.get("plan")
     if held is not None:
-        plan, found = Plan(**held["plan"]), Probe(**held["probe"])
+        found = Probe(**held["probe"])
         if options.compile is not None:
             state.require_calibrated(options.compile)
-            plan = replace(plan, compiled=compiled_steps(options, found))
-            held["plan"]["compiled"] = plan.compiled
-        choices = [HeadsChoice(**choice) for choice in held["choices"]]
+            held["plan"]["compiled"] = compiled_steps(options, found)  # on disk with the next stage
+        plan, choices = Plan(**held["plan"]), [HeadsChoice(**choice) for choice in held["choices"]]
     else:
         options.runtime.prepare()
         with options.output.stage("loading and timing the model"):

@@ -56,9 +56,9 @@ class FitOptions(Options):
     )
     kind: str | None = option(
         None,
-        f"train heads of this kind: {', '.join(KINDS)} (default: markov, and eagle with --for)",
+        f"train heads of this kind: {', '.join(KINDS)} (default: markov; eagle for vllm and sglang)",
         metavar="NAME",
-        brief="train heads of this kind (default: markov, and eagle with --for)",
+        brief="train heads of this kind (default: markov; eagle for vllm and sglang)",
     )
     compare: bool = option(False, "train heads of several kinds, and keep the fastest")
     compile: bool | None = option(

@@ -216,17 +216,15 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
 
 def steps_of(plan: Plan, probe: Probe, options: FitOptions) -> str:
     """Say whether steps are compiled, and how to change it."""
-    if plan.compiled:
-        usual = "as usual on a GPU (--no-compile: eager, for quick trials)"
-        return (
-            "compiled" if options.compile else f"compiled, {usual if probe.device == 'cuda' else 'as planned before'}"
-        )
+    steps = "compiled" if plan.compiled else "eager"
     if options.compile is not None:
-        return "eager"
+        return steps
+    if plan.compiled != compiled_steps(options, probe):
+        return f"{steps}, as planned before"
+    if plan.compiled:
+        return "compiled, as usual on a GPU (--no-compile: eager, for quick trials)"
     if probe.not_compiled:
         return f"eager, because {probe.not_compiled}"
-    if probe.device == "cuda":
-        return "eager, as planned before"
     return f"eager, as usual on {'a CPU' if probe.device == 'cpu' else probe.device} (--compile: compiled)"
 
 
