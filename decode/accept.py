@@ -87,10 +87,10 @@ def accept_greedy_on_host(draft: Draft, best: npt.NDArray[np.int64], limit: Tens
     paths, on_paths, next_roots = list[list[int]](), list[list[int]](), list[int]()
     for row, (ids, after, deepest) in enumerate(zip(every_ids, every_best, limits, strict=True)):
         parent, depth = topology.on_host[0 if topology.is_shared else row]
-        reached, end = {0}, 0
+        wanted, end = {0: after[0]}, 0  # of each accepted node: the token that a child must hold to be accepted
         for node, (token, above) in enumerate(zip(ids, parent, strict=True)):
-            if node and above in reached and token == after[above] and depth[node] <= deepest:
-                reached.add(node)
+            if wanted.get(above) == token and node and depth[node] <= deepest:
+                wanted[node] = after[node]
                 if depth[node] > depth[end]:
                     end = node
         path = [end]
