@@ -89,7 +89,7 @@ class FixedCache(Cache):
         self.buffers: list[Tensor] = []  # [parts, B, heads, S, head size] each; a part is one layer's keys or values
         self.window = torch.empty(0)  # an element for each block of the window; only the number of elements matters
         self.lengths = static(torch.zeros(self.rows, dtype=torch.long, device=device))
-        self.slots = self.lengths[:, None]
+        self.slots: Tensor | None = None  # within a step: the slots [B, count] that were reserved last
         super().__init__(layers=list(self.tree_layers))
 
     @staticmethod
@@ -153,6 +153,10 @@ class FixedCache(Cache):
         self.slots = positions.clamp_max(self.width - 1)  # rows that have ended may be longer than the window
         return positions
 
+    def end_step(self) -> None:
+        """Forget the reserved slots. A tensor that a step leaves in an attribute is one more result of its code."""
+        self.slots = None
+
     def read(self, place: Place) -> Tensor:
         """The keys or values [B, heads, W, head size] of one layer in the window."""
         buffer, part = place
@@ -176,6 +180,7 @@ class FixedCache(Cache):
 
     def _index(self, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Indices of rows [B, 1, 1], KV heads [1, heads, 1] and the slots reserved last [B, 1, N]."""
+        assert self.slots is not None
         device = self.slots.device
         rows = torch.arange(self.rows, device=device)[:, None, None]
         return rows, torch.arange(num_heads, device=device)[None, :, None], self.slots[:, None]

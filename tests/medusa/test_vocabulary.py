@@ -257,7 +257,7 @@ def test_samples_have_the_target_distribution(kind: str) -> None:
 def test_whole_steps_can_be_compiled(kind: str, lm_head: str, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured without a graph break, as in tests/decode/compiled/test_compiled.py."""
 
-    def traced(step: Any, cuda_graphs: bool) -> Any:
+    def traced(step: Any, *how: Any) -> Any:
         torch._dynamo.reset()
         return torch.compile(step, fullgraph=True, dynamic=False, backend="eager")
 

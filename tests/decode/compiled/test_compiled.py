@@ -1,8 +1,8 @@
 """The compiled step: equal shapes in every step, and the texts of the eager loop.
 
 `as_written` runs a region's step without compiling it, which shows that fixed shapes decide as the eager loop does;
-`traced` lets torch.compile capture it whole (`fullgraph` raises at a graph break) without making machine code, which
-takes most of the time; one test goes all the way.
+`traced` (conftest.py) lets torch.compile capture it whole (`fullgraph` raises at a graph break) without making machine
+code, which takes most of the time; one test goes all the way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -69,17 +68,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "compiled", lambda step, cuda_graphs: step)
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
-        made = [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") == "tensor"]
-        assert not made, "a tensor made from numbers of the host is copied in every step, which no CUDA graph can hold"
-        return graph
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(region, "compiled", lambda step, *how: step)
 
 
 def texts(model: Any, heads: Any, prompts: list[list[int]], tree: Any, **kwargs: Any) -> list[list[int]]:
@@ -388,7 +377,7 @@ def test_no_graph_break(rule: str, tree: str, kind: str) -> None:
     captured = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)
     Regions.of(model).clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(region, "compiled", lambda step, cuda_graphs: step)
+        patch.setattr(region, "compiled", lambda step, *how: step)
         written = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)
     assert torch.equal(captured, written)  # type: ignore[arg-type]
 
@@ -406,6 +395,16 @@ def test_compiled_code_writes_the_same_text_and_is_cached(monkeypatch: pytest.Mo
         assert found == [plain(model, prompt, max_new_tokens=limit) for prompt in prompts]
         assert graphs["unique_graphs"] - before == (limit == 20)
     assert len(Regions.of(model)) == 1
+
+
+@pytest.mark.parametrize(("limit", "in_cpp"), [(region.SMALL, True), (0, False)])
+def test_calls_of_kernels_are_compiled_for_small_backbones(
+    limit: int, in_cpp: bool, traced: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    monkeypatch.setattr(region, "SMALL", limit)
+    texts(model, random_heads(model), [random_ids(4)], TREES["chain"], max_new_tokens=3, do_sample=False)
+    assert [settings["cpp_wrapper"] for settings in traced] == [in_cpp]
 
 
 @pytest.mark.usefixtures("as_written")

@@ -21,6 +21,7 @@ from decode.bench import methods
 from decode.bench.benchmark import Contender, run_rounds
 from decode.bench.methods import DrafterMethod, plain_method
 from decode.compiled import fixed_cache, graphs, region, stepper
+from decode.compiled.direct import DirectStep
 from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Regions
 from decode.drafters import best_first, trellis
@@ -134,7 +135,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     for module in (graphs, methods):
         monkeypatch.setattr(module, "possible", lambda device: True)
-    monkeypatch.setattr(region, "compiled", lambda step, cuda_graphs: step)
+    monkeypatch.setattr(region, "compiled", lambda step, *how: step)
     monkeypatch.setattr(fixed_cache, "BLOCK", 4)
     monkeypatch.setattr(fixed_cache, "STEP", 16)
     monkeypatch.setattr(stepper, "AHEAD", 4)
@@ -201,8 +202,8 @@ def test_every_input_of_a_step_stays_where_it_is(
 
         return recorded
 
-    stock = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: stock(*args, backend=backend, **kwargs))
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", {"inductor": backend}.get)
+    monkeypatch.setattr(DirectStep, "__call__", lambda direct, window: direct.step())  # so that inputs are found anew
     model = tiny_model("llama", num_hidden_layers=1)
     tree, heads = random_tree(6, max_depth=3), random_heads(model, kind=kind)
     texts(model, heads, [random_ids(6)], tree, max_new_tokens=30, compile=True, **options)
@@ -363,12 +364,8 @@ def test_torch_graphs_stay_in_the_main_thread() -> None:
     assert graphs_for("torch", cpu) == "off"
 
 
-def test_threads_write_equal_texts_in_turns_and_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        return graph
-
-    stock = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: stock(*args, backend=backend, **kwargs))
+@pytest.mark.usefixtures("traced")
+def test_threads_write_equal_texts_in_turns_and_at_once() -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     heads, tree = random_heads(model), random_tree(6, max_depth=3)
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
