@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.accept import at_end, pack
 from decode.cache import TreeCache
-from decode.compiled.direct import Code, DirectStep
+from decode.compiled.direct import DirectStep, Noting
 from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, static, window_of
 from decode.compiled.graphs import GraphedStep
 from decode.compiled.sampler import FixedSampler
@@ -35,13 +35,12 @@ KEPT = 32
 SHARE = 1 / 8
 """Part of the device's memory that the caches of kept regions may fill; the least recently used are freed first."""
 SMALL = 1 << 26
-"""Size in bytes of a backbone up to which calls of kernels are compiled to C++, too.
+"""For backbones up to this size in bytes, the code that calls the kernels on a CPU is C++ instead of Python.
 
-A step of stories260K then takes a fifth less time, and compiling takes no longer (27.6 and 23.4 s). With 24 layers and
-300 MB, compiling takes 93 instead of 66 s, and a step hardly less."""
+A step of stories260K then takes a fifth less time, and compiling takes 23 instead of 28 s. With 24 layers and 300 MB,
+compiling takes 93 instead of 66 s, and a step hardly less time."""
 COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType, partial)
-Backend = Callable[[torch.fx.GraphModule, list[Tensor]], Code]
 Key = tuple[object, ...]
 """Everything that a region was compiled for; a session reuses a compiled region with an equal key."""
 
@@ -75,23 +74,22 @@ class Region:
         self.end = 1 << 62 if backbone.context is None else backbone.context
         self.u = static(torch.zeros(cache.rows, max_depth + 1, dtype=torch.float64, device=backbone.device))
         """Input [B, D + 1] of a step: a uniform random number for each token that the step can write."""
+        # Torch 2.13 may write a result into part of a finished `cat`, and still reuse that memory. A recurrent head
+        # then read the next token's embedding instead of its state.
+        settings: dict[str, Any] = {"inplace_buffers": False, "triton.cudagraphs": graphs == "torch"}
         on_cpu = backbone.device.type == "cpu"
-        settings: dict[str, Any] = {
-            # Torch 2.13 may write a result into part of a finished `cat`, and still reuse that memory. A recurrent head
-            # then read the next token's embedding instead of its state.
-            "inplace_buffers": False,
-            "triton.cudagraphs": graphs == "torch",
-            "cpp_wrapper": on_cpu and bytes_of(backbone.model) <= SMALL,
-        }
+        if on_cpu and bytes_of(backbone.model) <= SMALL:
+            settings["cpp_wrapper"] = True
         self.runner: GraphedStep | DirectStep | None = None
+        backend = None
         if graphs == "own":
             self.runner = GraphedStep(self._as_compiled, backbone.device)
         elif on_cpu:
-            self.runner = DirectStep(self._as_compiled, settings)
-        backend = self.runner.backend if isinstance(self.runner, DirectStep) else None
+            backend = Noting(settings)
+            self.runner = DirectStep(self._as_compiled, backend)
         self.compiled = compiled(self._step, settings, backend)
         self.modules = [backbone.model, *([] if heads is None else [heads])]
-        self.addresses: list[int] = []  # of the tensors of these modules, which the runner holds
+        self.addresses: list[int] = []  # of the tensors of these modules, which our own graphs hold
 
     def __call__(self) -> list[list[int]]:
         """Run one decoding step; returns its decisions as lists of numbers, which `decode.loop.unpack` reads."""
@@ -178,7 +176,7 @@ class Region:
         self.hidden.copy_(frontier.hidden)
         self.end_rows(alive)
         # `model.to` and some adapters move weights to other memory without a change of the key.
-        if self.runner is not None and self.addresses != (now := addresses(self.modules)):
+        if isinstance(self.runner, GraphedStep) and self.addresses != (now := addresses(self.modules)):
             self._forget_addresses()
             self.addresses = now
         if not self.drafted:
@@ -187,12 +185,17 @@ class Region:
         elif isinstance(self.drafter, KeepsProducts):
             self.drafter.refresh()
 
+    def end_text(self) -> None:
+        """Hold no inputs of direct calls between texts, when weights may be replaced."""
+        if isinstance(self.runner, DirectStep):
+            self.runner.clear()
+
     def end_rows(self, alive: list[bool]) -> None:
         """Freeze the rows that are not `alive`: they stay in the batch, but their texts no longer grow."""
         self.alive.copy_(torch.tensor(alive))
 
 
-def compiled(step: Callable[[], Tensor], settings: dict[str, Any], backend: Backend | None) -> Callable[[], Tensor]:
+def compiled(step: Callable[[], Tensor], settings: dict[str, Any], backend: Noting | None) -> Callable[[], Tensor]:
     """Compile the bound method `step` as one graph, which no other object of its class shares.
 
     `backend` makes machine code of the graph; `None`: inductor, PyTorch's compiler, with these `settings`.

@@ -110,6 +110,7 @@ class CompiledStepper(Stepper):
     def close(self) -> None:
         """Give the compiled region of this session back to the model, which keeps it for reuse."""
         if self.taken is not None:
+            self.taken.end_text()
             self.regions.put_back(self.key, self.taken)
             self.taken = None
 

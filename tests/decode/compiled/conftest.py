@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import compile_fx
 
 
 @pytest.fixture
@@ -20,5 +21,5 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         settings.append(config_patches)
         return graph
 
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", {"inductor": inductor}.get)
+    monkeypatch.setattr(compile_fx, "compile_fx", inductor)
     return settings

@@ -404,7 +404,8 @@ def test_calls_of_kernels_are_compiled_for_small_backbones(
     model = tiny_model("llama", num_hidden_layers=1)
     monkeypatch.setattr(region, "SMALL", limit)
     texts(model, random_heads(model), [random_ids(4)], TREES["chain"], max_new_tokens=3, do_sample=False)
-    assert [settings["cpp_wrapper"] for settings in traced] == [in_cpp]
+    assert [settings.get("cpp_wrapper", False) for settings in traced] == [in_cpp]
+    assert traced[0]["inplace_buffers"] is False
 
 
 @pytest.mark.usefixtures("as_written")

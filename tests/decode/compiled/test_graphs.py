@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import compile_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -202,7 +203,7 @@ def test_every_input_of_a_step_stays_where_it_is(
 
         return recorded
 
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", {"inductor": backend}.get)
+    monkeypatch.setattr(compile_fx, "compile_fx", backend)
     monkeypatch.setattr(DirectStep, "__call__", lambda direct, window: direct.step())  # so that inputs are found anew
     model = tiny_model("llama", num_hidden_layers=1)
     tree, heads = random_tree(6, max_depth=3), random_heads(model, kind=kind)
