@@ -602,7 +602,7 @@ def test_compiled_steps_have_their_own_calibration(
     medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`calibrate --compile` times compiled steps only; `auto` prefers its result, and says when there is none."""
-    monkeypatch.setattr(region, "compiled", lambda step, cuda_graphs: step)
+    monkeypatch.setattr(region, "compiled", lambda step, *how: step)
     compiled, steps = list[int](), region.Region.__call__
 
     def counted(self: region.Region) -> Any:
