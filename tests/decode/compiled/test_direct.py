@@ -23,6 +23,10 @@ from tests.helpers import plain, random_heads, random_ids, random_tree, tiny_mod
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 
 
+class Interrupted(BaseException):
+    """As by Ctrl-C, which would end the tests, too."""
+
+
 class Calls:
     """Counts the steps that go through torch.compile, and those of compiled code in all."""
 
@@ -129,10 +133,10 @@ def test_no_inputs_are_held_between_texts_or_by_a_step_that_fails(
 
     def fails() -> Tensor:
         checked()
-        raise KeyboardInterrupt
+        raise Interrupted
 
     region.compiled = fails
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted):
         text(model, heads, prompt, Tree.chain(2), **GREEDY)
     assert not region.runner.calls
     assert region.runner.backend.last is None
