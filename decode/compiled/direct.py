@@ -3,7 +3,7 @@
 torch.compile first checks its guards and collects the inputs of the compiled code. That takes 0.2 ms, a quarter of a
 compiled step of stories260K. But while a text is written, the step's inputs are the same as long as the window of the
 cache is: tensors that stay where they are. So the first step with a window goes through torch.compile, and the others
-call the same code with the same inputs. The next text collects them anew."""
+call the same code with the same inputs. Each text collects them again."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Call(NamedTuple):
     results: Sequence[Tensor]
 
 
-class Noting:
-    """A backend of torch.compile: inductor, the usual one, with code that notes its last call.
+class RecordingBackend:
+    """A backend of torch.compile: inductor, the usual one, with code that records its last call.
 
     PyTorch keeps every backend for the life of the process. So this one refers to no step, and with it to no model."""
 
@@ -41,14 +41,14 @@ class Noting:
 
         code = cast(Code, compile_fx(graph, inputs, config_patches=self.settings))
 
-        def noted(*inputs: Any) -> Sequence[Tensor]:
+        def recorded(*inputs: Any) -> Sequence[Tensor]:
             results = code(*inputs)
             self.last = Call(code, inputs, results)
             return results
 
-        return noted
+        return recorded
 
-    def taken(self) -> Call | None:
+    def take(self) -> Call | None:
         """Return the last call, and keep it no longer."""
         last, self.last = self.last, None
         return last
@@ -59,7 +59,7 @@ class DirectStep:
 
     Meanwhile, changes of autocast or of torch.compile's own settings have no effect."""
 
-    def __init__(self, step: Callable[[], Tensor], backend: Noting) -> None:
+    def __init__(self, step: Callable[[], Tensor], backend: RecordingBackend) -> None:
         """Wrap `step`, which torch.compile compiles with `backend`."""
         self.step, self.backend = step, backend
         self.calls: dict[int, tuple[Code, tuple[Any, ...]]] = {}  # of each window: code and inputs
@@ -72,7 +72,7 @@ class DirectStep:
         try:
             result = self.step()
         finally:
-            last = self.backend.taken()
+            last = self.backend.take()
         # If the code gave more than the step's result, torch.compile would still have something to do with it.
         if last is not None and len(last.results) == 1 and last.results[0] is result:
             self.calls[window] = last.code, last.inputs

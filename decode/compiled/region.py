@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.accept import at_end, pack
 from decode.cache import TreeCache
-from decode.compiled.direct import DirectStep, Noting
+from decode.compiled.direct import DirectStep, RecordingBackend
 from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, static, window_of
 from decode.compiled.graphs import GraphedStep
 from decode.compiled.sampler import FixedSampler
@@ -37,8 +37,8 @@ SHARE = 1 / 8
 SMALL = 1 << 26
 """For backbones up to this size in bytes, the code that calls the kernels on a CPU is C++ instead of Python.
 
-A step of stories260K then takes a fifth less time, and compiling takes 23 instead of 28 s. With 24 layers and 300 MB,
-compiling takes 93 instead of 66 s, and a step hardly less time."""
+A step of stories260K then takes a fifth to a quarter less time, and compiling takes 23 instead of 28 s. With 24 layers
+and 300 MB, compiling takes 93 instead of 66 s, and a step hardly less time."""
 COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType, partial)
 Key = tuple[object, ...]
@@ -85,7 +85,7 @@ class Region:
         if graphs == "own":
             self.runner = GraphedStep(self._as_compiled, backbone.device)
         elif on_cpu:
-            backend = Noting(settings)
+            backend = RecordingBackend(settings)
             self.runner = DirectStep(self._as_compiled, backend)
         self.compiled = compiled(self._step, settings, backend)
         self.modules = [backbone.model, *([] if heads is None else [heads])]
@@ -113,7 +113,7 @@ class Region:
 
     def make_room(self, slots: int, keep: bool = True) -> None:
         """Replace the KV caches by larger ones of `slots` cache slots per row; `keep`: with the text in them."""
-        self._forget_addresses()
+        self._clear_runner()
         for cache in self.caches:
             cache.make_room(slots, keep)
 
@@ -126,11 +126,11 @@ class Region:
 
     def release(self) -> None:
         """Free the memory of the KV caches. The compiled code stays."""
-        self._forget_addresses()
+        self._clear_runner()
         for cache in self.caches:
             cache.release()
 
-    def _forget_addresses(self) -> None:
+    def _clear_runner(self) -> None:
         if self.runner is not None:
             self.runner.clear()
 
@@ -177,7 +177,7 @@ class Region:
         self.end_rows(alive)
         # `model.to` and some adapters move weights to other memory without a change of the key.
         if isinstance(self.runner, GraphedStep) and self.addresses != (now := addresses(self.modules)):
-            self._forget_addresses()
+            self._clear_runner()
             self.addresses = now
         if not self.drafted:
             self.drafter.propose(self.frontier())  # fills the tables that a tree caches, which compiled steps cannot do
@@ -195,7 +195,9 @@ class Region:
         self.alive.copy_(torch.tensor(alive))
 
 
-def compiled(step: Callable[[], Tensor], settings: dict[str, Any], backend: Noting | None) -> Callable[[], Tensor]:
+def compiled(
+    step: Callable[[], Tensor], settings: dict[str, Any], backend: RecordingBackend | None
+) -> Callable[[], Tensor]:
     """Compile the bound method `step` as one graph, which no other object of its class shares.
 
     `backend` makes machine code of the graph; `None`: inductor, PyTorch's compiler, with these `settings`.

@@ -26,9 +26,9 @@ def most_probable(logits: Tensor) -> Tensor:
 
 
 def most_probable_on_host(logits: Tensor) -> npt.NDArray[np.int64]:
-    """What `most_probable` finds in logits in the host's memory, as an array; they need no gradient."""
+    """What `most_probable` finds in logits in the host's memory, as an array."""
     if type(logits) is Tensor and logits.dtype == torch.float32:
-        return logits.numpy().argmax(-1)
+        return logits.detach().numpy().argmax(-1)
     values = _as_compared(logits)
     return _numpy_argmax(values) if _numpy_can_read(values) else values.argmax(-1).numpy()
 

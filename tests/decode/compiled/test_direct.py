@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch._inductor import compile_fx
 
 from decode import generate, steps
 from decode.compiled import fixed_cache, stepper
-from decode.compiled.direct import DirectStep, Noting
+from decode.compiled.direct import DirectStep, RecordingBackend
 from decode.compiled.region import Region, Regions
 from decode.compiled.stepper import CompiledStepper
 from medusa import Tree
@@ -126,7 +126,8 @@ def test_no_inputs_are_held_between_texts_or_by_a_step_that_fails(
     assert isinstance(region.runner, DirectStep)
     assert region.runner.calls
     assert region.runner.backend.last is None
-    running.close()  # type: ignore[attr-defined]
+    assert isinstance(running, Generator)
+    running.close()
     assert not region.runner.calls
 
     checked = region.compiled
@@ -158,7 +159,7 @@ def test_code_that_gives_more_than_the_result_is_always_checked(monkeypatch: pyt
     """torch.compile then still has something to do after the code, such as storing a tensor in an attribute."""
     results, count = list[tuple[Tensor, ...]](), 0
     monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs, config_patches: lambda: results[-1])
-    backend = Noting({})
+    backend = RecordingBackend({})
     code = backend(torch.fx.GraphModule({}, torch.fx.Graph()), [])
 
     def step() -> Tensor:

@@ -204,7 +204,7 @@ def test_every_input_of_a_step_stays_where_it_is(
         return recorded
 
     monkeypatch.setattr(compile_fx, "compile_fx", backend)
-    monkeypatch.setattr(DirectStep, "__call__", lambda direct, window: direct.step())  # so that inputs are found anew
+    monkeypatch.setattr(DirectStep, "__call__", lambda direct, window: direct.step())  # every step finds its inputs
     model = tiny_model("llama", num_hidden_layers=1)
     tree, heads = random_tree(6, max_depth=3), random_heads(model, kind=kind)
     texts(model, heads, [random_ids(6)], tree, max_new_tokens=30, compile=True, **options)
