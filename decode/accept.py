@@ -84,7 +84,9 @@ def accept_greedy_on_host(draft: Draft, best: npt.NDArray[np.int64], limit: Tens
     On a CPU, reading the nodes' tokens takes less time than twenty small operations."""
     topology, every_ids, every_best = draft.topology, draft.ids.tolist(), best.tolist()
     limits = [topology.max_depth] * len(every_ids) if limit is None else limit.tolist()
-    paths, on_paths, next_roots = list[list[int]](), list[list[int]](), list[int]()
+    paths: list[list[int]] = []
+    on_paths: list[list[int]] = []
+    next_roots: list[int] = []
     for row, (ids, after, deepest) in enumerate(zip(every_ids, every_best, limits, strict=True)):
         parent, depth = topology.on_host[0 if topology.is_shared else row]
         wanted, end = {0: after[0]}, 0  # of each accepted node: the token that a child must hold to be accepted
@@ -248,7 +250,7 @@ def at_end(hidden: Tensor, accepted: Accepted) -> Tensor:
     if isinstance(accepted, HostAcceptance):
         ends = [path[-1] for path in accepted.paths]
         if len(ends) == 1:
-            return hidden[:, ends[0]]
+            return hidden.select(1, ends[0])
         end = torch.tensor(ends)
     else:
         end = accepted.end

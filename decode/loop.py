@@ -88,7 +88,7 @@ class Stepper(Protocol):
     @property
     def held(self) -> AbstractContextManager[None]:
         """What may stay open for all steps of a text, if the caller does nothing between them."""
-        return self.session.verifier.fast
+        return self.session.verifier.held()
 
     def close(self) -> None:
         """Give back what was borrowed, such as compiled steps; called when the decoding run ends or is interrupted."""

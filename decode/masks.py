@@ -9,6 +9,7 @@ Shapes: B rows of the batch, N nodes of a draft, S cache slots, W nodes of one f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -19,6 +20,11 @@ from transformers import PretrainedConfig
 from decode.ops.transfer import on_device
 from decode.topology import Topology
 from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additive, aligned
+
+STEP = 256
+"""Tokens by which the room of wide masks differs."""
+MOST_KEPT = 2**17
+"""Nodes times tokens of the largest masks that are kept; such a mask has 1 MB."""
 
 
 class TreeMasks:
@@ -52,7 +58,7 @@ class TreeMasks:
                 return additive(visible(topology, lengths, kind), self.dtype)[:, None]
             if not topology.is_static:
                 return self._of_step(kind, lengths, topology)
-            self._build(topology, max(2 * self.capacity, longest + 256) if longest > self.capacity else self.capacity)
+            self._build(topology, self.capacity if longest <= self.capacity else wide_enough(longest, self.capacity))
         wide = self.wide[kind.name]
         width = longest + wide.shape[2]
         if len(lengths) == 1 and not self.copies:
@@ -75,11 +81,27 @@ class TreeMasks:
 
     def _build(self, topology: Topology, capacity: int) -> None:
         self.wide_of, self.capacity = topology, capacity
-        nothing = torch.zeros(topology.num_nodes, capacity + 8, dtype=torch.bool, device=self.device)
+        make = kept_wide_mask if topology.num_nodes * capacity <= MOST_KEPT else wide_mask
         for kind in self.layers.kinds:
             if kind.chunk is None:
-                seen = visible(topology, [capacity], kind)[0]
-                self.wide[kind.name] = additive(torch.cat([seen, nothing], dim=1), self.dtype)[None, None]
+                self.wide[kind.name] = make(topology, kind, capacity, self.dtype)
+
+
+def wide_enough(length: int, capacity: int) -> int:
+    """The tokens for which the next wide mask has room: a multiple of STEP, so that many texts ask for the same one."""
+    return -(-max(2 * capacity, length + 1) // STEP) * STEP
+
+
+def wide_mask(topology: Topology, kind: LayerKind, capacity: int, dtype: torch.dtype) -> Tensor:
+    """Make the wide mask of a static tree (`TreeMasks`) for texts of up to S = `capacity` tokens."""
+    with torch.inference_mode(False):  # a kept mask may serve forwards with gradients
+        nothing = torch.zeros(topology.num_nodes, capacity + 8, dtype=torch.bool, device=topology.depth.device)
+        seen = visible(topology, [capacity], kind)[0]
+        return additive(torch.cat([seen, nothing], dim=1), dtype)[None, None]
+
+
+kept_wide_mask = lru_cache(maxsize=8)(wide_mask)
+"""The same for small masks, which are kept for the next texts; to make one takes 0.2 ms."""
 
 
 def _on_host(lengths: Sequence[int], topology: Topology) -> Tensor:

@@ -81,7 +81,7 @@ class Topology:
 
     @property
     def is_shared(self) -> bool:
-        return len(self.parent) == 1
+        return self.parent.shape[0] == 1  # `len` of a tensor is a function in Python, which takes longer
 
     @property
     def num_nodes(self) -> int:

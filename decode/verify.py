@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 
 from torch import Tensor
@@ -21,6 +22,8 @@ from decode.sequences import Sequences
 from decode.topology import Topology
 from medusa.backbone import Backbone, Readout
 
+_NOTHING = nullcontext()
+
 
 class Verifier:
     """Verifies drafts by forwards of the backbone, and manages the KV cache of a session's texts."""
@@ -32,6 +35,7 @@ class Verifier:
         self.linear = FastLinear(backbone.head_weight)
         self.first_end = min(end for end in (backbone.context, backbone.rope_boundary, float("inf")) if end is not None)
         """The first position at which a text can meet an end (`_end`)."""
+        self.is_held = False  # whether `fast` is open for all forwards of a text
 
     @cached_property
     def fast(self) -> AbstractContextManager[None]:
@@ -42,6 +46,16 @@ class Verifier:
         backbone = self.backbone
         rotary = fast_rotary(backbone.base, on_cpu=backbone.device.type == "cpu")
         return together(grouped(backbone.config), rotary, fast_norms(backbone.base))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep `fast` open for all forwards of a text, if the caller does nothing between them."""
+        with self.fast:
+            self.is_held = True
+            try:
+                yield
+            finally:
+                self.is_held = False
 
     def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
         return prefill(self.backbone, self.cache, ids, lengths, on_hidden)
@@ -76,7 +90,7 @@ class Verifier:
             positions = positions.clamp(max=end - 1)
         sees_all = self.cache.is_even and topology.num_nodes == 1  # a root alone, in rows of one length
         masks = None if sees_all else self.masks(lengths, topology)
-        with self.fast, sharing(masks), self.linear(ids.numel()):
+        with _NOTHING if self.is_held else self.fast, sharing(masks), self.linear(ids.numel()):
             return self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=masks)
 
     def depth_limit(self, draft: Draft) -> Tensor | None:

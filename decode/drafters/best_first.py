@@ -63,7 +63,8 @@ def best_first(tree: DynamicTree, guesses: Callable[[int, int], Ranked]) -> Grow
     """Grow a tree of the most probable nodes, of at most `tree.num_nodes` nodes and `tree.max_depth`.
 
     A node's siblings wait in order of their confidence, so only the next one of them is a candidate."""
-    grown, waiting, serial = Grown([0], [0], [0], [0.0]), list[tuple[float, int, int, int, float, Ranked]](), 0
+    grown, serial = Grown([0], [0], [0], [0.0]), 0
+    waiting: list[tuple[float, int, int, int, float, Ranked]] = []
     parents, depths, places, log_probs = grown
     node = 0  # the last one that joined the tree
     while len(parents) < tree.num_nodes:

@@ -28,7 +28,7 @@ def most_probable(logits: Tensor) -> Tensor:
 def most_probable_on_host(logits: Tensor) -> npt.NDArray[np.int64]:
     """What `most_probable` finds in logits in the host's memory, as an array."""
     if type(logits) is Tensor and logits.dtype == torch.float32:
-        return logits.detach().numpy().argmax(-1)
+        return (logits.detach() if logits.requires_grad else logits).numpy().argmax(-1)
     values = _as_compared(logits)
     return _numpy_argmax(values) if _numpy_can_read(values) else values.argmax(-1).numpy()
 
@@ -57,7 +57,7 @@ class TopK(NamedTuple):
 def top_k(values: Tensor, k: int) -> TopK:
     """The k largest of `values` [..., V] and their indices, as `values.topk(k)` finds them."""
     size = values.shape[-1]
-    if not _pays(values, k):
+    if not searches_blocks(values, k):
         return TopK(*values.topk(k, dim=-1))
     # The k largest values lie in the k blocks with the largest maxima, or after the last whole block.
     start = _block_maxima(values).topk(k, dim=-1).indices * BLOCK
@@ -79,6 +79,6 @@ def _block_maxima(values: Tensor) -> Tensor:
     return whole.unflatten(-1, (-1, BLOCK)).amax(-1)
 
 
-def _pays(values: Tensor, k: int) -> bool:
-    """Whether a search for the k largest by blocks is faster than PyTorch's."""
-    return values.numel() >= WORTHWHILE and values.is_cpu and values.shape[-1] >= 8 * k * BLOCK
+def searches_blocks(values: Tensor, k: int) -> bool:
+    """Whether `top_k` searches by blocks, because this is faster than PyTorch's search."""
+    return values.shape[-1] >= 8 * k * BLOCK and values.is_cpu and values.numel() >= WORTHWHILE

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from decode.cache import TreeCache
 from decode.draft import Draft
-from decode.masks import TreeMasks, visible
+from decode.masks import MOST_KEPT, TreeMasks, visible
 from decode.topology import HostTopology, Topology
 from decode.verify import Verifier
 from medusa import Tree
@@ -148,6 +148,22 @@ def test_equal_texts_read_one_mask_of_a_tree_that_they_share() -> None:
     assert isinstance(mask, torch.Tensor)
     check_masks("full_attention", mask, [6, 6, 6], topology, torch.float32)
     assert mask.stride(0) == 0
+
+
+def test_small_masks_are_kept_for_other_texts() -> None:
+    """Also for forwards with gradients, which save what they read. Large masks would only take memory."""
+    topology = Topology.of(random_tree(9, seed=1))
+    config, cpu = config_of("full_attention"), torch.device("cpu")
+    with torch.inference_mode():
+        first, second, large = (
+            TreeMasks(config, torch.float32, cpu)([n], topology) for n in (100, 200, MOST_KEPT // 8)
+        )
+    again = TreeMasks(config, torch.float32, cpu)([MOST_KEPT // 8], topology)
+    for mask in (first, second, large, again):
+        assert isinstance(mask, torch.Tensor)
+        assert not mask.is_inference()
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert large.untyped_storage().data_ptr() != again.untyped_storage().data_ptr()
 
 
 def check_masks(kind: str, got: Any, lengths: list[int], topology: Topology, dtype: torch.dtype) -> None:

@@ -76,6 +76,7 @@ def test_a_wrong_mask_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         return torch.ones_like(allowed)
 
     monkeypatch.setattr(masks, "visible", broken)
+    monkeypatch.setattr(masks, "kept_wide_mask", masks.wide_mask)  # without those that other tests have made
     monkeypatch.setattr(generation, "require_tree_forward", lambda model: None)  # or decoding would refuse
     assert script.main(["--only", "llama", "mpt"]) == 1
     shown = capsys.readouterr()
