@@ -70,6 +70,12 @@ def one_too_wide(topology: Topology, lengths: Any, kind: LayerKind = FULL_LAYER)
     return visible(topology, lengths, wider)
 
 
+@pytest.fixture(autouse=True)
+def no_kept_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make all masks anew, because these tests break them."""
+    monkeypatch.setattr(masks, "kept_wide_mask", masks.wide_mask)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("broken", "family"),
