@@ -20,17 +20,18 @@ LATER := not known_faults and not planted_fault and not sampled_texts and not lo
 
 .PHONY: check demo test lint format docs install
 
+# Python compiles each module when it is first imported. pip would compile all of them, which takes half a minute.
 install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(VENV)/base $@
 
 # The demo needs no tools of development, which take longer to install than everything else.
 $(VENV)/base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
 demo: $(VENV)/base

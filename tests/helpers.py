@@ -253,3 +253,8 @@ def path_logits(model: PreTrainedModel, prefix: list[int], ids: list[int], tree:
         text = prefix + [ids[node] for node in line if node >= 0]
         rows.append(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1])
     return torch.stack(rows)
+
+
+def run_as_written(patch: pytest.MonkeyPatch) -> None:
+    """Let compiled steps run as they are written, without torch.compile."""
+    patch.setattr("decode.compiled.region.compiled", lambda step, *how: step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NoReturn
 
 import pytest
@@ -37,3 +38,5 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "BENCHMARK_SECONDS", 0.0)  # instead of all prompts, the fewest
     monkeypatch.setattr(plan, "FEWEST_TEST", 4)
     monkeypatch.setattr(calibrate, "SIZES", (1, 4, 8))
+    monkeypatch.setattr(calibrate, "SHORTLISTS", (8, 16))
+    monkeypatch.setattr(calibrate, "time_steps", partial(calibrate.time_steps, steps=8))

@@ -33,7 +33,7 @@ from medusa.commands.options import warn_if_useless
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from medusa.tree import named_trees
-from tests.helpers import LETTERS, VOCAB, plain, random_heads, tiny_model
+from tests.helpers import LETTERS, VOCAB, plain, random_heads, run_as_written, tiny_model
 from train.features.files import shards
 
 PROMPTS = ["abc", "hgfedcba", "d"]
@@ -602,7 +602,7 @@ def test_compiled_steps_have_their_own_calibration(
     medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`calibrate --compile` times compiled steps only; `auto` prefers its result, and says when there is none."""
-    monkeypatch.setattr(region, "compiled", lambda step, *how: step)
+    run_as_written(monkeypatch)
     compiled, steps = list[int](), region.Region.__call__
 
     def counted(self: region.Region) -> Any:

@@ -17,7 +17,7 @@ from decode.serve.batch import RunningBatch
 from decode.settings import AcceptanceRule
 from medusa.backbone import Backbone
 from medusa.errors import RunError
-from tests.helpers import left_padded, random_heads, random_ids, tiny_model
+from tests.helpers import left_padded, random_heads, random_ids, run_as_written, tiny_model
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 20, "eos_token_id": None}
 MODES: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ def breaking() -> Breaking:
 
 @pytest.fixture(autouse=True)
 def not_compiled(monkeypatch: pytest.MonkeyPatch, breaking: Breaking) -> None:
-    monkeypatch.setattr("decode.compiled.region.compiled", lambda step, *how: step)
+    run_as_written(monkeypatch)
     breaking.broken = False
 
 

@@ -163,6 +163,7 @@ def test_a_streamer_of_text(llama: Any, heads: MedusaHeads, tokenizer: Any) -> N
     assert "".join(streamer) == "".join(LETTERS[token] for token in out[0, 6:].tolist())
 
 
+@pytest.mark.usefixtures("as_written")
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("ends_by_error", [False, True])
 def test_faster_operations_are_in_place_only_while_a_text_is_decoded(

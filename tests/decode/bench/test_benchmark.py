@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -85,13 +84,9 @@ def test_the_warm_up_decodes_each_batch_size_and_length() -> None:
     assert warm_up_batches([batch(2, 5), batch(2, 5)]) == [batch(2, 5)]
 
 
-def test_nothing_is_compiled_while_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("traced")
+def test_nothing_is_compiled_while_time_counts() -> None:
     """Three prompts in batches of two leave a batch of one, which is another compiled step."""
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        return graph
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     model = tiny_model("llama", num_hidden_layers=1)
     settings = Settings(max_new_tokens=8, compile=True, ignore_eos=True)
     graphs, compiled = torch._dynamo.utils.counters["stats"], dict[str, dict[bool, int]]()

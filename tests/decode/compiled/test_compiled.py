@@ -1,8 +1,8 @@
 """The compiled step: equal shapes in every step, and the texts of the eager loop.
 
 `as_written` runs a region's step without compiling it, which shows that fixed shapes decide as the eager loop does;
-`traced` (conftest.py) lets torch.compile capture it whole (`fullgraph` raises at a graph break) without making machine
-code, which takes most of the time; one test goes all the way.
+`traced` lets torch.compile capture it whole (`fullgraph` raises at a graph break) without making machine code, which
+takes most of the time. Both are fixtures of conftest.py. Three tests go all the way.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from tests.helpers import (
     random_heads,
     random_ids,
     random_tree,
+    run_as_written,
     shared_model,
     tiny_model,
 )
@@ -64,11 +65,6 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed_cache, "BLOCK", 4)
     monkeypatch.setattr(fixed_cache, "STEP", 16)
     monkeypatch.setattr(stepper, "AHEAD", 4)
-
-
-@pytest.fixture
-def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "compiled", lambda step, *how: step)
 
 
 def texts(model: Any, heads: Any, prompts: list[list[int]], tree: Any, **kwargs: Any) -> list[list[int]]:
@@ -377,7 +373,7 @@ def test_no_graph_break(rule: str, tree: str, kind: str) -> None:
     captured = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)
     Regions.of(model).clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(region, "compiled", lambda step, *how: step)
+        run_as_written(patch)
         written = generate(model, heads, **inputs, tree=TREES[tree], max_new_tokens=12, compile=True, **options)
     assert torch.equal(captured, written)  # type: ignore[arg-type]
 

@@ -21,14 +21,14 @@ from decode import generate
 from decode.bench import methods
 from decode.bench.benchmark import Contender, run_rounds
 from decode.bench.methods import DrafterMethod, plain_method
-from decode.compiled import fixed_cache, graphs, region, stepper
+from decode.compiled import fixed_cache, graphs, stepper
 from decode.compiled.direct import DirectStep
 from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Regions
 from decode.drafters import best_first, trellis
 from decode.ops import fast_topk
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
-from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, tiny_model
+from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, run_as_written, tiny_model
 
 READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)  # operations that wait for the device
 
@@ -136,7 +136,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     for module in (graphs, methods):
         monkeypatch.setattr(module, "possible", lambda device: True)
-    monkeypatch.setattr(region, "compiled", lambda step, *how: step)
+    run_as_written(monkeypatch)
     monkeypatch.setattr(fixed_cache, "BLOCK", 4)
     monkeypatch.setattr(fixed_cache, "STEP", 16)
     monkeypatch.setattr(stepper, "AHEAD", 4)

@@ -136,8 +136,8 @@ def test_drawn_drafts_do_not_depend_on_the_batch() -> None:
     assert together == [decode(model, factory, [one | {"at": 0}], **how)[0] for one in asked]
 
 
-def test_compiled_texts_follow_each_other_in_one_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode.compiled.region.compiled", lambda step, *how: step)  # as written
+@pytest.mark.usefixtures("as_written")
+def test_compiled_texts_follow_each_other_in_one_region() -> None:
     model, asked = tiny_model(), arrivals([GREEDY], 3)
     factory = drafter_factory(None, DrafterContext(model, random_heads(model), "chain:2"))
     batch = RunningBatch(lambda requests: stepper_for(model, factory, requests, AcceptanceRule("greedy"), compile=True))

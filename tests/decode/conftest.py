@@ -1,4 +1,4 @@
-"""A stand-in for PyTorch's compiler, because machine code takes most of the time of a compiled step's test."""
+"""Stand-ins for PyTorch's compiler, because machine code takes most of the time of a compiled step's test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor import compile_fx
+
+from tests.helpers import run_as_written
+
+
+@pytest.fixture
+def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run compiled steps as they are written, without torch.compile."""
+    run_as_written(monkeypatch)
 
 
 @pytest.fixture
