@@ -5,9 +5,9 @@
     python .ci/check_wheel.py --output dist    # keep sdist and wheel
 
 The wheel must hold every file in the packages' folders and in `configs`, and no other. Its modules must be importable.
-`medusa` must print its version, and write and train with the files of the package in an empty folder. With `--full`, the
-commands of README must run there, too, at reduced size, except those that README marks as not run and those that need
-the sources; without it, they do not, because another test runs them. This script needs the package `build` and no other, because a
+`medusa` must print its version, and write and train with the files of the package in an empty folder. With `--full`,
+the commands of README must run there, too, at reduced size, except those that README marks as not run and those that
+need the sources. Otherwise another test runs them. This script needs the package `build` and no other, because a
 release runs it where nothing is installed.
 """
 
