@@ -212,9 +212,8 @@ def compiled(
         "guard_filter_fn": lambda found: [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for guard in found]
     }
     bound = MethodType(own, method.__self__)
-    if backend is None:
-        return torch.compile(bound, fullgraph=True, dynamic=False, options=guards | settings)
-    return torch.compile(bound, fullgraph=True, dynamic=False, backend=backend, options=guards)
+    how: dict[str, Any] = {"options": guards | settings} if backend is None else {"options": guards, "backend": backend}
+    return torch.compile(bound, fullgraph=True, dynamic=False, **how)
 
 
 class Regions(list[tuple[Key, Region]]):

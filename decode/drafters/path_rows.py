@@ -94,7 +94,7 @@ class PathRows(nn.Module):
 
         Returns [(k - 1) B, M, R] twice: those of the first k - 1 heads as tokens before a guess, and those of the heads
         after head 0 as guesses."""
-        rows = torch.embedding(self.paths, places + self.starts[: len(places)]).flatten(0, 1)
+        rows = torch.embedding(self.paths, places + self.starts[: places.shape[0]]).flatten(0, 1)
         texts, rank = places.shape[1], rows.shape[-1] // 2
         return rows[:-texts, :, rank:], rows[texts:, :, :rank]
 

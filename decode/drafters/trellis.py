@@ -139,7 +139,7 @@ class TrellisDrafter(PathDrafter):
 
         `ids` are the candidates' token ids [K, B, M]. `best` has their logits without path terms, and their indices in
         the heads' vocabulary."""
-        texts, pairs = ids.shape[1], (len(ids) - 1) * ids.shape[1]
+        texts, pairs = ids.shape[1], (ids.shape[0] - 1) * ids.shape[1]
         values, guesses = self.path_rows(ids, best.indices)
         codes = self.heads.gates(hidden).flatten(0, 1)[:pairs, None] * values
         alone, columns = best.values.flatten(0, 1)[texts:, None], guesses.transpose(1, 2)
@@ -160,7 +160,7 @@ class TrellisDrafter(PathDrafter):
         The product of two such rows with a gate between them is a path term. `ids` and `places`: [K, B, M]."""
         if self.kept is not None:
             return self.kept.path_rows(places)
-        heads, before, places, later = self.heads, ids[:-1], places[1:], slice(len(ids) - 1)
+        heads, before, places, later = self.heads, ids[:-1], places[1:], slice(ids.shape[0] - 1)
         embedded = heads.embed(before, self.backbone.embed)
         values = heads.values(embedded.flatten(1, 2), later).unflatten(1, before.shape[1:])
         if heads.lm_heads is None:

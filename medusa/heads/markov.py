@@ -46,7 +46,7 @@ class MarkovHeads(SequentialHeads):
     def known(self, root: Tensor, heads: slice) -> Tensor:
         """Compute what k heads know of the root, e(t_0) A_k [k, P, H], from the embeddings [P, H] of roots."""
         weight = self.root[heads]
-        return torch.bmm(normalised(root).expand(len(weight), -1, -1), weight)
+        return torch.bmm(normalised(root).expand(weight.shape[0], -1, -1), weight)
 
     def independent(self, hidden: Tensor, known: Tensor, heads: slice) -> Tensor:
         """Compute the features [k, P, H] of k heads without path terms, from hidden states [P, H] and `known`."""
@@ -67,7 +67,7 @@ class MarkovHeads(SequentialHeads):
 
         `later` selects the heads among those after head 0, here and below; `None`: all of them."""
         weight, bias = (self.gate, self.gate_bias) if later is None else (self.gate[later], self.gate_bias[later])
-        return torch.baddbmm(bias, hidden.expand(len(weight), -1, -1), weight).sigmoid()
+        return torch.baddbmm(bias, hidden.expand(weight.shape[0], -1, -1), weight).sigmoid()
 
     def values(self, token: Tensor, later: slice) -> Tensor:
         """Compute what the gates of k heads let through, [k, M, R], for the embeddings [k, M, H] of tokens."""
