@@ -200,6 +200,7 @@ def test_commands_without_special_needs_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(one_cache))
     monkeypatch.setattr("decode.bench.calibration.calibrate.SIZES", (1, 4))
+    monkeypatch.setattr("decode.bench.calibration.calibrate.SHORTLISTS", (8, 16))
     for name in ("stored", "calibrate"):  # the figures do not matter here
         monkeypatch.setattr(f"decode.bench.calibration.{name}.MIN_STEPS", 100)
     for line in to_run()[page]:
