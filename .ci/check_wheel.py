@@ -7,8 +7,8 @@
 The wheel must hold every file in the packages' folders and in `configs`, and no other. Its modules must be importable.
 `medusa` must print its version, and write and train with the files of the package in an empty folder. With `--full`,
 the commands of README must run there, too, at reduced size, except those that README marks as not run and those that
-need the sources. Otherwise another test runs them. This script needs the package `build` and no other, because a
-release runs it where nothing is installed.
+need the sources. Without it, tests/test_docs.py runs them, from the sources. This script needs the package `build` and
+no other, because a release runs it where nothing is installed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ SMALLER = {
 MORE = (
     "medusa generate --backbone demo --heads demo --tree example --prompt 'Once upon a time'",
     "medusa train medusa1 data=demo data.sequence_length=64",
+    "medusa benchmark demo --prompts demo --tree example",
 )
 """Commands that use the shipped trees and recipes by name."""
 USE = """
@@ -150,7 +151,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--full", action="store_true", help="build and install with dependencies from the index")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="with dependencies from the index, and all commands of README",
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="keep sdist and wheel here")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

@@ -84,6 +84,7 @@ def accept_greedy_on_host(draft: Draft, best: npt.NDArray[np.int64], limit: Tens
     On a CPU, reading the nodes' tokens takes less time than twenty small operations."""
     topology, every_ids, every_best = draft.topology, draft.ids.tolist(), best.tolist()
     limits = [topology.max_depth] * len(every_ids) if limit is None else limit.tolist()
+    # To make lists by calling types such as `list[int]` takes longer than the walk.
     paths: list[list[int]] = []
     on_paths: list[list[int]] = []
     next_roots: list[int] = []

@@ -22,9 +22,9 @@ from decode.topology import Topology
 from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additive, aligned
 
 STEP = 256
-"""Tokens by which the room of wide masks differs."""
+"""Wide masks are made for texts of a multiple of so many tokens."""
 MOST_KEPT = 2**17
-"""Nodes times tokens of the largest masks that are kept; such a mask has 1 MB."""
+"""Nodes times tokens of the largest masks that are kept; such a mask takes about 1 MB in float32."""
 
 
 class TreeMasks:
@@ -89,7 +89,7 @@ class TreeMasks:
 
 def wide_enough(length: int, capacity: int) -> int:
     """The tokens for which the next wide mask has room: a multiple of STEP, so that many texts ask for the same one."""
-    return -(-max(2 * capacity, length + 1) // STEP) * STEP
+    return -(-max(2 * capacity, length + STEP // 2) // STEP) * STEP
 
 
 def wide_mask(topology: Topology, kind: LayerKind, capacity: int, dtype: torch.dtype) -> Tensor:
@@ -101,7 +101,7 @@ def wide_mask(topology: Topology, kind: LayerKind, capacity: int, dtype: torch.d
 
 
 kept_wide_mask = lru_cache(maxsize=8)(wide_mask)
-"""The same for small masks, which are kept for the next texts; to make one takes 0.2 ms."""
+"""The same for small masks, which are kept for the next texts; nobody may write to them. To make one takes 0.2 ms."""
 
 
 def _on_host(lengths: Sequence[int], topology: Topology) -> Tensor:

@@ -39,8 +39,10 @@ class Verifier:
 
     @cached_property
     def fast(self) -> AbstractContextManager[None]:
-        """Faster operations of the backbone, which each forward opens. Meanwhile they also serve other forwards of the
-        process. So between forwards they stay open only while a whole text is decoded without a pause (`run_whole`).
+        """Faster operations of the backbone, which each forward opens unless they are `held`.
+
+        Meanwhile they also serve other forwards of the process. So between forwards they stay open only while a whole
+        text is decoded without a pause (`run_whole`).
 
         Made when first opened: a compiled text never opens them."""
         backbone = self.backbone

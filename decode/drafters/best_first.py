@@ -64,7 +64,7 @@ def best_first(tree: DynamicTree, guesses: Callable[[int, int], Ranked]) -> Grow
 
     A node's siblings wait in order of their confidence, so only the next one of them is a candidate."""
     grown, serial = Grown([0], [0], [0], [0.0]), 0
-    waiting: list[tuple[float, int, int, int, float, Ranked]] = []
+    waiting: list[tuple[float, int, int, int, float, Ranked]] = []  # a call of such a type takes a microsecond
     parents, depths, places, log_probs = grown
     node = 0  # the last one that joined the tree
     while len(parents) < tree.num_nodes:

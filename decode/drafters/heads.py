@@ -60,7 +60,7 @@ class HeadsDrafter:
         # Node n > 0 holds guess rank[n] of head depth[n]; this is its place in the flattened [k, top] table of guesses.
         self.place = (static.depth[1:] - 1) * self.top + static.rank[1:]
         self._sources: dict[int, Tensor] = {}
-        self._buffers: dict[int, GuessBuffer | None] = {}
+        self._buffers: dict[tuple[int, torch.dtype], GuessBuffer | None] = {}
         self.device, self.dtype = heads.device, heads.dtype
         on_host = self.device.type == backbone.device.type == "cpu"
         self.uses_buffers = on_host and heads.vocabulary is None and not isinstance(self.tree, DynamicTree)
@@ -95,13 +95,16 @@ class HeadsDrafter:
 
     def buffer(self, logits: Tensor) -> GuessBuffer | None:
         """Get the memory for the guesses of a static tree from `logits` [k, B, V]; `None` where it cannot be used."""
-        if not self.uses_buffers or torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        if not self.uses_buffers or not logits.is_cpu or torch.compiler.is_compiling():
+            return None
+        if not torch.is_inference_mode_enabled():  # logits with gradients cannot be written into a buffer
             return None
         batch = logits.shape[1]
-        if batch not in self._buffers:
+        key = batch, logits.dtype
+        if key not in self._buffers:
             buffer = None if searches_blocks(logits, self.top) else GuessBuffer(self.sources(batch), logits, self.top)
-            self._buffers[batch] = buffer
-        return self._buffers[batch]
+            self._buffers[key] = buffer
+        return self._buffers[key]
 
     def sources(self, batch: int) -> Tensor:
         """Find each node's place [B, N] in a list of B = `batch` roots, followed by the guesses [k, B, top]."""

@@ -33,6 +33,8 @@ SDPA = "sdpa"
 TINY_HEAD, MIN_QUERIES, MAX_SCORES = 8, 16, 2**18
 """Matrix products are faster for heads of so many numbers, from so many queries of a key head on (a layer of
 stories260K: 29 instead of 33 us for 22 queries and 150 slots), and while their scores [H, N, S] are in fast memory."""
+MAX_COMPILED = 512
+"""The most queries of all key heads for which compiled steps take products; they must not ask for the slots."""
 
 
 def sdpa_grouped(
@@ -76,11 +78,13 @@ def sdpa_grouped(
 
 def _favours_products(query: Tensor, key: Tensor, mask: Tensor) -> bool:
     """Whether `_by_products` is faster than PyTorch's sdpa for `query` [B, K, Q, D] and `key` [B, K, S, D]."""
-    if torch.compiler.is_compiling():  # first, because a comparison of sizes would limit the compiled code to them
-        return False
     batch, heads, queries, size = query.shape
-    fits = batch == 1 and size <= TINY_HEAD and queries >= MIN_QUERIES and heads * queries * key.shape[2] <= MAX_SCORES
-    return fits and query.is_cpu and query.dtype == mask.dtype == torch.float32
+    fits = batch == 1 and size <= TINY_HEAD and queries >= MIN_QUERIES
+    if not fits or not query.is_cpu or query.dtype != torch.float32 or mask.dtype != torch.float32:
+        return False
+    if torch.compiler.is_compiling():  # a comparison of the slots would limit the compiled code to their number
+        return heads * queries <= MAX_COMPILED
+    return heads * queries * key.shape[2] <= MAX_SCORES
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:

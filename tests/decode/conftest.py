@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import compile_fx
 
 from tests.helpers import run_as_written
 
@@ -29,5 +28,5 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         settings.append(config_patches)
         return graph
 
-    monkeypatch.setattr(compile_fx, "compile_fx", inductor)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", inductor)  # slow to import, and few tests need it
     return settings

@@ -156,7 +156,7 @@ def test_small_masks_are_kept_for_other_texts() -> None:
     config, cpu = config_of("full_attention"), torch.device("cpu")
     with torch.inference_mode():
         first, second, large = (
-            TreeMasks(config, torch.float32, cpu)([n], topology) for n in (100, 200, MOST_KEPT // 8)
+            TreeMasks(config, torch.float32, cpu)([n], topology) for n in (100, 120, MOST_KEPT // 8)
         )
     again = TreeMasks(config, torch.float32, cpu)([MOST_KEPT // 8], topology)
     for mask in (first, second, large, again):

@@ -24,6 +24,16 @@ def test_every_node_holds_the_guess_of_its_rank(llama: Any, decoding: Any, vocab
         check_nodes(llama, vocabulary)
 
 
+@torch.inference_mode()
+def test_guesses_of_an_lm_head_on_another_device_use_no_buffer(llama: Any) -> None:
+    """In a model spread over devices, the embeddings can be on the CPU and the LM head elsewhere."""
+    drafter = HeadsDrafter(random_heads(llama), Backbone(llama), random_tree(9, seed=3, max_depth=3))
+    sizes = drafter.depth, 1, llama.config.vocab_size
+    assert drafter.buffer(torch.zeros(sizes)) is not None
+    assert drafter.buffer(torch.zeros(sizes, device="meta")) is None
+    assert drafter.buffer(torch.zeros(sizes, dtype=torch.bfloat16)) is not drafter.buffer(torch.zeros(sizes))
+
+
 def check_nodes(llama: Any, vocabulary: int | None) -> None:
     heads, backbone = random_heads(llama, vocabulary=vocabulary), Backbone(llama)
     if vocabulary is not None:

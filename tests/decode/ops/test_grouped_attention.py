@@ -146,6 +146,33 @@ def test_attention_of_tiny_heads_equals_sdpa(kind: LayerKind) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("tokens", "products"), [(1, False), (11, True), (128, True), (129, False)])
+def test_compiled_attention_of_tiny_heads_is_one_graph_for_all_slots(tokens: int, products: bool) -> None:
+    """Up to 512 queries of two key heads; a graph that asked for the slots would hold for one window of the cache."""
+    module, graphs = torch.nn.Module(), list[torch.fx.GraphModule]()
+    module.num_key_value_groups = 2
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def attend(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return sdpa_grouped(module, query, key, key, mask, scaling=0.5)[0]
+
+    compiled = torch.compile(attend, backend=backend)
+    for slots in (160, 200, 2**12):
+        query, key, mask = torch.randn(1, 4, tokens, 8), torch.randn(1, 2, slots, 8), torch.randn(1, 1, tokens, slots)
+        torch._dynamo.mark_dynamic(key, 2)
+        torch._dynamo.mark_dynamic(mask, 3)
+        found = compiled(query, key, mask)
+        expected = attend(query.double(), key.double(), mask.double())
+        # Roundings of numbers of about 1; exponentials in the kernel of PyTorch are less exact.
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+    (graph,) = graphs
+    assert any("baddbmm" in str(node.target) for node in graph.graph.nodes) == products
+
+
+@torch.no_grad()
 def test_other_attention_runs_pytorchs_kernel() -> None:
     """Heads of more numbers, several texts, few queries, long texts, and bfloat16."""
     module = torch.nn.Module()
