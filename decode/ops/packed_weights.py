@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from medusa.memory import total_memory
 
-MIN_NUMBERS = 1 << 17
-"""Size of a weight from which packing pays in drafts of 8 tokens. A call of oneDNN takes 12 us more than one of MKL."""
+MIN_NUMBERS = 1 << 16
+"""Size of a weight from which packing pays in drafts of 8 tokens."""
 SHARE = 1 / 8
 """Part of the memory that the packed weights of one model may fill."""
 PLAIN_TYPES = (Tensor, nn.Parameter)  # subclasses, for example quantised weights, have their own products
