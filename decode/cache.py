@@ -138,7 +138,6 @@ class TreeCache(Cache):
     def __init__(self, config: PretrainedConfig, batch_size: int, capacity: int) -> None:
         """Make an empty cache of `capacity` slots per row; it is copied to larger tensors when a text needs more."""
         self.arenas: list[Arena] = []
-        self.is_on_host = True  # whether all arenas are in the host's memory
         self.capacity = capacity
         self.pending = 0  # nodes of the last forward, until they are committed
         self._set([0] * batch_size)
@@ -168,7 +167,6 @@ class TreeCache(Cache):
                 left = min(left, max(1, int(layers * SHARE)))
             arena = Arena(per_layer * left, states, self.capacity)
             self.arenas.append(arena)
-            self.is_on_host = self.is_on_host and states.is_cpu
         arena.used += 1
         return arena, arena.used - 1
 
@@ -231,7 +229,7 @@ class TreeCache(Cache):
 
     def _move(self, path: Tensor | list[list[int]], longest: int) -> None:
         """Move the nodes on the paths, of which the longest has `longest` nodes, to the first slots after the text."""
-        if isinstance(path, list) and self.is_on_host:
+        if isinstance(path, list) and all(arena.buffer.is_cpu for arena in self.arenas):
             moves = [
                 (row, start + node, start + place)
                 for row, (start, line) in enumerate(zip(self.lengths, path, strict=True))

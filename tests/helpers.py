@@ -257,6 +257,8 @@ def path_logits(model: PreTrainedModel, prefix: list[int], ids: list[int], tree:
 
 
 def run_as_written(patch: pytest.MonkeyPatch) -> None:
-    """Let compiled steps run as they are written, without torch.compile, and without what compiled code leaves out."""
+    """Let compiled steps run as they are written, without torch.compile.
+
+    Drafts are filled without a buffer, as in compiled code."""
     patch.setattr("decode.compiled.region.compiled", lambda step, *how: step)
     patch.setattr(HeadsDrafter, "buffer", lambda drafter, logits: None)

@@ -97,7 +97,7 @@ class HeadsDrafter:
         """Get the memory for the guesses of a static tree from `logits` [k, B, V]; `None` where it cannot be used."""
         if not self.uses_buffers or not logits.is_cpu or torch.compiler.is_compiling():
             return None
-        if not torch.is_inference_mode_enabled():  # logits with gradients cannot be written into a buffer
+        if not torch.is_inference_mode_enabled():  # a buffer made in it cannot be written to outside of it
             return None
         batch = logits.shape[1]
         key = batch, logits.dtype

@@ -21,7 +21,6 @@ from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 from decode.cache import Paths
 from decode.draft import Draft
 from decode.drafters.small_model import require_same_vocabulary
-from decode.ops.shared_setting import together
 from decode.prefill import OnHidden
 from decode.request import require_fitting, require_longrope_alone
 from decode.sequences import Request, Sequences
@@ -111,7 +110,6 @@ class ContrastVerifier(Verifier):
     def __init__(self, expert: Verifier, amateur: Verifier, contrast: Contrast) -> None:
         super().__init__(expert.backbone, expert.cache, expert.sequences)
         self.amateur, self.contrast = amateur, contrast
-        self.fast = together(self.fast, amateur.fast)
 
     @contextmanager
     def held(self) -> Iterator[None]:
