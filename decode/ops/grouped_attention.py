@@ -34,8 +34,8 @@ TINY_HEAD, MIN_QUERIES, MAX_SCORES = 8, 16, 2**18
 """Matrix products are faster for heads of so many numbers, from so many queries of a key head on (a layer of
 stories260K: 29 instead of 33 us for 22 queries and 150 slots), and while their scores [H, N, S] are in fast memory."""
 MAX_COMPILED = MAX_SCORES // 512
-"""The most queries of all key heads for which compiled steps take products. They must not ask for the number of slots, so
-this assumes 512, the context of stories260K."""
+"""The most queries of all key heads for which compiled steps take products. They must not ask for the number of slots,
+so this assumes 512, the context of stories260K."""
 
 
 def sdpa_grouped(
