@@ -27,10 +27,10 @@ from torch import Tensor
 from decode.draft import Draft, Frontier, SideBranch
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
 from decode.drafters.tries import TextDrafter, TextDrafterFactory, Trie
-from decode.ops.fast_topk import argmax
 from decode.ops.transfer import on_device
 from decode.sequences import Sequences
 from decode.topology import Topology
+from medusa.argmax import argmax
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.levelwise import Guesses, LevelwiseDrafter, selected
 from decode.drafters.small_model import load_small_model, require_same_vocabulary, small_model_path
 from decode.masks import grown_masks
-from decode.ops.fast_topk import argmax, top_k
+from decode.ops.fast_topk import top_k
 from decode.ops.grouped_attention import grouped, sharing
 from decode.ops.transfer import on_device
 from decode.prefill import prefill
@@ -31,6 +31,7 @@ from decode.target import Target
 from decode.topology import chain
 from decode.tree_check import require_tree_forward
 from decode.verify import Verifier
+from medusa.argmax import argmax
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
 from medusa.heads.context_kv import ContextKV

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from medusa.argmax import argmax
 from medusa.backbone import Backbone
 from medusa.vocabulary import ABSENT, places_of
 from train.loss.acceptance import Acceptance
@@ -29,7 +30,7 @@ def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> T
     The choice for a position is made from the hidden state, in `hidden` [B, T, H] of size H, at the position before."""
     flat = hidden[:, :-1].flatten(0, 1)
     rows = chunk_rows(1, backbone.vocab_size, flat.device.type)
-    chosen = torch.cat([backbone.lm_head(part).argmax(-1) for part in flat.split(rows)])
+    chosen = torch.cat([argmax(backbone.lm_head(part)) for part in flat.split(rows)])
     return torch.cat([input_ids[:, :1], chosen.reshape(len(input_ids), -1)], dim=1)
 
 
@@ -68,7 +69,7 @@ class BackboneTeacher:
         wanted = (self.position[rows] + reach).clamp_max(len(self.hidden) - 1)  # beyond the end there are no labels
         places, which = wanted.unique(return_inverse=True)
         soft = self.lm_head(self.hidden[places]).float().div_(self.temperature)
-        best = soft.argmax(-1)
+        best = argmax(soft)
         if self.acceptance is not None:
             soft = soft.softmax(-1)
         if self.vocabulary is not None:
