@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from medusa.argmax import argmax
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
@@ -135,5 +136,5 @@ def with_own_guesses(
     lm_head = lm_head_for(heads, backbone)
     rows = chunk_rows(ids.shape[1], backbone.vocab_size, inputs.hidden.device.type)
     features = heads.features(inputs, ids.shape[1] - 1)
-    guesses = [token_ids(heads, heads.logits(part, lm_head).argmax(-1)).T for part in features.split(rows, dim=1)]
+    guesses = [token_ids(heads, argmax(heads.logits(part, lm_head))).T for part in features.split(rows, dim=1)]
     return torch.cat([ids[:, :1], torch.where(replaced, torch.cat(guesses).to(ids.device), ids[:, 1:])], dim=1)

@@ -47,11 +47,12 @@ class TopK(NamedTuple):
 
 def top_k(values: Tensor, k: int) -> TopK:
     """The k largest of `values` [..., V] and their indices, as `values.topk(k)` finds them."""
-    if k == 1 and torch.compiler.is_compiling():  # a compiler joins this search with what computes the values
-        place = values.argmax(-1, keepdim=True)
-        return TopK(values.gather(-1, place), place)
     size = values.shape[-1]
     if not searches_blocks(values, k):
+        if k == 1 and values.is_cpu and torch.compiler.is_compiling():
+            # Inductor joins an argmax with the operations around it, but calls PyTorch for a top-k.
+            place = values.argmax(-1, keepdim=True)
+            return TopK(values.gather(-1, place), place)
         return TopK(*values.topk(k, dim=-1))
     # The k largest values lie in the k blocks with the largest maxima, or after the last whole block.
     start = _block_maxima(values).topk(k, dim=-1).indices * BLOCK

@@ -14,7 +14,7 @@ SIZES = [64, 1024, 1025, 5000]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", SIZES)
 def test_ties_give_the_first_index(size: int, dtype: torch.dtype) -> None:
-    """The values are integers from 0 to 40, so the greatest occurs about a dozen times, often far apart."""
+    """The values are integers from 0 to 39, so the greatest one occurs often, and far apart in long rows."""
     values = torch.randint(0, 40, (3, 50, size)).to(dtype)
     first = (values == values.amax(-1, keepdim=True)).int().argmax(-1)
     assert torch.equal(argmax(values), first)

@@ -332,6 +332,22 @@ def test_an_lm_head_with_a_bias_is_applied_with_it(backbone: Backbone) -> None:
     torch.testing.assert_close(head_losses(heads, *args).loss, head_losses_plain(heads, *args).loss, **CLOSE)
 
 
+@pytest.mark.parametrize("level", [200.0, -200.0])
+def test_logits_whose_exponentials_are_no_float32(backbone: Backbone, level: float) -> None:
+    """A bias that is the same for all tokens changes neither loss nor gradient."""
+    lm_head = torch.nn.Linear(HIDDEN, VOCAB).requires_grad_(False)
+    heads = random_heads(backbone.model, HEADS, lm_head="shared")
+    args = (heads, HeadInputs(torch.randn(ROWS, HIDDEN)), some_labels(), lm_head)
+    torch.nn.init.constant_(lm_head.bias, 0.0)
+    figures, gradients = outcome(head_losses, *args)
+    torch.nn.init.constant_(lm_head.bias, level)
+    shifted, shifted_gradients = outcome(head_losses, *args)
+    # A float32 near 200 is rounded by up to 8e-6, which the sum over all tokens averages.
+    torch.testing.assert_close(shifted.loss, figures.loss, atol=2e-5, rtol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(shifted_gradients[name], gradient, atol=2e-5, rtol=1e-3)
+
+
 def test_later_heads_have_smaller_weights() -> None:
     weights = head_weights(4, 0.8)
     torch.testing.assert_close(weights, torch.tensor([1.0, 0.8, 0.64, 0.512]))

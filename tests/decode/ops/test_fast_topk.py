@@ -37,7 +37,7 @@ def test_small_tensors_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fill", [0.0, -torch.inf, torch.nan])
 def test_one_of_compiled_steps(fill: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled steps search for one value without PyTorch's sort, which no other operation can be joined with."""
+    """Compiled steps on a CPU find one value by argmax, which the compiler joins with other operations."""
     values = torch.randn(2, 3, 16)
     values[0, 0], values[1, 2, 5] = -torch.inf, fill
     expected = values.topk(1).values
@@ -46,3 +46,11 @@ def test_one_of_compiled_steps(fill: float, monkeypatch: pytest.MonkeyPatch) -> 
     found = top_k(values, 1)
     assert torch.equal(found.values.nan_to_num(7.0), expected.nan_to_num(7.0))
     assert torch.equal(found.values.nan_to_num(7.0), values.gather(-1, found.indices).nan_to_num(7.0))
+
+
+def test_compiled_steps_search_large_vocabularies_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 6 x 32,000 values, inductor's argmax takes twice as long as the search by blocks."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "argmax", None)
+    values = torch.randn(2, 8 * BLOCK)
+    assert torch.equal(top_k(values, 1).indices[:, 0], torch.from_numpy(values.numpy().argmax(-1)))
