@@ -35,9 +35,9 @@ def prepare(
     """Turn the arguments of `model.generate` into requests: `num_return_sequences` of them for each prompt.
 
     Each request is prepared alone, without padding, so that penalties and minimal lengths count from its own prompt.
-    `kwargs` are those of `model.generate`; for `seeds` see `with_generators`. All texts follow `grammar`, if it is
-    given. Raise a `RequestError` if tree decoding
-    does not support an option, or a prompt is empty or too long."""
+    Where nothing depends on the prompt, the first request serves all others. `kwargs` are those of `model.generate`;
+    for `seeds` see `with_generators`. All texts follow `grammar`, if it is given. Raise a `RequestError` if tree
+    decoding does not support an option, or a prompt is empty or too long."""
     require_tree_support(model)
     if kwargs.get("streamer") is not None:
         raise RequestError("decode.steps yields the tokens and takes no streamer; pass the streamer to decode.generate")
@@ -50,14 +50,19 @@ def prepare(
         config = kwargs.get("generation_config") or model.generation_config
         copies = getattr(config, "num_return_sequences", None) or 1
     requests: list[Request] = []
+    backbone = Backbone(model)
     for row, prompt in enumerate(prompt for prompt in prompts for _ in range(copies)):
+        require_fitting([prompt], backbone)
+        if requests and allowed is None and grammar is None and _serves_all(requests[0]):
+            requests.append(requests[0]._replace(prompt=list(prompt)))
+            continue
         own: dict[str, Any] = {}
         if allowed is not None:
             own["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
         if grammar is not None:
             others = kwargs.get("logits_processor") or []
             own["logits_processor"] = LogitsProcessorList([*others, grammar.processor(len(prompt))])
-        requests += _prepare_row(model, prompt, kwargs | own)
+        requests += _prepare_row(backbone, prompt, kwargs | own)
     require_longrope_alone(model, requests)
     return with_generators(model, requests, seeds)
 
@@ -84,13 +89,18 @@ def with_generators(
     return [request._replace(generator=own) for request, own in zip(requests, generators, strict=True)]
 
 
-def _prepare_row(model: PreTrainedModel, prompt: Sequence[int], kwargs: dict[str, Any]) -> list[Request]:
-    backbone = Backbone(model)
-    require_fitting([prompt], backbone)
+def _serves_all(request: Request) -> bool:
+    """Whether a request holds for any prompt: its processors look only at scores, and it counts new tokens.
+
+    transformers takes a millisecond for each row, as much as several steps of a small model."""
+    return request.config.max_new_tokens is not None and all(type(p) in WARPERS for p in request.processors)
+
+
+def _prepare_row(backbone: Backbone, prompt: Sequence[int], kwargs: dict[str, Any]) -> list[Request]:
     ids = torch.tensor([list(prompt)], device=backbone.device)
     # The mask is never derived from an id, and the caller makes the copies of a row.
     inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "num_return_sequences": 1}
-    return model.generate(ids, custom_generate=requests_of, **inputs, **kwargs)  # type: ignore[operator]
+    return backbone.model.generate(ids, custom_generate=requests_of, **inputs, **kwargs)  # type: ignore[operator]
 
 
 def requests_of(

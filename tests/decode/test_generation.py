@@ -17,6 +17,7 @@ from decode.bench.benchmark import STAGES, StageTimer
 from decode.draft import Frontier
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import default_tree, resolve_tree
+from decode.request import prepare
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
 from medusa.heads.inputs import HeadInputs
@@ -202,6 +203,35 @@ def test_num_return_sequences(llama: Any, heads: MedusaHeads) -> None:
     assert out.shape == (6, 13)
     assert out[:, :5].tolist() == [prompts[0]] * 3 + [prompts[1]] * 3
     assert len(set(map(tuple, out.tolist()))) == 6, "samples of their own"
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [
+        ({"max_new_tokens": 9}, 1),
+        ({"max_new_tokens": 9, "do_sample": True, "temperature": 0.7, "top_p": 0.9}, 1),
+        ({"generation_config": GenerationConfig(max_new_tokens=9, eos_token_id=4)}, 1),
+        ({"max_length": 12}, 3),  # a number of new tokens for each prompt
+        ({"max_new_tokens": 9, "min_new_tokens": 2, "eos_token_id": 4}, 3),
+        ({"max_new_tokens": 9, "repetition_penalty": 1.3}, 3),
+        ({"max_new_tokens": 9, "prefix_allowed_tokens_fn": lambda row, ids: [row]}, 3),
+    ],
+)
+def test_rows_are_prepared_once_if_nothing_depends_on_the_prompt(
+    llama: Any, options: dict[str, Any], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, prepared, through = [random_ids(n, seed=n) for n in (3, 5, 4)], list[Any](), llama.generate
+    monkeypatch.setattr(llama, "generate", lambda *args, **kwargs: prepared.append(args) or through(*args, **kwargs))
+    together = prepare(llama, prompts, seeds=[1, 2, 3] if options.get("do_sample") else None, **options)
+    assert len(prepared) == calls
+    assert [request.prompt for request in together] == prompts
+    for prompt, request in zip(prompts, together, strict=True):
+        (alone,) = prepare(llama, [prompt], **options)
+        assert request.max_new_tokens == alone.max_new_tokens
+        assert list(map(type, request.processors)) == list(map(type, alone.processors))
+        assert list(map(type, request.criteria)) == list(map(type, alone.criteria))
+    with pytest.raises(RequestError, match="a prompt is empty"):
+        prepare(llama, [*prompts, []], **options)
 
 
 @pytest.mark.parametrize("eos", [[9, 3], [3, 9], 9])
