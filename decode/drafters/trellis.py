@@ -72,7 +72,10 @@ class LookUps:
     def filled(self, root: Tensor, ids: Tensor, tables: Tensor) -> Tensor:
         """Fill the tree below the roots [B] with candidates [K, B, M], by their tables: the tokens [B, N]."""
         # [K - 1, B, M, R]; a tree of depth 1 has no tables, and orders nothing.
-        order = top_k(tables, self.most).indices if self.most else tables[..., :0]
+        if self.most == 1:  # a chain, or chains
+            order = tables.argmax(-1, keepdim=True)
+        else:
+            order = top_k(tables, self.most).indices if self.most else tables[..., :0]
         if root.is_cpu and order.numel() <= FEW and not torch.compiler.is_compiling():
             return self._filled_on_host(root.tolist(), ids.tolist(), order.tolist())
         guesses = ids.transpose(0, 1).flatten(1).gather(1, self._places(len(root), order))
@@ -139,9 +142,10 @@ class TrellisDrafter(PathDrafter):
 
         `ids` are the candidates' token ids [K, B, M]. `best` has their logits without path terms, and their indices in
         the heads' vocabulary."""
-        texts, pairs = ids.shape[1], (ids.shape[0] - 1) * ids.shape[1]
+        heads, texts = ids.shape[:2]
         values, guesses = self.path_rows(ids, best.indices)
-        codes = self.heads.gates(hidden).flatten(0, 1)[:pairs, None] * values
+        later = None if heads == self.heads.config.num_heads else slice(heads - 1)  # a slice takes time, too
+        codes = self.heads.gates(hidden, later).flatten(0, 1)[:, None] * values
         alone, columns = best.values.flatten(0, 1)[texts:, None], guesses.transpose(1, 2)
         if alone.dtype != codes.dtype:  # the heads and a shared LM head can have different ones
             dtype = torch.promote_types(alone.dtype, codes.dtype)
