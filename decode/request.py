@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import StopStringCriteria
+from transformers.generation import MaxLengthCriteria, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
 from decode.arguments import require_batch, require_mask
@@ -53,7 +53,7 @@ def prepare(
     backbone = Backbone(model)
     for row, prompt in enumerate(prompt for prompt in prompts for _ in range(copies)):
         require_fitting([prompt], backbone)
-        if requests and allowed is None and grammar is None and _serves_all(requests[0]):
+        if requests and _serves_all(requests[0]):
             requests.append(requests[0]._replace(prompt=list(prompt)))
             continue
         own: dict[str, Any] = {}
@@ -92,8 +92,16 @@ def with_generators(
 def _serves_all(request: Request) -> bool:
     """Whether a request holds for any prompt: its processors look only at scores, and it counts new tokens.
 
-    transformers takes a millisecond for each row, as much as several steps of a small model."""
-    return request.config.max_new_tokens is not None and all(type(p) in WARPERS for p in request.processors)
+    Its `config.max_length` and `MaxLengthCriteria` are those of its own prompt, and nothing reads them. transformers
+    takes a millisecond for each row, as much as several steps of a small model."""
+    config = request.config
+    counts = config.max_new_tokens is not None and _max_length(config, request.criteria) == config.max_length
+    return counts and all(type(p) in WARPERS for p in request.processors)
+
+
+def _max_length(config: GenerationConfig, criteria: StoppingCriteriaList) -> int:
+    """The number of tokens at which a text ends, its prompt and padding included; a user's criterion comes first."""
+    return min((c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=int(config.max_length))
 
 
 def _prepare_row(backbone: Backbone, prompt: Sequence[int], kwargs: dict[str, Any]) -> list[Request]:
@@ -125,7 +133,10 @@ def requests_of(
         raise RequestError(
             f"{type(foreign[0]).__name__} was made for the padded batch; use decode.generate, which prepares each row"
         )
-    max_new_tokens = int(generation_config.max_length) - input_ids.shape[1]
+    width, max_length = input_ids.shape[1], _max_length(generation_config, stopping_criteria)
+    max_new_tokens = max_length - width
+    if max_length != generation_config.max_length:  # a user's criterion is asked after a token
+        max_new_tokens = max(max_new_tokens, 1)
     found = [Request(row, logits_processor, stopping_criteria, generation_config, max_new_tokens) for row in rows]
     require_longrope_alone(model, found)
     return found

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, TextIteratorStreamer
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TextIteratorStreamer,
+)
+from transformers.generation import MaxLengthCriteria
 
 from decode import generate, medusa_generate, steps
 from decode.bench.benchmark import STAGES, StageTimer
@@ -18,6 +27,7 @@ from decode.draft import Frontier
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import default_tree, resolve_tree
 from decode.request import prepare
+from decode.target import settings_of
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
 from medusa.heads.inputs import HeadInputs
@@ -205,16 +215,28 @@ def test_num_return_sequences(llama: Any, heads: MedusaHeads) -> None:
     assert len(set(map(tuple, out.tolist()))) == 6, "samples of their own"
 
 
+class ReadsText(TemperatureLogitsWarper):
+    """A user's warper, which may look at more than scores; as a grammar, it makes another processor."""
+
+    @staticmethod
+    def processor(length: int) -> LogitsProcessor:
+        return MinLengthLogitsProcessor(length, 1)
+
+
 @pytest.mark.parametrize(
     ("options", "calls"),
     [
         ({"max_new_tokens": 9}, 1),
         ({"max_new_tokens": 9, "do_sample": True, "temperature": 0.7, "top_p": 0.9}, 1),
         ({"generation_config": GenerationConfig(max_new_tokens=9, eos_token_id=4)}, 1),
+        ({"max_new_tokens": 9, "num_return_sequences": 2, "do_sample": True}, 1),
         ({"max_length": 12}, 3),  # a number of new tokens for each prompt
+        ({"max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(10)])}, 3),
         ({"max_new_tokens": 9, "min_new_tokens": 2, "eos_token_id": 4}, 3),
         ({"max_new_tokens": 9, "repetition_penalty": 1.3}, 3),
         ({"max_new_tokens": 9, "prefix_allowed_tokens_fn": lambda row, ids: [row]}, 3),
+        ({"max_new_tokens": 9, "grammar": ReadsText}, 3),
+        ({"max_new_tokens": 9, "logits_processor": LogitsProcessorList([ReadsText(0.7)])}, 3),
     ],
 )
 def test_rows_are_prepared_once_if_nothing_depends_on_the_prompt(
@@ -222,16 +244,31 @@ def test_rows_are_prepared_once_if_nothing_depends_on_the_prompt(
 ) -> None:
     prompts, prepared, through = [random_ids(n, seed=n) for n in (3, 5, 4)], list[Any](), llama.generate
     monkeypatch.setattr(llama, "generate", lambda *args, **kwargs: prepared.append(args) or through(*args, **kwargs))
-    together = prepare(llama, prompts, seeds=[1, 2, 3] if options.get("do_sample") else None, **options)
+    copies = options.get("num_return_sequences", 1)
+    together = prepare(llama, prompts, seeds=list(range(3 * copies)) if "do_sample" in options else None, **options)
     assert len(prepared) == calls
-    assert [request.prompt for request in together] == prompts
-    for prompt, request in zip(prompts, together, strict=True):
-        (alone,) = prepare(llama, [prompt], **options)
+    assert [request.prompt for request in together] == [prompt for prompt in prompts for _ in range(copies)]
+    for request in together:
+        alone, *_ = prepare(llama, [request.prompt], **options)
         assert request.max_new_tokens == alone.max_new_tokens
-        assert list(map(type, request.processors)) == list(map(type, alone.processors))
+        if calls == 1:
+            assert settings_of(request.processors) == settings_of(alone.processors)
         assert list(map(type, request.criteria)) == list(map(type, alone.criteria))
     with pytest.raises(RequestError, match="a prompt is empty"):
         prepare(llama, [*prompts, []], **options)
+
+
+@pytest.mark.parametrize("longest", [2, 5, 9, 30])
+def test_a_length_criterion_of_the_user_replaces_the_usual_one(llama: Any, heads: MedusaHeads, longest: int) -> None:
+    """As in transformers, also where it allows more tokens, or fewer than the prompt has."""
+    ids = torch.tensor([random_ids(3)])
+    options = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
+    expected = llama.generate(ids, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(longest)]), **options)
+    assert expected.shape[1] == max(longest, 4)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(longest)])
+    assert torch.equal(generate(llama, heads, ids, stopping_criteria=criteria, **options), expected)
+    custom = {"custom_generate": medusa_generate, "medusa_heads": heads, "stopping_criteria": criteria}
+    assert torch.equal(llama.generate(ids, **custom, **options), expected)
 
 
 @pytest.mark.parametrize("eos", [[9, 3], [3, 9], 9])
