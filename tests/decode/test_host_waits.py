@@ -20,7 +20,7 @@ from decode.drafters.trained_heads import TrainedHeads
 from decode.loop import Step
 from decode.ops import fast_topk
 from decode.ops.transfer import unchecked
-from medusa import Tree
+from medusa import Tree, argmax
 from tests.decode.host_waits import HostWaits
 from tests.helpers import (
     EAGLE_FORMS,
@@ -81,7 +81,8 @@ TREES = ("topk:4,2,1", "dynamic:9")
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode as on a GPU."""
     monkeypatch.setattr(decode.loop, "host_waits", lambda device: True)
-    monkeypatch.setattr(fast_topk, "_numpy_can_read", lambda values: False)
+    for module in (argmax, fast_topk):
+        monkeypatch.setattr(module, "numpy_can_read", lambda values: False)
     monkeypatch.setattr(best_first, "MOST_NODES", 0)
     monkeypatch.setattr(trellis, "FEW", -1)
     monkeypatch.setattr(masks, "needs_aligned", lambda device: True)

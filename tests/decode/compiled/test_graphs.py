@@ -28,6 +28,7 @@ from decode.compiled.region import Regions
 from decode.drafters import best_first, trellis
 from decode.ops import fast_topk
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
+from medusa import argmax
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, run_as_written, tiny_model
 
 READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)  # operations that wait for the device
@@ -141,7 +142,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     monkeypatch.setattr(fixed_cache, "STEP", 16)
     monkeypatch.setattr(stepper, "AHEAD", 4)
     # A replay repeats operations of PyTorch, and nothing else.
-    monkeypatch.setattr(fast_topk, "_numpy_can_read", lambda values: False)
+    for module in (argmax, fast_topk):
+        monkeypatch.setattr(module, "numpy_can_read", lambda values: False)
     monkeypatch.setattr(best_first, "MOST_NODES", 0)
     monkeypatch.setattr(trellis, "FEW", -1)
     return FakeGraph
