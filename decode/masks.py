@@ -101,7 +101,7 @@ def wide_mask(topology: Topology, kind: LayerKind, capacity: int, dtype: torch.d
 
 
 kept_wide_mask = lru_cache(maxsize=8)(wide_mask)
-"""The same for small masks, which are kept for the next texts; nobody may write to them. To make one takes 0.2 ms."""
+"""`wide_mask` for small masks, whose results are kept for the next texts. Nobody may write to them."""
 
 
 def _on_host(lengths: Sequence[int], topology: Topology) -> Tensor:

@@ -51,9 +51,10 @@ def prepare(
         copies = getattr(config, "num_return_sequences", None) or 1
     requests: list[Request] = []
     backbone = Backbone(model)
+    own_length = any(isinstance(criterion, MaxLengthCriteria) for criterion in kwargs.get("stopping_criteria") or ())
     for row, prompt in enumerate(prompt for prompt in prompts for _ in range(copies)):
         require_fitting([prompt], backbone)
-        if requests and _serves_all(requests[0]):
+        if requests and not own_length and _serves_all(requests[0]):
             requests.append(requests[0]._replace(prompt=list(prompt)))
             continue
         own: dict[str, Any] = {}
@@ -92,11 +93,9 @@ def with_generators(
 def _serves_all(request: Request) -> bool:
     """Whether a request holds for any prompt: its processors look only at scores, and it counts new tokens.
 
-    Its `config.max_length` and `MaxLengthCriteria` are those of its own prompt, and nothing reads them. transformers
-    takes a millisecond for each row, as much as several steps of a small model."""
-    config = request.config
-    counts = config.max_new_tokens is not None and _max_length(config, request.criteria) == config.max_length
-    return counts and all(type(p) in WARPERS for p in request.processors)
+    Its `config.max_length` and `MaxLengthCriteria` are those of its own prompt, and decoding reads neither.
+    transformers takes a millisecond for each row, as much as several steps of a small model."""
+    return request.config.max_new_tokens is not None and all(type(p) in WARPERS for p in request.processors)
 
 
 def _max_length(config: GenerationConfig, criteria: StoppingCriteriaList) -> int:

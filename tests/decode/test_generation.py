@@ -231,7 +231,8 @@ class ReadsText(TemperatureLogitsWarper):
         ({"generation_config": GenerationConfig(max_new_tokens=9, eos_token_id=4)}, 1),
         ({"max_new_tokens": 9, "num_return_sequences": 2, "do_sample": True}, 1),
         ({"max_length": 12}, 3),  # a number of new tokens for each prompt
-        ({"max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(10)])}, 3),
+        # The length at which the first text would end anyway, but not the others.
+        ({"max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(12)])}, 3),
         ({"max_new_tokens": 9, "min_new_tokens": 2, "eos_token_id": 4}, 3),
         ({"max_new_tokens": 9, "repetition_penalty": 1.3}, 3),
         ({"max_new_tokens": 9, "prefix_allowed_tokens_fn": lambda row, ids: [row]}, 3),
