@@ -71,11 +71,12 @@ class LookUps:
 
     def filled(self, root: Tensor, ids: Tensor, tables: Tensor) -> Tensor:
         """Fill the tree below the roots [B] with candidates [K, B, M], by their tables: the tokens [B, N]."""
-        # [K - 1, B, M, R]; a tree of depth 1 has no tables, and orders nothing.
-        if self.most == 1:  # a chain, or chains
+        if self.most == 0:  # a tree of depth 1 has no tables, and orders nothing
+            order = tables[..., :0]
+        elif self.most == 1:  # chains; `top_k` would also find the values
             order = tables.argmax(-1, keepdim=True)
         else:
-            order = top_k(tables, self.most).indices if self.most else tables[..., :0]
+            order = top_k(tables, self.most).indices  # [K - 1, B, M, R]
         if root.is_cpu and order.numel() <= FEW and not torch.compiler.is_compiling():
             return self._filled_on_host(root.tolist(), ids.tolist(), order.tolist())
         guesses = ids.transpose(0, 1).flatten(1).gather(1, self._places(len(root), order))
@@ -142,9 +143,9 @@ class TrellisDrafter(PathDrafter):
 
         `ids` are the candidates' token ids [K, B, M]. `best` has their logits without path terms, and their indices in
         the heads' vocabulary."""
-        heads, texts = ids.shape[:2]
+        num_heads, texts = ids.shape[:2]
         values, guesses = self.path_rows(ids, best.indices)
-        later = None if heads == self.heads.config.num_heads else slice(heads - 1)  # a slice takes time, too
+        later = None if num_heads == self.heads.config.num_heads else slice(num_heads - 1)  # slices take time, too
         codes = self.heads.gates(hidden, later).flatten(0, 1)[:, None] * values
         alone, columns = best.values.flatten(0, 1)[texts:, None], guesses.transpose(1, 2)
         if alone.dtype != codes.dtype:  # the heads and a shared LM head can have different ones

@@ -1,7 +1,7 @@
-"""The most probable token and the k most probable ones, found faster than by PyTorch on a CPU.
+"""The most probable token (by `medusa.argmax`) and the k most probable ones, faster than PyTorch on a CPU.
 
 For the k largest values, the vectorised `amax` finds the maximum of each block of values, and only the blocks with the
-largest maxima are searched. For one value see `medusa.argmax`.
+largest maxima are searched.
 
 Shapes: V values in each row, in blocks of BLOCK."""
 

@@ -142,7 +142,7 @@ def _to_gradient(
     that is the probability of the label `target_C`."""
     best, label = argmax(logits_CV), target_C[:, None]
     if soft is None:
-        # In place, with one exponential for each logit, where `log_softmax` and `exp` take two. The largest is 1.
+        # In place, with one exponential for each logit, where `log_softmax` and `exp` take two. None exceeds 1.
         logits_CV -= logits_CV.gather(1, best[:, None])
         at_label = logits_CV.gather(1, label)
         total = logits_CV.exp_().sum(-1, keepdim=True)
