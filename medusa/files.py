@@ -27,6 +27,11 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg")  # the formats of plots
 Json = dict[str, Any]  # a JSON object whose content has not been checked
 
 
+def user_cache() -> Path:
+    """The folder for what this package keeps between runs and can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medusa-heads"
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path for a new file next to `path`. The file replaces `path` on success and is removed after an error."""

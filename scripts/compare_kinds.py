@@ -30,6 +30,7 @@ from decode.bench.methods import Method, medusa_method, plain_method
 from decode.compiled import region
 from decode.drafters.layouts import Layout, with_shortlist
 from decode.drafters.trained_heads import heads_drafter
+from decode.drafters.trellis import TrellisDrafter
 from decode.request import prepare
 from decode.session import Session
 from decode.settings import Settings
@@ -100,6 +101,8 @@ def costs(loaded: Loaded, heads: MedusaHeads, tree: Layout, prompt: list[int]) -
     requests = prepare(loaded.model, [prompt], max_new_tokens=PATH, do_sample=False)
     session = Session(loaded.model, requests, tree.num_nodes, heads=heads)
     frontier, drafter = session.prefill(), heads_drafter(heads, session.backbone, tree)
+    if isinstance(drafter, TrellisDrafter):
+        drafter.plan = None  # count whole tables; the operation that a CPU has computes only a part of them
     counter = partial(FlopCounterMode, display=False, custom_mapping=counted())
     with counter() as drafting, Bytes() as moved:
         draft = drafter.propose(frontier)
@@ -157,7 +160,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = [[row["heads"], row["tree"], *(format(row[k], to) for k, to in formats.items())] for row in rows.values()]
     show(options, markdown_table(head, lines))
     about = {"backbone": without_folder(loaded.name), "compile": settings.compile, "prompts": len(measured.prompts)}
-    about |= {"rounds": options.rounds, "context": options.context, "batch_size": options.batch_size}
+    about |= {
+        "max_new_tokens": settings.max_new_tokens,
+        "rounds": options.rounds,
+        "context": options.context,
+        "batch_size": options.batch_size,
+    }
     options.output.write({"machine": asdict(machine()), "settings": about, "rows": list(rows.values())})
 
 

@@ -51,7 +51,8 @@ class Fault:
         if source.count(self.old) != 1:
             raise ValueError(f"{self.name}: {self.file} holds the text {source.count(self.old)} times, not once")
         changed = source.replace(self.old, self.new)
-        compile(changed, self.file, "exec")
+        if self.file.endswith(".py"):
+            compile(changed, self.file, "exec")
         return changed
 
 

@@ -50,11 +50,14 @@ class TrellisStep(NamedTuple):
 class _Recorder(TrellisDrafter):
     """The drafter of Markov heads, which keeps the trellis of the last step."""
 
-    trellis: Trellis
+    last: Trellis
 
-    def begin(self, frontier: Frontier) -> Trellis:
-        self.trellis = super().begin(frontier)
-        return self.trellis
+    def fills_at_once(self) -> bool:
+        return False
+
+    def trellis(self, frontier: Frontier, hidden: Tensor, logits: Tensor) -> Trellis:
+        self.last = super().trellis(frontier, hidden, logits)
+        return self.last
 
 
 class _Recorders(TrainedHeads):
@@ -87,7 +90,7 @@ def trellis_steps(
     factory, text = _Recorders(heads, layout), input_ids[0].tolist()
     for step in steps(model, None, input_ids, drafter=factory, keep_drafts=True, **kwargs):
         for draft in step.drafts.values():
-            ids, first, tables = factory.drafter.trellis
+            ids, first, tables = factory.drafter.last
             shares = tables[:, 0].float().softmax(-1).cpu()
             yield TrellisStep(list(text), ids[:, 0].tolist(), first[0, 0].float().softmax(-1).cpu(), shares, draft)
         text += step.ids[0]

@@ -6,8 +6,9 @@ tables [M, M] of logits describe them (a trellis, as in Viterbi decoding), which
 
                  root ── C_1 ══ C_2 ══ C_3        ══ a table of M x M logits
 
-The rest is `LevelwiseDrafter` with a step that looks up a row; for few texts, the host looks up. The LM head is read
-once, whatever the tree. `PathDrafter` drafts with the same heads without shortlists, and is the oracle.
+The rest is `LevelwiseDrafter` with a step that looks up a row. The LM head is read once, whatever the tree. On a CPU,
+one operation fills static trees (`decode.ops.trellis_fill`). `PathDrafter` drafts with the same heads without
+shortlists, and is the oracle.
 
 Shapes: B texts, K heads (as many as the tree is deep), M candidates of a head, W nodes, H hidden size, R the rank of
 the path term, V the heads' vocabulary."""
@@ -18,7 +19,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,15 +28,13 @@ from decode.drafters.layouts import TOP, DynamicTree, Layout, shortlist_of
 from decode.drafters.levelwise import Guesses, Level, PathDrafter
 from decode.drafters.path_rows import PathRows
 from decode.ops.fast_topk import TopK, top_k
+from decode.ops.trellis_fill import FILLED_IN, has_trellis_fill, plan_of, trellis_fill
 from decode.target import Target
 from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.markov import MarkovHeads
 from medusa.heads.sequential import State
 from medusa.vocabulary import rows_for, token_ids
-
-FEW = 1 << 11
-"""Ordered candidates of all texts up to which the host looks up: to copy more takes longer than PyTorch's look-ups."""
 
 
 class Trellis(NamedTuple):
@@ -57,15 +55,9 @@ class LookUps:
         # By level below the first: each node's parent among the nodes of the level above [W], and the place of the
         # node's rank in the orders [K - 1, M, R] after the parent's head's first candidate, [1, W].
         self.levels: list[tuple[Tensor, Tensor]] = []
-        # On a CPU, the same for the host: each node's parent, and its rank.
-        self.host_first, self.host_levels = list[int](), list[list[tuple[int, int]]]()
         for head, (above, level) in enumerate(pairwise(levels)):
             parent, rank = above.expanded[level.parent], level.guess - level.parent * level.top
             self.levels.append((parent, head * shortlist * self.most + rank[None]))
-            if rank.is_cpu:
-                self.host_levels.append(list(zip(parent.tolist(), rank.tolist(), strict=True)))
-        if self.first.is_cpu:
-            self.host_first = levels[0].guess.tolist()
         starts = [torch.full_like(level.parent, head * shortlist) for head, level in enumerate(levels)]
         self.start = torch.cat(starts)  # [N - 1] the place of the first candidate of each node's head among [K, M]
 
@@ -77,8 +69,6 @@ class LookUps:
             order = tables.argmax(-1, keepdim=True)
         else:
             order = top_k(tables, self.most).indices  # [K - 1, B, M, R]
-        if root.is_cpu and order.numel() <= FEW and not torch.compiler.is_compiling():
-            return self._filled_on_host(root.tolist(), ids.tolist(), order.tolist())
         guesses = ids.transpose(0, 1).flatten(1).gather(1, self._places(len(root), order))
         return torch.cat([root[:, None], guesses], dim=1)
 
@@ -88,20 +78,6 @@ class LookUps:
         for parent, rank in self.levels:
             found.append(order.gather(1, torch.add(rank, found[-1].index_select(1, parent), alpha=self.most)))
         return torch.cat(found, dim=1) + self.start
-
-    def _filled_on_host(
-        self, root: list[int], ids: list[list[list[int]]], order: list[list[list[list[int]]]]
-    ) -> Tensor:
-        texts = []
-        for text, token in enumerate(root):
-            places = self.host_first  # the candidates of the first head are in order
-            tokens = [token, *(ids[0][text][place] for place in places)]
-            for named, ordered, level in zip(ids[1:], order, self.host_levels, strict=True):
-                ranked = ordered[text]
-                places = [ranked[places[parent]][rank] for parent, rank in level]
-                tokens += [named[text][place] for place in places]
-            texts.append(tokens)
-        return torch.from_numpy(np.array(texts))
 
 
 class TrellisDrafter(PathDrafter):
@@ -116,22 +92,40 @@ class TrellisDrafter(PathDrafter):
         self.shortlist = min(wanted, heads.config.draft_vocab_size(backbone.vocab_size))  # M
         self.depth = self.tree.max_depth  # K
         self.kept = PathRows.of(heads, backbone)
+        self.plan: Tensor | None = None  # of the tree, where one operation fills it
         if self.depth and not isinstance(self.tree, DynamicTree):
             self.look_ups = LookUps(self.levels, self.shortlist)
+            if self.fills_at_once():
+                self.plan = plan_of(self.tree)
+
+    def fills_at_once(self) -> bool:
+        """Whether `trellis_fill` can fill the tree: not drawn, on a CPU, in a dtype that it has, from kept products.
+
+        A larger model, whose products are not kept, would gain little, because a draft is a small part of its steps."""
+        kept, device = self.kept, self.backbone.device
+        if self.target is not None or kept is None or device.type != "cpu" or device != kept.paths.device:
+            return False
+        return self.dtype == kept.paths.dtype and self.dtype in FILLED_IN and has_trellis_fill()
 
     def refresh(self) -> None:
         if self.kept is not None:
             self.kept.refresh(self.heads, self.backbone)
 
-    def begin(self, frontier: Frontier) -> Trellis:
-        heads = self.heads
+    def independent(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
+        """The hidden states [B, H], and the logits [K, B, V] of the heads' independent parts after them."""
         if not torch.compiler.is_compiling():
             self.refresh()
         hidden = frontier.hidden.to(self.device, self.dtype)
-        features = heads.independent(hidden, self.known(frontier.root), slice(self.depth))
-        logits = heads.logits(features, self.lm_head)  # [K, B, V]
+        features = self.heads.independent(hidden, self.known(frontier.root), slice(self.depth))
+        return hidden, self.heads.logits(features, self.lm_head)
+
+    def begin(self, frontier: Frontier) -> Trellis:
+        return self.trellis(frontier, *self.independent(frontier))
+
+    def trellis(self, frontier: Frontier, hidden: Tensor, logits: Tensor) -> Trellis:
+        """Choose the candidates and compute their tables, from what `independent` returns."""
         best = top_k(logits, self.shortlist)
-        ids = token_ids(heads, best.indices)
+        ids = token_ids(self.heads, best.indices)
         first, tables = best.values[0, :, None], self.tables(hidden, ids, best)
         if isinstance(self.tree, DynamicTree):
             first, tables = confident(self.tree, logits, best.indices, tables)
@@ -177,7 +171,15 @@ class TrellisDrafter(PathDrafter):
         return values.flatten(0, 1), guesses.flatten(0, 1)
 
     def _static(self, frontier: Frontier) -> Draft:
-        ids, _, tables = self.begin(frontier)
+        hidden, logits = self.independent(frontier)
+        plan, kept = self.plan, self.kept
+        # The LM head and autocast can give the logits another dtype than the heads have.
+        if plan is not None and kept is not None and logits.dtype == self.dtype:
+            heads, inputs = self.heads, (frontier.root, hidden, logits)
+            weights = heads.gate, heads.gate_bias, kept.paths
+            ids = trellis_fill(*inputs, *weights, plan, heads.vocabulary, self.shortlist)
+            return Draft(ids, self.topology)
+        ids, _, tables = self.trellis(frontier, hidden, logits)
         return Draft(self.look_ups.filled(frontier.root, ids, tables), self.topology)
 
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:

@@ -84,7 +84,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (argmax, fast_topk):
         monkeypatch.setattr(module, "numpy_can_read", lambda values: False)
     monkeypatch.setattr(best_first, "MOST_NODES", 0)
-    monkeypatch.setattr(trellis, "FEW", -1)
+    monkeypatch.setattr(trellis, "has_trellis_fill", lambda: False)
     monkeypatch.setattr(masks, "needs_aligned", lambda device: True)
 
 

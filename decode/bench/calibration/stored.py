@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from decode.bench.machine import machine
 from decode.drafters.layouts import DynamicTree, Layout, shortlist_of, with_shortlist
 from decode.settings import Settings
 from medusa.errors import RunError
-from medusa.files import Json, read_json, write_json
+from medusa.files import Json, read_json, user_cache, write_json
 from medusa.heads import NATIVE
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import DTYPES
@@ -145,7 +144,7 @@ def heads_fingerprint(heads: MedusaHeads) -> str:
 
 def files_for(heads_folder: Path | None) -> list[Path]:
     """List the files that may store calibrations of heads: in the heads' folder, if given, and the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medusa-heads" / FILE
+    cache = user_cache() / FILE
     return [cache] if heads_folder is None else [heads_folder / FILE, cache]
 
 

@@ -145,7 +145,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     for module in (argmax, fast_topk):
         monkeypatch.setattr(module, "numpy_can_read", lambda values: False)
     monkeypatch.setattr(best_first, "MOST_NODES", 0)
-    monkeypatch.setattr(trellis, "FEW", -1)
+    monkeypatch.setattr(trellis, "has_trellis_fill", lambda: False)
     return FakeGraph
 
 

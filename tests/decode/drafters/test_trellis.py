@@ -18,8 +18,9 @@ from decode.drafters import best_first, levelwise, path_rows, trellis
 from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
-from decode.drafters.trellis import LookUps, TrellisDrafter
+from decode.drafters.trellis import TrellisDrafter
 from decode.ops.draws import SharedDraws
+from decode.ops.trellis_fill import has_trellis_fill
 from decode.request import prepare, with_generators
 from decode.settings import Settings
 from decode.target import Target
@@ -37,6 +38,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "vocabulary": {"lm_head": "shared", "vocabulary": 40},
     "own vocabulary": {"lm_head": "own", "vocabulary": 40, "rank": 5},
 }
+# Of the backbone and the heads. Heads of a smaller dtype than the backbone's guess equal values, in any order.
+DTYPES = [
+    (torch.float64, torch.float64),
+    (torch.float32, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float64),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float16),
+]
 
 
 def markov(model: Any, **settings: Any) -> MarkovHeads:
@@ -188,36 +199,69 @@ def test_products_of_weights_that_count_no_changes_are_kept(double: Any, monkeyp
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("heads_dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("model_dtype", [torch.float64, torch.bfloat16])
-def test_the_host_looks_up_what_tensors_look_up(
-    double: Any, model_dtype: torch.dtype, heads_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("model_dtype", "heads_dtype"), DTYPES)
+def test_one_operation_fills_a_tree_like_look_ups(
+    double: Any, model_dtype: torch.dtype, heads_dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For few texts, the host looks up; the heads and the backbone may have different dtypes."""
-    model, heads = copy.deepcopy(double).to(model_dtype), markov(double, **FORMS["shared"]).to(heads_dtype)
-    by_host = []
-
-    def noting(self: LookUps, *args: Any) -> Tensor:
-        by_host.append(args)
-        return filled_on_host(self, *args)
-
-    filled_on_host = LookUps._filled_on_host
-    monkeypatch.setattr(LookUps, "_filled_on_host", noting)
+    """In float32 and float64, if all numbers have this dtype; otherwise, tensors look up. Both give the same trees."""
+    model, heads = copy.deepcopy(double).to(model_dtype), markov(double, **FORMS[form]).to(heads_dtype)
+    filled = noted(monkeypatch, trellis, "trellis_fill")
     trees = [random_tree(14, seed, max_depth=K) for seed in range(8)] + [Tree.chain(K), Tree.chain(1)]
     for rows in (1, ROWS):
         start = frontier(double, rows)
         start = start._replace(hidden=start.hidden.to(model_dtype))
-        for tree in [*trees, DynamicTree.over_heads(9, K, (0.7, 1.0, 1.5))]:
-            drafter = TrellisDrafter(heads, Backbone(model), with_shortlist(tree, 8))
-            by_host.clear()
-            draft = drafter.propose(start)
-            assert len(by_host) == isinstance(tree, Tree)
+        for tree in trees:
+            filled.clear()
+            draft = TrellisDrafter(heads, Backbone(model), with_shortlist(tree, 8)).propose(start)
+            alone = FORMS[form]["lm_head"] == "own" or model_dtype == heads_dtype
+            assert len(filled) == (has_trellis_fill() and alone and heads_dtype.itemsize >= 4)
             with monkeypatch.context() as patch:
-                patch.setattr(trellis, "FEW", -1)
-                expected = drafter.propose(start)
-            assert len(by_host) == isinstance(tree, Tree), "tensors, the second time"
+                patch.setattr(trellis, "has_trellis_fill", lambda: False)
+                filled.clear()
+                expected = TrellisDrafter(heads, Backbone(model), with_shortlist(tree, 8)).propose(start)
+            assert not filled
             assert torch.equal(draft.ids, expected.ids)
             assert torch.equal(draft.topology.parent, expected.topology.parent)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
+    """Note the arguments of each call of a function."""
+    calls, function = list[Any](), getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: calls.append(given) or function(*given))
+    return calls
+
+
+@torch.no_grad()
+def test_draws_large_vocabularies_and_dynamic_trees_take_other_operations(
+    double: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled, heads, start = noted(monkeypatch, trellis, "trellis_fill"), markov(double, **FORMS["own"]), frontier(double)
+    TrellisDrafter(heads, Backbone(double), DynamicTree.over_heads(9, K)).propose(start)
+    prepared = prepare(double, [[1, 2]], [0], max_new_tokens=4, do_sample=True)
+    target = Target(with_generators(double, ROWS * prepared, range(ROWS)))
+    drawn = TrellisDrafter(heads, Backbone(double), Tree.chain(K), target)
+    drawn.propose(start)
+    assert drawn.plan is None, "nothing is built for it"
+    monkeypatch.setattr(path_rows, "LIMIT", 0)
+    TrellisDrafter(heads, Backbone(double), Tree.chain(K)).propose(start)
+    assert not filled
+
+
+@torch.no_grad()
+def test_autocast_takes_other_operations(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of bfloat16 beside heads of float32."""
+    filled = noted(monkeypatch, trellis, "trellis_fill")
+    model, heads = copy.deepcopy(double).float(), markov(double, **FORMS["shared"]).float()
+    start = frontier(double)
+    start = start._replace(hidden=start.hidden.float())
+    drafter = TrellisDrafter(heads, Backbone(model), Tree.chain(K))
+    expected = drafter.propose(start)
+    assert len(filled) == has_trellis_fill()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        draft = drafter.propose(start)
+    assert len(filled) == has_trellis_fill()
+    assert torch.equal(draft.ids[:, 0], expected.ids[:, 0])
 
 
 @torch.no_grad()
