@@ -101,7 +101,7 @@ def wide_mask(topology: Topology, kind: LayerKind, capacity: int, dtype: torch.d
 
 
 kept_wide_mask = lru_cache(maxsize=8)(wide_mask)
-"""`wide_mask` for small masks, whose results are kept for the next texts. Nobody may write to them."""
+"""`wide_mask` for small masks. The results are kept for later texts, so callers must not change them."""
 
 
 def _on_host(lengths: Sequence[int], topology: Topology) -> Tensor:

@@ -110,7 +110,7 @@ def test_what_cannot_be_used_is_named(broken: str, cache: Path, monkeypatch: pyt
     if broken == "no folder":
         cache.parent.write_text("a file")
     if broken == "no home":
-        monkeypatch.setattr(cpp, "user_cache", Path("~nobody-has-this-name").expanduser)
+        monkeypatch.setattr(cpp, "user_cache", Path("~no-such-user").expanduser)
     if broken == "no library":
         monkeypatch.setattr(cpp, "_build", lambda source, compiler, library: library.write_text(""))
     with pytest.warns(UserWarning, match=r"trellis_fill.cpp cannot be used: \S+"):

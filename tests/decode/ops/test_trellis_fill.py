@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.library import opcheck
 
 from decode.ops import cpp
 from decode.ops import trellis_fill as module
@@ -148,4 +149,4 @@ def test_the_operation_can_be_compiled() -> None:
     """PyTorch's own checks: the schema, and shapes without data."""
     given = inputs(40)
     arguments = (*given.values(), plan_of(Tree.chain(K)), torch.arange(40), 4)
-    torch.library.opcheck(torch.ops.medusa.trellis_fill.default, arguments)
+    opcheck(torch.ops.medusa.trellis_fill.default, arguments)
