@@ -62,7 +62,7 @@ def prepare(
             own["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
         if grammar is not None:
             others = kwargs.get("logits_processor") or []
-            own["logits_processor"] = LogitsProcessorList([*others, grammar.processor(len(prompt))])
+            own["logits_processor"] = LogitsProcessorList([*others, grammar.processor(prompt)])
         requests += _prepare_row(backbone, prompt, kwargs | own)
     require_longrope_alone(model, requests)
     return with_generators(model, requests, seeds)

@@ -33,6 +33,7 @@ from decode.settings import Settings
 from decode.strategies.grammar import json_schema_source
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
+from medusa.files import Json
 
 MAX_BODY = 2**24  # largest request, in bytes
 
@@ -141,9 +142,14 @@ def _line(content: dict[str, object]) -> str:
 class CompletionApi:
     """The HTTP endpoints of the server. They check requests and pass them to a worker thread, which decodes."""
 
-    def __init__(self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0) -> None:
-        """Make the endpoints of the model `name`. `settings` and `seed` are for requests that do not set their own."""
+    def __init__(
+        self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0, template_options: Json | None = None
+    ) -> None:
+        """Make the endpoints of the model `name`.
+
+        `settings`, `seed` and `template_options` (of the chat template) are for requests that do not set their own."""
         self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
+        self.template_options: Json = dict(template_options or {})
         self.generator = worker.generator
         self.answered = 0
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
@@ -236,7 +242,8 @@ class CompletionApi:
         try:
             settings = self._with_format(asked.settings(self.settings), asked.response_format)
             tokenizer = self.generator.tokenizer
-            prompts, has_echo = asked.prompts(tokenizer), isinstance(asked, CompletionRequest) and asked.echo
+            prompts = asked.prompts(tokenizer, self.template_options)
+            has_echo = isinstance(asked, CompletionRequest) and asked.echo
             echoes = asked.echoes(tokenizer) if isinstance(asked, CompletionRequest) else [""]
             for model, name in zip(self.generator.models(settings), ("backbone", "amateur"), strict=False):
                 require_fitting(prompts, Backbone(model), name)

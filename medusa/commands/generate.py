@@ -132,7 +132,8 @@ def _recording(options: GenerateOptions, folder: str, opened: Opened) -> Iterato
 
     loaded, prompts = opened.loaded, opened.prompts
     backbone, known = Backbone(loaded.model), fingerprint(loaded.model, loaded.name, loaded.revision)
-    recorder = Recorder(Path(folder), known, backbone.hidden_size, backbone.dtype, opened.raw_prompts)
+    form = opened.raw_prompts, opened.template_options
+    recorder = Recorder(Path(folder), known, backbone.hidden_size, backbone.dtype, *form)
     recorder.require_space(sum(map(len, prompts)) + len(prompts) * opened.settings.max_new_tokens)
     with disk_may_fill(recorder.folder, lambda: "earlier recordings are complete: make room, or change --record"):
         try:

@@ -48,6 +48,7 @@ def run(options: InfoOptions) -> None:
         if config.servable
         else "no: servers load only square blocks of kind medusa and gated blocks of kind eagle",
         "prompts": PROMPTS[config.raw_prompts],
+        "options of the chat template": config.template_options or "none",
         "tree": f"{tree.num_nodes} nodes, {tree.max_depth} deep" if tree else "none saved; the default tree is used",
     }
     provenance = heads.provenance or {}

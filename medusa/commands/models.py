@@ -5,7 +5,7 @@ This module imports torch and transformers, so commands import it only when they
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from medusa.commands.options import CommandOptions, Output, warn
 from medusa.commands.prompting import PromptForm, prompt_form
 from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
+from medusa.files import Json
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, head_sizes, load_backbone, load_config, load_tokenizer, text_limits
@@ -83,6 +84,8 @@ class Opened:
     calibrates: bool
     raw_prompts: bool | None = None
     """Whether the prompts are plain text, not in a chat template; `None` if no prompt has such a form."""
+    template_options: Json = field(default_factory=dict)
+    """The options of the chat template."""
 
     @cached_property
     def drafters(self) -> list[DrafterFactory]:
@@ -124,12 +127,13 @@ def open_models(
         require_fitting(prompts, Backbone(model), "amateur")
         contrast = Contrast(contrasting.alpha, contrasting.beta, contrasting.temperature)
         settings = replace(settings, amateur=Amateur(model, contrast, contrasting.amateur))
-    return Opened(command, loaded, settings, prompts, configs, calibrates, form.of_most(records))
+    return Opened(command, loaded, settings, prompts, configs, calibrates, form.of_most(records), form.options)
 
 
 def form_of(command: CommandOptions, tokenizer: PreTrainedTokenizerBase | None) -> PromptForm:
     """Choose whether a command's prompts go through the tokenizer's chat template."""
-    return prompt_form(command.raw, tokenizer, command.models.backbone, command.models.heads)
+    models = command.models
+    return prompt_form(command.raw, tokenizer, models.backbone, models.heads, command.template_option)
 
 
 def encode_prompts(
@@ -137,7 +141,7 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Return the token ids of each prompt, and print whether they go through the chat template."""
     form = form_of(command, tokenizer)
-    if line := form.line(records):
+    for line in filter(None, (form.line(records), form.hint(records, tokenizer))):
         command.output.note(line)
     return form.ids(records, tokenizer)
 

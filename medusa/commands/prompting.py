@@ -2,19 +2,21 @@
 
 The form is that of --raw or --no-raw, else the form in which the heads' training data were distilled, else the chat
 template where the tokenizer has one. Only prompts depend on it: `prompt`, `question`, `turns`, --prompt and the lines
-of a text file. Conversations always use the template; `text` and `input_ids` never do."""
+of a text file. Conversations always use the template; `text` and `input_ids` never do. The template's options are those
+of --template-option, together with those of the heads' training data."""
 
 from __future__ import annotations
 
 from argparse import BooleanOptionalAction
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from medusa.errors import RequestError
-from medusa.files import read_json
+from medusa.files import Json, read_json
 from medusa.options import option
 from medusa.records.record import Record, prompt_ids
+from medusa.records.template import marks_of_template, require_options, template_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +32,25 @@ def raw_option() -> Any:
     )
 
 
+def template_option() -> Any:
+    """Declare the option --template-option, which can be repeated."""
+    return option(
+        (),
+        "set an option of the chat template, as in enable_thinking=false; repeatable (default: as in the heads' "
+        "training data)",
+        check=lambda given: template_options(given) is not None,
+        metavar="NAME=VALUE",
+        brief="set an option of the chat template",
+    )
+
+
+class Recorded(NamedTuple):
+    """The form of prompts in the training data of heads, as the heads' config records it."""
+
+    raw: bool | None  # whether the prompts were plain text; `None`: not recorded
+    options: Json  # of the chat template
+
+
 @dataclass(frozen=True)
 class PromptForm:
     """The form of a command's prompts, with the sentence that the command prints about this form."""
@@ -43,10 +64,14 @@ class PromptForm:
     """The value of --raw, if the user gave it."""
     recorded: bool | None = None
     """The form in which the heads' training data were distilled, if it is recorded."""
+    options: Json = field(default_factory=dict)
+    """The options of the chat template."""
+    has_own_options: bool = False
+    """Whether the user gave options of the chat template."""
 
     def ids(self, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
         """Return the token ids of each record's prompt; raise RequestError if a prompt is empty or rejected."""
-        return [prompt_ids(record, tokenizer, self.raw) for record in records]
+        return [prompt_ids(record, tokenizer, self.raw, self.options) for record in records]
 
     def of(self, record: Record) -> bool | None:
         """Return whether the prompt of a record is plain text; `None` for `text` and `input_ids`."""
@@ -68,9 +93,23 @@ class PromptForm:
             return "prompts: as they are, because `text` and `input_ids` do not go through the chat template"
         if True in forms:
             return f"prompts: {self._plain_text()}" + ("; conversations use the template" if False in forms else "")
-        because = ", like the heads' training data" if self.recorded is False and self.asked is None else ""
+        given = " with " + ", ".join(f"{name}={value}" for name, value in self.options.items()) if self.options else ""
+        is_recorded = bool(self.options) and not self.has_own_options
+        like = self.recorded is False and self.asked is None
+        because = ", like the heads' training data" if like or is_recorded else ""
         way_out = " (--raw turns it off)" if any(record.is_prompt for record in records) else ""
-        return f"prompts: through the chat template of {self.backbone}{because}{way_out}"
+        return f"prompts: through the chat template of {self.backbone}{given}{because}{way_out}"
+
+    def hint(self, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+        """Return a hint if the template would format a prompt that a template has formatted already; else `None`."""
+        if self.raw or tokenizer is None:
+            return None
+        found = ((record, marks_of_template(record.question, tokenizer)) for record in records if record.is_prompt)
+        record, mark = next(((record, mark) for record, mark in found if mark), (None, None))
+        way_out = "give it as messages, or as `text` to pass it on unchanged"
+        return (
+            f"hint: {record.where} holds {mark}, which the chat template writes itself; {way_out}" if record else None
+        )
 
     def _plain_text(self) -> str:
         if not self.has_template:
@@ -81,26 +120,39 @@ class PromptForm:
 
 
 def prompt_form(
-    asked: bool | None, tokenizer: PreTrainedTokenizerBase | None, backbone: str, heads: str | None = None
+    asked: bool | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    backbone: str,
+    heads: str | None = None,
+    options: Sequence[str] = (),
+    default_raw: bool = True,
 ) -> PromptForm:
     """Choose the form of a command's prompts.
 
-    `asked` is the value of --raw, and `heads` the folder or Hub id of heads that may record a form. Raise RequestError
-    if the user asks for a chat template that the tokenizer does not have."""
+    `asked` is the value of --raw, `options` those of --template-option, and `heads` the folder or Hub id of heads that
+    may record a form. `default_raw`: whether prompts are plain text by default if the heads record that. Raise
+    RequestError if the user asks for a chat template that the tokenizer does not have, or for an option that the
+    template does not read."""
     has_template = tokenizer is not None and tokenizer.chat_template is not None
     if asked is False and not has_template:
         raise RequestError(f"--no-raw needs a chat template, and the tokenizer of {backbone} has none; leave it out")
-    recorded = recorded_form(heads) if heads is not None and has_template and asked is None else None
+    given = template_options(options)
+    if given and asked:
+        raise RequestError("--template-option is for the chat template, and --raw turns it off; leave one out")
+    require_options(given, tokenizer, backbone)
+    told = recorded_form(heads) if heads is not None and has_template else Recorded(None, {})
+    recorded = told.raw if asked is None and not given and default_raw else None
     raw = next((form for form in (asked, recorded) if form is not None), not has_template)
-    return PromptForm(raw, backbone, has_template, asked, recorded)
+    return PromptForm(raw, backbone, has_template, asked, recorded, {} if raw else told.options | given, bool(given))
 
 
-def recorded_form(heads: str) -> bool | None:
-    """Return whether heads were trained on answers to plain-text prompts; `None` if their config does not record it."""
+def recorded_form(heads: str) -> Recorded:
+    """Return the form of prompts that the config of heads records."""
     from medusa.checkpoints.folder import find_folder
     from medusa.checkpoints.stored import CONFIG
 
     config = find_folder(heads) / CONFIG
     content = read_json(config) if config.is_file() else {}
-    found = content.get("raw_prompts") if isinstance(content, dict) else None
-    return found if isinstance(found, bool) else None
+    content = content if isinstance(content, dict) else {}
+    raw, options = content.get("raw_prompts"), content.get("template_options")
+    return Recorded(raw if isinstance(raw, bool) else None, options if isinstance(options, dict) else {})

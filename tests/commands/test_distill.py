@@ -26,7 +26,7 @@ from tests.commands.fake_server import FakeServer, Reply, serving
 from tests.commands.test_cli import Place, build
 from tests.helpers import LETTERS, plain
 from tests.train.templates import CHATML, byte_tokenizer
-from train.data.reader import to_example
+from train.data.reader import to_examples
 
 NEW = 6
 # Without anything around the words, so that what was asked can be read off the ids; and turns that run together.
@@ -365,7 +365,7 @@ def test_server_answers_are_taught_once_with_their_end(by_server: Any, tmp_path:
     tokenizer = byte_tokenizer(CHATML)
 
     def taught(record: Record) -> str:
-        example = to_example(record, tokenizer)
+        (example,), _ = to_examples(record, tokenizer)
         pairs = zip(example.input_ids, example.loss_mask, strict=True)
         return str(tokenizer.decode([token for token, mark in pairs if mark]))
 

@@ -17,6 +17,7 @@ from medusa.commands.options import batches
 from medusa.errors import RequestError, RunError
 from medusa.files import Json
 from medusa.records.record import continuation_ids
+from medusa.records.replies import remembered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,9 +82,13 @@ class LocalEngine(Engine):
                 results = self.method(list(prompts.values()))
                 seconds += results[0].seconds
                 for index, result in zip(prompts, results, strict=True):
-                    answer = text_of(result.new_ids, self.tokenizer, self.settings.stop)
-                    line = _line(result.input_ids, result.new_ids, answer, result.finish_reason)
-                    journal.append(journal.tasks[index], turn, line)
+                    task, new_ids = journal.tasks[index], result.new_ids
+                    answer = text_of(new_ids, self.tokenizer, self.settings.stop)
+                    line = _line(result.input_ids, new_ids, answer, result.finish_reason)
+                    if task.turns > 1 and self.tokenizer is not None:
+                        ended, stop = result.finish_reason == "eos", self.settings.stop
+                        line["reply"] = remembered(new_ids, result.input_ids, self.tokenizer, ended, stop)
+                    journal.append(task, turn, line)
         return seconds
 
     def _batches(self, journal: Journal) -> Iterator[tuple[int, int, list[Task]]]:
@@ -114,7 +119,7 @@ class LocalEngine(Engine):
                 journal.fail(task, turn, str(error))
         return prompts
 
-    def _prompt(self, task: Task, answers: list[str]) -> list[int]:
+    def _prompt(self, task: Task, answers: list[Json]) -> list[int]:
         from decode.request import require_fitting
 
         prompt = task.prompt(answers, self.tokenizer)
@@ -185,7 +190,7 @@ class ServerEngine(Engine):
                 "texts are kept, and the same command continues"
             )
 
-    def _ask(self, task: Task, turn: int, answers: list[str]) -> Json:
+    def _ask(self, task: Task, turn: int, answers: list[Json]) -> Json:
         """Request one answer, and return its line in the output file."""
         options = self._options(task, turn)
         if task.ids is not None:
@@ -195,9 +200,10 @@ class ServerEngine(Engine):
             new_ids += [eos] if answer.finish_reason == "eos" and eos is not None else []
             return _line(task.ids, new_ids, answer.text, answer.finish_reason)
         messages = task.messages(answers)
+        if task.template_options:
+            options["chat_template_kwargs"] = task.template_options
         answer = self.server.chat(messages, task.tools, options)
-        reply = {"role": "assistant", "content": answer.text} | answer.extras
-        line: Json = {"messages": [*messages, reply], "teach": "last"}
+        line: Json = {"messages": [*messages, answer.message], "teach": "last"}
         line |= {"answer": answer.text, "finish_reason": answer.finish_reason}
         return line | ({"tools": task.tools} if task.tools else {})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from medusa.commands.effects import require_of_kind, require_revisions
 from medusa.commands.options import Output, Prompts, RuntimeOptions
-from medusa.commands.prompting import raw_option
+from medusa.commands.prompting import raw_option, template_option
 from medusa.errors import RequestError, choose_one_of
 from medusa.files import Json, require_writable_folder
 from medusa.heads import KINDS
@@ -70,6 +70,7 @@ class FitOptions(Options):
     plan: bool = option(False, "print the cost in time, memory and disk, and stop")
     overwrite: bool = option(False, "delete an earlier fit in DIR and start again")
     raw: bool | None = raw_option()
+    template_option: tuple[str, ...] = template_option()
     tokens: int = count(
         256,
         "generate at most N tokens of text per answer",
@@ -113,5 +114,6 @@ class FitOptions(Options):
         """Return what a continued run must have in common with the run that it continues; `prompts`: their digest."""
         names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw")
         about = {name: getattr(self, name) for name in names}
+        about["template_option"] = list(self.template_option) or None  # runs of earlier versions do not have it
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}
         return {"model": self.model, "prompts": prompts, "seed": self.runtime.seed} | about | load

@@ -118,6 +118,7 @@ class TextStage:
             prompts=run.prompts(TRAIN),
             settings=run.settings(run.tokens, TEMPERATURE),
             raw=run.options.raw,
+            template_option=run.options.template_option,
             batch_size=run.probe.batch_size,
             runtime=run.options.runtime,
             output=run.options.output_to(None),
@@ -131,6 +132,8 @@ class TextStage:
     def work(self) -> Json:
         figures = distill.distill(self.options)
         self.run.options.output.note(str(figures))
+        if figures.warning:
+            warn(figures.warning)
         if figures.failed:  # later questions of long conversations; to try again would not help
             asked = figures.texts + figures.failed
             warn(f"training does without {figures.failed} of {asked} answers; {figures.failed_path} has the reasons")
