@@ -365,7 +365,7 @@ def test_a_server_gets_the_options_of_the_template_and_the_data_keep_them(by_ser
     assert done.status == 0, done.err
     asked = [body.get("chat_template_kwargs") for _, body, _ in server.asked]
     lines = by_key(done.lines)
-    assert sorted(asked, key=str) == [{"enable_thinking": False}, {"enable_thinking": False, "lang": "de"}]
+    assert sorted(asked, key=len) == [{"enable_thinking": False}, {"enable_thinking": False, "lang": "de"}]
     assert lines[0, 0]["chat_template_kwargs"] == {"enable_thinking": False, "lang": "de"}
     assert lines[1, 0]["chat_template_kwargs"] == {"enable_thinking": False}
 
