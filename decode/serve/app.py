@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from decode.strategies.grammar import json_schema_source
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
 from medusa.files import Json
+from medusa.records.replies import ReplyReader, message_of, response_template
 
 MAX_BODY = 2**24  # largest request, in bytes
 
@@ -53,6 +54,7 @@ class ApiAnswer:
         self.head: dict[str, object] = {"id": number, "created": int(time.time()), "model": model, "object": kind}
         self.rows: list[BatchRow] = []  # the requested texts, one row for each choice of the answer, in order
         self.echoes: list[str] = []  # the text with which each choice begins
+        self.readers: list[ReplyReader] = []  # of the texts that may call tools
         self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[int, RowEvent]] = asyncio.Queue()
 
@@ -74,6 +76,8 @@ class ApiAnswer:
         choices = []
         for index, (text, end) in enumerate(zip(texts, ends, strict=True)):
             said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+            if (reader := self._reader(index)) is not None:
+                said = {"message": message_of([*reader.feed(text), *reader.end()])}
             choices.append(self._choice(index, end, said))
         return self.head | {"choices": choices, "usage": self._usage()}
 
@@ -85,9 +89,11 @@ class ApiAnswer:
                     said = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": echo}
                     yield _line(self.head | {"choices": [self._choice(index, RowEvent(), said)]})
             async for index, event in self._until_all_ended():
-                delta = {"content": event.text} if event.text else {}
-                said = {"delta": delta} if self.is_chat else {"text": event.text}
-                yield _line(self.head | {"choices": [self._choice(index, event, said)]})
+                for said in self._said(index, event):
+                    yield _line(self.head | {"choices": [self._choice(index, RowEvent(), said)]})
+                if event.finish_reason is not None:
+                    last = {"delta": {}} if self.is_chat else {"text": ""}
+                    yield _line(self.head | {"choices": [self._choice(index, event, last)]})
             if usage:
                 yield _line(self.head | {"choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
@@ -95,6 +101,20 @@ class ApiAnswer:
             yield _line(error.to_json())
         finally:  # also when the client disconnects, because Starlette then closes this generator
             self._leave()
+
+    def _said(self, index: int, event: RowEvent) -> Iterator[dict[str, object]]:
+        """Yield what the chunks of a stream say of an event of the text `index`."""
+        reader = self._reader(index)
+        if reader is None:
+            if event.text:
+                yield {"delta": {"content": event.text}} if self.is_chat else {"text": event.text}
+            return
+        ending = reader.end() if event.finish_reason is not None else ()
+        yield from ({"delta": delta} for delta in (*reader.feed(event.text), *ending))
+
+    def _reader(self, index: int) -> ReplyReader | None:
+        """Return the reader of the calls in a text; `None` if it may not call tools, or calls have no known format."""
+        return self.readers[index] if self.readers else None
 
     async def _watch(self, request: HttpRequest) -> None:
         """Wait until the client has disconnected, and then end this answer with an error."""
@@ -123,8 +143,11 @@ class ApiAnswer:
     def _choice(self, index: int, event: RowEvent, said: Mapping[str, object]) -> dict[str, object]:
         """Make the JSON of a choice: what it says, and the tokens' log-probabilities if it has just ended."""
         in_json = chat_json if self.is_chat else completion_json
-        scores = in_json(event.scored, self.tokenizer) if event.scored else None
-        return {"index": index, "finish_reason": event.finish_reason, "logprobs": scores, **said}
+        scores, reason = in_json(event.scored, self.tokenizer) if event.scored else None, event.finish_reason
+        reader = self._reader(index)
+        if reason == "stop" and reader is not None and reader.calls:
+            reason = "tool_calls"
+        return {"index": index, "finish_reason": reason, "logprobs": scores, **said}
 
     def _usage(self) -> dict[str, int]:
         given, written = self.prompt_tokens, sum(row.new_tokens for row in self.rows)
@@ -260,7 +283,11 @@ class CompletionApi:
             # If the request has a seed, equal prompts get equal texts; otherwise each text gets another seed.
             own = (seed + (index if asked.seed is None else copy)) % 2**63
             put = partial(answer.put, index)
-            answer.rows.append(BatchRow(prompts[number], settings, own, put, asked.scores, has_echo, asked.writes))
+            row = BatchRow(prompts[number], settings, own, put, asked.scores, has_echo, asked.writes)
+            if isinstance(asked, ChatRequest) and asked.offered and (form := response_template(tokenizer)):
+                row.keeps_special = True
+                answer.readers.append(ReplyReader(form, str(tokenizer.decode(row.prompt)), tokenizer, asked.offered))
+            answer.rows.append(row)
             answer.echoes.append(echoes[number])
         for row in answer.rows:
             self.worker.add(row)

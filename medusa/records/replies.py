@@ -5,17 +5,20 @@ template tell which of the known formats the model writes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import uuid
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from medusa.errors import RequestError
 from medusa.files import Json
-from medusa.records.messages import in_api, messages_of
+from medusa.records.messages import messages_of
 from medusa.records.template import source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+THOUGHT_KEY, CALLS = "reasoning_content", "tool_calls"
 NAMED: Json = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 WHOLE: Json = {"type": "function", "function": "{content}"}
 THOUGHT: Json = {"open": "<think>", "close": "</think>", "content": "text"}
@@ -128,31 +131,109 @@ def response_template(tokenizer: PreTrainedTokenizerBase) -> Json | None:
     return next((form for marks, form in FORMATS.values() if all(mark in source for mark in marks)), None)
 
 
+class ReplyReader:
+    """Turns the text of one answer, with its special tokens, into deltas of the OpenAI API.
+
+    A call is given as a whole when it is complete. Text that breaks the format is content."""
+
+    def __init__(
+        self, form: Json, prompt: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Json] | None = None
+    ) -> None:
+        """Read an answer to the text `prompt` in the format `form`, a response template of transformers.
+
+        With `tools`, arguments get the types of the tools' schemas."""
+        self.parser = tokenizer.get_response_parser(form, prefix=prompt, tools=list(tools) if tools else None)
+        self.calls = 0
+        self.unsent = ""  # text since the last delta, which may be the beginning of a call
+        self.broken = False  # whether the text has left its format
+        self.spoken = False  # whether there was content yet, before which spaces are left out
+
+    def feed(self, text: str) -> Iterator[Json]:
+        """Yield the deltas that new text gives."""
+        for letter in text:  # one by one, so that a call that is broken off can be given as content
+            if self.broken:
+                yield from self._content(letter)
+                continue
+            self.unsent += letter
+            try:
+                events = self.parser.feed(letter)
+            except ValueError:
+                yield from self._break_off()
+                continue
+            yield from self._deltas(events)
+
+    def end(self) -> Iterator[Json]:
+        """Yield the deltas that the end of the text gives."""
+        if self.broken:
+            return
+        try:
+            _, events = self.parser.finalize()
+        except ValueError:
+            yield from self._break_off()
+            return
+        yield from self._deltas(events)
+        if self.unsent.strip() and not self.calls:  # text that belongs to no part of the format
+            yield from self._content(self.unsent)
+
+    def _deltas(self, events: Sequence[Json]) -> Iterator[Json]:
+        for event in events:
+            kind, field = event["type"], event["field"]
+            if kind == "region_chunk" and field != CALLS:
+                text = event["text"]
+                self.unsent = self.unsent[self.unsent.rfind(text) + len(text) :]
+                yield from self._content(text) if field == "content" else [{THOUGHT_KEY: text}]
+            elif kind == "region_close":
+                if field == CALLS:
+                    values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+                    try:
+                        calls = [_call(value) for value in values]
+                    except RequestError:
+                        yield from self._break_off()
+                        return
+                    for call in calls:
+                        yield {CALLS: [{"index": self.calls} | call]}
+                        self.calls += 1
+                self.unsent = ""
+
+    def _content(self, text: str) -> Iterator[Json]:
+        text = text if self.spoken else text.lstrip()
+        if text:
+            self.spoken = True
+            yield {"content": text}
+
+    def _break_off(self) -> Iterator[Json]:
+        self.broken = True
+        yield from self._content(self.unsent)
+
+
+def message_of(deltas: Sequence[Json]) -> Json:
+    """Join the deltas of an answer to its message."""
+    content, thought = ("".join(delta.get(key, "") for delta in deltas) for key in ("content", THOUGHT_KEY))
+    calls = [{key: call[key] for key in call if key != "index"} for delta in deltas for call in delta.get(CALLS, ())]
+    message: Json = {"role": "assistant", "content": content or (None if calls else "")}
+    message |= {THOUGHT_KEY: thought} if thought else {}
+    return message | ({CALLS: calls} if calls else {})
+
+
+def _call(found: Json) -> Json:
+    """Return a call that transformers has parsed in the form of the OpenAI API; raise RequestError if it is none."""
+    function = dict(found["function"]) if isinstance(found.get("function"), dict) else {}
+    arguments = function.get("arguments", function.get("parameters"))  # the second is Llama's name
+    if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+        raise RequestError("the reply calls no function with arguments")
+    text = json.dumps(arguments, ensure_ascii=False)
+    # The id has nine letters and digits, as Mistral's template asks for.
+    return {"id": uuid.uuid4().hex[:9], "type": "function", "function": {"name": function["name"], "arguments": text}}
+
+
 def reply(text: str, prompt: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Json] | None = None) -> Json:
-    """Return what a model wrote after a prompt as a message: `content`, `reasoning_content` and `tool_calls`.
+    """Return what a model wrote after a prompt as a message of the OpenAI API.
 
-    Both texts hold their special tokens. With `tools`, arguments get the types of the tools' schemas. A text of no
-    known format, or that breaks its format, is the message's content."""
-    whole: Json = {"role": "assistant", "content": text}
+    Both texts hold their special tokens. A text of no known format is the message's content."""
     if (form := response_template(tokenizer)) is None:
-        return whole
-    try:
-        found = tokenizer.parse_response(text, form, prefix=prompt, tools=list(tools) if tools else None)
-        for call in found.get("tool_calls") or []:
-            function = call["function"]
-            if "parameters" in function:  # the name that Llama gives to the arguments
-                function["arguments"] = function.pop("parameters")
-            if not isinstance(function["arguments"], dict | str):
-                return whole
-        return messages_of([found], "the reply")[0]
-    except (ValueError, KeyError, TypeError, AttributeError, RequestError):  # the model broke the format
-        return whole
-
-
-def calls_in_api(message: Json) -> list[Json]:
-    """Return the calls of tools in a message in the form of the OpenAI API, with arguments as JSON text."""
-    calls = in_api([message])[0].get("tool_calls", [])
-    return [call | {"index": number} for number, call in enumerate(calls)]
+        return {"role": "assistant", "content": text}
+    reader = ReplyReader(form, prompt, tokenizer, tools)
+    return message_of([*reader.feed(text), *reader.end()])
 
 
 def remembered(
@@ -171,5 +252,5 @@ def remembered(
     text = text[: min((text.index(string) for string in stop if string in text), default=len(text))]
     form = response_template(tokenizer)
     if form is not None and (form is CHANNELS or form == getattr(tokenizer, "response_template", None)):
-        return reply(text, str(tokenizer.decode(list(prompt))), tokenizer)
+        return messages_of([reply(text, str(tokenizer.decode(list(prompt))), tokenizer)], "the answer")[0]
     return {"role": "assistant", "content": text}

@@ -11,9 +11,8 @@ import pytest
 from datasets import Dataset
 
 from medusa.errors import RequestError
-from medusa.records.messages import in_api, messages_of, without_nulls
+from medusa.records.messages import messages_of, without_nulls
 from medusa.records.record import Record, parse_record, prompt_ids, text_ids
-from medusa.records.replies import FORMATS, reply
 from medusa.records.sources import read_records
 from medusa.records.template import is_endless, opened_thought, require_options, template_options, template_switches
 from tests.train.families import CALL, TEMPLATES, TOOLS, family_tokenizer
@@ -245,39 +244,3 @@ def test_a_thought_is_open_at_the_end_of_a_prompt_or_an_answer() -> None:
     assert not is_endless("a<think>\n", "Well</think>yes")
     assert is_endless("a", "<think>Well")
     assert not is_endless("a", "yes")
-
-
-# --- what models write ----------------------------------------------------------------------------------------------
-
-ADD = [
-    {
-        "type": "function",
-        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-    }
-]
-ONE = '{"name": "add", "arguments": {"a": 1}}'
-WRITTEN = {
-    "channels (gpt-oss)": "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant to=functions.add"
-    '<|channel|>commentary json<|message|>{"a": 1}<|call|>',
-    "XML parameters (Qwen3-Coder, Qwen3.5)": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
-    "</function>\n</tool_call><|im_end|>",
-    "Hermes and Qwen": f"<tool_call>\n{ONE}\n</tool_call><|im_end|>",
-    "Mistral, names before arguments": '[TOOL_CALLS]add[ARGS]{"a": 1}</s>',
-    "Mistral": f"[TOOL_CALLS] [{ONE}]</s>",
-    "Llama 3.1": '<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eom_id|>',
-}
-
-
-@pytest.mark.parametrize("name", list(FORMATS))
-def test_calls_of_every_format_are_read(name: str) -> None:
-    marks = " ".join(FORMATS[name][0])
-    tokenizer = byte_tokenizer("{# " + marks + " #}")
-    found = reply(WRITTEN[name], FORMATS[name][1]["start_anchor"], tokenizer, ADD)
-    (call,) = found["tool_calls"]
-    assert call["function"] == {"name": "add", "arguments": {"a": 1}}
-    assert in_api([found])[0]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
-    assert found["content"] == ""
-    broken = WRITTEN[name].replace("{", "{{").replace("<parameter", "<parametre").replace("<function", "<fonction")
-    found = reply(broken, "", tokenizer, ADD)
-    assert "tool_calls" not in found
-    assert "add" in found["content"], "as text"
