@@ -75,7 +75,9 @@ class ApiAnswer:
             self._leave()
         choices = []
         for index, (text, end) in enumerate(zip(texts, ends, strict=True)):
-            said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+            said: dict[str, object] = {"text": text}
+            if self.is_chat:
+                said = {"message": {"role": "assistant", "content": text}}
             if (reader := self._reader(index)) is not None:
                 said = {"message": message_of([*reader.feed(text), *reader.end()])}
             choices.append(self._choice(index, end, said))
@@ -86,13 +88,13 @@ class ApiAnswer:
         try:
             for index, echo in enumerate(self.echoes):
                 if self.is_chat or echo:
-                    said = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": echo}
-                    yield _line(self.head | {"choices": [self._choice(index, RowEvent(), said)]})
+                    first = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": echo}
+                    yield _line(self.head | {"choices": [self._choice(index, RowEvent(), first)]})
             async for index, event in self._until_all_ended():
                 for said in self._said(index, event):
                     yield _line(self.head | {"choices": [self._choice(index, RowEvent(), said)]})
                 if event.finish_reason is not None:
-                    last = {"delta": {}} if self.is_chat else {"text": ""}
+                    last: dict[str, object] = {"delta": {}} if self.is_chat else {"text": ""}
                     yield _line(self.head | {"choices": [self._choice(index, event, last)]})
             if usage:
                 yield _line(self.head | {"choices": [], "usage": self._usage()})
