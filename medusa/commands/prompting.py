@@ -36,8 +36,7 @@ def template_option() -> Any:
     """Declare the option --template-option, which can be repeated."""
     return option(
         (),
-        "set an option of the chat template, as in enable_thinking=false; repeatable (default: as in the heads' "
-        "training data)",
+        "set an option of the chat template, as in enable_thinking=false; repeatable (default: as the heads record it)",
         check=lambda given: template_options(given) is not None,
         metavar="NAME=VALUE",
         brief="set an option of the chat template",

@@ -355,8 +355,11 @@ def test_a_recipe_sets_options_for_conversations(models: Models, tmp_path: Path)
     rows = [{"messages": [{"role": "user", "content": "bcd"}, {"role": "assistant", "content": "efghefgh"}]}] * 2
     data = tmp_path / "d.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    heads = trained_on(data, models, "data.template_options.thinks=true")
-    assert read_json(Path(heads) / "config.json")["template_options"] == {"thinks": True}
+    for words in (("data.template_options.thinks=true",), ("--template-option", "thinks=true")):
+        heads = trained_on(data, models, *words)
+        assert read_json(Path(heads) / "config.json")["template_options"] == {"thinks": True}
+    recipe = str(tmp_path / "recipe.yaml")
+    assert main(["train", recipe, "--overwrite", "--template-option", "thinkss=true"]) == 2
 
 
 def test_recorded_features_keep_the_options(generate: Any, models: Models, tmp_path: Path) -> None:
