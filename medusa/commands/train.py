@@ -20,7 +20,7 @@ from medusa.commands.options import Output, RuntimeOptions
 from medusa.commands.prompting import template_option
 from medusa.errors import Interrupted, RequestError
 from medusa.options import REQUIRED, Options, count, group, option
-from medusa.records.template import require_options, template_options
+from medusa.records.template import template_options
 
 
 class TrainOptions(Options):
@@ -69,17 +69,14 @@ class TrainOptions(Options):
 
 
 def run(options: TrainOptions) -> None:
-    from medusa.loading import load_tokenizer
     from train.checkpoints import whole_checkpoints
     from train.data.preview import preview, show
     from train.recipe import load_recipe
     from train.run import plan_features, train
 
     config, output = load_recipe(options.config, list(options.overrides)), options.output
-    if given := template_options(options.template_option):
-        require_options(given, load_tokenizer(config.backbone, config.load_options), config.backbone)
-        for data in filter(None, (config.data, config.eval_data)):
-            data.template_options |= given
+    for data in filter(None, (config.data, config.eval_data)):
+        data.template_options |= template_options(options.template_option)
     RuntimeOptions(seed=int(config.training.get("seed", 42)), threads=options.runtime.threads).prepare()
     if options.inspect:
         found = preview(config, options.inspect)

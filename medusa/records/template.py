@@ -147,20 +147,27 @@ def template_options(given: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def require_options(options: Collection[str], tokenizer: PreTrainedTokenizerBase | None, backbone: str) -> None:
-    """Raise RequestError if the chat template of `backbone` does not read one of the `options`, so it has no effect."""
+def require_options(
+    options: Collection[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    backbone: str,
+    named: str = "--template-option {}",
+) -> None:
+    """Raise RequestError if the chat template of `backbone` does not read one of the `options`, so it has no effect.
+
+    `named`: how the user names an option."""
     if not options:
         return
     if tokenizer is None or tokenizer.chat_template is None:
         name = next(iter(options))
-        raise RequestError(f"--template-option {name} needs a chat template, and {backbone} has none; leave it out")
+        raise RequestError(f"{named.format(name)} needs a chat template, and {backbone} has none; leave it out")
     source = _whole_source(tokenizer)
     for name in options:
         if not re.search(rf"\b{re.escape(name)}\b", source):
             known = template_switches(tokenizer)
             reads = f"reads {', '.join(known)}" if known else "reads no options"
             near = did_you_mean(name, known)
-            raise RequestError(f"--template-option {name}: the chat template of {backbone} {reads}{near}")
+            raise RequestError(f"{named.format(name)}: the chat template of {backbone} {reads}{near}")
 
 
 def _whole_source(tokenizer: PreTrainedTokenizerBase) -> str:
