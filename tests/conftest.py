@@ -24,6 +24,10 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run all cells of the matrix of drafters, options and ways")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files with slow tests first, then those with most tests: the last files that two workers share are short."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
