@@ -24,8 +24,10 @@ from medusa.tree_support import longrope_boundary
 EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 """Model inputs that `generate` itself adds to the ids. Others would change the text, and tree decoding refuses them."""
 
-MODES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "prompt_lookup_num_tokens")
-MODES += ("assistant_early_exit", "use_mtp")
+MODES = (
+    *("penalty_alpha", "dola_layers", "constraints", "force_words_ids"),
+    *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
+)
 """The options with which `generate` decodes in another way than greedily or by sampling, beams aside."""
 
 
