@@ -151,9 +151,9 @@ PROCESSORS = {
     "suppress_tokens": processor("processors", suppress_tokens=list(range(0, VOCAB, 3))),
     "logits_processor": Option({"logits_processor": [Shift(3)]}, {}, "processors", CALLS),
     "watermarking_config": Option({"watermarking_config": WatermarkingConfig(bias=4.0)}, {}, "processors", PYTHON),
-    "exponential_decay_length_penalty": processor("ends", exponential_decay_length_penalty=(2, 2.5)),
+    "exponential_decay_length_penalty": processor("length", exponential_decay_length_penalty=(2, 2.5)),
     "min_new_tokens": processor("ends", min_new_tokens=4, eos_token_id=ENDS),
-    "prefix_allowed_tokens_fn": Option({"prefix_allowed_tokens_fn": other_thirds}, {}, "ends", CALLS),
+    "prefix_allowed_tokens_fn": Option({"prefix_allowed_tokens_fn": other_thirds}, {}, "processors", CALLS),
     "forced_eos_token_id": processor("ends", forced_eos_token_id=5),
     "guidance_scale": processor("ends", guidance_scale=1.5),
     "min_length": processor("ends", min_length=12, eos_token_id=ENDS),
@@ -243,7 +243,14 @@ GROUPS = tuple(
 )
 NOT_HERE = {
     # Notes, and what transformers sets for itself
-    *("transformers_version", "_from_model_config", "is_assistant", "speculation_type", "continuous_batching_config"),
+    *(
+        "transformers_version",
+        "_from_model_config",
+        "_commit_hash",
+        "is_assistant",
+        "speculation_type",
+        "continuous_batching_config",
+    ),
     # The other axes: prompts, models, drafters and their places
     *("self", "model", "heads", "drafter", "input_ids", "inputs", "generation_config", "kwargs", "prompt"),
     *("negative_prompt_attention_mask",),  # for padded negative prompts, of which there is one here
