@@ -38,6 +38,7 @@ from decode.sequences import Request
 from decode.session import Session
 from decode.settings import CUDA_GRAPHS, LOSSLESS, AcceptanceRule, DecodingOptions, listing_options, python_words
 from decode.strategies.contrastive import Amateur, AmateurLike
+from decode.target import STATEFUL
 from decode.tree_check import require_tree_forward
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
@@ -105,6 +106,10 @@ def stepper_for(
         if acceptor.passes is not None and (config.output_scores or config.output_logits):
             exact = "rejection" if config.do_sample else "greedy"
             raise RequestError(f"acceptance {acceptor.name!r} gives no output_scores or output_logits; use {exact!r}")
+        kept = next((one for request in requests for one in request.processors if isinstance(one, STATEFUL)), None)
+        if acceptor.passes is not None and kept is not None:
+            why = f"{type(kept).__name__} (of guidance_scale or watermarking_config) must read a text in order"
+            raise RequestError(f"{why}, and acceptance {acceptor.name!r} scores all drafted tokens; use 'greedy'")
         if acceptor.draft == "sample" and not factory.can_draw:
             raise RequestError(
                 "this drafter cannot draw its guesses; use draft topk (a draft model: leave confidence out)"

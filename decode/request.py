@@ -24,6 +24,12 @@ from medusa.tree_support import longrope_boundary
 EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 """Model inputs that `generate` itself adds to the ids. Others would change the text, and tree decoding refuses them."""
 
+MODES = (
+    *("penalty_alpha", "dola_layers", "constraints", "force_words_ids"),
+    *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
+)
+"""The options with which `generate` decodes in another way than greedily or by sampling, beams aside."""
+
 
 def prepare(
     model: PreTrainedModel,
@@ -41,13 +47,14 @@ def prepare(
     require_tree_support(model)
     if kwargs.get("streamer") is not None:
         raise RequestError("decode.steps yields the tokens and takes no streamer; pass the streamer to decode.generate")
-    if kwargs.get("assistant_model") is not None:
-        raise RequestError("an assistant_model cannot be combined with heads; leave it out")
+    config = kwargs.get("generation_config") or model.generation_config
+    for name in ("assistant_model", "custom_generate", "token_healing"):
+        if kwargs.get(name) or getattr(config, name, None):
+            raise RequestError(f"{name} cannot be combined with heads; leave it out")
     kwargs = with_stop_strings(model, kwargs)
     allowed = kwargs.pop("prefix_allowed_tokens_fn", None)
     copies = kwargs.pop("num_return_sequences", None)
     if copies is None:
-        config = kwargs.get("generation_config") or model.generation_config
         copies = getattr(config, "num_return_sequences", None) or 1
     requests: list[Request] = []
     backbone = Backbone(model)
@@ -153,8 +160,7 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
         raise RequestError(f"num_beams is {config.num_beams}; beam search cannot be combined with heads")
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        options = ("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens")
-        asked = " and ".join(name for name in options if getattr(config, name, None)) or "it"
+        asked = " and ".join(name for name in MODES if getattr(config, name, None)) or "it"
         raise RequestError(f"{mode.value.replace('_', ' ')} cannot be combined with heads; leave {asked} out")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
@@ -166,9 +172,22 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise RequestError("past_key_values hold text already; give all of it as input_ids")
+    _require_usual_positions(model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"), input_ids)
     for name, value in model_kwargs.items():
         if isinstance(value, Tensor) and name not in EXPECTED_INPUTS:
             raise RequestError(f"the model input {name} is not supported by tree decoding; only text can be continued")
+
+
+def _require_usual_positions(positions: Tensor | None, mask: Tensor | None, ids: Tensor) -> None:
+    """Raise a `RequestError` unless `positions` [..., B or 1, T] number the tokens of each row of `ids` [B, T]."""
+    if positions is None:
+        return
+    kept = torch.ones_like(ids) if mask is None else mask.long()
+    fits = positions.shape[-1] == ids.shape[1] and positions.shape[-2] in (1, len(ids))
+    if not fits or bool(((positions != kept.cumsum(-1) - 1) & kept.bool()).any()):
+        raise RequestError(
+            "position_ids are not those of a text without gaps, and heads need such a text; leave it out"
+        )
 
 
 def require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) -> None:

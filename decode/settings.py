@@ -195,6 +195,7 @@ class Settings(DecodingOptions):
         `grammar` is an argument of `decode.request.prepare` only."""
         kwargs: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
+            "num_return_sequences": 1,  # whatever the model's own settings say
             "do_sample": self.do_sample,
             "temperature": self.temperature if self.do_sample else None,
             "top_k": self.top_k if self.do_sample else None,

@@ -7,6 +7,8 @@ HEADS may have any published format (docs/formats.md), which is recognised from 
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from rich.table import Table
 
 from medusa.commands.options import Output
@@ -26,6 +28,7 @@ def run(options: InfoOptions) -> None:
     from medusa.config import GATED, ORIGINAL_EAGLE
     from medusa.heads.independent import MedusaHeads
     from medusa.tree import Tree
+    from medusa.versions import TESTED, in_words
 
     heads = MedusaHeads.from_pretrained(options.heads)
     config = heads.config
@@ -53,6 +56,7 @@ def run(options: InfoOptions) -> None:
     }
     provenance = heads.provenance or {}
     about |= {key: provenance[key] for key in ("command", "data", "versions", "result") if key in provenance}
+    about["installed"] = {name: f"{version(name)} (tested: {in_words(name)})" for name in TESTED}
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
