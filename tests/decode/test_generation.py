@@ -219,8 +219,8 @@ class ReadsText(TemperatureLogitsWarper):
     """A user's warper, which may look at more than scores; as a grammar, it makes another processor."""
 
     @staticmethod
-    def processor(length: int) -> LogitsProcessor:
-        return MinLengthLogitsProcessor(length, 1)
+    def processor(prompt: list[int]) -> LogitsProcessor:
+        return MinLengthLogitsProcessor(len(prompt), 1)
 
 
 @pytest.mark.parametrize(
