@@ -143,8 +143,8 @@ class CompletionApi:
 
     def __init__(self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0) -> None:
         """Make the endpoints of the model `name`. `settings` and `seed` are for requests that do not set their own."""
-        self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
-        self.generator = worker.generator
+        self.worker, self.name, self.seed, self.generator = worker, name, seed, worker.generator
+        self.settings = settings.of_checkpoint(self.generator.model.generation_config)
         self.answered = 0
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
         self.about = about | {"max_model_len": Backbone(self.generator.model).context}

@@ -46,10 +46,10 @@ class TextStream:
     `decode.results.text_of` of all ids."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), before: Sequence[int] = ()
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] | None = (), before: Sequence[int] = ()
     ) -> None:
         """Make an empty stream. The token ids `before` precede the text and decide whether it begins with a space."""
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.tokenizer, self.stop = tokenizer, tuple(stop or ())
         self.special = frozenset(tokenizer.all_special_ids)
         self.cleans, self.raw = cleans_up(tokenizer), list[TextPiece]()  # text from which spaces may still be removed
         self.ids = list(before[-KEPT_BEFORE:])

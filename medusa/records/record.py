@@ -14,6 +14,8 @@ If the tokenizer has a chat template, it formats prompts, questions, turns, mess
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
@@ -69,6 +71,15 @@ class Record:
         if self.is_prompt or "user" not in roles:
             return self
         return replace(self, messages=(self.messages or [])[: roles.index("user") + 1])
+
+
+@contextmanager
+def naming(where: str, advice: str = "") -> Iterator[None]:
+    """Name the record at `where` in each RequestError inside the context, and add `advice`."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}{advice}") from None
 
 
 def parse_record(row: object, where: str) -> Record:
