@@ -33,7 +33,7 @@ from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
 from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run, run_whole
 from decode.reference import PlainStepper
-from decode.request import prepare, requests_of, unpadded, with_generators
+from decode.request import in_effect, prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
 from decode.session import Session
 from decode.settings import CUDA_GRAPHS, LOSSLESS, AcceptanceRule, DecodingOptions, listing_options, python_words
@@ -248,8 +248,7 @@ def _prompts(
     require_batch(ids)
     require_mask(attention_mask, ids)
     if attention_mask is None:
-        config = kwargs.get("generation_config") or model.generation_config
-        require_no_pads(ids, kwargs.get("pad_token_id", getattr(config, "pad_token_id", None)))
+        require_no_pads(ids, in_effect(model, kwargs, "pad_token_id"))
     return unpadded(ids, attention_mask)
 
 

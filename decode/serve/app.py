@@ -173,9 +173,9 @@ class CompletionApi:
         """Make the endpoints of the model `name`.
 
         `settings`, `seed` and `template_options` (of the chat template) are for requests that do not set their own."""
-        self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
+        self.worker, self.name, self.seed, self.generator = worker, name, seed, worker.generator
         self.template_options: Json = dict(template_options or {})
-        self.generator = worker.generator
+        self.settings = settings.of_checkpoint(self.generator.model.generation_config)
         self.answered = 0
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
         self.about = about | {"max_model_len": Backbone(self.generator.model).context}

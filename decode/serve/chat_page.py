@@ -63,7 +63,7 @@ class PageConfig:
 
     def conversation(self, tokenizer: PreTrainedTokenizerBase, system: str | None) -> Conversation:
         """Make an empty conversation."""
-        options, stop = self.template_options, self.settings.stop
+        options, stop = self.template_options, self.settings.stop or ()
         return Conversation(tokenizer, system, raw=self.raw, template_options=options, stop=stop)
 
 

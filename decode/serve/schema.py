@@ -141,6 +141,8 @@ class GenerationRequest(StrictModel):
         """Return `defaults` with the request's own parameters, or raise a `RequestError` if they are out of range."""
         same_names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos"}
         asked = self.model_dump(include=same_names, exclude_none=True)
+        if asked.get("top_k") == -1:  # off, as in other servers
+            asked["top_k"] = 0
         for limit in (self.max_tokens, self.max_completion_tokens):
             asked |= {} if limit is None or not self.writes else {"max_new_tokens": limit}
         if self.stop is not None:

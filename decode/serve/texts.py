@@ -48,14 +48,14 @@ class TextStream:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | None = (),
         before: Sequence[int] = (),
         keeps_special: bool = False,
     ) -> None:
         """Make an empty stream. The token ids `before` precede the text and decide whether it begins with a space.
 
         `keeps_special`: the text holds special tokens."""
-        self.tokenizer, self.stop, self.keeps_special = tokenizer, tuple(stop), keeps_special
+        self.tokenizer, self.stop, self.keeps_special = tokenizer, tuple(stop or ()), keeps_special
         self.special = frozenset(tokenizer.all_special_ids)
         self.cleans, self.raw = cleans_up(tokenizer), list[TextPiece]()  # text from which spaces may still be removed
         self.ids = list(before[-KEPT_BEFORE:])

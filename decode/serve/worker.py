@@ -74,16 +74,16 @@ class RowEnd(StoppingCriteria):
     """A stopping criterion: ends a text whose client has disconnected, or which contains a stop string."""
 
     def __init__(self, row: BatchRow, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.row, self.tokenizer = row, tokenizer
+        self.row, self.tokenizer, self.stop = row, tokenizer, row.settings.stop or ()
         # A character may take several tokens, and the character that completes a stop string may be incomplete.
-        self.window = 4 * max(map(len, row.settings.stop), default=0) + 4
+        self.window = 4 * max(map(len, self.stop), default=0) + 4
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.Tensor:
         ended = torch.full((len(input_ids),), self.row.left.is_set(), device=input_ids.device)
-        if self.row.settings.stop:
+        if self.stop:
             new_ids = input_ids[:, max(len(self.row.prompt), input_ids.shape[1] - self.window) :].tolist()
             texts = [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in new_ids]
-            found = [any(string in text for string in self.row.settings.stop) for text in texts]
+            found = [any(string in text for string in self.stop) for text in texts]
             ended |= torch.tensor(found, device=input_ids.device)
         return ended
 

@@ -91,7 +91,7 @@ def run(options: ChatOptions) -> None:
     given = options.models.backbone, options.models.heads, options.template_option
     form = prompt_form(options.raw, tokenizer, *given, default_raw=False)
     asked: dict[str, Any] = {"raw": form.raw, "template_options": form.options}
-    conversation = Conversation(tokenizer, options.system, stop=settings.stop, **asked)
+    conversation = Conversation(tokenizer, options.system, stop=settings.stop or (), **asked)
     _say_form(options, form)
     generator, begin = TextGenerator(loaded.model, conversation.tokenizer, opened.source), [loaded.bos_token_id or 0]
     if page.web:

@@ -97,6 +97,7 @@ class Prompts(Options):
         brief="read prompts from a file, a folder or a Hub dataset",
     )
     max_prompts: int | None = count(None, "use only the first N prompts")
+    skip_long: bool = option(False, "leave out prompts that are longer than the model's context")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
 
     def check_given(self, names: Sequence[str]) -> None:

@@ -8,18 +8,20 @@ of --template-option, together with those of the heads' training data."""
 from __future__ import annotations
 
 from argparse import BooleanOptionalAction
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from medusa.errors import RequestError
 from medusa.files import Json, read_json
-from medusa.options import option
-from medusa.records.record import Record, prompt_ids
+from medusa.options import LoadOptions, option
+from medusa.records.record import Record, naming, prompt_ids
 from medusa.records.template import marks_of_template, require_options, template_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from medusa.loading import TextLimits
 
 
 def raw_option() -> Any:
@@ -155,3 +157,47 @@ def recorded_form(heads: str) -> Recorded:
     content = content if isinstance(content, dict) else {}
     raw, options = content.get("raw_prompts"), content.get("template_options")
     return Recorded(raw if isinstance(raw, bool) else None, options if isinstance(options, dict) else {})
+
+
+def limits_of(backbone: str, load: LoadOptions, amateur: str | None) -> dict[str, TextLimits]:
+    """Return what bounds the texts of a backbone and an amateur model, by their roles. No weights are loaded."""
+    from decode.drafters.small_model import small_model_path
+    from medusa.loading import load_config, text_limits
+
+    limits = {"backbone": text_limits(load_config(backbone, load))}
+    if amateur is not None:
+        trusting = LoadOptions(trust_remote_code=load.trust_remote_code)
+        limits["amateur"] = text_limits(load_config(small_model_path(amateur), trusting))
+    return limits
+
+
+def fitting(
+    records: Sequence[Record],
+    prompts: Sequence[list[int]],
+    limits: Mapping[str, TextLimits],
+    skip_long: bool,
+    note: Callable[[str], object],
+    room: int = 0,
+) -> tuple[list[Record], list[list[int]]]:
+    """Check the token ids `prompts` of `records` against the limits of models, by their roles, and return both.
+
+    Raise RequestError that names the record of a prompt that is too long, or has an unknown id. With `skip_long`, long
+    prompts are left out instead, and `note` receives their number. A prompt is long if no `room` is left for so many
+    more tokens."""
+    from decode.request import require_fitting
+
+    longest = min((limit.context for limit in limits.values() if limit.context is not None), default=1 << 60) - room
+    long = [record.where for record, ids in zip(records, prompts, strict=True) if len(ids) > longest]
+    if skip_long and 0 < len(records) == len(long):
+        raise RequestError(f"all {len(records)} prompts have more than {longest} tokens; give shorter ones")
+    if skip_long and long:
+        told = f"{len(long)} of {len(records)} prompts are left out, because they have more than {longest} tokens"
+        note(f"{told}; the first one is {long[0]}")
+    kept, advice = list(zip(records, prompts, strict=True)), "; shorten it, or leave out long prompts by --skip-long"
+    if skip_long:
+        kept = [(record, ids) for record, ids in kept if len(ids) <= longest]
+    for record, ids in kept:
+        with naming(record.where, advice * (len(ids) > longest)):
+            for role, limit in limits.items():
+                require_fitting([ids], limit, role)
+    return [record for record, _ in kept], [ids for _, ids in kept]

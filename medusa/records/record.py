@@ -7,7 +7,8 @@ conversations. A `text` and `input_ids` are never formatted."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,15 @@ class Record:
         if self.is_prompt or "user" not in roles:
             return self
         return replace(self, messages=(self.messages or [])[: roles.index("user") + 1])
+
+
+@contextmanager
+def naming(where: str, advice: str = "") -> Iterator[None]:
+    """Name the record at `where` in each RequestError inside the context, and add `advice`."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}{advice}") from None
 
 
 def parse_record(row: object, where: str, arrow: bool = False) -> Record:

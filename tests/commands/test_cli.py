@@ -636,7 +636,7 @@ def test_compiled_steps_have_their_own_calibration(
     wanted = 4
     del compiled[:]
     assert medusa("calibrate", *models, *small, "--compile").status == 0
-    assert of_timing[1] == len(compiled) > 0, "compiled steps were timed, and used for nothing else"
+    assert of_timing[1] == len(compiled) - 1 > 0, "they were timed, and used for nothing else but a trial before"
     done = medusa(*generate, "--compile")
     assert "no calibration" not in done.err
     assert re.search(r"tree: (dynamic, )?4 nodes", done.err)

@@ -22,7 +22,7 @@ from pathlib import Path
 from decode.settings import Settings
 from medusa.commands.distill.checks import require_room, require_same_settings, why_cut, why_short
 from medusa.commands.distill.client import Server
-from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine
+from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine, server_parameters
 from medusa.commands.distill.journal import Journal, ShortAnswersError
 from medusa.commands.distill.tasks import Task, digest, tasks_of
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, warn
@@ -43,7 +43,7 @@ class DistillOptions(CommandOptions):
     shown = "backbone prompts output max-prompts max-new-tokens temperature batch-size self-talk server heads overwrite"
 
     models: Models = group(Models, "models", without=("drafter",))
-    prompts: Prompts = group(Prompts, "prompts", without=("prompt",))
+    prompts: Prompts = group(Prompts, "prompts", without=("prompt", "skip_long"))
     settings: Settings = group(Settings, "generation", max_new_tokens=512)
     batch_size: int = count(16, "generate N texts at a time on this machine")
     contrasting: Contrasting = NO_CONTRAST
@@ -251,11 +251,14 @@ def _local_engine(options: DistillOptions) -> LocalEngine:
 
 
 def _server_engine(options: DistillOptions) -> ServerEngine:
-    from medusa.loading import bos_token_id, load_config, load_tokenizer
+    from medusa.loading import bos_token_id, load_config, load_generation_config, load_tokenizer
 
     name, load = options.models.backbone, options.load
-    config, tokenizer = load_config(name, load), load_tokenizer(name, load)
+    config, tokenizer, own = load_config(name, load), load_tokenizer(name, load), load_generation_config(name, load)
+    parameters = server_parameters(options.settings, own)
+    if line := options.settings.unused_line(own):
+        options.output.note(line)
     options.runtime.prepare()
     server = Server(str(options.server), options.model)
     backbone = name, tokenizer, bos_token_id(tokenizer, config)
-    return ServerEngine(options.settings, options.runtime.seed, *backbone, server, options.concurrency)
+    return ServerEngine(options.settings, options.runtime.seed, *backbone, server, options.concurrency, parameters)

@@ -7,6 +7,7 @@ from argparse import BooleanOptionalAction
 from dataclasses import replace
 from pathlib import Path
 
+from decode.settings import IGNORES
 from medusa.commands.effects import require_of_kind, require_revisions
 from medusa.commands.options import Output, Prompts, RuntimeOptions
 from medusa.commands.prompting import raw_option, template_option
@@ -30,7 +31,7 @@ class FitOptions(Options):
         positional=True,
         brief="speed up this model: a folder, a Hub id, or demo",
     )
-    prompts: Prompts = group(Prompts, "prompts", without=("prompt",), prompts=REQUIRED)
+    prompts: Prompts = group(Prompts, "prompts", without=("prompt", "skip_long"), prompts=REQUIRED)
     out: str | None = option(
         None,
         "write heads, report and all files of the run to DIR (default: NAME-heads)",
@@ -78,6 +79,7 @@ class FitOptions(Options):
         brief="generate at most N tokens per answer",
     )
     ignore_eos: bool = option(False, "continue answers after the end-of-text token, for models that end them at once")
+    ignore_generation_config: bool = option(False, IGNORES)
     load: LoadOptions = group(LoadOptions, "loading")
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
@@ -114,6 +116,8 @@ class FitOptions(Options):
         """Return what a continued run must have in common with the run that it continues; `prompts`: their digest."""
         names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw")
         about = {name: getattr(self, name) for name in names}
-        about["template_option"] = list(self.template_option) or None  # runs of earlier versions do not have it
+        # Runs of earlier versions do not have these two.
+        about["template_option"] = list(self.template_option) or None
+        about["ignore_generation_config"] = self.ignore_generation_config or None
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}
         return {"model": self.model, "prompts": prompts, "seed": self.runtime.seed} | about | load

@@ -54,8 +54,9 @@ class Run(NamedTuple):
 
     def settings(self, tokens: int, temperature: float = 0.0, compiled: bool = False) -> Settings:
         """The decoding options of a stage that writes at most `tokens` tokens to a prompt."""
-        ignore_eos = self.options.ignore_eos
-        return Settings(max_new_tokens=tokens, temperature=temperature, ignore_eos=ignore_eos, compile=compiled)
+        names = ("ignore_eos", "ignore_generation_config")
+        asked = {name: getattr(self.options, name) for name in names}
+        return Settings(max_new_tokens=tokens, temperature=temperature, compile=compiled, **asked)
 
     def compiled_or_eager(self, compiled: bool, work: Callable[[bool], None]) -> bool:
         """Do `work` with compiled steps, or with eager ones where only the default compiles and fails; return which."""
