@@ -45,6 +45,8 @@ def rendered(messages: list[dict[str, Any]], template: str = EVERYTHING, **field
         {"from": "function_call", "value": '{"name": "why", "arguments": {}}'},
         {"role": "user", "content": [{"type": "text", "text": "why"}, {"type": "input_text", "text": "not"}]},
         {"role": "user", "content": "a", "weight": "why"},
+        {"role": "assistant", "value": "why"},
+        {"from": "gpt", "content": "why"},
     ],
 )
 def test_nothing_that_a_message_holds_is_dropped(message: dict[str, Any]) -> None:
@@ -65,6 +67,8 @@ def test_nothing_that_a_message_holds_is_dropped(message: dict[str, Any]) -> Non
             "object",
         ),
         ({"role": "user"}, "needs content"),
+        ({"role": "assistant", "text": "a"}, "needs content or value; rename text to content"),
+        ({"from": "narrator", "value": "a"}, "from 'narrator'"),
     ],
 )
 def test_what_cannot_be_passed_on_is_refused_by_name(message: dict[str, Any], named: str) -> None:
