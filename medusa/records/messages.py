@@ -79,10 +79,8 @@ def _message(given: object, where: str, number: int) -> Json:
     call = message.pop("function_call", None) or (message.pop("content", None) if role == "function_call" else None)
     if call:
         message["tool_calls"] = [{"type": "function", "function": _parsed(call, where, "function_call")}]
-    for key in MEDIA:
-        if message.get(key):
-            raise RequestError(f"{where} has {key}, and only text can be read; leave out {key}")
-        message.pop(key, None)
+    require_text(message, where)
+    message = {key: value for key, value in message.items() if key not in MEDIA}
     if message.get("refusal"):
         raise RequestError(f"{where} has a refusal, which no chat template reads; write it as content")
     message.pop("refusal", None)
@@ -93,6 +91,12 @@ def _message(given: object, where: str, number: int) -> Json:
     if calls:
         message["tool_calls"] = _tool_calls(calls, where)
     return message | {"role": ROLES.get(role, role), "content": _content(message.get("content"), where)}
+
+
+def require_text(found: Json, where: str) -> None:
+    """Raise RequestError, beginning with `where`, if a message or record holds something else than text."""
+    if (key := next((key for key in MEDIA if found.get(key)), None)) is not None:
+        raise RequestError(f"{where} has {key}, and only text can be read; leave out {key}")
 
 
 def _content(content: object, where: str) -> str | list[Json]:
