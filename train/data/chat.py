@@ -20,11 +20,12 @@ from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.records.messages import REASONING, text_of
 from medusa.records.record import Record, conversation_text, prompt_text, tokens_of
-from medusa.records.template import opened_thought
+from medusa.records.template import THOUGHTS, opened_thought
 from train.data.packing import Example
 
 CHANGED = "answers that the chat template changes"
 ELSEWHERE = "answers that do not continue the generation prompt"
+OPENINGS = tuple(THOUGHTS)
 SHOWN = 60  # characters of a text in a message
 
 
@@ -119,6 +120,8 @@ def _written(
         if not added.strip() or not text.startswith(added) or text.strip() == content.strip():
             added = ""  # spaces before an answer are the model's, of which servers send none
         text = text[len(added) :]
+        if added.strip().startswith(OPENINGS) and text.lstrip().startswith(OPENINGS):
+            added = ""  # the model has opened its thought itself, and was not shown an empty one
     text = _restored(message, content, text)
     end = re.match(rf"\s*(?:{special})", tail)
     if turn < len(messages) - 1 or not record.unfinished:
