@@ -257,6 +257,23 @@ def test_tokenizers_without_offsets_work() -> None:
     assert marked(Slow(merging_tokenizer(templates.CHATML)), REPEATED) == CHATML_TURNS
 
 
+class Counting(Slow):
+    """A tokenizer that counts the characters that it reads."""
+
+    is_fast, read = True, 0
+
+    def __call__(self, text: str, **kwargs: Any) -> Any:
+        self.read += len(text)
+        return self.tokenizer(text, **kwargs)
+
+
+def test_the_time_for_a_conversation_grows_with_its_length_and_not_with_its_square() -> None:
+    tokenizer = Counting(merging_tokenizer(templates.CHATML))
+    marked(tokenizer, REPEATED[:2] * 20)
+    text = tokenizer.apply_chat_template(REPEATED[:2] * 20, tokenize=False)
+    assert tokenizer.read < 6 * len(text), "whole texts would be 20 times the text"
+
+
 # --- families of models ----------------------------------------------------------------------------------------------
 
 EXPECTATIONS = yaml.safe_load((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
