@@ -213,16 +213,19 @@ def _without_layout(row: Json, where: str) -> RequestError:
     known = (*QUESTIONS, "text", *CONVERSATIONS, "turns", "input_ids")
     if (wrong := next((key for key in known if key in row), None)) is not None:
         allowed = "a text, or a list of messages" if wrong in QUESTIONS else "a text"
+        allowed = "a list of texts, question and answer in turn" if wrong == "data" else allowed
         return RequestError(f"{where}: {wrong} is {json.dumps(row[wrong], default=str)[:80]}; it must be {allowed}")
     texts = [key for key, value in row.items() if isinstance(value, str) and value]
     advice = "rename the key of the question to prompt, and that of the answer to completion"
     if lists := [key for key, value in row.items() if _is_list_of(value, dict)]:
         advice = f"rename {lists[0]} to messages"
+    elif not texts and (lists := [key for key, value in row.items() if _is_list_of(value, str)]):
+        advice = f"rename {lists[0]} to data if it holds question and answer in turn"
     elif numbers := [key for key, value in row.items() if _is_list_of(value, int)]:
         advice = f"rename {numbers[0]} to input_ids"
     elif texts:
         answer = next((key for key in ANSWERS if key in texts), None)
-        question = next((key for key in texts if key != answer), None)
+        question = next((key for key in texts if key not in (answer, "rejected")), None)
         advice = f"rename {question} to prompt, or to text if it is a whole document" if question else advice
     return RequestError(f"{where}: none of {', '.join(known)} in {{{', '.join(map(str, row))}}}; {advice}")
 
