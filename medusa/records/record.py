@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa.errors import RequestError
 from medusa.files import Json
-from medusa.records.messages import messages_of, parse_json, text_of, tools_of, without_nulls
+from medusa.records.messages import messages_of, parse_json, require_text, text_of, tools_of, without_nulls
 from medusa.records.template import write
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CONVERSATIONS = ("messages", "conversations", "conversation", "data")
 QUESTIONS, INPUT = ("prompt", "question", "instruction"), "input"
+SYSTEM = ("system", "system_prompt")
 ANSWERS = ("completion", "response", "answer", "output", "chosen")
 LAYOUTS = {
     "`messages`, `conversations` or `conversation`": "a conversation: a list of `role` and `content`, or of `from` and "
@@ -31,6 +32,7 @@ LAYOUTS = {
     "its `instruction` (Alpaca)",
     "and `completion`, `response`, `answer`, `output` or `chosen`": "its answer, as text or as messages (TRL, Alpaca, "
     "GSM8K), which only training reads",
+    "`system` or `system_prompt`": "the system message of a question or conversation that has none",
     "`turns`": "a list of questions, answered in turn (MT-bench); other commands read the first one",
     "`text`": "a whole document, of which heads learn every token",
     "`input_ids`": "token ids, of which the first `prompt_tokens` are the prompt",
@@ -118,8 +120,14 @@ def parse_record(row: object, where: str, arrow: bool = False) -> Record:
     record = _content_of(row, where)
     if record is None:
         raise _without_layout(given, where)
+    if record.messages is not None or record.is_prompt:
+        require_text(row, where)
+        record = _with_system(record, next((row[key] for key in SYSTEM if isinstance(row.get(key), str)), ""))
     record.category = str(row["category"]) if "category" in row else None
     record.tools = tools_of(row.get("tools"), where)
+    if record.messages is not None and record.tools is None:  # the older OpenAI API has functions
+        functions = tools_of(row.get("functions"), where) or ()
+        record.tools = [{"type": "function", "function": function} for function in functions] or None
     record.raw_prompt = row["raw_prompt"] if isinstance(row.get("raw_prompt"), bool) else None
     record.template_options = _options(row.get("chat_template_kwargs"), where)
     distilled = row.get("teach") == "last"  # whose `finish_reason` is `eos` unless a string has stopped the answer
@@ -154,6 +162,15 @@ def _content_of(row: Json, where: str) -> Record | None:
     if isinstance(row.get("text"), str):
         return Record(where, text=row["text"])
     return None
+
+
+def _with_system(record: Record, system: str) -> Record:
+    """Return a record whose conversation begins with the system message of its row, unless it has one."""
+    roles = [message["role"] for message in record.messages or ()]
+    if not system.strip() or record.turns or {"system", "developer"} & set(roles[:1]):
+        return record
+    record, begin = record.as_conversation(), [{"role": "system", "content": system}]
+    return replace(record, messages=begin + (record.messages or []), first_taught=record.first_taught + 1)
 
 
 def _question(row: Json, key: str, where: str) -> Record:
@@ -206,16 +223,19 @@ def _without_layout(row: Json, where: str) -> RequestError:
     known = (*QUESTIONS, "text", *CONVERSATIONS, "turns", "input_ids")
     if (wrong := next((key for key in known if key in row), None)) is not None:
         allowed = "a text, or a list of messages" if wrong in QUESTIONS else "a text"
+        allowed = "a list of texts, question and answer in turn" if wrong == "data" else allowed
         return RequestError(f"{where}: {wrong} is {json.dumps(row[wrong], default=str)[:80]}; it must be {allowed}")
     texts = [key for key, value in row.items() if isinstance(value, str) and value]
     advice = "rename the key of the question to prompt, and that of the answer to completion"
     if lists := [key for key, value in row.items() if _is_list_of(value, dict)]:
         advice = f"rename {lists[0]} to messages"
+    elif not texts and (lists := [key for key, value in row.items() if _is_list_of(value, str)]):
+        advice = f"rename {lists[0]} to data if it holds question and answer in turn"
     elif numbers := [key for key, value in row.items() if _is_list_of(value, int)]:
         advice = f"rename {numbers[0]} to input_ids"
     elif texts:
         answer = next((key for key in ANSWERS if key in texts), None)
-        question = next((key for key in texts if key != answer), None)
+        question = next((key for key in texts if key not in (answer, "rejected")), None)
         advice = f"rename {question} to prompt, or to text if it is a whole document" if question else advice
     return RequestError(f"{where}: none of {', '.join(known)} in {{{', '.join(map(str, row))}}}; {advice}")
 
@@ -290,8 +310,12 @@ def conversation_text(
 
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a text that a model continues: with BOS where the tokenizer adds it, but not twice."""
-    ids, begin = tokenizer(text)["input_ids"], tokenizer.bos_token_id
+    """Return the token ids of a text that a model continues: with BOS where the tokenizer adds it, but not twice.
+
+    An EOS that the tokenizer adds is left out, because the model would continue a text that has ended."""
+    ids, begin, end = tokenizer(text)["input_ids"], tokenizer.bos_token_id, tokenizer.eos_token_id
+    if end not in (None, begin) and ids[-1:] == [end] and ids.count(end) > tokens_of(text, tokenizer).count(end):
+        ids = ids[:-1]
     return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
 
 
