@@ -14,7 +14,7 @@ from medusa.errors import RequestError
 from medusa.files import Json
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
-ROLES |= {"function": "tool", "function_response": "tool", "function_call": "assistant"}
+ROLES |= {"function": "tool", "function_response": "tool", "function_call": "assistant", "bot": "assistant"}
 """The roles of ShareGPT, Gemma and the older OpenAI API, with their names in chat templates. Other roles are kept."""
 SHAREGPT = (*ROLES, "user", "assistant", "system", "tool")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -28,13 +28,16 @@ KEYS = {
     "`tool_calls`": "calls of tools; their `arguments` may be an object or JSON text",
     "`function_call`": "becomes `tool_calls`",
     "`name`, `tool_call_id`": "passed to the template",
+    "`weight`": "0 in an answer that is shown, but not taught",
     "`refusal`": "refused unless empty, because no template reads it",
     "`images`, `image`, `audio`, `videos`, `video`, and parts of other types than `text`": "refused unless empty",
 }
 """How each key of a message is read. `docs/data.md` shows this table."""
+WEIGHT = "weight"
+"""The key of OpenAI's fine-tuning that is 0 in an answer that is not taught."""
 MEDIA = ("images", "image", "audio", "videos", "video")
 """Keys of a message that hold something else than text."""
-UNSAID = {"role", "name", "tool_call_id", "id", "weight"}
+UNSAID = {"role", "name", "tool_call_id", "id", WEIGHT}
 SAID = {*REASONING, *MEDIA, "tool_calls", "function_call", "refusal"}
 """Keys of a message without a text (`UNSAID`), and keys with which an answer needs no content (`SAID`)."""
 REAL_NULLS = ("default", "const")
@@ -62,12 +65,14 @@ def _message(given: object, where: str, number: int) -> Json:
     where = f"{where}: message {number}"
     message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
     if "role" not in message and "from" in message:
-        if message["from"] not in SHAREGPT:
+        if str(message["from"]).lower() not in SHAREGPT:
             raise RequestError(f"{where} is from {message['from']!r}; it must be one of {', '.join(SHAREGPT)}")
         message = {"role": message.pop("from")} | message
     if "content" not in message and "value" in message:
         message["content"] = message.pop("value")
     role = message.get("role")
+    if isinstance(role, str) and role.lower() in SHAREGPT:  # some data has `USER` or `Assistant`
+        role = role.lower()
     if not isinstance(role, str):
         raise RequestError(
             f'{where} must be an object with role and content, such as {{"role": "user", "content": ""}}'
@@ -76,6 +81,8 @@ def _message(given: object, where: str, number: int) -> Json:
     if isinstance(given, dict) and not {"content", "value"} & set(given) and (asks or others - SAID):
         advice = f"; rename {min(others - SAID, key=str)} to content" if others - SAID else ""
         raise RequestError(f"{where}: a message of the {role} needs content or value{advice}")
+    if message.get("function_call") and message.get("tool_calls"):
+        raise RequestError(f"{where} has function_call and tool_calls; leave out function_call")
     call = message.pop("function_call", None) or (message.pop("content", None) if role == "function_call" else None)
     if call:
         message["tool_calls"] = [{"type": "function", "function": _parsed(call, where, "function_call")}]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from medusa.errors import RequestError
 from medusa.files import Json
@@ -75,7 +75,7 @@ class Record:
     def is_answered(self) -> bool:
         """Whether the record holds something to learn: a document, or an answer of the assistant."""
         if self.messages is not None:
-            return any(message["role"] == "assistant" for message in self.messages)
+            return any(message["role"] == "assistant" for message in self.messages[self.first_taught :])
         return not self.is_prompt or self.answer is not None
 
     def as_text(self) -> Record:
@@ -153,9 +153,9 @@ def _content_of(row: Json, where: str) -> Record | None:
             return Record(where, messages=messages_of(row["turns"], f"{where}: turns"))
         asked: list[Json] = [{"role": "user", "content": row["turns"][0]}]
         return Record(where, messages=asked, turns=row["turns"], is_prompt=True)
-    for key in QUESTIONS:
-        if _is_said(row.get(key)):
-            return _question(row, key, where)
+    asked = [key for key in QUESTIONS if _is_said(row.get(key))]
+    if asked:
+        return _question(row, next((key for key in asked if row[key]), asked[0]), where)
     answer = next((row[key] for key in ANSWERS if _is_list_of(row.get(key), dict)), None)
     if answer is not None:  # the whole conversation, as in preference data without a prompt
         return Record(where, messages=messages_of(answer, where))
@@ -175,8 +175,9 @@ def _with_system(record: Record, system: str) -> Record:
 
 def _question(row: Json, key: str, where: str) -> Record:
     """Read a question, `row[key]`, with its answer if the row has one; each is a text or a list of messages."""
-    question, name = row[key], next((name for name in ANSWERS if _is_said(row.get(name))), None)
-    answer = row.get(name) if name else None
+    answers = {name: said for name in ANSWERS if (said := _as_answer(row.get(name))) is not None}
+    name = next((name for name, said in answers.items() if said), next(iter(answers), None))
+    question, answer = row[key], answers.get(name or "")
     if isinstance(question, str) and isinstance(row.get(INPUT), str) and row[INPUT].strip():
         question = f"{question}\n\n{row[INPUT]}"
     if isinstance(question, str) and not isinstance(answer, list):
@@ -199,6 +200,15 @@ def _ids(row: Json, where: str) -> Record:
     if isinstance(prompt, bool) or not isinstance(prompt, int) or not 0 <= prompt <= len(ids):
         raise RequestError(f"{where}: prompt_tokens is {prompt!r}; it must be a count of at most all input_ids")
     return Record(where, input_ids=ids, prompt_tokens=prompt)
+
+
+def _as_answer(found: object) -> str | list[Json] | None:
+    """Return an answer as text or as messages, of which it may be one; `None` for something else.
+
+    A number may be the number of a choice, and a list may hold several right answers."""
+    if isinstance(found, dict) and "content" in found:
+        return [found]
+    return cast("str | list[Json]", found) if _is_said(found) else None
 
 
 def _is_said(found: object) -> bool:

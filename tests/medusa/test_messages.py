@@ -108,6 +108,18 @@ def test_functions_of_the_older_api_are_tools() -> None:
         assert parse_record({"messages": [ASK], "functions": given}, "here").tools == tools
 
 
+def test_a_call_is_given_in_one_form() -> None:
+    call = {"name": "f", "arguments": "{}"}
+    both = {"role": "assistant", "function_call": call, "tool_calls": [{"function": call}]}
+    with pytest.raises(RequestError, match="function_call and tool_calls"):
+        messages_of([ASK, both], "here")
+
+
+def test_authors_have_their_names_in_any_letters() -> None:
+    found = messages_of([{"role": "USER", "content": "a"}, {"from": "Bot", "value": "b"}], "here")
+    assert [message["role"] for message in found] == ["user", "assistant"]
+
+
 def test_empty_values_of_other_programs_are_as_if_absent() -> None:
     """As the clients of OpenAI dump the messages of answers."""
     dumped = SAY | {
@@ -174,6 +186,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"prompt": "hi", "chosen": "hello", "rejected": "go away"},
     {"prompt": "hi", "chosen": BOTH, "rejected": [ASK, {"role": "assistant", "content": "go away"}]},
     {"chosen": BOTH, "rejected": BOTH},
+    {"prompt": "", "instruction": "hi", "response": "", "output": "hello"},
+    {"prompt": "hi", "answer": SAY},
     {"turns": BOTH},
 ]
 

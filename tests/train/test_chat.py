@@ -202,6 +202,12 @@ def test_only_the_last_turn_can_be_taught() -> None:
     assert told == CHATML_TURNS.replace("«", "").replace("»", "", 1).replace("yes<|im_end|>»", "«yes<|im_end|>»")
 
 
+def test_an_answer_of_weight_zero_is_shown_and_not_taught() -> None:
+    unweighed = [REPEATED[0], {**REPEATED[1], "weight": 0}, *REPEATED[2:]]
+    told = marked(byte_tokenizer(templates.CHATML), unweighed)
+    assert told == marked(byte_tokenizer(templates.CHATML), REPEATED, first_taught=3)
+
+
 def test_a_truncated_answer_gets_no_end_token() -> None:
     """`medusa distill` limits the tokens; an end of turn at the limit would teach a wrong end."""
     told = marked(byte_tokenizer(templates.CHATML), REPEATED, unfinished=True)

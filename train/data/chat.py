@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
 from medusa.files import Json
-from medusa.records.messages import REASONING, text_of
+from medusa.records.messages import REASONING, WEIGHT, text_of
 from medusa.records.record import Record, conversation_text, prompt_text, tokens_of
 from medusa.records.template import THOUGHTS, opened_thought
 from train.data.packing import Example
@@ -68,7 +68,7 @@ def conversation(
     conversation_text(messages, record, tokenizer, options, prompt=False)  # raises an error for the whole conversation
     special = _special_tokens(tokenizer)
     for turn in reversed(range(record.first_taught, len(messages))):
-        if messages[turn]["role"] != "assistant":
+        if messages[turn]["role"] != "assistant" or messages[turn].get(WEIGHT) == 0:
             continue
         try:
             found = _written(record, turn, tokenizer, options, special)
@@ -132,7 +132,7 @@ def _written(
     except RequestError as error:  # the template accepts the conversation only as a whole
         raise LeftOutError(ELSEWHERE, str(error)) from None
     head, tail = _around(record, turn, whole, tokenizer, options)
-    content, said = text_of(message), set(message) - {"role", "content", "name"}
+    content, said = text_of(message), set(message) - {"role", "content", "name", WEIGHT}
     thought = opened_thought(shown)
     if thought is not None and content.startswith(thought[0]):  # the prompt holds the mark that the message repeats
         content = content.removeprefix(thought[0])
