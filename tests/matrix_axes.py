@@ -234,6 +234,9 @@ OPTIONS: dict[str, Option] = {
     "grammar": Option(
         {}, {"grammar": "start: /[b-m]+/"}, "grammar", ("generate", "config", "steps", "batch", "command", "server")
     ),
+    "ignore_generation_config": Option(
+        {"suppress_tokens": list(range(0, VOCAB, 3))}, {"ignore_generation_config": True}, "", ("command", "server")
+    ),
     "timer": Option({}, {"timer": None}, "steps", ("steps",)),
     "keep_drafts": Option({}, {"keep_drafts": True}, "steps", ("steps",)),
 }
@@ -241,6 +244,8 @@ GROUPS = tuple(
     tuple(name for name, option in OPTIONS.items() if option.group == group)
     for group in dict.fromkeys(option.group for option in OPTIONS.values() if option.group)
 )
+NOT_OF_COMMANDS = {"max_time", "epsilon_cutoff", "eta_cutoff", "typical_p", "top_h", "token_healing", *REFUSED_BY_NAME}
+"""What commands and the server leave out of a checkpoint's settings; they say so in a line."""
 NOT_HERE = {
     # Notes, and what transformers sets for itself
     *(
@@ -280,10 +285,9 @@ class Refusal(NamedTuple):
 CUSTOM, BATCHES = ("custom", "custom batch"), ("batch", "custom batch")
 ON_HOST = ("model", "ngram", "rest", "lookahead", "mix")
 REFUSED = (
-    *(Refusal(name, name) for name in REFUSED_BY_NAME if name != "penalty_alpha"),
-    Refusal("penalty_alpha", "penalty_alpha", ("best",)),  # samples ignore it
+    *(Refusal(name, name, ways=PYTHON) for name in (*REFUSED_BY_NAME, "cache_implementation")),
     *(Refusal(name, "was made for the padded batch", ways=("custom batch",)) for name in PROCESSORS),
-    Refusal("token_healing", "token_healing", ways=tuple(way for way in WAYS if way not in CUSTOM)),
+    Refusal("token_healing", "token_healing", ways=tuple(way for way in PYTHON if way not in CUSTOM)),
     Refusal("token_healing", "tokenizer", ways=CUSTOM, error=ValueError),
     Refusal("stop_strings", "tokenizer", ways=CUSTOM, error=ValueError),
     Refusal("lossy guidance", "guidance_scale", ("best",), NO_PADDED_BATCH),

@@ -37,6 +37,7 @@ from tests.helpers import LETTERS, VOCAB, left_padded, plain, tiny_model
 from tests.matrix_axes import (
     EOS,
     NEW,
+    NOT_OF_COMMANDS,
     ONE_CHOICE,
     PADS,
     PROMPTS,
@@ -211,7 +212,7 @@ class Cell:
     @property
     def shape(self) -> str:
         """Cells with the same drafting model, options and shape have the same expected text."""
-        return self.way if "batch" in self.way else "one prompt"
+        return self.way if "batch" in self.way or self.way in ("command", "server") else "one prompt"
 
     def expected(self) -> Rows:
         """The texts of `model.generate`: of each row alone, or of the padded batch that `custom_generate` gets."""
@@ -226,7 +227,9 @@ class Cell:
         return [row + [pad] * (width - len(row)) for row in rows]
 
     def _written(self, inputs: dict[str, Any], row: int = 0) -> Rows:
-        kwargs = {name: value for name, value in self.theirs.items() if name not in INPUTS}
+        left_out = {*INPUTS, *(NOT_OF_COMMANDS if self.way in ("command", "server") else ())}
+        left_out |= {"suppress_tokens"} if "ignore_generation_config" in self.ours else set()
+        kwargs = {name: value for name, value in self.theirs.items() if name not in left_out}
         if "amateur" in self.ours:
             kwargs["logits_processor"] = [Contrast(self.place.amateur)]
         if "grammar" in self.ours:
@@ -314,7 +317,8 @@ class Cell:
             settings["stop"] = tuple(given.pop("stop_strings"))
         if given.get("eos_token_id", EOS) is None:
             settings["ignore_eos"], given["eos_token_id"] = True, list(range(0, VOCAB, 4))
-        own = {name: self.ours[name] for name in DecodingOptions.__dataclass_fields__ if name in self.ours}
+        named = (*DecodingOptions.__dataclass_fields__, "ignore_generation_config")
+        own = {name: self.ours[name] for name in named if name in self.ours}
         return settings | own, {name: value for name, value in given.items() if name in vars(GenerationConfig())}
 
     def _command(self) -> Rows:

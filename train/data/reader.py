@@ -39,7 +39,7 @@ class ExampleReader:
             asks_only = record.is_prompt or 0 < record.first_taught == len(record.messages or ())
             if asks_only and not record.is_answered:
                 raise RequestError(
-                    f"{record.where}: a prompt without an answer as text, and heads learn from answers; write answers with "
+                    f"{record.where}: a prompt without an answer as text; heads learn from answers; write some with "
                     "medusa distill --prompts FILE, or give whole documents as text"
                 )
             found, left_out = to_examples(record, self.tokenizer, self.config.template_options, self.config.raw)
