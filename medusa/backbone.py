@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from medusa.errors import RequestError
+from medusa.errors import RequestError, first_line
 from medusa.tree_support import longrope_boundary, text_config, why_no_tree
 
 SAME_BASE = 0.05
@@ -48,7 +48,7 @@ class Backbone:
     do models that a user has changed by hooks on the whole model or by another `forward`."""
 
     def __init__(self, model: PreTrainedModel, feature_layers: FeatureLayers = None) -> None:
-        """Wrap the model; raise RequestError if it has no LM head or lacks one of the `feature_layers`.
+        """Wrap the model; raise RequestError if it has no LM head, needs more than text, or lacks a feature layer.
 
         With `feature_layers` (`MedusaConfig.feature_layers`), hidden states are those of these layers, concatenated in
         this order to [..., E]. The number i stands for the state after i of n layers; n stands for the LM head's input.
@@ -113,6 +113,9 @@ class Backbone:
         ]
         try:
             logits = self.model(input_ids=probe, use_cache=False).logits
+        except (TypeError, ValueError) as error:  # such as a missing image
+            name, reason = type(self.model).__name__, first_line(error).rstrip(".:")
+            raise RequestError(f"{name} cannot read text alone ({reason}); choose another model") from error
         finally:
             for hook in hooks:
                 hook.remove()

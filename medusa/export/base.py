@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.stored import Stored
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.export.card import Facts
-from medusa.loading import DEMO, LOAD_DEFAULTS, LoadOptions, load_backbone, load_config
+from medusa.loading import DEMO, LOAD_DEFAULTS, LoadOptions, load_backbone, load_config, on_meta
 
 FORMER_LM_HEADS = ("embed_out.weight",)
 """Older names of the LM head's weight, under which transformers still saves it for some models."""
@@ -158,12 +158,6 @@ def _read_alone(
 def is_whole_model(folder: Path) -> bool:
     """Whether a folder holds a model itself, and not an adapter for one."""
     return folder.is_dir() and not (folder / "adapter_config.json").is_file()
-
-
-def on_meta(config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
-    """Make a backbone without weights, for the names and shapes of its parameters."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
 
 
 def stored_tensor(stored: Stored, model: PreTrainedModel, names: Sequence[str], like: Tensor) -> Tensor | None:

@@ -12,9 +12,9 @@ from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.stored import Stored
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
-from medusa.export.base import is_whole_model, on_meta, stored_tensor
+from medusa.export.base import is_whole_model, stored_tensor
 from medusa.fingerprint import differs, embedding_sample, unlike, weight_sample
-from medusa.loading import DEMO, LoadOptions, head_sizes, load_backbone, load_config
+from medusa.loading import DEMO, LoadOptions, head_sizes, load_backbone, load_config, on_meta
 from medusa.options import DTYPE_NAMES
 from medusa.places import SHIPPED, may_be_on_hub
 
