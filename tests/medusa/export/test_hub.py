@@ -228,7 +228,7 @@ def test_heads_are_loaded_from_the_given_folder(llama: Any, tmp_path: Path) -> N
         ({"assistant_model": object()}, "assistant_model cannot be combined"),
         ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "a prompt is empty"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 32)}, "no prompt"),
-        ({"token_type_ids": torch.zeros(1, 5, dtype=torch.long)}, "token_type_ids"),
+        ({"token_type_ids": torch.ones(1, 5, dtype=torch.long)}, "token_type_ids"),
         ({"streamer": object(), "num_return_sequences": 2, "do_sample": True}, "one prompt at a time"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
