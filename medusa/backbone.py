@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from threading import get_ident
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from medusa.errors import RequestError, first_line
@@ -29,6 +29,7 @@ SAME_BASE = 0.05
 """Greatest norm of the difference between the hidden states of two equal forwards, as a share of their norm.
 
 In bfloat16 a rounding changes a number by up to 0.4 %, and the roundings of many layers add up to about a per cent."""
+PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype))
 FeatureLayers = Sequence[int] | str | None  # as in `MedusaConfig.feature_layers`
 
 
@@ -85,11 +86,11 @@ class Backbone:
         return self.model.dtype
 
     def _tested_splits(self) -> bool:
-        """The result of `_splits`, which is tested once for each LM head and each `forward` of the model's class."""
-        forward = type(self.model).forward
+        """The result of `_splits`, tested once for each LM head, `forward` of the model's class, and config."""
+        state = type(self.model).forward, by_value(self.model.config)
         known = _SPLITS.get(self.head)
-        if known is None or known[0] is not forward:
-            known = _SPLITS[self.head] = forward, self._splits()
+        if known is None or known[0] != state:
+            known = _SPLITS[self.head] = state, self._splits()
         return known[1]
 
     @cached_property
@@ -286,9 +287,22 @@ def _is_changed(model: PreTrainedModel) -> bool:
     return replaced or bool(model._forward_hooks or model._forward_pre_hooks)
 
 
-# The result of `Backbone._splits` for each LM head in memory, with the tested `forward` of the model's class. It is
-# stored here, so that the model is not modified.
-_SPLITS: weakref.WeakKeyDictionary[nn.Module, tuple[Callable[..., object], bool]] = weakref.WeakKeyDictionary()
+def by_value(config: object) -> object:
+    """Return what a config holds as tuples, which a later change of the config does not reach.
+
+    transformers' models read their config in each forward, so what is kept for a model holds for one config only."""
+    if type(config) in PLAIN:
+        return config
+    if isinstance(config, PretrainedConfig):
+        config = vars(config)
+    if isinstance(config, dict):
+        return tuple([(name, by_value(value)) for name, value in list(config.items())])
+    return tuple(map(by_value, config)) if isinstance(config, (list, tuple)) else type(config)
+
+
+# The result of `Backbone._splits` for each LM head in memory, with the tested `forward` of the model's class and the
+# config. It is stored here, so that the model is not modified.
+_SPLITS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[object, object], bool]] = weakref.WeakKeyDictionary()
 
 
 def at(values: Tensor, last: Tensor | None) -> Tensor:

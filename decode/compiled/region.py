@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.accept import at_end, pack
 from decode.cache import TreeCache
@@ -26,7 +26,7 @@ from decode.masks import visible_slots
 from decode.ops.fast_linear import fast_linear
 from decode.ops.grouped_attention import grouped
 from decode.ops.norms import is_normed
-from medusa.backbone import Backbone
+from medusa.backbone import Backbone, by_value
 from medusa.memory import bytes_of, plain_tensors, total_memory
 from medusa.tree_support import LayerKinds, additive
 
@@ -266,12 +266,14 @@ def addresses(modules: list[nn.Module]) -> list[int]:
 
 
 def modules_key(module: nn.Module) -> Key:
-    """A module's part of the key of a compiled region: the hooks, parameters and settings of its submodules.
+    """A module's part of the key of a compiled region: the hooks, parameters, settings and configs of its submodules.
 
     Settings are attributes such as train mode or active adapters. Parameters enter the key by identity (because tied
-    parameters are one input of compiled code), dtype and device, but not by value. Faster norms, which an eager text of
-    another thread may have put in place, do not count, because compiled code never uses them."""
-    return tuple(
+    parameters are one input of compiled code), dtype and device, but not by value. Configs enter it by value, and each
+    of them once, although most submodules hold it. Faster norms, which an eager text of another thread may have put in
+    place, do not count, because compiled code never uses them."""
+    configs: dict[int, object] = {}
+    parts = tuple(
         (
             type(part),
             type(part).forward,
@@ -279,23 +281,30 @@ def modules_key(module: nn.Module) -> Key:
             *part._forward_pre_hooks.values(),
             *part._forward_hooks.values(),
             *(
-                (name, _plain(value))
+                (name, _plain(value, configs))
                 for name, value in list(vars(part).items())
                 if not (name in COMMON_ATTRIBUTES or is_normed(value))
             ),
         )
         for part in module.modules()
     )
+    return parts, tuple(configs.values())
 
 
-def _plain(value: object) -> object:
-    """Convert a value for a region's key: numbers, strings, functions stay; containers become tuples; others `None`."""
+def _plain(value: object, configs: dict[int, object]) -> object:
+    """Convert a value for a region's key: numbers, strings, functions stay; containers become tuples; others `None`.
+
+    A config is added to `configs`, and is converted to its number among them."""
     if isinstance(value, PLAIN):
         return value
+    if isinstance(value, PretrainedConfig):
+        if id(value) not in configs:
+            configs[id(value)] = by_value(value)
+        return list(configs).index(id(value))
     if type(value) is dict:
         value = list(value.items())
     elif type(value) is set:
         value = sorted(value, key=repr)
     if type(value) is list or type(value) is tuple:
-        return tuple(part for part in map(_plain, value) if part not in (None, ()))
+        return tuple(part for part in (_plain(part, configs) for part in value) if part not in (None, ()))
     return None

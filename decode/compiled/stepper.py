@@ -55,7 +55,7 @@ class CompiledStepper(Stepper):
             len(session.sequences),
             (*shape, *nodes.parent.tolist(), *nodes.rank.tolist()),
             FixedSampler.key(session.target, acceptor),
-            (backbone.config._attn_implementation, torch.get_num_threads()),
+            torch.get_num_threads(),
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             modules_key(backbone.model),
             (heads, modules_key(heads)) if heads is not None else (),  # with the heads, so that no others get their id

@@ -47,6 +47,18 @@ def test_fast_and_full_path_equal_the_model(family: str) -> None:
     assert (backbone.hidden_size, backbone.vocab_size, backbone.context) == (HIDDEN, VOCAB, 128)
 
 
+@torch.no_grad()
+def test_a_cap_that_the_config_gets_later_is_noticed() -> None:
+    """Until then, the logits are those of base and LM head, which leave the cap out."""
+    model = tiny_model("gemma2", final_logit_softcapping=None)
+    for cap in (None, 3.0, None):
+        model.config.final_logit_softcapping = cap
+        backbone = Backbone(model)
+        assert backbone.splits == (cap is None)
+        logits = backbone.forward(IDS, DynamicCache()).logits
+        assert torch.equal(logits, model(input_ids=IDS, past_key_values=DynamicCache()).logits)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @torch.no_grad()
 def test_the_lm_head_reads_only_the_last_position_of_each_row(family: str) -> None:

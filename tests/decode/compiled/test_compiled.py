@@ -464,6 +464,37 @@ def test_model_changes_are_checked_once_a_session(change: str) -> None:
     assert len(Regions.of(model)) == 2
 
 
+@pytest.mark.usefixtures("as_written")
+@pytest.mark.parametrize(
+    ("family", "name", "value"), [("mistral", "sliding_window", 4), ("llama4_text", "attention_chunk_size", 3)]
+)
+def test_a_changed_config_is_noticed_by_its_value(family: str, name: str, value: int) -> None:
+    """A region holds masks for one window; a config that is changed back finds the first region again."""
+    model, prompt = tiny_model(family, **{name: 40}), random_ids(12)
+    heads, options, found = random_heads(model), {"max_new_tokens": 12, "do_sample": False}, []
+    for number in (40, value, 40):
+        setattr(model.config, name, number)
+        found += texts(model, heads, [prompt], TREES["chain"], **options)
+        assert found[-1] == plain(model, prompt, **options)
+    assert found[0] == found[2] != found[1]
+    assert len(Regions.of(model)) == 2
+
+
+@pytest.mark.usefixtures("as_written")
+def test_lists_and_parts_of_a_config_count_by_value() -> None:
+    model, prompt = tiny_model("gemma3"), random_ids(12)
+    heads, options, config = random_heads(model), {"max_new_tokens": 8, "do_sample": False}, model.config.text_config
+    for change, regions in (
+        (lambda: None, 1),
+        (lambda: setattr(config, "layer_types", list(config.layer_types)), 1),  # an equal list
+        (lambda: config.layer_types.reverse(), 2),
+        (lambda: config.rope_parameters["full_attention"].update(rope_theta=500.0), 3),
+    ):
+        change()
+        assert texts(model, heads, [prompt], TREES["chain"], **options) == [plain(model, prompt, **options)]
+        assert len(Regions.of(model)) == regions
+
+
 @pytest.mark.usefixtures("traced")
 def test_a_hook_registered_later_is_detected() -> None:
     """The graph of an earlier session is not replayed, though the graph itself has no guards."""
