@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from threading import get_ident
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
-from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from medusa.errors import RequestError, first_line
+from medusa.recording import names_of, recorded
 from medusa.tree_support import longrope_boundary, text_config, why_no_tree
 
 SAME_BASE = 0.05
@@ -70,6 +68,7 @@ class Backbone:
         """Whether `model.generate` drops its KV cache and reads the whole text again at `rope_boundary`."""
         self._seen: dict[int, Tensor] | None = None  # the inputs of hooked modules: layer i, or the LM head (n)
         self.splits = not _is_changed(model) and self._tested_splits()
+        self._runs = self._root  # or, while modules are watched, a view of it
 
     @property
     def head_weight(self) -> Tensor:
@@ -108,18 +107,16 @@ class Backbone:
         a base that the model calls in another way than `base(x)` gives hidden states that are far above it."""
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         based, headed = list[object](), list[tuple[Tensor, Tensor]]()
-        hooks = [
-            self.base.register_forward_hook(lambda module, args, out: based.append(out)),
-            self.head.register_forward_hook(lambda module, args, out: headed.append((args[0], out))),
-        ]
+        after: dict[str, Callable[..., None]] = {
+            **dict.fromkeys(names_of(self.model, self.base), lambda args, kwargs, out: based.append(out)),
+            **dict.fromkeys(names_of(self.model, self.head), lambda args, kwargs, out: headed.append((args[0], out))),
+        }
         try:
-            logits = self.model(input_ids=probe, use_cache=False).logits
+            with recorded(self.model, {}, after) as model:
+                logits = model(input_ids=probe, use_cache=False).logits
         except (TypeError, ValueError) as error:  # such as a missing image
             name, reason = type(self.model).__name__, first_line(error).rstrip(".:")
             raise RequestError(f"{name} cannot read text alone ({reason}); choose another model") from error
-        finally:
-            for hook in hooks:
-                hook.remove()
         hidden = getattr(based[-1], "last_hidden_state", None) if based else None
         if hidden is None or len(headed) != 1:
             return False
@@ -167,35 +164,39 @@ class Backbone:
         out = self._run_whole(input_ids, **kwargs)
         return Readout(out.hidden if all_hidden else at(out.hidden, last), at(out.logits, last))
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Hook the LM head and the feature layers once for all forwards in this context; add no hook without need.
+    @cached_property
+    def _root(self) -> nn.Module:
+        """What a forward runs: the model, or its base alone if the LM head splits off."""
+        return self.base if self.splits else self.model
 
-        Hooks see the forwards of all threads, and record those of their own."""
+    @cached_property
+    def _watched(self) -> dict[str, int]:
+        """The names of the recorded modules in `_root`, and the numbers of their layers; n stands for the LM head."""
         modules = {} if self.splits else {self.num_layers: self.head}
         for layer in self.feature_layers or ():
             if layer < self.num_layers:
                 modules[layer] = self.layers[layer]
-        if self._seen is not None or not (modules or self.feature_layers):
+        return {name: number for number, module in modules.items() for name in names_of(self._root, module)}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Record the inputs of the LM head and the feature layers in this thread's forwards, if any are needed."""
+        if self._seen is not None or not (self._watched or self.feature_layers):
             yield
             return
-        seen: dict[int, Tensor] = {}
-        self._seen, owner = seen, get_ident()
+        seen = self._seen = {}
 
-        def watch(number: int, module: nn.Module) -> RemovableHandle:
-            def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-                if is_dynamo_compiling() or get_ident() == owner:  # torch.compile cannot trace `get_ident`
-                    seen[number] = args[0] if args else kwargs["hidden_states"]
+        def keeper(number: int) -> Callable[..., None]:
+            def keep(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+                seen[number] = args[0] if args else kwargs["hidden_states"]
 
-            return module.register_forward_pre_hook(record, with_kwargs=True)
+            return keep
 
-        handles = [watch(number, module) for number, module in modules.items()]
         try:
-            yield
+            with recorded(self._root, {name: keeper(number) for name, number in self._watched.items()}) as self._runs:
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
-            self._seen = None
+            self._seen, self._runs = None, self._root
 
     @property
     def state_size(self) -> int:
@@ -236,7 +237,7 @@ class Backbone:
         if self.feature_layers is not None and self._seen is None:
             with self.watched():
                 return self._run(input_ids, **kwargs)
-        states = self.base(input_ids=input_ids, **kwargs).last_hidden_state
+        states = self._runs(input_ids=input_ids, **kwargs).last_hidden_state
         return self._joined(states), states
 
     def _run_whole(self, input_ids: Tensor, **kwargs: object) -> Readout:
@@ -244,7 +245,7 @@ class Backbone:
         if self._seen is None:
             with self.watched():
                 return self._run_whole(input_ids, **kwargs)
-        logits = self.model(input_ids=input_ids, **kwargs).logits
+        logits = self._runs(input_ids=input_ids, **kwargs).logits
         return Readout(self._joined(self._seen[self.num_layers]), logits)
 
     def _joined(self, states: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from medusa import RequestError
 from medusa.backbone import Backbone, new_layers, require_tree_support, usual_layers
 from medusa.fingerprint import differs, fingerprint
 from medusa.loading import LoadOptions, load_backbone, load_config
-from tests.helpers import COMMON, FAMILIES, HIDDEN, REFUSED, VOCAB, random_heads, random_ids, tiny_model
+from tests.helpers import COMMON, FAMILIES, HIDDEN, REFUSED, VOCAB, parts_of, random_heads, random_ids, tiny_model
 
 SPLITS = {family: family not in ("gemma2", "cohere", "llama4_text") for family in FAMILIES}
 IDS = torch.tensor([random_ids(9), random_ids(9, seed=1)])
@@ -93,17 +93,36 @@ def test_feature_layers_are_the_hidden_states_of_transformers(family: str) -> No
     assert sum(hooks) == 0, "a hook stayed on the model"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "hooked"),
+    [
+        *[("llama", "model.layers.0.mlp"), ("llama", "model.layers.1")],
+        *[("gemma2", "model.layers.0.mlp"), ("gemma2", "lm_head")],
+    ],
+)
 @torch.no_grad()
-def test_watching_hooks_every_layer_once(family: str) -> None:
-    model = tiny_model(family)
-    backbone, again = Backbone(model, [1, 0]), Backbone(model, [1, 0])
-    with backbone.watched():
-        hooked = sum(len(module._forward_pre_hooks) for module in model.modules())
-        assert hooked == 2 + (not backbone.splits)
-        for seed in range(2):
-            ids = torch.tensor([random_ids(5, seed=seed)])
-            assert torch.equal(backbone.hidden_states(ids, use_cache=False), again.hidden_states(ids, use_cache=False))
+def test_a_copy_made_in_a_forward_is_a_clean_model(family: str, hooked: str) -> None:
+    """A hook of the user's own makes the copy, and runs it at once.
+
+    A hook of a module that is recorded, or that holds one, gets the user's module. Its copies may hold hooks without
+    effect, but the model is clean again."""
+    model, other = tiny_model(family), torch.tensor([random_ids(9, seed=1)])
+    expected = Backbone(model, [1, 0, 2]).hidden_states(IDS, use_cache=False)
+    logits, parts = model(other).logits, parts_of(model)
+    found: list[Any] = []
+
+    def copied(module: Any, *_: Any) -> None:
+        handle.remove()
+        assert module is model.get_submodule(hooked)
+        found.append(copy.deepcopy(model))
+        assert torch.equal(found[0](other).logits, logits)
+
+    handle = model.get_submodule(hooked).register_forward_hook(copied)
+    assert torch.equal(Backbone(model, [1, 0, 2]).hidden_states(IDS, use_cache=False), expected)
+    assert found
+    assert parts_of(model) == parts
+    if hooked == "model.layers.0.mlp":
+        assert parts_of(found[0]) == parts
 
 
 def test_the_layers_that_heads_read_by_default() -> None:

@@ -25,7 +25,7 @@ from decode.accept import Truncation
 from decode.bench.losslessness.chi2 import goodness_of_fit
 from decode.compiled import fixed_cache, region, stepper
 from decode.compiled.fixed_cache import FixedCache
-from decode.compiled.region import Regions, modules_key
+from decode.compiled.region import Regions
 from decode.compiled.sampler import FixedSampler
 from decode.compiled.stepper import _has_compiler
 from decode.draft import Draft
@@ -34,7 +34,6 @@ from decode.drafters.trained_heads import TrainedHeads
 from decode.drafters.trellis import TrellisDrafter
 from decode.generation import decoding, steps
 from decode.loop import Acceptor
-from decode.ops.norms import fast_norms
 from decode.request import prepare
 from decode.sequences import Request
 from decode.target import Target
@@ -519,13 +518,6 @@ def test_sampling_options_that_look_alike() -> None:
         for e in (0.00031, 0.00034, 0.00034)
     ]
     assert keys[0] != keys[1] == keys[2]
-
-
-def test_an_eager_text_of_another_thread_compiles_nothing_anew(llama: Any) -> None:
-    """It has put faster norms in place, which compiled code never uses."""
-    before = modules_key(llama)
-    with fast_norms(llama.get_decoder()):
-        assert modules_key(llama) == before
 
 
 @torch.inference_mode()
