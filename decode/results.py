@@ -33,7 +33,7 @@ class Result:
     hidden: torch.Tensor | None = None
     """[T, H] hidden states of the prompt and the new tokens, if requested. The last token's state may be missing."""
 
-    def to_json(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> dict[str, object]:
+    def to_json(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] | None = ()) -> dict[str, object]:
         """The result as JSON values, as `medusa generate --json` writes them."""
         return {
             "input_ids": self.input_ids,
@@ -46,12 +46,12 @@ class Result:
         }
 
 
-def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> str:
+def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] | None = ()) -> str:
     """Decode token ids to text without special tokens, cut before the first stop string; empty without a tokenizer."""
     if tokenizer is None:
         return ""
     text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
-    cuts = [text.index(string) for string in stop if string in text]
+    cuts = [text.index(string) for string in stop or () if string in text]
     return text[: min(cuts)] if cuts else text
 
 

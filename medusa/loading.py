@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoTokenizer,
+    GenerationConfig,
     GgufConfig,
 )
 
@@ -156,6 +157,22 @@ def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Pret
             return read_gguf(AutoConfig, source.gguf)
         return AutoConfig.from_pretrained(source.path, **_hub(source.path, options))
     except Exception as error:  # transformers raises errors of many types here
+        raise _missing(name_or_path, error) from error
+
+
+def load_generation_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> GenerationConfig:
+    """Load only the generation config of a backbone, as its model will have it; RequestError if the file is damaged."""
+    source = _source(name_or_path)
+    keywords: dict[str, Any] = {"revision": options.revision, **hub_keywords(source.path)}
+    try:
+        try:
+            return GenerationConfig.from_pretrained(source.path, **keywords)
+        except OSError:  # there is no such file: old checkpoints have these options in the file of the model's config
+            if source.gguf is not None:
+                return GenerationConfig.from_model_config(read_gguf(AutoConfig, source.gguf))
+            keywords |= {"config_file_name": "config.json", "_from_model_config": True}
+            return GenerationConfig.from_pretrained(source.path, **keywords)
+    except Exception as error:  # wrong values raise errors of several types
         raise _missing(name_or_path, error) from error
 
 

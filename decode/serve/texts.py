@@ -46,10 +46,16 @@ class TextStream:
     `decode.results.text_of` of all ids."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), before: Sequence[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str] | None = (),
+        before: Sequence[int] = (),
+        keeps_special: bool = False,
     ) -> None:
-        """Make an empty stream. The token ids `before` precede the text and decide whether it begins with a space."""
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        """Make an empty stream. The token ids `before` precede the text and decide whether it begins with a space.
+
+        `keeps_special`: the text holds special tokens."""
+        self.tokenizer, self.stop, self.keeps_special = tokenizer, tuple(stop or ()), keeps_special
         self.special = frozenset(tokenizer.all_special_ids)
         self.cleans, self.raw = cleans_up(tokenizer), list[TextPiece]()  # text from which spaces may still be removed
         self.ids = list(before[-KEPT_BEFORE:])
@@ -82,7 +88,7 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         kept = {"clean_up_tokenization_spaces": False} if self.cleans else {}
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, **kept)) if ids else ""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=not self.keeps_special, **kept)) if ids else ""
 
     def _ends_with_byte(self) -> bool:
         """Whether the last token that is not special is one of a single byte."""

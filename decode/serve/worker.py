@@ -45,6 +45,7 @@ class BatchRow:
     scores: int | None = None  # score the tokens, and list so many most probable tokens beside each of them
     scores_prompt: bool = False  # whether the prompt's tokens are scored, too
     writes: bool = True  # otherwise only the prompt is scored
+    keeps_special: bool = False  # whether its text holds special tokens, except the one that ends it
     left: threading.Event = field(default_factory=threading.Event)  # set to end the text early, as for a lost client
     new_tokens: int = 0  # the number decoded so far
 
@@ -53,6 +54,10 @@ class BatchRow:
         kwargs = replace(self.settings, stop=()).generate_kwargs(generator.tokenizer)
         ends = StoppingCriteriaList([RowEnd(self, generator.tokenizer)])
         return prepare(generator.model, [self.prompt], [self.seed], stopping_criteria=ends, **kwargs)[0]
+
+    def stream(self, generator: TextGenerator) -> TextStream:
+        """Make the stream of the text's characters."""
+        return TextStream(generator.tokenizer, self.settings.stop, keeps_special=self.keeps_special)
 
     def ended(self, text: str, reason: str | None, new_ids: Sequence[int], backbone: Backbone) -> RowEvent:
         """Make the event of this text's end: its last piece `text`, the reason, and the scores of its tokens if asked.
@@ -69,16 +74,16 @@ class RowEnd(StoppingCriteria):
     """A stopping criterion: ends a text whose client has disconnected, or which contains a stop string."""
 
     def __init__(self, row: BatchRow, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.row, self.tokenizer = row, tokenizer
+        self.row, self.tokenizer, self.stop = row, tokenizer, row.settings.stop or ()
         # A character may take several tokens, and the character that completes a stop string may be incomplete.
-        self.window = 4 * max(map(len, row.settings.stop), default=0) + 4
+        self.window = 4 * max(map(len, self.stop), default=0) + 4
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.Tensor:
         ended = torch.full((len(input_ids),), self.row.left.is_set(), device=input_ids.device)
-        if self.row.settings.stop:
+        if self.stop:
             new_ids = input_ids[:, max(len(self.row.prompt), input_ids.shape[1] - self.window) :].tolist()
             texts = [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in new_ids]
-            found = [any(string in text for string in self.row.settings.stop) for text in texts]
+            found = [any(string in text for string in self.stop) for text in texts]
             ended |= torch.tensor(found, device=input_ids.device)
         return ended
 
@@ -164,7 +169,7 @@ class BatchWorker:
             self._fail(joining, error)
             return
         for row, place in zip(joining, places, strict=True):
-            self.running[place] = RunningRow(row, TextStream(self.generator.tokenizer, row.settings.stop))
+            self.running[place] = RunningRow(row, row.stream(self.generator))
 
     def _room(self, row: BatchRow) -> int:
         """The number of texts that may be decoded together, if one of them is `row`."""
@@ -180,7 +185,7 @@ class BatchWorker:
             for place, (row, stream) in list(self.running.items()):
                 ids, reason = step.ids.get(place, ()), self.batch.sequences.finish_reason[place]
                 row.new_tokens += len(ids)
-                text = joined(stream.step(ids))
+                text = joined(stream.step(ids[:-1] if row.keeps_special and reason == "eos" else ids))
                 if reason is not None:  # also without new tokens, if the context had no room for one
                     text += joined(stream.end())
                     new_ids = self.batch.sequences.new_ids[place]
