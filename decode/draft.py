@@ -106,10 +106,10 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class KeepsProducts(Protocol):
-    """A drafter that keeps products of weights; the weights may have changed since the last text."""
+    """A drafter that keeps copies or products of weights; the weights may have changed since the last text."""
 
     def refresh(self) -> None:
-        """Compute the products again if a weight has changed. A compiled step cannot do it, and reads them."""
+        """Make them again if a weight may have changed. A compiled step cannot do it, and reads them."""
 
 
 class NoDraft:

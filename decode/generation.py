@@ -31,7 +31,7 @@ from decode.draft import NoDraft
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
-from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run, run_whole
+from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run
 from decode.reference import PlainStepper
 from decode.request import in_effect, prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
@@ -63,7 +63,8 @@ class Decoding:
 
     def finish(self) -> None:
         """Decode all texts to their ends."""
-        run_whole(self.session.sequences, self.stepper, self.timer)
+        for _ in self.steps:
+            pass
 
 
 def decoding(

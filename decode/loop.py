@@ -8,7 +8,6 @@ Shapes: B rows, R of them whose walk has not ended, N nodes of a draft, D its de
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -85,11 +84,6 @@ class Stepper(Protocol):
     def keep(self, left: list[int]) -> None:
         """Keep only the rows at the indices `left` of the batch, because the other rows have ended."""
 
-    @property
-    def held(self) -> AbstractContextManager[None]:
-        """What may stay open for all steps of a text, if the caller does nothing between them."""
-        return self.session.verifier.held()
-
     def close(self) -> None:
         """Give back what was borrowed, such as compiled steps; called when the decoding run ends or is interrupted."""
         return
@@ -114,18 +108,6 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step,
             step, rows, roots = advance(sequences, stepper, rows, roots, timer)
             if step.ids:
                 yield step
-    finally:
-        stepper.close()
-
-
-@torch.inference_mode()
-def run_whole(sequences: Sequences, stepper: Stepper, timer: Timer) -> None:
-    """Decode until every row (text) has ended. As the caller does nothing between steps, this is faster than `run`."""
-    try:
-        with stepper.held:
-            rows, roots = stepper.start()
-            while rows:
-                _, rows, roots = advance(sequences, stepper, rows, roots, timer)
     finally:
         stepper.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from decode.target import WARPERS
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
 from medusa.loading import TextLimits, text_limits
-from medusa.tree_support import longrope_boundary
+from medusa.tree_support import TOKEN_TYPES, longrope_boundary, without_text_types
 
 EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 """Model inputs that `generate` itself adds to the ids. Others would change the text, and tree decoding refuses them."""
@@ -46,7 +47,9 @@ def prepare(
         if kwargs.get(name) is not None:
             raise RequestError(f"{name} cannot be combined with heads; leave it out")
     require_plain(partial(in_effect, model, kwargs), model.generation_config)  # before transformers prepares the caches
-    kwargs = with_stop_strings(model, kwargs)
+    kwargs = with_stop_strings(model, without_text_types(model, kwargs))
+    inputs = {*inspect.signature(model.forward).parameters, *TOKEN_TYPES} - {"inputs_embeds"}
+    _require_text({name: value for name, value in kwargs.items() if name in inputs})
     allowed = kwargs.pop("prefix_allowed_tokens_fn", None)
     copies = in_effect(model, kwargs, "num_return_sequences") or 1
     kwargs.pop("num_return_sequences", None)
@@ -134,6 +137,7 @@ def requests_of(
     require_tree_support(model)
     require_batch(input_ids)
     require_mask(model_kwargs.get("attention_mask"), input_ids)
+    model_kwargs = without_text_types(model, model_kwargs)
     require_plain(lambda name: getattr(generation_config, name, None), model.generation_config)
     _require_supported(generation_config, input_ids, model_kwargs)
     rows = unpadded(input_ids, model_kwargs.get("attention_mask"))
@@ -175,8 +179,14 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
         raise RequestError(
             f"past_key_values is a {type(cache).__name__}; decoding has a cache of its own; leave it out"
         )
-    for name, value in model_kwargs.items():
-        if isinstance(value, Tensor) and name not in EXPECTED_INPUTS:
+    _require_text(model_kwargs)
+
+
+def _require_text(inputs: Mapping[str, Any]) -> None:
+    """Raise a `RequestError` if one of the model's `inputs` is not one that `generate` makes of text itself."""
+    for name, value in inputs.items():
+        parts = value if isinstance(value, (list, tuple)) else (value,)
+        if name not in EXPECTED_INPUTS and any(isinstance(part, Tensor) for part in parts):
             raise RequestError(f"the model input {name} is not supported by tree decoding; only text can be continued")
 
 

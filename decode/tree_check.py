@@ -29,7 +29,7 @@ from decode.ops.fast_linear import prepare_linear
 from decode.prefill import prefill
 from decode.topology import Topology
 from decode.verify import Verifier
-from medusa.backbone import Backbone, require_tree_support
+from medusa.backbone import Backbone, by_value, require_tree_support
 from medusa.errors import RequestError
 from medusa.tree import Tree
 
@@ -75,8 +75,7 @@ def require_tree_forward(model: PreTrainedModel) -> None:
     Raise a `RequestError` if the model does not support trees, or computes wrong logits over them."""
     require_tree_support(model)
     backbone = Backbone(model)
-    attention = backbone.config._attn_implementation
-    key = (backbone.dtype, backbone.device, attention, model.training, _tolerance(backbone))
+    key = (backbone.dtype, backbone.device, model.training, _tolerance(backbone), by_value(model.config))
     with _LOCK:
         known = _CHECKS.setdefault(model, {})
         if key not in known:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
-
 from torch import Tensor
 
 from decode.cache import Paths, TreeCache
@@ -13,16 +9,11 @@ from decode.draft import Draft
 from decode.masks import TreeMasks
 from decode.ops.fast_linear import FastLinear, prepare_linear
 from decode.ops.grouped_attention import grouped, sharing
-from decode.ops.norms import fast_norms
-from decode.ops.rotary import fast_rotary
-from decode.ops.shared_setting import together
 from decode.ops.transfer import on_device
 from decode.prefill import OnHidden, prefill
 from decode.sequences import Sequences
 from decode.topology import Topology
 from medusa.backbone import Backbone, Readout
-
-_NOTHING = nullcontext()
 
 
 class Verifier:
@@ -35,29 +26,7 @@ class Verifier:
         self.linear = FastLinear(backbone.head_weight)
         self.first_end = min(end for end in (backbone.context, backbone.rope_boundary, float("inf")) if end is not None)
         """The first position at which a text can meet an end (`_end`)."""
-        self.is_held = False  # whether `fast` is open for all forwards of a text
-
-    @cached_property
-    def fast(self) -> AbstractContextManager[None]:
-        """Faster operations of the backbone, which each forward opens unless they are `held`.
-
-        Meanwhile they also serve other forwards of the process. So between forwards they stay open only while a whole
-        text is decoded without a pause (`run_whole`).
-
-        Made when first opened: a compiled text never opens them."""
-        backbone = self.backbone
-        rotary = fast_rotary(backbone.base, on_cpu=backbone.device.type == "cpu")
-        return together(grouped(backbone.config), rotary, fast_norms(backbone.base))
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep `fast` open for all forwards of a text, if the caller does nothing between them."""
-        with self.fast:
-            self.is_held = True
-            try:
-                yield
-            finally:
-                self.is_held = False
+        self.attention = grouped(backbone.config)
 
     def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
         return prefill(self.backbone, self.cache, ids, lengths, on_hidden)
@@ -92,7 +61,7 @@ class Verifier:
             positions = positions.clamp(max=end - 1)
         sees_all = self.cache.is_even and topology.num_nodes == 1  # a root alone, in rows of one length
         masks = None if sees_all else self.masks(lengths, topology)
-        with _NOTHING if self.is_held else self.fast, sharing(masks), self.linear(ids.numel()):
+        with self.attention, sharing(masks), self.linear(ids.numel()):
             return self.backbone.forward(ids, self.cache, position_ids=positions, attention_mask=masks)
 
     def depth_limit(self, draft: Draft) -> Tensor | None:

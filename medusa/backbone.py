@@ -12,17 +12,15 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from threading import get_ident
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
-from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from medusa.errors import RequestError
+from medusa.errors import RequestError, first_line
+from medusa.recording import names_of, recorded
 from medusa.tree_support import longrope_boundary, text_config, why_no_tree
 from medusa.versions import warn_if_untested
 
@@ -30,6 +28,7 @@ SAME_BASE = 0.05
 """Greatest norm of the difference between the hidden states of two equal forwards, as a share of their norm.
 
 In bfloat16 a rounding changes a number by up to 0.4 %, and the roundings of many layers add up to about a per cent."""
+PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype))
 warn_if_untested()  # once in a process, where the first model of transformers is used
 FeatureLayers = Sequence[int] | str | None  # as in `MedusaConfig.feature_layers`
 
@@ -50,7 +49,7 @@ class Backbone:
     do models that a user has changed by hooks on the whole model or by another `forward`."""
 
     def __init__(self, model: PreTrainedModel, feature_layers: FeatureLayers = None) -> None:
-        """Wrap the model; raise RequestError if it has no LM head or lacks one of the `feature_layers`.
+        """Wrap the model; raise RequestError if it has no LM head, needs more than text, or lacks a feature layer.
 
         With `feature_layers` (`MedusaConfig.feature_layers`), hidden states are those of these layers, concatenated in
         this order to [..., E]. The number i stands for the state after i of n layers; n stands for the LM head's input.
@@ -71,6 +70,7 @@ class Backbone:
         """Whether `model.generate` drops its KV cache and reads the whole text again at `rope_boundary`."""
         self._seen: dict[int, Tensor] | None = None  # the inputs of hooked modules: layer i, or the LM head (n)
         self.splits = not _is_changed(model) and self._tested_splits()
+        self._runs = self._root  # or, while modules are watched, a view of it
 
     @property
     def head_weight(self) -> Tensor:
@@ -87,11 +87,11 @@ class Backbone:
         return self.model.dtype
 
     def _tested_splits(self) -> bool:
-        """The result of `_splits`, which is tested once for each LM head and each `forward` of the model's class."""
-        forward = type(self.model).forward
+        """The result of `_splits`, tested once for each LM head, `forward` of the model's class, and config."""
+        state = type(self.model).forward, by_value(self.model.config)
         known = _SPLITS.get(self.head)
-        if known is None or known[0] is not forward:
-            known = _SPLITS[self.head] = forward, self._splits()
+        if known is None or known[0] != state:
+            known = _SPLITS[self.head] = state, self._splits()
         return known[1]
 
     @cached_property
@@ -109,15 +109,16 @@ class Backbone:
         a base that the model calls in another way than `base(x)` gives hidden states that are far above it."""
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         based, headed = list[object](), list[tuple[Tensor, Tensor]]()
-        hooks = [
-            self.base.register_forward_hook(lambda module, args, out: based.append(out)),
-            self.head.register_forward_hook(lambda module, args, out: headed.append((args[0], out))),
-        ]
+        after: dict[str, Callable[..., None]] = {
+            **dict.fromkeys(names_of(self.model, self.base), lambda args, kwargs, out: based.append(out)),
+            **dict.fromkeys(names_of(self.model, self.head), lambda args, kwargs, out: headed.append((args[0], out))),
+        }
         try:
-            logits = self.model(input_ids=probe, use_cache=False).logits
-        finally:
-            for hook in hooks:
-                hook.remove()
+            with recorded(self.model, {}, after) as model:
+                logits = model(input_ids=probe, use_cache=False).logits
+        except (TypeError, ValueError) as error:  # such as a missing image
+            name, reason = type(self.model).__name__, first_line(error).rstrip(".:")
+            raise RequestError(f"{name} cannot read text alone ({reason}); choose another model") from error
         hidden = getattr(based[-1], "last_hidden_state", None) if based else None
         if hidden is None or len(headed) != 1:
             return False
@@ -165,35 +166,39 @@ class Backbone:
         out = self._run_whole(input_ids, **kwargs)
         return Readout(out.hidden if all_hidden else at(out.hidden, last), at(out.logits, last))
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Hook the LM head and the feature layers once for all forwards in this context; add no hook without need.
+    @cached_property
+    def _root(self) -> nn.Module:
+        """What a forward runs: the model, or its base alone if the LM head splits off."""
+        return self.base if self.splits else self.model
 
-        Hooks see the forwards of all threads, and record those of their own."""
+    @cached_property
+    def _watched(self) -> dict[str, int]:
+        """The names of the recorded modules in `_root`, and the numbers of their layers; n stands for the LM head."""
         modules = {} if self.splits else {self.num_layers: self.head}
         for layer in self.feature_layers or ():
             if layer < self.num_layers:
                 modules[layer] = self.layers[layer]
-        if self._seen is not None or not (modules or self.feature_layers):
+        return {name: number for number, module in modules.items() for name in names_of(self._root, module)}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Record the inputs of the LM head and the feature layers in this thread's forwards, if any are needed."""
+        if self._seen is not None or not (self._watched or self.feature_layers):
             yield
             return
-        seen: dict[int, Tensor] = {}
-        self._seen, owner = seen, get_ident()
+        seen = self._seen = {}
 
-        def watch(number: int, module: nn.Module) -> RemovableHandle:
-            def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-                if is_dynamo_compiling() or get_ident() == owner:  # torch.compile cannot trace `get_ident`
-                    seen[number] = args[0] if args else kwargs["hidden_states"]
+        def keeper(number: int) -> Callable[..., None]:
+            def keep(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+                seen[number] = args[0] if args else kwargs["hidden_states"]
 
-            return module.register_forward_pre_hook(record, with_kwargs=True)
+            return keep
 
-        handles = [watch(number, module) for number, module in modules.items()]
         try:
-            yield
+            with recorded(self._root, {name: keeper(number) for name, number in self._watched.items()}) as self._runs:
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
-            self._seen = None
+            self._seen, self._runs = None, self._root
 
     @property
     def state_size(self) -> int:
@@ -234,7 +239,7 @@ class Backbone:
         if self.feature_layers is not None and self._seen is None:
             with self.watched():
                 return self._run(input_ids, **kwargs)
-        states = self.base(input_ids=input_ids, **kwargs).last_hidden_state
+        states = self._runs(input_ids=input_ids, **kwargs).last_hidden_state
         return self._joined(states), states
 
     def _run_whole(self, input_ids: Tensor, **kwargs: object) -> Readout:
@@ -242,7 +247,7 @@ class Backbone:
         if self._seen is None:
             with self.watched():
                 return self._run_whole(input_ids, **kwargs)
-        logits = self.model(input_ids=input_ids, **kwargs).logits
+        logits = self._runs(input_ids=input_ids, **kwargs).logits
         return Readout(self._joined(self._seen[self.num_layers]), logits)
 
     def _joined(self, states: Tensor) -> Tensor:
@@ -285,9 +290,22 @@ def _is_changed(model: PreTrainedModel) -> bool:
     return replaced or bool(model._forward_hooks or model._forward_pre_hooks)
 
 
-# The result of `Backbone._splits` for each LM head in memory, with the tested `forward` of the model's class. It is
-# stored here, so that the model is not modified.
-_SPLITS: weakref.WeakKeyDictionary[nn.Module, tuple[Callable[..., object], bool]] = weakref.WeakKeyDictionary()
+def by_value(config: object) -> object:
+    """Return what a config holds as tuples, which a later change of the config does not reach.
+
+    transformers' models read their config in each forward, so what is kept for a model holds for one config only."""
+    if type(config) in PLAIN:
+        return config
+    if isinstance(config, PretrainedConfig):
+        config = vars(config)
+    if isinstance(config, dict):
+        return tuple([(name, by_value(value)) for name, value in list(config.items())])
+    return tuple(map(by_value, config)) if isinstance(config, (list, tuple)) else type(config)
+
+
+# The result of `Backbone._splits` for each LM head in memory, with the tested `forward` of the model's class and the
+# config. It is stored here, so that the model is not modified.
+_SPLITS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[object, object], bool]] = weakref.WeakKeyDictionary()
 
 
 def at(values: Tensor, last: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 
 class RequestError(ValueError):
@@ -34,6 +35,12 @@ class Interrupted(KeyboardInterrupt):
         """Name the signal's number, and in `saved` what was kept and how to continue."""
         super().__init__(saved)
         self.number, self.saved = number, saved
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raise a `RequestError` if a module of the optional dependencies `medusa-heads[extra]` is not installed."""
+    if missing := [module for module in modules if find_spec(module) is None]:
+        raise RequestError(f"{' and '.join(missing)} is not installed; type: pip install 'medusa-heads[{extra}]'")
 
 
 def first_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from medusa.config import Fingerprint
 from medusa.quantization import ProbedWeight, is_plain, quantization_of, quantized_layers
 
 SAMPLES = 64  # weights in a fingerprint
+DIGIT = 1e-6  # the last digit of a weight in a fingerprint
 
 
 def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str | None = None) -> Fingerprint:
@@ -64,17 +65,38 @@ def differs(model: PreTrainedModel, known: Fingerprint) -> bool:
     if known.get("weights"):
         if known.get("quantization") != quantization_of(model):
             return True
-        return unlike(known["weights"], fingerprint(model)["weights"])
+        return unlike(known["weights"], fingerprint(model)["weights"], quantized=bool(quantized_layers(model)))
     if known.get("embedding"):
         embedding = cast("Tensor", model.get_input_embeddings().weight)
         return unlike(known["embedding"], embedding_sample(embedding))
     return False
 
 
-def unlike(expected: Sequence[float], found: Sequence[float]) -> bool:
-    """Whether two samples of weights come from different models, and not only from different dtypes of one model."""
+def unlike(expected: Sequence[float], found: Sequence[float], quantized: bool = False) -> bool:
+    """Whether two samples of weights come from different models, and not only from different dtypes of one model.
+
+    Each weight counts by its own size. A sample in few bits, such as of bfloat16, may be the rounded other one. Then no
+    weight differs by more than half a unit of its last bit, and the differences are spread evenly up to there. A small
+    change of the model, such as a merged LoRA, leaves most differences far below; rounding is taken for one in a
+    thousand times. Quantised layers of one model can differ by a step of their scale on another device, so their sample
+    counts as a whole."""
     if len(expected) != len(found):
         return True
-    one, other = torch.tensor(expected), torch.tensor(found)
-    # Rounding to bfloat16 changes a value by at most 0.4 %, and by about half of that on average.
-    return bool((one - other).abs().mean() > 0.005 * one.abs().mean())
+    one, other = (torch.tensor(sample, dtype=torch.float64) for sample in (expected, found))
+    change = (one - other).abs()
+    if quantized:
+        return bool(change.mean() > 0.005 * one.abs().mean())
+    units = {_unit(one), _unit(other)}
+    below = torch.ldexp(torch.ones_like(one), torch.frexp(torch.maximum(one.abs(), other.abs()))[1] - 1)  # powers of 2
+    if (change > sum(units) / 2 * below + 2 * DIGIT).any():
+        return True
+    shares = (change / (max(units) / 2 * below))[change > 2 * DIGIT]  # of half a unit; their mean is that of 0 to 1
+    return len(shares) > 0 and bool(shares.mean() < 0.5 - 0.9 / len(shares) ** 0.5)  # three standard deviations
+
+
+def _unit(sample: Tensor) -> float:
+    """The unit of the last bit of a number from 1 to 2 in the shortest dtype that holds a sample; 0 for long ones."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if ((sample.to(dtype).double() - sample).abs() <= DIGIT).all():
+            return torch.finfo(dtype).eps
+    return 0.0

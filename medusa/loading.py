@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+)
 
 from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, read_json
+from medusa.gguf import gguf_file, read_gguf
 from medusa.options import DTYPE_NAMES, LoadOptions
 from medusa.places import SHIPPED, hub_keywords, may_be_on_hub, why_missing
 from medusa.quantization import layer_without_groups, quantization_config, quantized_layers
@@ -24,6 +33,7 @@ if TYPE_CHECKING:
 DEMO = ASSETS / "backbone"  # the backbone that comes with the package
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 LOAD_DEFAULTS = LoadOptions()
+AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # of which every tokenizer has at least one
 
 
@@ -48,23 +58,28 @@ def bos_token_id(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedCo
 
 
 def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Loaded:
-    """Load a backbone in eval mode: `demo` (the built-in model), a folder (of a model or peft adapter) or a Hub id.
+    """Load a backbone in eval mode: `demo` (the built-in model), a folder (of a model or peft adapter), a GGUF file or
+    a Hub id.
 
     Raise RequestError if there is no such model, a file is damaged, or no layer can be quantised as `options` ask."""
-    path = _path(name_or_path)
+    source, config = _source(name_or_path), load_config(name_or_path, options)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device).type
-    placed = _placement(name_or_path, options, device, kind)
+    placed = _placement(name_or_path, config, options, device, kind)
     try:
         keywords: dict[str, object] = {
             "dtype": _dtype(options, kind),
             "attn_implementation": options.attention,
             **placed,
-            **_hub(path, options),
+            **_hub(source.path, options),
         }
-        if offline := hub_keywords(path):
+        if source.gguf is not None:
+            keywords |= {"gguf_file": source.gguf.name, "config": config}
+            keywords["quantization_config"] = GgufConfig(dequantize=True)  # to an ordinary model
+        if offline := hub_keywords(source.path):
             keywords["adapter_kwargs"] = offline  # transformers also looks for an adapter of peft
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **keywords)
+        place = source.path if source.gguf is not None else source.adapter or source.path
+        loaded: Any = auto_class(config).from_pretrained(place, output_loading_info=True, **keywords)
     except Exception as error:  # transformers raises errors of many types here
         raise _missing(name_or_path, error) from error
     model, info = loaded
@@ -74,8 +89,12 @@ def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Lo
         raise RequestError(f"no backbone at {name_or_path}: its files lack the weights {lacking[0]}")
     if options.quantization is not None and not quantized_layers(model):
         raise RequestError(f"--quantization {options.quantization} changes no layer of {name_or_path}; leave it out")
+    if source.gguf is not None:
+        model.config.name_or_path = str(source.gguf)
+        if source.adapter is not None:
+            model.load_adapter(source.adapter)
     model = model.eval() if placed else model.eval().to(device)
-    return Loaded(model, _tokenizer((path, model.config._name_or_path), options), name_or_path, options.revision)
+    return Loaded(model, load_tokenizer(name_or_path, options), name_or_path, options.revision)
 
 
 def _dtype(options: LoadOptions, kind: str) -> torch.dtype | str:
@@ -88,18 +107,16 @@ def _dtype(options: LoadOptions, kind: str) -> torch.dtype | str:
     return torch.float32 if kind == "cpu" else torch.bfloat16 if packed else "auto"
 
 
-def _placement(name: str, options: LoadOptions, device: str, kind: str) -> dict[str, object]:
+def _placement(name: str, config: PretrainedConfig, options: LoadOptions, device: str, kind: str) -> dict[str, object]:
     """Return the keywords of `from_pretrained` for quantisation and devices; none if a plain model goes to `device`.
 
     Quantised weights are packed while they are loaded, on the device where they stay."""
-    config = load_config(name, options)
     stored = getattr(config, "quantization_config", None)
-    if options.quantization is not None and stored is not None:
+    if options.quantization is not None and (stored is not None or _source(name).gguf is not None):
         raise RequestError(f"the weights of {name} are quantised already; leave out --quantization")
     if options.quantization == "int4":
         try:
-            with torch.device("meta"):  # layers without memory
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+            model = on_meta(config, options)
         except Exception as error:  # transformers raises errors of many types here
             raise _missing(name, error) from error
         if (odd := layer_without_groups(model)) is not None:
@@ -112,43 +129,76 @@ def _placement(name: str, options: LoadOptions, device: str, kind: str) -> dict[
     return {}
 
 
+def known_classes(config: PretrainedConfig) -> list[Any]:
+    """Return the auto classes of transformers that load a model with this config by transformers' own code."""
+    return [auto for auto in AUTO_CLASSES if type(config) in auto._model_mapping]
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the auto class of transformers that loads a model with this config for text.
+
+    Models that also read images or sound are often known to the second or third class only. If no class knows the
+    model, the result is the first one, whose error says so."""
+    remote = getattr(config, "auto_map", None) or {}  # classes that come with the model
+    return [*known_classes(config), *(auto for auto in AUTO_CLASSES if auto.__name__ in remote), *AUTO_CLASSES][0]
+
+
+def on_meta(config: PretrainedConfig, options: LoadOptions = LOAD_DEFAULTS) -> PreTrainedModel:
+    """Make a backbone without weights, for the names and shapes of its parameters."""
+    with torch.device("meta"):
+        return auto_class(config).from_config(config, trust_remote_code=options.trust_remote_code)
+
+
 def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PretrainedConfig:
     """Load only the config of a backbone; raise RequestError if there is no such model."""
-    path = _base_path(name_or_path)
+    source = _source(name_or_path)
     try:
-        return AutoConfig.from_pretrained(path, **_hub(path, options))
+        if source.gguf is not None:
+            return read_gguf(AutoConfig, source.gguf)
+        return AutoConfig.from_pretrained(source.path, **_hub(source.path, options))
     except Exception as error:  # transformers raises errors of many types here
         raise _missing(name_or_path, error) from error
 
 
 def load_generation_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> GenerationConfig:
     """Load only the generation config of a backbone, as its model will have it; RequestError if the file is damaged."""
-    path = _base_path(name_or_path)
-    keywords: dict[str, Any] = {"revision": options.revision, **hub_keywords(path)}
+    source = _source(name_or_path)
+    keywords: dict[str, Any] = {"revision": options.revision, **hub_keywords(source.path)}
     try:
         try:
-            return GenerationConfig.from_pretrained(path, **keywords)
+            return GenerationConfig.from_pretrained(source.path, **keywords)
         except OSError:  # there is no such file: old checkpoints have these options in the file of the model's config
+            if source.gguf is not None:
+                return GenerationConfig.from_model_config(read_gguf(AutoConfig, source.gguf))
             keywords |= {"config_file_name": "config.json", "_from_model_config": True}
-            return GenerationConfig.from_pretrained(path, **keywords)
+            return GenerationConfig.from_pretrained(source.path, **keywords)
     except Exception as error:  # wrong values raise errors of several types
         raise _missing(name_or_path, error) from error
 
 
-def _base_path(name: str) -> str:
-    """Return the folder or Hub id of a backbone; of an adapter of peft, those of its base model."""
-    path = _path(name)
-    adapter = Path(path) / "adapter_config.json"
-    return read_json(adapter).get("base_model_name_or_path") or path if adapter.is_file() else path
+class Source(NamedTuple):
+    """Where transformers finds a backbone."""
+
+    path: str  # a folder or Hub id; of an adapter, that of the model that it adapts
+    gguf: Path | None = None  # the file in this folder that holds the model
+    adapter: str | None = None  # the folder of an adapter
 
 
-def _path(name: str) -> str:
-    """Return the folder or Hub id to load a backbone from; raise RequestError if the name can be neither."""
+def _source(name: str) -> Source:
+    """Find out where transformers finds a backbone; raise RequestError if the name can be no backbone's."""
     if name == SHIPPED:
-        return str(DEMO)
+        return Source(str(DEMO))
+    adapter = Path(name) / "adapter_config.json"
+    whole = (Path(name) / "config.json").is_file()  # then transformers takes the model from the same folder
+    if not whole and adapter.is_file() and (base := read_json(adapter).get("base_model_name_or_path")):
+        return _source(base)._replace(adapter=name)
+    if (gguf := gguf_file(name)) is not None:
+        return Source(str(gguf.parent), gguf)
     if not Path(name).exists() and not may_be_on_hub(name):
-        raise RequestError(f"no backbone at {name}: {why_missing(name)}; give a folder, a Hub id or {SHIPPED}")
-    return name
+        raise RequestError(
+            f"no backbone at {name}: {why_missing(name)}; give a folder, a GGUF file, a Hub id or {SHIPPED}"
+        )
+    return Source(name)
 
 
 def _hub(path: str, options: LoadOptions) -> dict[str, str | bool | None]:
@@ -183,8 +233,13 @@ def text_limits(config: PretrainedConfig) -> TextLimits:
 
 def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PreTrainedTokenizerBase | None:
     """Load only the tokenizer of a backbone; return `None` if the backbone has no tokenizer."""
-    config = load_config(name_or_path, options)
-    return _tokenizer((_path(name_or_path), config._name_or_path), options)
+    config, source = load_config(name_or_path, options), _source(name_or_path)
+    if source.gguf is None:
+        return _tokenizer((source.adapter or source.path, config._name_or_path), options)
+    try:
+        return read_gguf(AutoTokenizer, source.gguf)
+    except Exception as error:
+        raise _broken_tokenizer(name_or_path, error) from error
 
 
 def _holds_tokenizer(place: str, revision: str | None) -> bool:
@@ -204,5 +259,9 @@ def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokeniz
             return AutoTokenizer.from_pretrained(place, **_hub(place, options))
         except Exception as error:  # tokenizers raise errors of many types
             if _holds_tokenizer(place, options.revision):
-                raise RequestError(f"the tokenizer at {place} cannot be loaded: {first_line(error)}") from error
+                raise _broken_tokenizer(place, error) from error
     return None
+
+
+def _broken_tokenizer(place: str, error: Exception) -> RequestError:
+    return RequestError(f"the tokenizer at {place} cannot be loaded: {first_line(error)}")

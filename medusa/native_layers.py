@@ -4,10 +4,9 @@ transformers drops these layers when it loads a model, and `MtpModel.from_pretra
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import transformers
@@ -79,8 +78,7 @@ def read_layer(model: PreTrainedModel, device: torch.device) -> dict[str, Tensor
     Raise RequestError if the model was not loaded from files, or if they hold no complete layer."""
     name = model.config.name_or_path
     try:
-        with _names_of_layers(model):
-            layers = modeling_layers.MtpModel.from_pretrained(model, device_map={"": device})
+        layers = modeling_layers.MtpModel.from_pretrained(_naming_layers(model), device_map={"": device})
     except torch.OutOfMemoryError:
         raise
     except (OSError, RuntimeError, TypeError, ValueError) as error:  # a missing tensor is a RuntimeError
@@ -89,21 +87,14 @@ def read_layer(model: PreTrainedModel, device: torch.device) -> dict[str, Tensor
     return {f"layer.{key}": tensor for key, tensor in layers.layers[0].state_dict().items()}
 
 
-@contextmanager
-def _names_of_layers(model: PreTrainedModel) -> Iterator[None]:
+def _naming_layers(model: PreTrainedModel) -> PreTrainedModel:
     """Let transformers find the MTP layers in the files of `model`, whatever the number of the model's layers.
 
     It looks for the tensors that the model's class ignores. Most classes name a layer by its number in the largest
-    model, such as 61, so that the layers of smaller models would not be found. The model keeps no change."""
-    text = model.config.get_text_config(decoder=True)
+    model, such as 61, so that the layers of smaller models would not be found. The result is a copy of the model that
+    shares all of its parts; the model itself is not changed."""
+    text, named = model.config.get_text_config(decoder=True), copy.copy(model)
     first = text.num_hidden_layers
     numbers = "|".join(map(str, range(first, first + text.num_mtp_layers)))
-    own = vars(model).get(IGNORED)
-    setattr(model, IGNORED, [*(getattr(model, IGNORED) or ()), rf"(^|\.)layers\.({numbers})\."])
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(model, IGNORED)
-        else:
-            setattr(model, IGNORED, own)
+    setattr(named, IGNORED, [*(getattr(model, IGNORED) or ()), rf"(^|\.)layers\.({numbers})\."])
+    return named

@@ -1,9 +1,10 @@
-"""What a model's config says about trees: whether the model can verify one, and which masks its layers need.
+"""What a model's config says about trees: whether the model can verify one, and which masks and inputs it needs.
 
 This code needs only torch and transformers, because `medusa.export.hub_code` copies it into Hub repositories."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,11 +19,26 @@ MASK_BLIND = {"mpt": ALIBI, "bloom": ALIBI}
 MASK_BLIND["gpt_neo"] = "its local attention uses a window of its own by slot index and ignores ours"
 """Model types whose attention does not follow a tree mask, with the reason (measured). A test of logits does not find
 them: GPT-Neo's window is longer than the tested text, and half precision hides the biases of MPT."""
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+"""Model inputs that mark which tokens are text (0), and which stand for images or sound."""
 
 
 def text_config(model: PreTrainedModel) -> Any:
     """Return the config of the text decoder, which is a part of the config of a multimodal model."""
     return model.config.get_text_config(decoder=True)
+
+
+def without_text_types(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return model `inputs` without token types that are all zero, if these only say that all tokens are text.
+
+    In a model that reads nothing but text, they can say more: GPT-2 adds the embedding of the id 0 to every token."""
+    reads_more, named = text_config(model) is not model.config, inspect.signature(model.forward).parameters
+    types = {name for name in TOKEN_TYPES if reads_more or name not in named}
+    return {
+        name: value
+        for name, value in inputs.items()
+        if not (name in types and isinstance(value, Tensor) and not value.any())
+    }
 
 
 def longrope_boundary(model: PreTrainedModel) -> int | None:

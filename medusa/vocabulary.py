@@ -8,8 +8,6 @@ Shapes: V the backbone's vocabulary size, N the heads' vocabulary size, H hidden
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor, nn
 
@@ -18,40 +16,48 @@ from medusa.heads.independent import LMHead, MedusaHeads
 
 ABSENT = -1  # the index that `places_of` returns for a token outside the heads' vocabulary
 
-# A cache for each set of heads in memory: the LM head's weight [V, H], the heads' vocabulary, and the selected rows.
-_ROWS = weakref.WeakKeyDictionary[MedusaHeads, tuple[weakref.ref[Tensor], Tensor, nn.Linear]]()
-
 
 def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
     """Return the function from features [..., H] to logits [..., V] for heads that share the backbone's LM head.
 
-    H is the hidden size, V the vocabulary size. For heads with a reduced vocabulary of N tokens, V becomes N."""
+    H is the hidden size, V the vocabulary size. For heads with a reduced vocabulary of N tokens, V becomes N, and the
+    function has its own copy of the LM head's rows (`SelectedRows`)."""
     if heads.vocabulary is None or heads.lm_heads is not None:
         return backbone.lm_head
-    rows = rows_for(heads, backbone.head)
-    return lambda hidden: rows(hidden.to(rows.weight.dtype))
+    return SelectedRows(heads, backbone.head)
+
+
+class SelectedRows:
+    """The rows of an LM head for heads with a reduced vocabulary, as the weights are when they are copied.
+
+    PyTorch does not count all changes of a weight (`weight.data += delta`, with which peft merges adapters, is not
+    counted). So rows are copied for each text, and are not kept for later ones."""
+
+    def __init__(self, heads: MedusaHeads, lm_head: nn.Module) -> None:
+        self.heads, self.lm_head, self.rows = heads, lm_head, rows_for(heads, lm_head)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., N] of hidden states [..., H]."""
+        return self.rows(hidden.to(self.rows.weight.dtype))
+
+    def refresh(self) -> None:
+        """Copy the rows again, to the same place in memory, because compiled steps read them there."""
+        with torch.no_grad():
+            for own, now in zip(self.rows.parameters(), rows_for(self.heads, self.lm_head).parameters(), strict=True):
+                own.copy_(now)
 
 
 def rows_for(heads: MedusaHeads, lm_head: nn.Module) -> nn.Linear:
-    """Return the LM head [V, H] or, if the heads' vocabulary is reduced, a copy with the rows [N, H] of its N tokens.
-
-    The rows are copied once, and cached for as long as the weight and the vocabulary stay the same."""
+    """Return the LM head [V, H] or, for heads with a reduced vocabulary, a copy of the rows [N, H] of its N tokens."""
     if not isinstance(lm_head, nn.Linear):
         raise TypeError(f"the backbone's LM head is a {type(lm_head).__name__}; a Linear is needed here")
     if heads.vocabulary is None:
         return lm_head
-    weight, bias = lm_head.weight, lm_head.bias
-    if heads in _ROWS:
-        of, vocabulary, rows = _ROWS[heads]
-        same = of() is weight and vocabulary is heads.vocabulary
-        if same and (rows.weight.dtype, rows.weight.device) == (weight.dtype, weight.device):
-            return rows
-    ids = heads.vocabulary.to(weight.device)
-    rows = nn.Linear(weight.shape[1], len(ids), bias is not None, device="meta")
-    rows.weight = nn.Parameter(weight.detach()[ids], requires_grad=False)
-    if bias is not None:
-        rows.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
-    _ROWS[heads] = weakref.ref(weight), heads.vocabulary, rows
+    ids = heads.vocabulary.to(lm_head.weight.device)
+    rows = nn.Linear(lm_head.in_features, len(ids), lm_head.bias is not None, device="meta")
+    with torch.inference_mode(False):  # rows made in inference mode could not be refreshed outside of it
+        for name, parameter in lm_head.named_parameters():
+            setattr(rows, name, nn.Parameter(parameter.detach()[ids], requires_grad=False))
     return rows
 
 

@@ -33,7 +33,7 @@ from medusa.files import write_text
 from medusa.loading import load_backbone
 from medusa.options import LoadOptions, Options, group, option
 from script_tools import markdown_table, run_script, script_parser
-from tiny_models import REFUSED, SUPPORTED, VOCAB, random_heads, tiny_model
+from tiny_models import MULTIMODAL, REFUSED, SUPPORTED, VOCAB, random_heads, tiny_model
 
 # Wide, because random heads guess badly: of 61 tokens, the next one is among 30 guesses every second time.
 TREE = Tree.top_k([30, 3])
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(check.reason)
         options.output.write(asdict(check))
         return 0 if check.ok else 1
-    names = [*SUPPORTED, *REFUSED]
+    names = [*SUPPORTED, *MULTIMODAL, *REFUSED]
     if unknown := sorted(set(options.only or []) - set(names)):
         raise RequestError(f"--only {unknown[0]!r} is no row; choose from {', '.join(names)}")
     if options.only and options.write:

@@ -39,8 +39,6 @@ from decode.loop import Acceptor, Timer, TreeStepper, advance
 from decode.masks import TreeMasks
 from decode.ops.fast_linear import fast_linear
 from decode.ops.grouped_attention import grouped, sharing
-from decode.ops.norms import fast_norms
-from decode.ops.rotary import fast_rotary
 from decode.prefill import prefill
 from decode.request import prepare
 from decode.session import Session
@@ -137,7 +135,6 @@ def measure(
     masks = TreeMasks(backbone.config, backbone.dtype, backbone.device)
     topology = Topology.of(tree.to(backbone.device))
     hidden = torch.zeros(1, backbone.hidden_size, dtype=backbone.dtype, device=backbone.device)
-    rotary, norms = fast_rotary(backbone.base, on_cpu=backbone.device.type == "cpu"), fast_norms(backbone.base)
     clock = stopwatch(backbone.device)
 
     def seconds_of(work: Callable[[], object]) -> float:
@@ -147,7 +144,7 @@ def measure(
 
     def bare(cache: TreeCache, ids: Tensor, positions: Tensor, mask: Mask | None) -> float:
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "past_key_values": cache}
-        with grouped(backbone.config), sharing(mask), fast_linear(backbone.head_weight, ids.numel()), rotary, norms:
+        with grouped(backbone.config), sharing(mask), fast_linear(backbone.head_weight, ids.numel()):
             seconds = seconds_of(lambda: model(**inputs, use_cache=True))
         cache.pending = 0
         return seconds
@@ -156,19 +153,17 @@ def measure(
     rows, roots = stepper.start()
     plain_rows, plain_roots = plain.start()
     while True:
-        with stepper.held:  # as `generate` opens it once for all steps
-            start = clock()
-            step, rows, roots = advance(session.sequences, stepper, rows, roots, Timer())
-            seconds = clock() - start
+        start = clock()
+        step, rows, roots = advance(session.sequences, stepper, rows, roots, Timer())
+        seconds = clock() - start
         length = session.verifier.cache.lengths[0]
         at_end = backbone.context is not None and length + tree.max_depth >= backbone.context
         if not rows or at_end:
             return rounds[WARM_UP:], lengths
         lengths.append(step.lengths[0])
-        with plain.held:
-            start = clock()
-            _, plain_rows, plain_roots = advance(plain.session.sequences, plain, plain_rows, plain_roots, Timer())
-            of_plain = clock() - start
+        start = clock()
+        _, plain_rows, plain_roots = advance(plain.session.sequences, plain, plain_rows, plain_roots, Timer())
+        of_plain = clock() - start
         plain_cache = plain.session.verifier.cache
         one, here = (torch.tensor([[n]], device=backbone.device) for n in (prompt[0], plain_cache.lengths[0]))
         nodes = one.expand(1, tree.num_nodes)

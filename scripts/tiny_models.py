@@ -9,14 +9,16 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from medusa import MedusaConfig, MedusaHeads
 from medusa.backbone import Backbone
+from medusa.loading import auto_class
 
 TABLE = yaml.safe_load(Path(__file__).with_name("architectures.yaml").read_text(encoding="utf-8"))
 COMMON: dict[str, Any] = TABLE["common"]
 SUPPORTED: dict[str, dict[str, Any]] = TABLE["supported"]
+MULTIMODAL: dict[str, dict[str, Any]] = TABLE["multimodal"]  # supported, too, for text
 REFUSED: dict[str, dict[str, Any]] = TABLE["refused"]
 VOCAB: int = COMMON["vocab_size"]
 
@@ -29,10 +31,14 @@ def tiny_model(
     **overrides: Any,
 ) -> Any:
     """Make a random model of an architecture; `name` is one of architectures.yaml, `overrides` change it."""
-    settings = COMMON | (SUPPORTED | REFUSED)[name] | overrides
+    if name in MULTIMODAL:
+        settings = MULTIMODAL[name]
+        settings = settings | {"text_config": COMMON | settings.get("text_config", {}) | overrides}
+    else:
+        settings = COMMON | (SUPPORTED | REFUSED)[name] | overrides
     torch.manual_seed(seed)
     config = AutoConfig.for_model(name.split(",")[0], **settings)
-    maker = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    maker = AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto_class(config)
     model = maker.from_config(config, dtype=dtype, attn_implementation=attn_implementation).eval()
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the default implementation does not take float64

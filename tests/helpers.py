@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import random
 import string
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -105,6 +106,18 @@ def shared_model(family: str = "llama", **settings: Any) -> Any:
     model = tiny_model(family, **settings)
     _PLAIN[model] = {}
     return model
+
+
+def parts_of(model: nn.Module, without: Collection[str] = ()) -> list[dict[str, int]]:
+    """The attributes of each module of `model`, with the number of hooks, parameters or modules in each."""
+    return [
+        {
+            name: len(value) if isinstance(value, dict) else 0
+            for name, value in vars(part).items()
+            if name not in without
+        }
+        for part in model.modules()
+    ]
 
 
 def random_ids(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:

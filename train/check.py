@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 
-import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json, require_writable_folder
 from medusa.heads import NATIVE
-from medusa.loading import head_sizes, load_config
+from medusa.loading import head_sizes, known_classes, load_config, on_meta
 from medusa.native_layers import native_config
 from medusa.shipped import shipped_configs
 from medusa.tree import load_tree
@@ -93,9 +92,8 @@ def require_adaptable(config: TrainConfig, heads: HeadsConfig | MedusaConfig) ->
 
 def _require_modules(adapter: AdapterConfig, backbone: PretrainedConfig) -> None:
     """Raise RequestError if the backbone lacks layers to adapt; a backbone that brings its code is checked later."""
-    if type(backbone) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        with torch.device("meta"):  # layers without memory
-            add_lora(AutoModelForCausalLM.from_config(backbone), adapter)
+    if known_classes(backbone):
+        add_lora(on_meta(backbone), adapter)
 
 
 def _training_arguments(config: TrainConfig, rate: float, quiet: bool) -> MedusaTrainingArguments:

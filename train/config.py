@@ -161,7 +161,7 @@ class TrainConfig(Section):
     """A whole training recipe: its top-level keys and its sections."""
 
     backbone: str = Field(min_length=1)
-    """The model that the heads are for: a local folder, a Hub id, or demo (a small model in this package)."""
+    """The model that the heads are for: a local folder, a GGUF file, a Hub id, or demo (in this package)."""
     data: DataConfig
     """Texts to train on."""
     output_dir: str = Field(min_length=1)

@@ -72,7 +72,7 @@ def new_heads(
 def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None) -> MedusaConfig:
     """The configuration of new heads: values set in `asked` (see `new_heads`), and for the rest what suits `model`."""
     backbone, num_heads = Backbone(model), asked.num or NUM_HEADS
-    if name != SHIPPED and Path(name).is_dir():  # absolute: the heads may be used from another folder
+    if name != SHIPPED and Path(name).exists():  # absolute: the heads may be used from another folder
         name = str(Path(name).resolve())
     origin: Origin = {"base_model_name_or_path": name, "backbone": fingerprint(model, name, revision)}
     if asked.kind == NATIVE:

@@ -296,7 +296,6 @@ class MedusaTrainer(InterruptibleTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         stored = MedusaHeads.from_pretrained(resume_from_checkpoint, device=self.heads.device)
-        self.heads.vocabulary = stored.vocabulary  # a new tensor, for which `rows_for` copies the LM head's rows again
         self.heads.load_state_dict(stored.state_dict())
 
     def _load_best_model(self) -> None:

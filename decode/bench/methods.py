@@ -68,11 +68,10 @@ class DrafterMethod:
         requests = prepare(self.model, prompts, seeds, **self.settings.generate_kwargs(self.tokenizer))
         begun = decoding(self.model, self.source, requests, *self.settings.how, self.clock, self.keep_hidden)
         run = DecodingRun(begun, perf_counter() - start)
-        with begun.stepper.held:  # as in `generate`
-            for step in run:
-                if on_step is not None:
-                    for row, ids in step.ids.items():
-                        on_step(row, ids)
+        for step in run:
+            if on_step is not None:
+                for row, ids in step.ids.items():
+                    on_step(row, ids)
         if (kept := run.session.kept_hidden) is not None:
             for row, result in enumerate(run.results):
                 length = len(result.input_ids) + len(result.new_ids)  # a text may be cut before its last accepted guess

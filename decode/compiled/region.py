@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.accept import at_end, pack
 from decode.cache import TreeCache
@@ -25,8 +25,7 @@ from decode.heads_cache import HeadsCache
 from decode.masks import visible_slots
 from decode.ops.fast_linear import fast_linear
 from decode.ops.grouped_attention import grouped
-from decode.ops.norms import is_normed
-from medusa.backbone import Backbone
+from medusa.backbone import Backbone, by_value
 from medusa.memory import bytes_of, plain_tensors, total_memory
 from medusa.tree_support import LayerKinds, additive
 
@@ -39,6 +38,8 @@ SMALL = 1 << 26
 
 A step of stories260K then takes a fifth to a quarter less time, and compiling takes 23 instead of 28 s. With 24 layers
 and 300 MB, compiling takes 93 instead of 66 s, and a step hardly less time."""
+STORED = "_medusa_regions"
+"""The attribute of a model that holds its regions. They refer to the model, so that they must live and end with it."""
 COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType, partial)
 Key = tuple[object, ...]
@@ -217,9 +218,9 @@ def compiled(
 
 
 class Regions(list[tuple[Key, Region]]):
-    """The compiled regions that a model keeps for reuse, the last used one last.
+    """The compiled regions that a model keeps for reuse, the last used one last. `max_bytes` may be changed.
 
-    A copy of the model starts without regions. `max_bytes` may be changed."""
+    A copy of the model holds `None` instead, which needs no package when it is unpickled."""
 
     def __init__(self, max_bytes: int) -> None:
         """Make an empty list; the caches of all regions in it take up to `max_bytes`."""
@@ -229,10 +230,12 @@ class Regions(list[tuple[Key, Region]]):
     @classmethod
     def of(cls, model: PreTrainedModel) -> Regions:
         """The compiled regions that are stored on `model`; the first call stores an empty list."""
-        return vars(model).setdefault("_medusa_regions", cls(int(SHARE * total_memory(model.device))))
+        if not isinstance(vars(model).get(STORED), Regions):
+            vars(model)[STORED] = cls(int(SHARE * total_memory(model.device)))
+        return vars(model)[STORED]
 
-    def __reduce__(self) -> tuple[type[Regions], tuple[int]]:
-        return Regions, (self.max_bytes,)
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
     def take(self, key: Key) -> Region | None:
         """Remove a stored compiled region with this key and return it; `None` if no region has the key."""
@@ -266,12 +269,13 @@ def addresses(modules: list[nn.Module]) -> list[int]:
 
 
 def modules_key(module: nn.Module) -> Key:
-    """A module's part of the key of a compiled region: the hooks, parameters and settings of its submodules.
+    """A module's part of the key of a compiled region: the hooks, parameters, settings and configs of its submodules.
 
     Settings are attributes such as train mode or active adapters. Parameters enter the key by identity (because tied
-    parameters are one input of compiled code), dtype and device, but not by value. Faster norms, which an eager text of
-    another thread may have put in place, do not count, because compiled code never uses them."""
-    return tuple(
+    parameters are one input of compiled code), dtype and device, but not by value. Configs enter it by value, and each
+    of them once, although most submodules hold it."""
+    configs: dict[int, object] = {}
+    parts = tuple(
         (
             type(part),
             type(part).forward,
@@ -279,23 +283,30 @@ def modules_key(module: nn.Module) -> Key:
             *part._forward_pre_hooks.values(),
             *part._forward_hooks.values(),
             *(
-                (name, _plain(value))
+                (name, _plain(value, configs))
                 for name, value in list(vars(part).items())
-                if not (name in COMMON_ATTRIBUTES or is_normed(value))
+                if name not in COMMON_ATTRIBUTES
             ),
         )
         for part in module.modules()
     )
+    return parts, tuple(configs.values())
 
 
-def _plain(value: object) -> object:
-    """Convert a value for a region's key: numbers, strings, functions stay; containers become tuples; others `None`."""
+def _plain(value: object, configs: dict[int, object]) -> object:
+    """Convert a value for a region's key: numbers, strings, functions stay; containers become tuples; others `None`.
+
+    A config is added to `configs`, and is converted to its number among them."""
     if isinstance(value, PLAIN):
         return value
+    if isinstance(value, PretrainedConfig):
+        if id(value) not in configs:
+            configs[id(value)] = by_value(value)
+        return list(configs).index(id(value))
     if type(value) is dict:
         value = list(value.items())
     elif type(value) is set:
         value = sorted(value, key=repr)
     if type(value) is list or type(value) is tuple:
-        return tuple(part for part in map(_plain, value) if part not in (None, ()))
+        return tuple(part for part in (_plain(part, configs) for part in value) if part not in (None, ()))
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -59,17 +58,12 @@ class CompiledStepper(Stepper):
             len(session.sequences),
             (*shape, *nodes.parent.tolist(), *nodes.rank.tolist()),
             FixedSampler.key(session.target, acceptor),
-            (backbone.config._attn_implementation, torch.get_num_threads()),
+            torch.get_num_threads(),
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             modules_key(backbone.model),
             (heads, modules_key(heads)) if heads is not None else (),  # with the heads, so that no others get their id
         )
         self.lengths = [len(prompt) for prompt in session.sequences.prompts]
-
-    @property
-    def held(self) -> AbstractContextManager[None]:
-        """Nothing: compiled code has its own operations."""
-        return nullcontext()
 
     def start(self) -> tuple[list[int], list[int]]:
         session, sequences = self.session, self.session.sequences

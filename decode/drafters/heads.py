@@ -18,7 +18,7 @@ from decode.topology import Topology, chosen_part
 from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from medusa.vocabulary import lm_head_for, over_all, token_ids
+from medusa.vocabulary import SelectedRows, lm_head_for, over_all, token_ids
 
 
 class GuessBuffer:
@@ -64,6 +64,10 @@ class HeadsDrafter:
         self.device, self.dtype = heads.device, heads.dtype
         on_host = self.device.type == backbone.device.type == "cpu"
         self.uses_buffers = on_host and heads.vocabulary is None and not isinstance(self.tree, DynamicTree)
+
+    def refresh(self) -> None:
+        if isinstance(self.lm_head, SelectedRows):
+            self.lm_head.refresh()
 
     def propose(self, frontier: Frontier) -> Draft:
         """Propose a tree for each text of the batch: the heads' guesses below the root, which is already decided."""

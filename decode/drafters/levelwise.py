@@ -25,7 +25,7 @@ from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.sequential import SequentialHeads, State
 from medusa.tree import Tree
-from medusa.vocabulary import lm_head_for
+from medusa.vocabulary import SelectedRows, lm_head_for
 
 
 class Level(NamedTuple):
@@ -230,6 +230,10 @@ class PathDrafter(LevelwiseDrafter):
         super().__init__(tree.to(backbone.device), backbone.vocab_size, target)
         self.heads, self.backbone, self.device, self.dtype = heads, backbone, heads.device, heads.dtype
         self.lm_head = lm_head_for(heads, backbone)
+
+    def refresh(self) -> None:
+        if isinstance(self.lm_head, SelectedRows):
+            self.lm_head.refresh()
 
     def begin(self, frontier: Frontier) -> State:
         return (frontier.hidden.to(self.device, self.dtype)[:, None],)

@@ -123,5 +123,6 @@ def lm_head_weight(heads: MarkovHeads, backbone: Backbone) -> Tensor:
 def weights(heads: MarkovHeads, backbone: Backbone) -> list[Tensor]:
     """The tensors from which the products are computed."""
     embedding = cast("Tensor", backbone.model.get_input_embeddings().weight)
-    found = [heads.root, heads.token, heads.out, embedding, lm_head_weight(heads, backbone)]
+    lm_head = backbone.head_weight if heads.lm_heads is None else heads.lm_heads
+    found = [heads.root, heads.token, heads.out, embedding, lm_head]
     return found if heads.vocabulary is None else [*found, heads.vocabulary]

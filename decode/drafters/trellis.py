@@ -34,7 +34,7 @@ from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.markov import MarkovHeads
 from medusa.heads.sequential import State
-from medusa.vocabulary import rows_for, token_ids
+from medusa.vocabulary import token_ids
 
 
 class Trellis(NamedTuple):
@@ -108,13 +108,17 @@ class TrellisDrafter(PathDrafter):
         return self.dtype == kept.paths.dtype and self.dtype in FILLED_IN and has_trellis_fill()
 
     def refresh(self) -> None:
+        super().refresh()
+        self._refresh_products()
+
+    def _refresh_products(self) -> None:
         if self.kept is not None:
             self.kept.refresh(self.heads, self.backbone)
 
     def independent(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """The hidden states [B, H], and the logits [K, B, V] of the heads' independent parts after them."""
         if not torch.compiler.is_compiling():
-            self.refresh()
+            self._refresh_products()
         hidden = frontier.hidden.to(self.device, self.dtype)
         features = self.heads.independent(hidden, self.known(frontier.root), slice(self.depth))
         return hidden, self.heads.logits(features, self.lm_head)
@@ -163,7 +167,7 @@ class TrellisDrafter(PathDrafter):
         embedded = heads.embed(before, self.backbone.embed)
         values = heads.values(embedded.flatten(1, 2), later).unflatten(1, before.shape[1:])
         if heads.lm_heads is None:
-            columns = rows_for(heads, self.backbone.head).weight[places].to(values.dtype).transpose(2, 3)
+            columns = self.backbone.head_weight[ids[1:]].to(values.dtype).transpose(2, 3)
         else:
             at = places[:, :, None].expand(-1, -1, embedded.shape[-1], -1)
             columns = heads.lm_heads[1 : len(places) + 1, None].expand(-1, places.shape[1], -1, -1).gather(3, at)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable
 from threading import Lock
 
 Restore = Callable[[], None]
@@ -30,21 +28,3 @@ class SharedSetting:
             self._open -= 1
             if not self._open:
                 self._restore()
-
-
-def together(*settings: AbstractContextManager[None]) -> SharedSetting:
-    """One setting that opens all these settings; while it is open, to open it once more costs as much as one of them.
-
-    The settings must not raise an error when they are opened."""
-    return SharedSetting(partial(_open, settings))
-
-
-def _open(settings: Sequence[AbstractContextManager[None]]) -> Restore:
-    for setting in settings:
-        setting.__enter__()
-    return partial(_close, settings)
-
-
-def _close(settings: Sequence[AbstractContextManager[None]]) -> None:
-    for setting in reversed(settings):
-        setting.__exit__(None, None, None)

@@ -9,8 +9,7 @@ Shapes: B rows of the batch, T tokens, N nodes, V vocabulary."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -110,11 +109,6 @@ class ContrastVerifier(Verifier):
     def __init__(self, expert: Verifier, amateur: Verifier, contrast: Contrast) -> None:
         super().__init__(expert.backbone, expert.cache, expert.sequences)
         self.amateur, self.contrast = amateur, contrast
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        with super().held(), self.amateur.held():
-            yield
 
     def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
         return self._contrasted(super().prefill(ids, lengths, on_hidden), self.amateur.prefill(ids, lengths))

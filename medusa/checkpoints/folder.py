@@ -128,7 +128,7 @@ def _stored_heads(folder: Path) -> Stored:
     for path in (folder / name for name in HEADS_FILES):
         if path.is_file():
             return Stored.of_files([path])
-    stored = Stored.of_model(folder)
+    stored = Stored.of_folder(folder)
     if not is_eagle(stored) and not any(map(is_of_heads, stored)):
         files = ", ".join(HEADS_FILES)
         raise RequestError(f"no heads in {folder}: it holds neither {files} nor a model with heads inside")

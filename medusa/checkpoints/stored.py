@@ -21,6 +21,7 @@ LEGACY_WEIGHTS = "medusa_lm_head.pt"  # the first format of FasterDecoding
 HYDRA_WEIGHTS = "hydra_lm_head.pt"  # the format of the original Hydra
 HEADS_FILES = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)  # in the order in which they are looked for
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")  # how the names of a Trainer's other files begin
+MODELS = ("model.safetensors", "pytorch_model.bin")  # of models in one file, in the order of transformers
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of models in several files
 
 
@@ -45,7 +46,17 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_model(cls, folder: Path) -> Stored:
-        """Find the tensors that a model's index lists, else all in its .safetensors files, else .bin or .pt files."""
+        """Find the tensors in the files that transformers loads of a folder; empty if it holds none of them."""
+        for whole, index in zip(MODELS, INDICES, strict=True):
+            if (folder / whole).is_file():
+                return cls.of_files([folder / whole])
+            if (folder / index).is_file():
+                return cls._indexed(folder / index)
+        return cls({})
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Stored:
+        """Find the tensors that a folder's index lists, else all in its .safetensors files, else .bin or .pt files."""
         if (indexed := cls.of_index(folder)) is not None:
             return indexed
         files = [path for path in sorted(folder.glob("*")) if path.is_file() and not path.name.startswith(NO_WEIGHTS)]
@@ -58,9 +69,11 @@ class Stored(Mapping[str, Tensor]):
     def of_index(cls, folder: Path) -> Stored | None:
         """Find the tensors that a model's index file lists; `None` without an index, RequestError if it is damaged."""
         index = next((folder / name for name in INDICES if (folder / name).is_file()), None)
-        if index is None:
-            return None
-        content = read_json(index)
+        return None if index is None else cls._indexed(index)
+
+    @classmethod
+    def _indexed(cls, index: Path) -> Stored:
+        content, folder = read_json(index), index.parent
         files = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise RequestError(f"{index} has no weight_map of tensors and files; download it again")

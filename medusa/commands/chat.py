@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.text import Text
 
 from medusa.commands.network import Network
-from medusa.commands.options import CommandOptions, require_extra, speed_line, warn, warn_if_useless
+from medusa.commands.options import CommandOptions, speed_line, warn, warn_if_useless
 from medusa.commands.prompting import PromptForm, prompt_form, recorded_form
-from medusa.errors import RequestError
+from medusa.errors import RequestError, require_extra
 from medusa.options import group, option
 from medusa.records.record import Record
 

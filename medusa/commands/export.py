@@ -40,7 +40,7 @@ class ExportOptions(Options):
     overwrite: bool = option(False, "replace an earlier export in the folder")
     backbone: str | None = option(
         None,
-        "name this backbone, a folder or a Hub id (default: the one that the heads record)",
+        "name this backbone, a folder, a GGUF file or a Hub id (default: the one that the heads record)",
         metavar="B",
         brief="name this backbone (default: the heads' own)",
     )
@@ -100,7 +100,7 @@ def run(options: ExportOptions) -> None:
     if backbone is None:
         raise RequestError(f"{options.heads} does not record its backbone; add --backbone B")
     local = DEMO_BACKBONE if backbone == "demo" else Path(backbone)
-    name = str(local.resolve()) if local.is_dir() else backbone  # absolute: a server may start in another folder
+    name = str(local.resolve()) if local.exists() else backbone  # absolute: a server may start in another folder
     _require_replaceable(place, keep=[source, local])
     unchecked = None if options.backbone is None else require_own_backbone(heads, options.backbone, options.load)
     recorded = (heads.config.base_model_name_or_path, heads.config.backbone.get("name"))

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
@@ -37,7 +36,7 @@ PAGE_SUFFIXES = (".html", ".htm")
 class Models(Options):
     backbone: str = option(
         "",
-        "use this backbone: a folder, a Hub id, or demo (shipped) (default: the one that the heads record)",
+        "use this backbone: a folder, a GGUF file, a Hub id, or demo (shipped) (default: the one in the heads' config)",
         metavar="B",
         brief="use this backbone (default: the heads' own)",
     )
@@ -308,12 +307,6 @@ class CommandOptions(Options):
         """Show a message while the first tokens are generated and, with --compile, the steps are compiled."""
         slow = "compiling the decoding steps, which takes half a minute or more"
         return self.output.stage(slow if self.settings.compile else "warming up")
-
-
-def require_extra(extra: str, *modules: str) -> None:
-    """Raise a `RequestError` if a module of the optional dependencies `medusa-heads[extra]` is not installed."""
-    if missing := [module for module in modules if find_spec(module) is None]:
-        raise RequestError(f"{' and '.join(missing)} is not installed; type: pip install 'medusa-heads[{extra}]'")
 
 
 def batches(items: list[Item], size: int) -> list[list[Item]]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 
 from medusa.commands.network import Network
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Output, require_extra
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Output
 from medusa.commands.structured import Structured
-from medusa.errors import RequestError
+from medusa.errors import RequestError, require_extra
 from medusa.options import count, group, option
 
 ORIGIN = re.compile(r"https?://[^/\s]+")

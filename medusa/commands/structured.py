@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decode.strategies.options import require_no_compiled_grammar
-from medusa.commands.options import require_extra
-from medusa.errors import RequestError
+from medusa.errors import RequestError, require_extra
 from medusa.options import Options, option
 
 if TYPE_CHECKING:

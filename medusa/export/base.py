@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.stored import Stored
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.export.card import Facts
-from medusa.loading import DEMO, LOAD_DEFAULTS, LoadOptions, load_backbone, load_config
+from medusa.loading import DEMO, LOAD_DEFAULTS, LoadOptions, load_backbone, load_config, on_meta
 
 FORMER_LM_HEADS = ("embed_out.weight",)
 """Older names of the LM head's weight, under which transformers still saves it for some models."""
@@ -108,11 +108,14 @@ def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
 
     Raise RequestError if there is no such backbone, or its LM head has a bias, which no export format can store."""
 
-    def find(model: PreTrainedModel) -> Tensor:
-        return _without_bias(model.get_output_embeddings(), name)
+    def find(model: PreTrainedModel) -> nn.Module | None:
+        _without_bias(model.get_output_embeddings(), name)
+        return model.get_output_embeddings()
 
-    found = _read_alone(name, options, find, FORMER_LM_HEADS)
-    return find(load_backbone(name, replace(options, device="cpu")).model).detach() if found is None else found
+    if (found := _read_alone(name, options, find, FORMER_LM_HEADS)) is not None:
+        return found
+    head = load_backbone(name, replace(options, device="cpu")).model.get_output_embeddings()
+    return _without_bias(head, name).detach()
 
 
 def read_embeddings(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
@@ -121,9 +124,9 @@ def read_embeddings(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
     If the embedding module computes more than a look-up, such as a scaling, the backbone is loaded and computes them.
     Raise RequestError if there is no such backbone."""
 
-    def find(model: PreTrainedModel) -> Tensor | None:
+    def find(model: PreTrainedModel) -> nn.Module | None:
         module = model.get_input_embeddings()
-        return _weight(module) if type(module) is nn.Embedding else None
+        return module if type(module) is nn.Embedding else None
 
     if (found := _read_alone(name, options, find)) is not None:
         return found
@@ -133,26 +136,48 @@ def read_embeddings(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
 
 
 def _read_alone(
-    name: str, options: LoadOptions, find: Callable[[PreTrainedModel], Tensor | None], former: Sequence[str] = ()
+    name: str, options: LoadOptions, find: Callable[[PreTrainedModel], nn.Module | None], former: Sequence[str] = ()
 ) -> Tensor | None:
-    """Read the parameter that `find` returns of a backbone, from the folder of a whole model, without the others.
+    """Read the weight of the module that `find` returns of a backbone, from the folder of a whole model, alone.
 
-    `former` are older names of it. Return `None` if there is no such folder, parameter or stored tensor."""
+    The result is the weight that transformers gives the module: its own tensor, stored under its name or one of its
+    `former` names, else that of a parameter tied to it. Return `None` if there is no such folder, module or tensor."""
     folder = DEMO if name == "demo" else Path(name)
     if not is_whole_model(folder):
         return None
-    config = load_config(name, options)
-    model = on_meta(config, options)
-    if (wanted := find(model)) is None:
+    model = on_meta(load_config(name, options), options)
+    if (module := find(model)) is None:
         return None
-    text = config.get_text_config(decoder=True)
-    same = [wanted]
-    if getattr(text, "tie_word_embeddings", False):
-        both = (model.get_input_embeddings(), model.get_output_embeddings())
-        same += [_weight(module) for module in both if module is not None]
-    parameters = model.named_parameters(remove_duplicate=False)
-    names = [key for key, value in parameters if any(value is one for one in same)]
-    return stored_tensor(Stored.of_model(folder), model, (*names, *former), wanted)
+    weight, stored = _weight(module), Stored.of_model(folder)
+    own = next(f"{key}.weight" for key, part in model.named_modules() if part is module)
+    tied = [key for key, value in model.named_parameters(remove_duplicate=False) if value is weight]
+    return next(
+        (found for key in (own, *former, *tied) if (found := stored_tensor(stored, model, key, weight)) is not None),
+        None,
+    )
+
+
+def stored_weights(stored: Stored, model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """Return the stored tensors of all parameters of `model`, by the names that they have after loading.
+
+    Like transformers, tie parameters only if their tensors are equal, or one of them is stored. Return `None` if a
+    parameter is not stored under its name."""
+    groups: dict[int, list[str]] = {}  # of names that share a parameter
+    like = dict(model.named_parameters(remove_duplicate=False))
+    for key, value in like.items():
+        groups.setdefault(id(value), []).append(key)
+    found: dict[str, Tensor] = {}
+    for first, *others in groups.values():
+        of = {
+            key: tensor
+            for key in (first, *others)
+            if (tensor := stored_tensor(stored, model, key, like[key])) is not None
+        }
+        if not of:
+            return None
+        found[first] = of.get(first, next(iter(of.values())))
+        found |= {key: of[key] for key in others if key in of and not torch.equal(of[key], found[first])}
+    return found
 
 
 def is_whole_model(folder: Path) -> bool:
@@ -160,19 +185,12 @@ def is_whole_model(folder: Path) -> bool:
     return folder.is_dir() and not (folder / "adapter_config.json").is_file()
 
 
-def on_meta(config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
-    """Make a backbone without weights, for the names and shapes of its parameters."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+def stored_tensor(stored: Stored, model: PreTrainedModel, name: str, like: Tensor) -> Tensor | None:
+    """Return the stored tensor with the `name` of a parameter, or with this name without the model's prefix.
 
-
-def stored_tensor(stored: Stored, model: PreTrainedModel, names: Sequence[str], like: Tensor) -> Tensor | None:
-    """Return the first stored tensor with one of the `names`, or such a name without the model's prefix.
-
-    The tensor must have the shape of `like`. Return `None` if there is none."""
-    without_prefix = [key.removeprefix(f"{model.base_model_prefix}.") for key in names]
-    for key in (*names, *without_prefix):
-        if key in stored and stored[key].shape == like.shape:
+    The tensor must hold floats and have the shape of `like`. Return `None` if there is none."""
+    for key in (name, name.removeprefix(f"{model.base_model_prefix}.")):
+        if key in stored and stored[key].shape == like.shape and stored[key].is_floating_point():
             return stored[key]
     return None
 

@@ -12,9 +12,9 @@ from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.stored import Stored
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
-from medusa.export.base import is_whole_model, on_meta, stored_tensor
+from medusa.export.base import is_whole_model, stored_weights
 from medusa.fingerprint import differs, embedding_sample, unlike, weight_sample
-from medusa.loading import DEMO, LoadOptions, head_sizes, load_backbone, load_config
+from medusa.loading import DEMO, LoadOptions, head_sizes, load_backbone, load_config, on_meta
 from medusa.options import DTYPE_NAMES
 from medusa.places import SHIPPED, may_be_on_hub
 
@@ -24,7 +24,7 @@ def require_own_backbone(heads: Checkpoint, name: str, options: LoadOptions) -> 
 
     Return why the weights could not be compared, or `None` if they were. Weights are compared if the backbone is a
     local folder or in the Hub's cache; nothing is downloaded. Raise RequestError if it is another backbone."""
-    config, folder = heads.config, _local_folder(name, options)
+    config, folder = heads.config, _local_place(name, options)
     if folder is None:
         return f"{name} is not on this machine, so this export does not check that the heads belong to it"
     backbone = load_config(str(folder), options)
@@ -51,9 +51,9 @@ def _way_out(known: Fingerprint) -> str:
     return "name the right backbone" if name is None else f"leave --backbone out, or name a copy of {name}"
 
 
-def _local_folder(name: str, options: LoadOptions) -> Path | None:
-    """Return the folder of a backbone on this machine, also in the Hub's cache; `None` if it is not here."""
-    if name == SHIPPED or Path(name).is_dir():
+def _local_place(name: str, options: LoadOptions) -> Path | None:
+    """Return the folder or file of a backbone on this machine, also in the Hub's cache; `None` if it is not here."""
+    if name == SHIPPED or Path(name).exists():
         return DEMO if name == SHIPPED else Path(name)
     if not may_be_on_hub(name):
         return None
@@ -64,17 +64,14 @@ def _local_folder(name: str, options: LoadOptions) -> Path | None:
 
 def _differs(folder: Path, config: PretrainedConfig, known: Fingerprint, options: LoadOptions) -> bool:
     """Whether the model in a folder is not the backbone of `known`. Reads single tensors of its files where it can."""
-    if is_whole_model(folder):
-        stored, model = Stored.of_model(folder), on_meta(config, options)
-        parameters = {key: value for key, value in model.named_parameters() if value.is_floating_point()}
-        found = {key: stored_tensor(stored, model, [key], value) for key, value in parameters.items()}
-        tensors = {key: value for key, value in found.items() if value is not None}
-        embedding = model.get_input_embeddings().weight
-        if known.get("weights") and len(tensors) == len(parameters):
-            return unlike(known["weights"], weight_sample(tensors, tensors.__getitem__))
-        for key, value in parameters.items():
-            if not known.get("weights") and value is embedding and key in tensors:
-                return unlike(known["embedding"], embedding_sample(tensors[key]))
+    if is_whole_model(folder) and getattr(config, "quantization_config", None) is None:
+        model = on_meta(config, options)
+        if (tensors := stored_weights(Stored.of_model(folder), model)) is not None:
+            if known.get("weights"):
+                return unlike(known["weights"], weight_sample(tensors, tensors.__getitem__))
+            embedding = model.get_input_embeddings().weight
+            name = next(key for key, value in model.named_parameters() if value is embedding)
+            return unlike(known["embedding"], embedding_sample(tensors[name]))
     dtype = known.get("dtype")
     loaded = load_backbone(str(folder), replace(options, device="cpu", dtype=dtype if dtype in DTYPE_NAMES else None))
     return differs(loaded.model, known)

@@ -19,8 +19,7 @@ import pytest
 from decode.results import DecodingRun
 from medusa.__main__ import main
 from medusa.commands.network import Network
-from medusa.commands.options import require_extra
-from medusa.errors import RequestError
+from medusa.errors import RequestError, require_extra
 
 CHAT = ("chat", "--backbone", "demo", "--max-new-tokens", "16", "--threads", "1")
 WITH_HEADS = (*CHAT, "--heads", "demo", "--tree", "eight")

@@ -18,8 +18,11 @@ from decode.bench.calibration.recording import record
 from decode.bench.losslessness.cases import Rule, passes
 from decode.bench.losslessness.experiment import Experiment
 from decode.draft import Draft, Frontier
+from decode.drafters import path_rows
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads, heads_drafter
+from decode.generation import decoding
+from decode.loop import Acceptor
 from decode.request import prepare
 from decode.settings import Settings
 from decode.target import Target
@@ -31,8 +34,8 @@ from medusa.heads import KINDS
 from medusa.heads.guesses import MISSED
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from medusa.vocabulary import lm_head_for, over_all, places_of, rows_for, token_ids
-from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
+from medusa.vocabulary import SelectedRows, lm_head_for, over_all, places_of, rows_for, token_ids
+from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, run_as_written, tiny_model
 from train.architecture import BackboneSizes
 from train.check import require_adaptable
 from train.data.datasets import PackedDataset, StreamedDataset
@@ -98,21 +101,61 @@ def test_logits_cover_only_the_draft_vocabulary(llama: Any, kind: str, lm_head: 
     assert torch.equal(token_ids(whole, found.argmax(-1)), found.argmax(-1)), "without a list a place is a token"
 
 
-def test_rows_of_the_lm_head_are_selected_once(llama: Any) -> None:
+def step_of_training(layer: nn.Linear) -> None:
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    layer(torch.ones(layer.in_features)).sum().backward()
+    optimizer.step()
+
+
+CHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "optimizer": step_of_training,
+    "copy": lambda layer: layer.weight.detach().copy_(-layer.weight),
+    "uncounted": lambda layer: layer.weight.data.add_(1),  # as peft merges an adapter
+    "dtype": lambda layer: layer.double(),
+    "other": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn_like(layer.weight))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_rows_are_those_of_the_lm_head_at_the_time(llama: Any, change: str) -> None:
     _, some = pair(llama)
     assert some.vocabulary is not None
-    layer, other = nn.Linear(8, VOCAB), nn.Linear(8, VOCAB, bias=False)
-    rows = rows_for(some, layer)
-    assert rows_for(some, layer) is rows
-    assert torch.equal(rows.weight, layer.weight[some.vocabulary])
-    assert torch.equal(rows.bias, layer.bias[some.vocabulary])
-    assert not any(parameter.requires_grad for parameter in rows.parameters())
-    assert torch.equal(rows_for(some, other).weight, other.weight[some.vocabulary]), "of another backbone"
-    some.vocabulary = some.vocabulary.flip(0)
-    assert torch.equal(rows_for(some, other).weight, other.weight[some.vocabulary]), "of another vocabulary"
-    rows_for(some, layer)
-    assert rows_for(some, layer.double()).weight.dtype == torch.float64
+    layer = nn.Linear(8, VOCAB)
+    with torch.inference_mode():  # as in decoding
+        before = SelectedRows(some, layer)
+    place = before.rows.weight.data_ptr()
+    for _ in range(2):
+        rows = rows_for(some, layer)
+        assert torch.equal(rows.weight, layer.weight[some.vocabulary])
+        assert torch.equal(rows.bias, layer.bias[some.vocabulary])
+        assert not any(parameter.requires_grad for parameter in rows.parameters())
+        before.refresh()
+        assert torch.equal(before.rows.weight, rows.weight.to(before.rows.weight.dtype))
+        assert before.rows.weight.data_ptr() == place
+        CHANGES[change](layer)
     assert not any("rows" in name for name in some.state_dict()), "heads never hold a part of the backbone"
+
+
+@pytest.mark.parametrize("kind", ["medusa", "cascade", "markov"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_drafts_follow_changes_of_the_lm_head(kind: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a kept region, which keeps its drafter. A rule that accepts everything shows the drafts."""
+    run_as_written(monkeypatch)
+    monkeypatch.setattr(path_rows, "LIMIT", 0)  # PyTorch does not count the change, so products would stay
+    model = tiny_model("llama")
+    _, some = pair(model, kind)
+    sampled = {"do_sample": True, "temperature": 1e3, "top_k": 0, "max_new_tokens": 12, "eos_token_id": None}
+    requests = prepare(model, [random_ids(5)], **sampled)
+
+    def drafted(heads: MedusaHeads, compile: bool) -> list[Any]:
+        factory, rule = TrainedHeads(heads, Tree.chain(HEADS)), Acceptor("typical", 1e-9, 1e-9)
+        return [step.ids for step in decoding(model, factory, requests, rule, compile=compile).steps]
+
+    before = drafted(some, compile)
+    model.lm_head.weight.data.copy_(model.lm_head.weight.data.roll(1, 0))
+    others = MedusaHeads.from_config(some.config).eval()  # the same heads, which have read nothing yet
+    others.load_state_dict(some.state_dict())
+    assert before != drafted(some, compile) == drafted(others, False)
 
 
 def test_new_own_lm_heads_copy_the_backbones_rows(llama: Any) -> None:

@@ -14,7 +14,7 @@ import check_architectures as script
 from decode import generation, masks
 from medusa.errors import RequestError
 from tests.helpers import FIRST_TRANSFORMERS, random_ids, rename_attention, tiny_model
-from tiny_models import SUPPORTED
+from tiny_models import MULTIMODAL, SUPPORTED
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
@@ -146,7 +146,7 @@ def test_the_page_holds_every_row_of_the_script_and_no_other() -> None:
     table = PAGE.read_text(encoding="utf-8").partition(script.BEGIN)[2].partition(script.END)[0]
     rows = re.findall(r"^\| ([^|]+) \| (\w+) \|", table, re.MULTILINE)
     names = [name for name, _ in rows if name not in ("model", "---")]
-    assert names == [*SUPPORTED, *script.REFUSED]
+    assert names == [*SUPPORTED, *MULTIMODAL, *script.REFUSED]
     assert "FAILS" not in table
     assert "DIFFERS" not in table
     assert "NOT REFUSED" not in table

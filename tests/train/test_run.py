@@ -16,9 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import tiny_models
 from medusa.__main__ import main
 from medusa.errors import RequestError, RunError
 from medusa.heads.independent import MedusaHeads
+from tests.gguf_files import write_gguf
 from tests.helpers import random_ids, tiny_model
 from tests.train.templates import CHATML, byte_tokenizer
 from train.checkpoints import whole_checkpoints
@@ -114,6 +116,31 @@ def test_heads_of_a_projecting_backbone_continue_and_decode(recipe: Any, tmp_pat
         train(parse_recipe(content, "test"), quiet=True)
     words = ["--backbone", str(opt), "--heads", str(tmp_path / "second"), "--prompts", str(prompts), "--tree", "chain"]
     assert main(["generate", *words, "--max-new-tokens", "3", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gguf"])
+def test_heads_of_a_model_with_an_encoder_or_from_a_gguf_file(recipe: Any, tmp_path: Path, kind: str) -> None:
+    """Heads learn the same from the model and from stored features; the next command finds the model that they record.
+
+    An adapter changes the text decoder only, and is merged into a model of the same kind."""
+    prompts, place = tmp_path / "p.jsonl", tmp_path / "model"
+    prompts.write_text(json.dumps({"input_ids": random_ids(5)}) + "\n")
+    if kind == "gguf":
+        pytest.importorskip("gguf", reason="needs the gguf package, of the dev extra")
+        place = place.with_suffix(".gguf")
+        write_gguf(place, tiny_models.tiny_model("qwen2"))
+    else:
+        tiny_model(kind).save_pretrained(place)
+    for output, more in {"live": {}, "stored": {"cache_features": True}, "both": {"adapter": {"merge": True}}}.items():
+        content = json.loads(recipe(output, max_steps=2).read_text()) | {"backbone": str(place)} | more
+        train(parse_recipe(content, "test"), quiet=True)
+    assert same(tmp_path / "live", tmp_path / "stored")
+    changed = load_file(tmp_path / "both" / "adapter" / "adapter_model.safetensors")
+    assert changed
+    assert not any("visual" in name for name in changed)
+    for heads in ("live", "both", "both/merged/heads"):
+        words = [str(tmp_path / heads), "--prompts", str(prompts), "--tree", "chain", "--max-new-tokens", "3"]
+        assert main(["generate", *words, "--quiet"]) == 0
 
 
 def test_a_stream_needs_an_end(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

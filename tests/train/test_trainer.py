@@ -607,7 +607,7 @@ def test_the_steps_of_a_resumed_run_are_estimated_on_top_of_those_done(
 
 
 def test_a_checkpoints_vocabulary_replaces_that_of_new_heads(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
-    """Also after a step with the new heads, whose rows of the LM head are cached: the probe of a time budget is one."""
+    """Also after a step with the new heads: the probe of a time budget is one."""
     asked = HeadsConfig(num=1, lm_head="shared", vocabulary=32)
     run = trainer(model, texts, tmp_path, asked)
     held = new_heads(model, asked, "tiny", vocabulary=torch.arange(20, 52))

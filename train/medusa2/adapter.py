@@ -37,15 +37,19 @@ def adapt(model: PreTrainedModel, config: AdapterConfig) -> None:
 
 
 def add_lora(model: PreTrainedModel, config: AdapterConfig) -> None:
-    """Add a LoRA adapter to `model`, in place; its weights may be on the device "meta", without memory.
+    """Add a LoRA adapter to the text decoder of `model`, in place; weights may be on the device "meta", without memory.
 
     Raise RequestError if the model lacks layers in `config.modules`."""
     modules: str | list[str] = config.modules
-    linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, LINEAR)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LINEAR)}
+    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    read = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    linear = {name.rsplit(".", 1)[-1] for name, module in layers.items() if module in read}
     if config.lm_head:
-        head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
         modules = sorted((linear if modules == "all-linear" else set(modules)) | {head})
     sizes: dict[str, Any] = {"r": config.rank, "lora_alpha": config.alpha, "lora_dropout": config.dropout}
+    if others := [name for name, module in layers.items() if module not in read]:  # of images or sound
+        sizes["exclude_modules"] = others
     try:
         model.add_adapter(LoraConfig(task_type="CAUSAL_LM", target_modules=modules, **sizes))
     except ValueError:

@@ -26,10 +26,10 @@ class FitOptions(Options):
     shown = "model prompts output for minutes kind compare plan overwrite max-new-tokens device dtype threads json"
     model: str = option(
         REQUIRED,
-        "speed up this model: a folder, a Hub id, or demo (shipped)",
+        "speed up this model: a folder, a GGUF file, a Hub id, or demo (shipped)",
         metavar="MODEL",
         positional=True,
-        brief="speed up this model: a folder, a Hub id, or demo",
+        brief="speed up this model: a folder, a GGUF file, a Hub id, or demo",
     )
     prompts: Prompts = group(Prompts, "prompts", without=("prompt", "skip_long"), prompts=REQUIRED)
     out: str | None = option(
@@ -106,7 +106,8 @@ class FitOptions(Options):
     @property
     def folder(self) -> Path:
         """The folder of the run, which holds the heads at the end."""
-        return Path(self.out if self.out is not None else f"{Path(os.path.abspath(self.model)).name}-heads")
+        name = Path(os.path.abspath(self.model)).name.removesuffix(".gguf")
+        return Path(self.out if self.out is not None else f"{name}-heads")
 
     def output_to(self, path: Path | None) -> Output:
         """The output options of a stage's command, which writes its results to the file `path`."""

@@ -9,10 +9,14 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PARTS = [HERE / "generate.py", HERE / "decoding.py", HERE / "heads.py", HERE.parents[1] / "tree_support.py"]
+SHARED = ("tree_support", "recording")
+PARTS = [
+    *(HERE / name for name in ("generate.py", "decoding.py", "heads.py")),
+    *(HERE.parents[1] / f"{name}.py" for name in SHARED),
+]
 """The files that are joined, in this order."""
 FUTURE = "from __future__ import annotations\n\n"
-FROM_PART = re.compile(r"^from (?:\.\w+|medusa\.tree_support) import .*\n\n?", re.MULTILINE)
+FROM_PART = re.compile(rf"^from (?:\.\w+|medusa\.(?:{'|'.join(SHARED)})) import .*\n\n?", re.MULTILINE)
 
 
 def bundle() -> str:

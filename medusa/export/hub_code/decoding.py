@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from medusa.recording import names_of, recorded
 from medusa.tree_support import LayerKinds, additive, longrope_boundary, text_config, why_no_tree
 
 from .heads import CandidateTree, Heads, require
@@ -67,48 +68,46 @@ def decode(model: PreTrainedModel, heads: Heads, tree: CandidateTree, text: Cont
     if text.finished:
         return
     cache = DynamicCache()  # without a config, the cache never drops keys; masks apply sliding windows
-    with lm_head_inputs(model) as seen:
-        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        logits = model(input_ids=text.ids, past_key_values=cache, use_cache=True, **last).logits[0, -1]
-        hidden = seen.pop()[0, -1]  # [H], the input of the LM head and of all Medusa heads
-        root = text.write(logits)
-        while not text.finished:
-            # Draft: node n is guess `rank[n]` of head `depth[n]`.
-            best = heads.guesses(hidden, tree.max_depth, tree.max_rank + 1).tolist()
-            nodes = [root] + [best[d - 1][r] for d, r in zip(tree.depth[1:], tree.rank[1:], strict=True)]
-            seen.clear()  # forget the calls by heads that share the LM head
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    logits, states = read(model, input_ids=text.ids, past_key_values=cache, use_cache=True, **last)
+    hidden = states[0, -1]  # [H], the input of the LM head and of all Medusa heads
+    root = text.write(logits[0, -1])
+    while not text.finished:
+        # Draft: node n is guess `rank[n]` of head `depth[n]`.
+        best = heads.guesses(hidden, tree.max_depth, tree.max_rank + 1).tolist()
+        nodes = [root] + [best[d - 1][r] for d, r in zip(tree.depth[1:], tree.rank[1:], strict=True)]
 
-            # Verify: one forward over all nodes, after the text.
-            length = text.ids.shape[1] - 1  # the last token of the text is the root, which is not in the cache
-            logits = tree_forward(model, cache, nodes, tree, length, text.limit)
-            hidden_NH = seen.pop()[0]
+        # Verify: one forward over all nodes, after the text.
+        length = text.ids.shape[1] - 1  # the last token of the text is the root, which is not in the cache
+        logits, hidden_NH = tree_forward(model, cache, nodes, tree, length, text.limit)
 
-            # Accept: choose token by token, for as long as a child of the last accepted node has the chosen token.
-            path, step, child = [0], [root], None
-            while True:
-                token = text.write(logits[path[-1]])
-                child = next((node for node in tree.children[path[-1]] if nodes[node] == token), None)
-                if child is not None:
-                    step.append(token)
-                if child is None or text.finished:
-                    break
-                path.append(child)
-            yield step
+        # Accept: choose token by token, for as long as a child of the last accepted node has the chosen token.
+        path, step, child = [0], [root], None
+        while True:
+            token = text.write(logits[path[-1]])
+            child = next((node for node in tree.children[path[-1]] if nodes[node] == token), None)
+            if child is not None:
+                step.append(token)
+            if child is None or text.finished:
+                break
+            path.append(child)
+        yield step
 
-            # Compact: remove the nodes that are not on the accepted path from the cache.
-            keep(cache, length, path)
-            root, hidden = token, hidden_NH[path[-1]]
-            if text.finished and child is not None:
-                return  # the last token was a node, so it has been yielded
-        yield [root]
+        # Compact: remove the nodes that are not on the accepted path from the cache.
+        keep(cache, length, path)
+        root, hidden = token, hidden_NH[path[-1]]
+        if text.finished and child is not None:
+            return  # the last token was a node, so it has been yielded
+    yield [root]
 
 
 def tree_forward(
     model: PreTrainedModel, cache: DynamicCache, nodes: list[int], tree: CandidateTree, length: int, limit: int = 2**62
-) -> Tensor:
-    """Run the model on a tree of N nodes after the `length` tokens in the cache; return logits [N, V] (V tokens).
+) -> tuple[Tensor, Tensor]:
+    """Run the model on a tree of N nodes after the `length` tokens in the cache.
 
-    `nodes` are the token ids; all N enter the cache. Positions are clamped below `limit`, the text's maximum length."""
+    Return logits [N, V] (V tokens) and hidden states [N, H] (hidden size H). `nodes` are the token ids; all N enter the
+    cache. Positions are clamped below `limit`, the text's maximum length."""
     position = length + torch.tensor(tree.depth, device=model.device)
     text = torch.ones(len(nodes), length, dtype=torch.bool, device=model.device)
     allowed = torch.cat([text, tree.ancestors], dim=1)  # [N, T + N]: the text, the node's ancestors and the node itself
@@ -117,13 +116,15 @@ def tree_forward(
     layers = LayerKinds(text_config(model))
     masks = layers.masks(lambda kind: additive(kind.limited(allowed, query, key), model.dtype)[None, None])
     # Positions from `limit` on can be outside the context. Nodes there are never accepted, so their position is free.
-    return model(
+    logits, hidden = read(
+        model,
         input_ids=torch.tensor([nodes], device=model.device),
         position_ids=position.clamp(max=limit - 1)[None],
         attention_mask=masks,
         past_key_values=cache,
         use_cache=True,
-    ).logits[0]
+    )
+    return logits[0], hidden[0]
 
 
 def keep(cache: DynamicCache, length: int, path: list[int]) -> None:
@@ -138,15 +139,12 @@ def keep(cache: DynamicCache, length: int, path: list[int]) -> None:
             setattr(layer, name, states[:, :, : length + len(path)])
 
 
-@contextmanager
-def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Yield a list; each forward in this context adds the LM head's input, the hidden states [1, T, H] of T tokens."""
+def read(model: PreTrainedModel, **inputs: Any) -> tuple[Tensor, Tensor]:
+    """Run the model; return its logits [1, T, V] and the LM head's input, the hidden states [1, T, H] of T tokens."""
     seen: list[Tensor] = []
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    try:
-        yield seen
-    finally:
-        handle.remove()
+    head = names_of(model, model.get_output_embeddings())
+    with recorded(model, dict.fromkeys(head, lambda args, kwargs: seen.append(args[0]))) as view:
+        return view(**inputs).logits, seen[-1]
 
 
 # A cache of the reason why each model cannot verify trees; None if the model can.
@@ -173,7 +171,7 @@ def _failed_test(model: PreTrainedModel) -> str | None:
     lines = [[a], [a, b], [a, c], [a, b, d], [a, c, e]]
     cache = DynamicCache()
     model(input_ids=torch.tensor([prompt], device=model.device), past_key_values=cache, use_cache=True)
-    got = tree_forward(model, cache, [a, b, c, d, e], tree, len(prompt))
+    got, _ = tree_forward(model, cache, [a, b, c, d, e], tree, len(prompt))
     plain = [model(input_ids=torch.tensor([prompt + line], device=model.device), use_cache=False) for line in lines]
     right = torch.stack([out.logits[0, -1] for out in plain]).double()
     errors = (got.double() - right).abs().amax(-1) / right.abs().max()  # [N], relative to the largest logit

@@ -35,6 +35,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, StoppingCriteriaList, StopStringCriteria
 
+from medusa.tree_support import without_text_types
+
 from .decoding import Continuation, decode, require_tree_support
 from .heads import CandidateTree, Heads, Options, heads_for, require
 
@@ -72,7 +74,7 @@ def generate(
     for name in ("assistant_model", "synced_gpus"):
         require(not kwargs.get(name), f"{name} cannot be combined with heads; leave it out")
     given = kwargs.get("generation_config") or model.generation_config
-    kwargs = _with_stop_strings(model, given, kwargs)
+    kwargs = _with_stop_strings(model, given, without_text_types(model, kwargs))
     copies = kwargs.pop("num_return_sequences", None) or given.num_return_sequences or 1
     rows = [row for row in range(len(prompts)) for _ in range(copies)]
     require(streamer is None or len(rows) == 1, "a streamer takes one prompt at a time")

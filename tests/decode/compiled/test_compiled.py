@@ -25,7 +25,7 @@ from decode.accept import Truncation
 from decode.bench.losslessness.chi2 import goodness_of_fit
 from decode.compiled import fixed_cache, region, stepper
 from decode.compiled.fixed_cache import FixedCache
-from decode.compiled.region import Regions, modules_key
+from decode.compiled.region import Regions
 from decode.compiled.sampler import FixedSampler
 from decode.compiled.stepper import _has_compiler
 from decode.draft import Draft
@@ -34,7 +34,6 @@ from decode.drafters.trained_heads import TrainedHeads
 from decode.drafters.trellis import TrellisDrafter
 from decode.generation import decoding, steps
 from decode.loop import Acceptor
-from decode.ops.norms import fast_norms
 from decode.request import prepare
 from decode.sequences import Request
 from decode.target import Target
@@ -464,6 +463,37 @@ def test_model_changes_are_checked_once_a_session(change: str) -> None:
     assert len(Regions.of(model)) == 2
 
 
+@pytest.mark.usefixtures("as_written")
+@pytest.mark.parametrize(
+    ("family", "name", "value"), [("mistral", "sliding_window", 4), ("llama4_text", "attention_chunk_size", 3)]
+)
+def test_a_changed_config_is_noticed_by_its_value(family: str, name: str, value: int) -> None:
+    """A region holds masks for one window; a config that is changed back finds the first region again."""
+    model, prompt = tiny_model(family, **{name: 40}), random_ids(12)
+    heads, options, found = random_heads(model), {"max_new_tokens": 12, "do_sample": False}, []
+    for number in (40, value, 40):
+        setattr(model.config, name, number)
+        found += texts(model, heads, [prompt], TREES["chain"], **options)
+        assert found[-1] == plain(model, prompt, **options)
+    assert found[0] == found[2] != found[1]
+    assert len(Regions.of(model)) == 2
+
+
+@pytest.mark.usefixtures("as_written")
+def test_lists_and_parts_of_a_config_count_by_value() -> None:
+    model, prompt = tiny_model("gemma3"), random_ids(12)
+    heads, options, config = random_heads(model), {"max_new_tokens": 8, "do_sample": False}, model.config.text_config
+    for change, regions in (
+        (lambda: None, 1),
+        (lambda: setattr(config, "layer_types", list(config.layer_types)), 1),  # an equal list
+        (lambda: config.layer_types.reverse(), 2),
+        (lambda: config.rope_parameters["full_attention"].update(rope_theta=500.0), 3),
+    ):
+        change()
+        assert texts(model, heads, [prompt], TREES["chain"], **options) == [plain(model, prompt, **options)]
+        assert len(Regions.of(model)) == regions
+
+
 @pytest.mark.usefixtures("traced")
 def test_a_hook_registered_later_is_detected() -> None:
     """The graph of an earlier session is not replayed, though the graph itself has no guards."""
@@ -488,13 +518,6 @@ def test_sampling_options_that_look_alike() -> None:
         for e in (0.00031, 0.00034, 0.00034)
     ]
     assert keys[0] != keys[1] == keys[2]
-
-
-def test_an_eager_text_of_another_thread_compiles_nothing_anew(llama: Any) -> None:
-    """It has put faster norms in place, which compiled code never uses."""
-    before = modules_key(llama)
-    with fast_norms(llama.get_decoder()):
-        assert modules_key(llama) == before
 
 
 @torch.inference_mode()

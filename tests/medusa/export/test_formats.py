@@ -14,19 +14,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from medusa import MedusaConfig, MedusaHeads, RequestError
 from medusa.__main__ import main
+from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.folder import find_folder
 from medusa.checkpoints.published import to_published
 from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, WEIGHTS, Stored, save_tensors
 from medusa.export import FORMATS
 from medusa.export.base import read_embeddings, read_lm_head
+from medusa.export.belonging import require_own_backbone
 from medusa.files import read_json
+from medusa.fingerprint import fingerprint
 from medusa.heads.inputs import HeadInputs
+from medusa.loading import LoadOptions
 from tests.helpers import HIDDEN, VOCAB, tiny_model
 
 H, V, K = HIDDEN, VOCAB, 3
@@ -946,6 +950,47 @@ def test_the_lm_head_is_read_without_loading_the_backbone(
     assert torch.equal(read_lm_head(str(tmp_path)), model.get_output_embeddings().weight)
     if family != "gemma2":
         assert torch.equal(read_embeddings(str(tmp_path)), model.get_input_embeddings().weight)
+
+
+def write_model(model: Any, folder: Path, left_out: str, layout: str) -> None:
+    """Write a model whose config ties its embeddings, without the parameters whose names end with `left_out`."""
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = True
+    model.config.save_pretrained(folder)
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(left_out)}
+    if layout == "one file":
+        save_file(state, folder / MODEL, metadata={"format": "pt"})
+        return
+    shards = {"a.safetensors": dict(list(state.items())[::2]), "b.safetensors": dict(list(state.items())[1::2])}
+    for name, part in shards.items():
+        save_file(part, folder / name, metadata={"format": "pt"})
+    places = {key: name for name, part in shards.items() for key in part}
+    (folder / f"{MODEL}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+LAYOUTS = [("llama", "one file"), ("llama", "shards"), ("llama", "one file beside shards"), ("qwen2_5_vl", "one file")]
+
+
+@pytest.mark.parametrize("left_out", ["nothing", "embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS)
+def test_weights_are_those_that_transformers_loads(tmp_path: Path, family: str, left_out: str, layout: str) -> None:
+    """An LM head that is stored is used, also if the config ties it; one file comes before an index of shards."""
+    model = tiny_model(family, tie_word_embeddings=False)
+    if layout == "one file beside shards":
+        write_model(tiny_model(family, seed=1, tie_word_embeddings=False), tmp_path, "nothing", "shards")
+    write_model(model, tmp_path, left_out, layout.removesuffix(" beside shards"))
+    loaded = (AutoModelForCausalLM if family == "llama" else AutoModelForImageTextToText).from_pretrained(tmp_path)
+    place, load_options = str(tmp_path), LoadOptions(dtype="float32", device="cpu")
+    assert torch.equal(read_lm_head(place), loaded.get_output_embeddings().weight)
+    assert torch.equal(read_embeddings(place), loaded.get_input_embeddings().weight)
+    assert torch.equal(read_lm_head(place), read_embeddings(place)) == (left_out != "nothing")
+    heads = Checkpoint(MedusaConfig(HIDDEN, VOCAB, 2, backbone=fingerprint(loaded)), {})
+    assert require_own_backbone(heads, place, load_options) is None
+    with torch.no_grad():
+        loaded.get_output_embeddings().weight.add_(1)
+    heads = Checkpoint(MedusaConfig(HIDDEN, VOCAB, 2, backbone=fingerprint(loaded)), {})
+    with pytest.raises(RequestError, match="has other weights"):
+        require_own_backbone(heads, place, load_options)
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ from medusa.loading import load_backbone
 from tests.helpers import (
     VOCAB,
     left_padded,
+    parts_of,
     path_logits,
     plain,
     random_heads,
@@ -110,7 +111,7 @@ def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
         cache = DynamicCache()
         model(input_ids=torch.tensor([text]), past_key_values=cache)
         for _ in range(2):
-            found = tree_forward(model, cache, nodes, shipped, len(text))
+            found = tree_forward(model, cache, nodes, shipped, len(text))[0]
             torch.testing.assert_close(found, path_logits(model, text, nodes, tree), atol=2e-5, rtol=1e-4)
             path = [node for node in tree.paths[-1].tolist() if node >= 0]
             keep(cache, len(text), path)
@@ -187,6 +188,24 @@ def test_stop_strings_streamer_and_allowed_tokens(llama: Any, tokenizer: Any, tm
     assert (odd[0, 6:] % 2 == 1).all()
 
 
+def test_nothing_is_put_on_the_model(tmp_path: Path) -> None:
+    """So a copy of the model that is made meanwhile is a clean model. Zero token types pass, as in the package."""
+    model, prompt, found = tiny_model("gemma3"), random_ids(6), list[object]()
+    model.get_decoder().layers[0].mlp.register_forward_hook(lambda *_: found.append(parts_of(model)))
+    parts = parts_of(model)
+    folder = repository(random_heads(model, 3), tmp_path / "heads")
+
+    def look(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        found.append(parts_of(model))
+        return torch.zeros(1, dtype=torch.bool)
+
+    types = {"token_type_ids": torch.zeros(1, 6, dtype=torch.long)}
+    out = by_hub(model, folder, prompt, max_new_tokens=6, do_sample=False, stopping_criteria=[look], **types)
+    assert len(found) > 6
+    assert all(each == parts for each in found)
+    assert out[0, 6:].tolist() == plain(model, prompt, max_new_tokens=6)
+
+
 def test_a_text_stops_at_the_end_of_the_context(tmp_path: Path) -> None:
     model = tiny_model("gpt2")
     heads = random_heads(model, 3)
@@ -234,7 +253,7 @@ def test_heads_are_loaded_from_the_given_folder(llama: Any, tmp_path: Path) -> N
         ({"assistant_model": object()}, "assistant_model cannot be combined"),
         ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "a prompt is empty"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 32)}, "no prompt"),
-        ({"token_type_ids": torch.zeros(1, 5, dtype=torch.long)}, "token_type_ids"),
+        ({"token_type_ids": torch.ones(1, 5, dtype=torch.long)}, "token_type_ids"),
         ({"streamer": object(), "num_return_sequences": 2, "do_sample": True}, "one prompt at a time"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -1,0 +1,183 @@
+"""medusa/loading.py and medusa/gguf.py: models that also read images or sound, GGUF files, and adapters."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from transformers import AutoConfig
+
+import tiny_models
+from decode import generate, medusa_generate
+from decode.tree_check import check_tree_forward
+from medusa import RequestError, Tree
+from medusa.backbone import Backbone
+from medusa.gguf import gguf_file
+from medusa.loading import LoadOptions, auto_class, load_backbone, load_config, load_generation_config, load_tokenizer
+from tests.gguf_files import TOKENS, write_gguf
+from tests.helpers import COMMON, VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
+
+ROOT = Path(__file__).parents[2]
+NAMED = ["mistral3", "llava", "qwen2_5_vl", "qwen3_vl", "internvl", "idefics3", "gemma3", "llama4"]
+TREE = Tree.top_k([30, 3])
+
+
+def same_text(model: Any, reference: Any, **inputs: Tensor) -> bool:
+    """Whether random heads on `model` write the text of `reference.generate`, and some guess is accepted."""
+    prompts, heads = [random_ids(1), random_ids(12, seed=1)], random_heads(model, 2)
+    out = generate(model, heads, **left_padded(prompts), tree=TREE, max_new_tokens=8, do_sample=False, **inputs)
+    return out[:, 12:].tolist() == [plain(reference, prompt, max_new_tokens=8) for prompt in prompts]
+
+
+# Models that also read images or sound
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_vision_language_checkpoint_loads_for_text(name: str, tmp_path: Path) -> None:
+    saved = tiny_model(name)
+    saved.save_pretrained(tmp_path)
+    model = load_backbone(str(tmp_path)).model
+    assert check_tree_forward(model).ok
+    assert same_text(model, saved)
+
+
+def test_whole_and_text_only_classes_are_chosen_by_what_transformers_knows() -> None:
+    """Llama 4 has a class for its text part alone, which takes less memory; Mistral 3 has none."""
+    assert auto_class(tiny_model("llama4").config).__name__ == "AutoModelForCausalLM"
+    assert auto_class(tiny_model("mistral3").config).__name__ == "AutoModelForImageTextToText"
+    assert auto_class(tiny_model("qwen2_audio").config).__name__ == "AutoModelForMultimodalLM"
+    own = AutoConfig.for_model("vit", auto_map={"AutoModelForImageTextToText": "modeling.Own"})  # with its own code
+    assert auto_class(own).__name__ == "AutoModelForImageTextToText"
+    assert auto_class(AutoConfig.for_model("vit")).__name__ == "AutoModelForCausalLM", "whose error says what is wrong"
+
+
+def test_positions_do_not_follow_the_last_image() -> None:
+    """Qwen's models keep the offset of the last image's positions; a text after it starts at 0."""
+    model, saved = tiny_model("qwen2_5_vl"), tiny_model("qwen2_5_vl")
+    model.model.rope_deltas = torch.tensor([[7]])
+    assert check_tree_forward(model).ok
+    assert same_text(model, saved)
+
+
+@pytest.mark.parametrize(("name", "types"), [("qwen3_vl", "mm_token_type_ids"), ("gemma3", "token_type_ids")])
+def test_token_types_of_text_pass_and_others_are_refused(name: str, types: str) -> None:
+    model, heads, ids = tiny_model(name), random_heads(tiny_model(name), 2), torch.tensor([random_ids(9)])
+    zeros = {"attention_mask": torch.ones_like(ids), types: torch.zeros_like(ids)}
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, **zeros)
+    calls = (
+        lambda **inputs: generate(model, heads, ids, max_new_tokens=8, do_sample=False, **inputs),
+        lambda **inputs: model.generate(
+            ids, custom_generate=medusa_generate, medusa_heads=heads, max_new_tokens=8, do_sample=False, **inputs
+        ),
+    )
+    for call in calls:
+        assert torch.equal(call(**zeros), expected)
+        with pytest.raises(RequestError, match=f"the model input {types} is not supported"):
+            call(**zeros | {types: torch.ones_like(ids)})
+    with pytest.raises(RequestError, match="the model input pixel_values is not supported"):
+        calls[0](**zeros, pixel_values=[torch.zeros(3, 28, 28)])
+
+
+def test_zeros_that_change_the_text_are_refused() -> None:
+    """GPT-2 adds the embedding of the id 0 to all tokens, so `model.generate` writes another text with zeros."""
+    model, ids = tiny_model("gpt2"), torch.tensor([random_ids(9)])
+    types = {"token_type_ids": torch.zeros_like(ids)}
+    assert not torch.equal(model(ids).logits, model(ids, **types).logits)
+    with pytest.raises(RequestError, match="the model input token_type_ids"):
+        generate(model, random_heads(model, 2), ids, max_new_tokens=4, **types)
+    llama = tiny_model("llama")  # reads no token types, which some tokenizers give anyway
+    assert generate(llama, random_heads(llama, 2), ids, max_new_tokens=4, **types).shape == (1, 13)
+
+
+def test_a_model_that_needs_an_image_is_refused_by_name() -> None:
+    config = AutoConfig.for_model("idefics", **COMMON, qk_layer_norms=True, vision_config={"num_hidden_layers": 1})
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    with pytest.raises(RequestError, match=r"IdeficsForVisionText2Text cannot read text alone .*pixel_values"):
+        Backbone(model)
+
+
+def test_only_one_module_chooses_the_class_of_a_model() -> None:
+    """So every command loads the same models. `heads/mtp.py` makes a layer for a config of its own."""
+    files = [path for package in ("medusa", "train", "decode") for path in (ROOT / package).rglob("*.py")]
+    users = {
+        path.name for path in files if re.search(r"AutoModel\w*\.from_\w+\([^\"]", path.read_text(encoding="utf-8"))
+    }
+    assert users == {"mtp.py"}
+
+
+# GGUF files
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    pytest.importorskip("gguf", reason="needs the gguf package, of the dev extra")
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    return file, write_gguf(file, tiny_models.tiny_model("qwen2"))
+
+
+@pytest.mark.parametrize("name", ["file", "folder"])
+def test_a_gguf_file_is_a_backbone(written: tuple[Path, dict[str, np.ndarray]], name: str) -> None:
+    """Its weights are those of the file, unpacked; its text equals that of the same weights in transformers' format."""
+    file, held = written
+    place = str(file if name == "file" else file.parent)
+    loaded = load_backbone(place)
+    model, same = loaded.model, tiny_models.tiny_model("qwen2")
+    same.load_state_dict({key: torch.from_numpy(value) for key, value in held.items()})
+    assert all(torch.equal(tensor, same.state_dict()[key]) for key, tensor in model.state_dict().items())
+    assert (model.dtype, model.config.eos_token_id) == (torch.float32, 5)
+    assert load_generation_config(place).to_dict() == model.generation_config.to_dict()
+    model.generation_config.eos_token_id = None
+    assert same_text(model, same)
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer("abcd", add_special_tokens=False).input_ids == [TOKENS.index("abc"), TOKENS.index("d")]
+    assert loaded.tokenizer.chat_template == "{{ messages[0].content }}"
+    assert load_backbone(place, LoadOptions("bfloat16")).model.dtype == torch.bfloat16
+
+
+def test_a_config_and_a_tokenizer_are_read_once_and_given_out_as_copies(
+    written: tuple[Path, dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(written[0])
+    config, tokenizer = load_config(place), load_tokenizer(place)
+    config.vocab_size, tokenizer.padding_side = 7, "left"
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("read again"))
+    assert load_config(place).vocab_size == VOCAB
+    assert load_tokenizer(place).padding_side == "right"
+
+
+def test_an_adapter_for_a_gguf_file_loads_with_it(written: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+    model = load_backbone(str(written[0])).model
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path)  # the adapter alone
+    again, ids = load_backbone(str(tmp_path)).model, torch.tensor([random_ids(5)])
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert not torch.equal(again(ids).logits, load_backbone(str(written[0])).model(ids).logits)
+
+
+def test_wrong_gguf_requests(
+    written: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).write_bytes(b"nothing")
+    for name, options, message in (
+        (tmp_path, {}, "holds 2 GGUF files: a.gguf, b.gguf; name one of them, as .*a.gguf"),
+        (tmp_path / "a.gguf", {}, "no backbone at .*a.gguf: .*magic"),
+        (tmp_path / "c.gguf", {}, "no backbone at .*c.gguf: there is no such file"),
+        ("c.gguf", {}, "no backbone at c.gguf: there is no such file"),
+        (written[0], {"quantization": "int8"}, "are quantised already; leave out --quantization"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            load_backbone(str(name), LoadOptions(**options))
+    (tmp_path / "model.safetensors").touch()
+    assert gguf_file(str(tmp_path)) is None, "a model in the format of transformers"
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(RequestError, match=r"gguf is not installed; type: pip install 'medusa-heads\[gguf\]'"):
+        load_backbone(str(written[0]))
