@@ -7,8 +7,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
-
 from medusa.errors import RequestError, require_extra
 
 SUFFIX = ".gguf"
@@ -37,12 +35,14 @@ def gguf_file(name: str) -> Path | None:
     return place
 
 
-def read_gguf(reader: type[AutoConfig] | type[AutoTokenizer], file: Path) -> Any:
-    """Read the config or the tokenizer in a GGUF file. Both are kept, because a large vocabulary takes seconds."""
+def read_gguf(reader: Any, file: Path) -> Any:
+    """Read the config or the tokenizer in a GGUF file; `reader` is AutoConfig or AutoTokenizer.
+
+    Both are kept, because a large vocabulary takes seconds."""
     found = file.stat()
     return copy.deepcopy(_read(reader, file, found.st_mtime_ns, found.st_size))
 
 
 @lru_cache(maxsize=4)
-def _read(reader: type[AutoConfig] | type[AutoTokenizer], file: Path, *written: int) -> Any:
+def _read(reader: Any, file: Path, *written: int) -> Any:
     return reader.from_pretrained(str(file.parent), gguf_file=file.name)

@@ -73,7 +73,7 @@ def _view(module: nn.Module, paths: Sequence[Sequence[str]]) -> nn.Module | None
     own = ("_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
     vars(view).update({name: vars(module)[name].copy() for name in (*own, "_forward_hooks_with_kwargs")})
     for first in {path[0] for path in paths if path}:
-        part = _view(module._modules[first], [path[1:] for path in paths if path and path[0] == first])
+        part = _view(module.get_submodule(first), [path[1:] for path in paths if path and path[0] == first])
         if part is None:
             return None
         view._modules[first] = part

@@ -153,9 +153,9 @@ def _content_of(row: Json, where: str) -> Record | None:
             return Record(where, messages=messages_of(row["turns"], f"{where}: turns"))
         asked: list[Json] = [{"role": "user", "content": row["turns"][0]}]
         return Record(where, messages=asked, turns=row["turns"], is_prompt=True)
-    asked = [key for key in QUESTIONS if _is_said(row.get(key))]
-    if asked:
-        return _question(row, next((key for key in asked if row[key]), asked[0]), where)
+    said = [key for key in QUESTIONS if _is_said(row.get(key))]
+    if said:
+        return _question(row, next((key for key in said if row[key]), said[0]), where)
     answer = next((row[key] for key in ANSWERS if _is_list_of(row.get(key), dict)), None)
     if answer is not None:  # the whole conversation, as in preference data without a prompt
         return Record(where, messages=messages_of(answer, where))
