@@ -11,18 +11,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import torch
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from decode.generation import stepper_for
+from decode.loop import NOT_DEFINED
 from decode.request import prepare
 from decode.sequences import Request
-from decode.serve.batch import RunningBatch
+from decode.serve.batch import UNDEFINED, RunningBatch
 from decode.serve.logprobs import ScoredToken, scored
 from decode.serve.metrics import Metrics
 from decode.serve.texts import TextGenerator, TextStream, joined
 from decode.settings import Settings
+from decode.stop_strings import StopStrings
 from medusa.backbone import Backbone
+from medusa.errors import RunError
 
 
 class RowEvent(NamedTuple):
@@ -51,36 +53,22 @@ class BatchRow:
     def request(self, generator: TextGenerator) -> Request:
         """Prepare the decoding of this text, or raise a `RequestError` if its prompt or settings are invalid."""
         kwargs = replace(self.settings, stop=()).generate_kwargs(generator.tokenizer)
-        ends = StoppingCriteriaList([RowEnd(self, generator.tokenizer)])
-        return prepare(generator.model, [self.prompt], [self.seed], stopping_criteria=ends, **kwargs)[0]
+        if self.settings.stop:
+            stops = StopStrings(generator.token_bytes, self.settings.stop, len(self.prompt))
+            kwargs["stopping_criteria"] = StoppingCriteriaList([stops])
+        return prepare(generator.model, [self.prompt], [self.seed], **kwargs)[0]
 
     def ended(self, text: str, reason: str | None, new_ids: Sequence[int], backbone: Backbone) -> RowEvent:
         """Make the event of this text's end: its last piece `text`, the reason, and the scores of its tokens if asked.
 
-        `new_ids` are all tokens that were written."""
+        `new_ids` are all tokens that were written. A text that ends because it is undefined is an error."""
+        if reason == UNDEFINED:
+            return RowEvent(error=RunError(NOT_DEFINED))
         event = RowEvent(text, "length" if reason in (None, "length") else "stop")
         if self.scores is None or self.left.is_set():
             return event
         start = 0 if self.scores_prompt else len(self.prompt)
         return event._replace(scored=scored(backbone, [*self.prompt, *new_ids], start, self.scores))
-
-
-class RowEnd(StoppingCriteria):
-    """A stopping criterion: ends a text whose client has disconnected, or which contains a stop string."""
-
-    def __init__(self, row: BatchRow, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.row, self.tokenizer = row, tokenizer
-        # A character may take several tokens, and the character that completes a stop string may be incomplete.
-        self.window = 4 * max(map(len, row.settings.stop), default=0) + 4
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.Tensor:
-        ended = torch.full((len(input_ids),), self.row.left.is_set(), device=input_ids.device)
-        if self.row.settings.stop:
-            new_ids = input_ids[:, max(len(self.row.prompt), input_ids.shape[1] - self.window) :].tolist()
-            texts = [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in new_ids]
-            found = [any(string in text for string in self.row.settings.stop) for text in texts]
-            ended |= torch.tensor(found, device=input_ids.device)
-        return ended
 
 
 class RunningRow(NamedTuple):
@@ -175,6 +163,9 @@ class BatchWorker:
     def step(self) -> None:
         """Decode one step of all running texts, and tell their new characters; an error ends all of them."""
         try:
+            for place, (row, _) in self.running.items():
+                if row.left.is_set():
+                    self.batch.end(place)
             step = self.batch.step()
             self.metrics.add_step(map(len, step.ids.values()), step.lengths.values())
             for place, (row, stream) in list(self.running.items()):
