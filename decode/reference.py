@@ -7,6 +7,7 @@ difference in text or time comes from the tree. Plain and tree decoding are test
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from decode.draft import Draft
 from decode.loop import StepOutcome, Stepper, Timer
@@ -21,6 +22,7 @@ class PlainStepper(Stepper):
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.hidden: Tensor | None = None  # [B, 1, H] of the last step's roots
         self.topology = Topology.of(Tree.chain(0).to(session.backbone.device))
 
     def start(self) -> tuple[list[int], list[int]]:
@@ -32,6 +34,7 @@ class PlainStepper(Stepper):
         session, rows = self.session, self.rows
         readout = session.verifier.read(Draft(self.roots[:, None], self.topology))
         timer.lap("verify")
+        self.hidden = readout.hidden
         self.roots = session.target.next(rows, session.sequences, readout.logits[:, -1]).to(session.backbone.device)
         roots = self.roots.tolist()
         timer.lap("accept")

@@ -162,7 +162,7 @@ class ModelDrafter(LevelwiseDrafter):
         if left:
             self.cache.select(left)
         self.text_lengths = [self.text_lengths[place] for place in left if self.text_lengths]
-        self.levels_read = [(tokens[left], parents[left]) for tokens, parents in self.levels_read if left]
+        self.levels_read = [(tokens[left], parents[left]) for tokens, parents in self.levels_read]
         self.rows = list(rows)
 
     def _read_new_text(self, rows: list[int]) -> Tensor:

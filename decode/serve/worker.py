@@ -14,12 +14,14 @@ from typing import NamedTuple
 from transformers import StoppingCriteriaList
 
 from decode.generation import stepper_for
-from decode.loop import NOT_DEFINED
+from decode.loop import NOT_DEFINED, Stepper, TreeStepper
 from decode.request import prepare
 from decode.sequences import Request
+from decode.serve.adaptive import AdaptiveStepper, drafts_of, may_adapt
 from decode.serve.batch import UNDEFINED, RunningBatch
 from decode.serve.logprobs import ScoredToken, scored
 from decode.serve.metrics import Metrics
+from decode.serve.pace import Pace
 from decode.serve.texts import TextGenerator, TextStream, joined
 from decode.settings import Settings
 from decode.stop_strings import StopStrings
@@ -81,15 +83,26 @@ class RunningRow(NamedTuple):
 class BatchWorker:
     """A thread that decodes requested texts. A text joins the running batch as soon as it has room."""
 
-    def __init__(self, generator: TextGenerator, batch_size: int) -> None:
+    def __init__(self, generator: TextGenerator, batch_size: int, adapts: bool = False) -> None:
+        """Make a worker without texts. If it `adapts`, it drafts in each step what `Pace` chooses; else, always all."""
         self.generator, self.batch_size = generator, batch_size
+        self.drafts = drafts_of(generator.source) if adapts and generator.source is not None else []
+        self.pace = Pace([1 if draft is None else draft.num_nodes for draft in self.drafts])
         self.arrivals: queue.SimpleQueue[BatchRow | None] = queue.SimpleQueue()
         self.waiting: list[BatchRow] = []
         self.running: dict[int, RunningRow] = {}  # by the row of the batch
         self.how = Settings().how  # of the running batch: acceptance rule, compiled or not, amateur
-        self.batch = RunningBatch(lambda requests: stepper_for(generator.model, generator.source, requests, *self.how))
-        self.metrics = Metrics(lambda: len(self.running), lambda: self.arrivals.qsize() + len(self.waiting))
+        self.batch = RunningBatch(self._stepper_for)
+        self.metrics = Metrics(
+            lambda: len(self.running), lambda: self.arrivals.qsize() + len(self.waiting), self.pace.counts
+        )
         self.thread: threading.Thread | None = None
+
+    def _stepper_for(self, requests: Sequence[Request]) -> Stepper:
+        stepper = stepper_for(self.generator.model, self.generator.source, requests, *self.how)
+        if self.drafts and isinstance(stepper, TreeStepper) and may_adapt(stepper.acceptor):
+            return AdaptiveStepper(stepper, self.drafts, self.pace)
+        return stepper
 
     def start(self, warm_up: Callable[[], object]) -> None:
         """Start the thread, and wait until it has called `warm_up`. An error in `warm_up` is raised to the caller."""

@@ -115,7 +115,7 @@ class BreakingRow(BatchRow):
 
 @pytest.mark.parametrize(
     ("how", "value"),
-    [("heads", "nan"), ("heads", "inf"), ("heads", "-inf"), ("plain", "-inf"), ("drawn", "nan")],
+    [("heads", "nan"), ("heads", "inf"), ("heads", "-inf"), ("adaptive", "nan"), ("plain", "-inf"), ("drawn", "nan")],
 )
 def test_an_undefined_text_ends_alone(generator: TextGenerator, how: str, value: str) -> None:
     """The text of a user's processor, of a grammar that allows nothing, or of a temperature that is too small."""
@@ -128,7 +128,7 @@ def test_an_undefined_text_ends_alone(generator: TextGenerator, how: str, value:
     fine = [row_of(seed, replace(settings, max_new_tokens=12)) for seed in range(3)]
     wrong = BreakingRow(random_ids(9, 9), settings, 9, lambda event: None, value=float(value))
     cold = row_of(4, replace(settings, temperature=1e-320))
-    worker = BatchWorker(made, 4)
+    worker = BatchWorker(made, 4, adapts=how == "adaptive")
     events = told(worker, [fine[0], wrong, fine[1], cold, fine[2]])
     for broken in (events[1], events[3]):
         assert isinstance(broken[-1].error, RunError)

@@ -49,10 +49,19 @@ def arrivals(kinds: list[dict[str, Any]], count: int = 14) -> list[dict[str, Any
     ]
 
 
-def decode(model: Any, factory: Any, asked: list[dict[str, Any]], room: int = 4, **how: Any) -> list[list[int]]:
-    """Decode requests in a running batch of at most `room` texts; each joins when it arrived and there is room."""
+def decode(
+    model: Any,
+    factory: Any,
+    asked: list[dict[str, Any]],
+    room: int = 4,
+    changed: Any = lambda stepper: stepper,
+    **how: Any,
+) -> list[list[int]]:
+    """Decode requests in a running batch of at most `room` texts; each joins when it arrived and there is room.
+
+    `changed` makes other steppers of those that would be used."""
     how = {"rule": AcceptanceRule("rejection")} | how
-    batch = RunningBatch(lambda requests: stepper_for(model, factory, requests, **how))
+    batch = RunningBatch(lambda requests: changed(stepper_for(model, factory, requests, **how)))
     left, running, texts, step = list(range(len(asked))), dict[int, int](), [list[int]() for _ in asked], 0
     widest = 0
     while left or running:
