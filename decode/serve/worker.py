@@ -1,6 +1,6 @@
 """The worker thread of the server, which decodes the requested texts in one running batch.
 
-A text joins the batch before any step, and leaves it when it ends or its client has disconnected."""
+A text joins the batch before a step, and leaves it when it ends or its client has disconnected."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ from decode.settings import Settings
 from decode.stop_strings import StopStrings
 from medusa.backbone import Backbone
 from medusa.errors import RunError
+
+COMPANY = 4
+"""A text that could join lets one step pass for each so many running texts, so that the next texts are read with it.
+
+Reading a prompt takes about as long as a step, however many prompts are read at once."""
 
 
 class RowEvent(NamedTuple):
@@ -81,7 +86,7 @@ class RunningRow(NamedTuple):
 
 
 class BatchWorker:
-    """A thread that decodes requested texts. A text joins the running batch as soon as it has room."""
+    """A thread that decodes requested texts. Texts join the running batch, if it has room, after a few steps."""
 
     def __init__(self, generator: TextGenerator, batch_size: int, adapts: bool = False) -> None:
         """Make a worker without texts. If it `adapts`, it drafts in each step what `Pace` chooses; else, always all."""
@@ -90,6 +95,7 @@ class BatchWorker:
         self.pace = Pace([1 if draft is None else draft.num_nodes for draft in self.drafts])
         self.arrivals: queue.SimpleQueue[BatchRow | None] = queue.SimpleQueue()
         self.waiting: list[BatchRow] = []
+        self.waited = 0  # steps that have passed for others to join with the waiting texts (`COMPANY`)
         self.running: dict[int, RunningRow] = {}  # by the row of the batch
         self.how = Settings().how  # of the running batch: acceptance rule, compiled or not, amateur
         self.batch = RunningBatch(self._stepper_for)
@@ -144,7 +150,13 @@ class BatchWorker:
         return None not in arrived
 
     def admit(self) -> None:
-        """Let the texts that have waited longest join the batch, as far as it has room; errors end them."""
+        """Let the texts that have waited longest join the batch, as far as it has room; errors end them.
+
+        While texts run, they first wait for others (`COMPANY`)."""
+        if self.waiting and self.waited < len(self.running) // COMPANY:
+            self.waited += 1
+            return
+        self.waited = 0
         joining: dict[BatchRow, Request] = {}
         while self.waiting and len(self.running) + len(joining) < self._room(self.waiting[0]):
             row = self.waiting.pop(0)

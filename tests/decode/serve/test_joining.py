@@ -208,6 +208,20 @@ def test_a_failed_prefill_leaves_the_running_texts(monkeypatch: pytest.MonkeyPat
 # --- the worker and the server ---------------------------------------------------------------------------------------
 
 
+def test_texts_that_come_after_each_other_join_together(generator: TextGenerator) -> None:
+    """Four running texts let a text wait for one step. A text that is alone does not wait."""
+    worker, prompt = BatchWorker(generator, 8), generator.tokenizer(PROMPTS[0])["input_ids"]
+    running = []
+    for arriving in (1, 3, 1, 1, 0, 1):
+        for _ in range(arriving):
+            worker.add(BatchRow(prompt, Settings(max_new_tokens=60), 0, lambda event: None))
+        worker.receive()
+        worker.admit()
+        running.append(len(worker.running))
+        worker.step()
+    assert running == [1, 4, 4, 6, 6, 6]
+
+
 def test_a_short_text_overtakes_a_long_one(generator: TextGenerator) -> None:
     worker, told = BatchWorker(generator, 2), list[tuple[str, RowEvent]]()
     prompt = generator.tokenizer(PROMPTS[0])["input_ids"]
