@@ -42,7 +42,7 @@ SMALLER = {
 """Arguments that make a command of README short."""
 MORE = (
     "medusa generate --backbone demo --heads demo --tree example --prompt 'Once upon a time'",
-    "medusa train medusa1 data=demo data.sequence_length=64",
+    "medusa train medusa1 data=stories.jsonl data.sequence_length=64",
     "medusa benchmark demo --prompts demo --tree example",
 )
 """Commands that use the shipped trees and recipes by name."""
@@ -109,6 +109,8 @@ def use(place: Path, python: Path, full: bool) -> None:
     """Use the installed packages from an empty folder."""
     empty = place / "empty"
     empty.mkdir()
+    story = json.dumps({"text": "Once upon a time, a little fox lived in a big forest. " * 8})
+    (empty / "stories.jsonl").write_text(story + "\n", encoding="utf-8")
     version = run([str(python.with_name("medusa")), "--version"], cwd=empty).strip()
     print(version)
     if version != f"medusa {declared_version()}":

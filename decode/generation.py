@@ -33,11 +33,12 @@ from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
 from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run, run_whole
 from decode.reference import PlainStepper
-from decode.request import prepare, requests_of, unpadded, with_generators
+from decode.request import in_effect, prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
 from decode.session import Session
 from decode.settings import CUDA_GRAPHS, LOSSLESS, AcceptanceRule, DecodingOptions, listing_options, python_words
 from decode.strategies.contrastive import Amateur, AmateurLike
+from decode.target import STATEFUL
 from decode.tree_check import require_tree_forward
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
@@ -105,6 +106,10 @@ def stepper_for(
         if acceptor.passes is not None and (config.output_scores or config.output_logits):
             exact = "rejection" if config.do_sample else "greedy"
             raise RequestError(f"acceptance {acceptor.name!r} gives no output_scores or output_logits; use {exact!r}")
+        kept = next((one for request in requests for one in request.processors if isinstance(one, STATEFUL)), None)
+        if acceptor.passes is not None and kept is not None:
+            why = f"{type(kept).__name__} (of guidance_scale or watermarking_config) must read a text in order"
+            raise RequestError(f"{why}, and acceptance {acceptor.name!r} scores all drafted tokens; use 'greedy'")
         if acceptor.draft == "sample" and not factory.can_draw:
             raise RequestError(
                 "this drafter cannot draw its guesses; use draft topk (a draft model: leave confidence out)"
@@ -243,8 +248,7 @@ def _prompts(
     require_batch(ids)
     require_mask(attention_mask, ids)
     if attention_mask is None:
-        config = kwargs.get("generation_config") or model.generation_config
-        require_no_pads(ids, kwargs.get("pad_token_id", getattr(config, "pad_token_id", None)))
+        require_no_pads(ids, in_effect(model, kwargs, "pad_token_id"))
     return unpadded(ids, attention_mask)
 
 

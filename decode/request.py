@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
 from decode.arguments import require_batch, require_mask
+from decode.generation_config import require_plain, told, way_out
 from decode.sequences import Request
 from decode.strategies.grammar import Grammar
 from decode.target import WARPERS
@@ -41,14 +42,14 @@ def prepare(
     require_tree_support(model)
     if kwargs.get("streamer") is not None:
         raise RequestError("decode.steps yields the tokens and takes no streamer; pass the streamer to decode.generate")
-    if kwargs.get("assistant_model") is not None:
-        raise RequestError("an assistant_model cannot be combined with heads; leave it out")
+    for name in ("assistant_model", "custom_generate"):
+        if kwargs.get(name) is not None:
+            raise RequestError(f"{name} cannot be combined with heads; leave it out")
+    require_plain(partial(in_effect, model, kwargs), model.generation_config)  # before transformers prepares the caches
     kwargs = with_stop_strings(model, kwargs)
     allowed = kwargs.pop("prefix_allowed_tokens_fn", None)
-    copies = kwargs.pop("num_return_sequences", None)
-    if copies is None:
-        config = kwargs.get("generation_config") or model.generation_config
-        copies = getattr(config, "num_return_sequences", None) or 1
+    copies = in_effect(model, kwargs, "num_return_sequences") or 1
+    kwargs.pop("num_return_sequences", None)
     requests: list[Request] = []
     backbone = Backbone(model)
     own_length = any(isinstance(criterion, MaxLengthCriteria) for criterion in kwargs.get("stopping_criteria") or ())
@@ -62,10 +63,18 @@ def prepare(
             own["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
         if grammar is not None:
             others = kwargs.get("logits_processor") or []
-            own["logits_processor"] = LogitsProcessorList([*others, grammar.processor(len(prompt))])
+            own["logits_processor"] = LogitsProcessorList([*others, grammar.processor(prompt)])
         requests += _prepare_row(backbone, prompt, kwargs | own)
     require_longrope_alone(model, requests)
     return with_generators(model, requests, seeds)
+
+
+def in_effect(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
+    """The value of a field of the generation config in a call of `model.generate` with `kwargs`; `None`: a default."""
+    if name in kwargs:
+        return kwargs[name]
+    given = getattr(kwargs.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if given is None else given
 
 
 def with_generators(
@@ -107,7 +116,8 @@ def _prepare_row(backbone: Backbone, prompt: Sequence[int], kwargs: dict[str, An
     ids = torch.tensor([list(prompt)], device=backbone.device)
     # The mask is never derived from an id, and the caller makes the copies of a row.
     inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "num_return_sequences": 1}
-    return backbone.model.generate(ids, custom_generate=requests_of, **inputs, **kwargs)  # type: ignore[operator]
+    stock: Any = type(backbone.model)  # a checkpoint with code of its own may replace the model's attribute `generate`
+    return stock.generate(backbone.model, ids, custom_generate=requests_of, **inputs, **kwargs)
 
 
 def requests_of(
@@ -124,6 +134,7 @@ def requests_of(
     require_tree_support(model)
     require_batch(input_ids)
     require_mask(model_kwargs.get("attention_mask"), input_ids)
+    require_plain(lambda name: getattr(generation_config, name, None), model.generation_config)
     _require_supported(generation_config, input_ids, model_kwargs)
     rows = unpadded(input_ids, model_kwargs.get("attention_mask"))
     require_fitting(rows, text_limits(model.config))
@@ -149,16 +160,9 @@ def unpadded(input_ids: Tensor, attention_mask: Tensor | None = None) -> list[li
 
 
 def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
-    if config.num_beams > 1:
-        raise RequestError(f"num_beams is {config.num_beams}; beam search cannot be combined with heads")
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        options = ("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens")
-        asked = " and ".join(name for name in options if getattr(config, name, None)) or "it"
-        raise RequestError(f"{mode.value.replace('_', ' ')} cannot be combined with heads; leave {asked} out")
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name, None):
-            raise RequestError(f"{name} is not available from tree decoding; run the model on the finished text")
+        raise RequestError(f"{mode.value.replace('_', ' ')} cannot be combined with heads; leave it out")
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         raise RequestError(
             "the prompt is empty; give at least one token, as input_ids (inputs_embeds are not supported)"
@@ -166,9 +170,26 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise RequestError("past_key_values hold text already; give all of it as input_ids")
+    _require_usual_positions(model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"), input_ids)
+    if getattr(cache, "_is_user_defined", False) and (type(cache) is not DynamicCache or cache.offloading):
+        raise RequestError(
+            f"past_key_values is a {type(cache).__name__}; decoding has a cache of its own; leave it out"
+        )
     for name, value in model_kwargs.items():
         if isinstance(value, Tensor) and name not in EXPECTED_INPUTS:
             raise RequestError(f"the model input {name} is not supported by tree decoding; only text can be continued")
+
+
+def _require_usual_positions(positions: Tensor | None, mask: Tensor | None, ids: Tensor) -> None:
+    """Raise a `RequestError` unless `positions` [..., B or 1, T] number the tokens of each row of `ids` [B, T]."""
+    if positions is None:
+        return
+    kept = torch.ones_like(ids) if mask is None else mask.long()
+    fits = positions.shape[-1] == ids.shape[1] and positions.shape[-2] in (1, len(ids))
+    if not fits or bool(((positions != kept.cumsum(-1) - 1) & kept.bool()).any()):
+        raise RequestError(
+            "position_ids are not those of a text without gaps, and heads need such a text; leave it out"
+        )
 
 
 def require_longrope_alone(model: PreTrainedModel, requests: Sequence[Request]) -> None:
@@ -186,21 +207,14 @@ def with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[st
     """Replace `stop_strings` and `tokenizer` by a stopping criterion, as custom decoding methods get no tokenizer.
 
     Raise a `RequestError` if there are stop strings but no tokenizer."""
-    tokenizer, stops = kwargs.pop("tokenizer", None), kwargs.pop("stop_strings", None)
-    config = kwargs.get("generation_config")
-    if stops is None and config is not None and config.stop_strings:
-        stops = config.stop_strings
-        kwargs["generation_config"] = config = copy.deepcopy(config)
-        config.stop_strings = None
-    if stops is None and model.generation_config.stop_strings:
-        raise RequestError(
-            "the model's generation_config holds stop_strings; pass stop_strings= and tokenizer= yourself"
-        )
+    tokenizer, stops = kwargs.pop("tokenizer", None), in_effect(model, kwargs, "stop_strings")
     if stops:
         if tokenizer is None:
-            raise RequestError("stop_strings need the tokenizer; pass tokenizer=...")
+            found = "stop_strings", stops, model.generation_config
+            raise RequestError(f"{told(*found)}, which needs the tokenizer; pass tokenizer=..., or {way_out(*found)}")
         criteria = kwargs.pop("stopping_criteria", None) or []
         kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, stops)])
+        kwargs["stop_strings"] = None  # also those of the model's own config
     return kwargs
 
 

@@ -34,7 +34,7 @@ class Result:
     hidden: torch.Tensor | None = None
     """[T, H] hidden states of the prompt and the new tokens, if requested. The last token's state may be missing."""
 
-    def to_json(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> dict[str, object]:
+    def to_json(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] | None = ()) -> dict[str, object]:
         """The result as JSON values, as `medusa generate --json` writes them."""
         return {
             "input_ids": self.input_ids,
@@ -47,13 +47,13 @@ class Result:
         }
 
 
-def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> str:
+def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] | None = ()) -> str:
     """Decode token ids to text without special tokens, cut before the first stop string; empty without a tokenizer.
 
     A stop string may be a special token, or contain one."""
     if tokenizer is None:
         return ""
-    kept, surplus = before_stop(ids, tokenizer, stop)
+    kept, surplus = before_stop(ids, tokenizer, stop or ())
     text = str(tokenizer.decode(kept, skip_special_tokens=True))
     return text[: len(text) - surplus]
 

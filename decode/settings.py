@@ -9,15 +9,24 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
+from decode.generation_config import (
+    FILE,
+    TEXT,
+    plain_options,
+    sampling_of,
+    text_options,
+    told,
+    unused,
+)
 from decode.strategies.options import require_no_compiled_grammar, require_uncontrasted
-from medusa.errors import RequestError, choose_one_of
+from medusa.errors import NotCompilableError, RequestError, choose_one_of
 from medusa.options import Options, count, option, share
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
     from decode.strategies.contrastive import Amateur
     from decode.strategies.grammar import Grammar
@@ -34,6 +43,7 @@ CUDA_GRAPHS = ("own", "torch", "off")
 """How compiled steps use CUDA graphs on a GPU: our own, those of torch.compile, or none."""
 ACCEPTANCES = (*LOSSLESS, *LOSSY, *(f"{name}:{letter}" for name, (letter, _) in LOSSY_GREEDY.items()))
 Function = TypeVar("Function", bound=Callable[..., object])
+IGNORES = f"leave out the penalties, banned and forced tokens, and stop strings of the checkpoint's {FILE}"
 ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the shape; leave one out"
 
 
@@ -89,6 +99,8 @@ class DecodingOptions(Options):
             raise RequestError("--cuda-graphs is for compiled steps; add --compile, or leave it out")
         if self.compile and rule_and_limit(self.acceptance)[0] in LOSSY_GREEDY:
             raise RequestError(f"acceptance {self.acceptance!r} cannot be compiled; leave out --compile")
+        if self.compile and self.draft == "sample":
+            raise RequestError("--compile cannot be combined with draft sample; use draft topk")
 
     @property
     def compiled(self) -> str | Literal[False]:
@@ -158,18 +170,31 @@ class Settings(DecodingOptions):
         brief="sample within the probability mass P",
     )
     min_p: float = share(0.0, "sample tokens above P times the best probability; 0 is off", "P")
-    repetition_penalty: float = option(
-        1.0, "penalise repeated tokens by R; 1 is off", "above 0; 1 is off", lambda value: value > 0, "R"
+    repetition_penalty: float | None = option(
+        None,
+        "penalise repeated tokens by R; 1 is off (default: as the checkpoint says)",
+        "above 0; 1 is off",
+        lambda value: value > 0,
+        "R",
+        type=float,
     )
-    stop: tuple[str, ...] = option((), "end the text before STRING; repeatable", metavar="STRING")
+    stop: tuple[str, ...] | None = option(
+        None,
+        "end the text before STRING; repeatable (default: as the checkpoint says)",
+        metavar="STRING",
+        action="append",
+    )
     ignore_eos: bool = option(False, "continue after the end-of-text token")
+    ignore_generation_config: bool = option(False, IGNORES)
     amateur: Amateur | None = None  # the small model that the backbone is contrasted with
     grammar: Grammar | None = None  # the grammar that the text follows
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(not stop for stop in self.stop):
+        if any(not stop for stop in self.stop or ()):
             raise RequestError("a stop string is empty; give at least one character")
+        if self.compile and self.repetition_penalty not in (None, 1):
+            raise RequestError("compiled steps do not read the text, as --repetition-penalty does; leave out --compile")
         require_uncontrasted(self.compile, self.amateur)
         if self.grammar is not None:
             require_no_compiled_grammar(self.compile, self.ignore_eos)
@@ -189,23 +214,54 @@ class Settings(DecodingOptions):
     def do_sample(self) -> bool:
         return self.temperature > 0
 
-    def generate_kwargs(self, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
-        """The settings as arguments of `model.generate`, which reads all other options from the generation config.
+    def of_checkpoint(self, own: GenerationConfig | None) -> Settings:
+        """Fill in the stop strings and the repetition penalty of a checkpoint, whose options are `own`, if none is set.
 
-        `grammar` is an argument of `decode.request.prepare` only."""
-        kwargs: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens,
-            "do_sample": self.do_sample,
-            "temperature": self.temperature if self.do_sample else None,
-            "top_k": self.top_k if self.do_sample else None,
-            "top_p": self.top_p if self.do_sample else None,
-            "min_p": self.min_p if self.do_sample and self.min_p else None,
-            "repetition_penalty": self.repetition_penalty,
-        }
-        if self.stop:
-            kwargs |= {"stop_strings": list(self.stop), "tokenizer": tokenizer}
+        Raise a `NotCompilableError` if compiled steps are asked for, and cannot apply one of these options."""
+        theirs = {} if self.ignore_generation_config else text_options(own)
+        stop, penalty = theirs.pop("stop_strings", ()), theirs.get("repetition_penalty", 1.0)
+        if self.repetition_penalty is not None:
+            theirs.pop("repetition_penalty", None)
+            penalty = self.repetition_penalty
+        if self.compile and theirs:
+            name, value = next(iter(theirs.items()))
+            way = "--ignore-generation-config leaves it out"
+            raise NotCompilableError(f"{told(name, value, own)}, which reads the text ({way})")
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        return replace(self, stop=stop if self.stop is None else self.stop, repetition_penalty=penalty)
+
+    def unused_line(self, own: GenerationConfig | None, samples: bool = True) -> str:
+        """Name in one line the checkpoint's options that these settings do not use; empty if there are none.
+
+        `samples`: whether a user can set the temperature and the like."""
+        theirs = sampling_of(own) if samples else {}
+        differs = any(getattr(self, name) != value for name, value in theirs.items())
+        listed = ", ".join(f"{name}={value!r}" for name, value in unused(own, sampling=differs).items())
+        if not listed:
+            return ""
+        chosen = {name: value for name, value in theirs.items() if value != getattr(Settings, name)}
+        flags = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in chosen.items())
+        return f"options of {FILE} that are not used: {listed}" + (f" (to sample, type {flags})" if differs else "")
+
+    def generate_kwargs(self, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
+        """The settings as arguments of `model.generate`, which takes penalties and the like from the checkpoint.
+
+        They make it decode plainly, whatever else the checkpoint asks for. `grammar` is an argument of
+        `decode.request.prepare` only."""
+        kwargs = plain_options() | {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample}
+        if self.do_sample:
+            kwargs |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+            kwargs["min_p"] = self.min_p or None
+        if self.ignore_generation_config:
+            kwargs |= dict.fromkeys(TEXT)
+        if self.repetition_penalty is not None:
+            kwargs["repetition_penalty"] = self.repetition_penalty
+        if self.stop is not None:
+            kwargs["stop_strings"] = list(self.stop) or None
+        if tokenizer is not None:
+            kwargs["tokenizer"] = tokenizer
         if self.ignore_eos:
-            kwargs["eos_token_id"] = None
+            kwargs |= {"eos_token_id": None, "exponential_decay_length_penalty": None}  # which needs an end
         if self.grammar is not None:
             kwargs["grammar"] = self.grammar
         return kwargs

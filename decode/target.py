@@ -51,6 +51,12 @@ READERS = (
 )
 """Processors of transformers that depend on the text that they get, and on nothing else: no call changes the next."""
 
+STATEFUL = (
+    logits_process.SynthIDTextWatermarkLogitsProcessor,
+    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+"""Processors of transformers that keep a state, so that they must be called once for each token of a text, in order."""
+
 
 class MostProbable(LogitsProcessor):
     """Leaves only the most probable token, so that a draw is the choice of greedy decoding."""

@@ -24,11 +24,13 @@ from transformers.cache_utils import Cache
 
 from medusa.errors import RequestError
 from medusa.tree_support import longrope_boundary, text_config, why_no_tree
+from medusa.versions import warn_if_untested
 
 SAME_BASE = 0.05
 """Greatest norm of the difference between the hidden states of two equal forwards, as a share of their norm.
 
 In bfloat16 a rounding changes a number by up to 0.4 %, and the roundings of many layers add up to about a per cent."""
+warn_if_untested()  # once in a process, where the first model of transformers is used
 FeatureLayers = Sequence[int] | str | None  # as in `MedusaConfig.feature_layers`
 
 

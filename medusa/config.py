@@ -34,7 +34,7 @@ PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_lay
 PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}  # keys of FasterDecoding, TGI and LoRAX
 OUR_KEYS: tuple[str, ...] = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size")
 OUR_KEYS += ("rank", "vocabulary", "prefix", "feature_layers", "layer", "embeddings", "mtp", "window")
-OUR_KEYS += ("backbone", "tree", "raw_prompts")
+OUR_KEYS += ("backbone", "tree", "raw_prompts", "template_options")
 """The fields with the same name in JSON; other programs ignore them."""
 
 
@@ -123,6 +123,8 @@ class MedusaConfig:
     """The paths of the best tree for these heads (`medusa.tree`); `None` if unknown."""
     raw_prompts: bool | None = None
     """Whether the prompts of the training data were plain text (True) or in a chat template; `None` if unknown."""
+    template_options: Json | None = None
+    """The options of the chat template with which the training data were written; `None` if there are none."""
 
     def __post_init__(self) -> None:
         blocks = (*BLOCKS, ORIGINAL_EAGLE, ORIGINAL_HYDRA, NATIVE)
@@ -168,6 +170,9 @@ class MedusaConfig:
         if not isinstance(self.raw_prompts, bool | None):
             found = f"the config's raw_prompts is {self.raw_prompts!r}"
             raise RequestError(f"{found}; it must be true (plain text), false (in a chat template), or left out")
+        if not isinstance(self.template_options, dict | None):
+            found = f"the config's template_options is {self.template_options!r}"
+            raise RequestError(f"{found}; it must be an object such as {{'enable_thinking': false}}, or left out")
         if self.tree is not None:
             if not isinstance(self.tree, list):
                 raise RequestError(f"the config's tree is {self.tree!r}; it must be a list of paths, or left out")

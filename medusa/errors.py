@@ -17,6 +17,7 @@ class NotCompilableError(RequestError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"--compile is not possible: {reason}; leave it out")
+        self.reason = reason
 
 
 class RunError(RuntimeError):

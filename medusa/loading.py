@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, read_json
@@ -114,14 +114,32 @@ def _placement(name: str, options: LoadOptions, device: str, kind: str) -> dict[
 
 def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PretrainedConfig:
     """Load only the config of a backbone; raise RequestError if there is no such model."""
-    path = _path(name_or_path)
-    adapter = Path(path) / "adapter_config.json"
-    if adapter.is_file():
-        path = read_json(adapter).get("base_model_name_or_path") or path
+    path = _base_path(name_or_path)
     try:
         return AutoConfig.from_pretrained(path, **_hub(path, options))
     except Exception as error:  # transformers raises errors of many types here
         raise _missing(name_or_path, error) from error
+
+
+def load_generation_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> GenerationConfig:
+    """Load only the generation config of a backbone, as its model will have it; RequestError if the file is damaged."""
+    path = _base_path(name_or_path)
+    keywords: dict[str, Any] = {"revision": options.revision, **hub_keywords(path)}
+    try:
+        try:
+            return GenerationConfig.from_pretrained(path, **keywords)
+        except OSError:  # there is no such file: old checkpoints have these options in the file of the model's config
+            keywords |= {"config_file_name": "config.json", "_from_model_config": True}
+            return GenerationConfig.from_pretrained(path, **keywords)
+    except Exception as error:  # wrong values raise errors of several types
+        raise _missing(name_or_path, error) from error
+
+
+def _base_path(name: str) -> str:
+    """Return the folder or Hub id of a backbone; of an adapter of peft, those of its base model."""
+    path = _path(name)
+    adapter = Path(path) / "adapter_config.json"
+    return read_json(adapter).get("base_model_name_or_path") or path if adapter.is_file() else path
 
 
 def _path(name: str) -> str:

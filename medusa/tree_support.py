@@ -30,12 +30,15 @@ def longrope_boundary(model: PreTrainedModel) -> int | None:
 
     Scaling of type `dynamic` does so, too, but only beyond the model's context length, where decoding has stopped."""
     config = text_config(model)
-    rope = getattr(config, "rope_parameters", None) or {}
-    # Models with several types of layers have separate parameters for each type.
-    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
-    long = [kind for kind in kinds if kind.get("rope_type") == "longrope"]
+    long = [kind for kind in rope_kinds(config) if kind.get("rope_type") == "longrope"]
     ends = [kind.get("original_max_position_embeddings") or config.original_max_position_embeddings for kind in long]
     return min(ends, default=None)
+
+
+def rope_kinds(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of RoPE in the config of a text decoder: one set, or one for each type of layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
 
 
 def why_no_tree(model: PreTrainedModel) -> str | None:

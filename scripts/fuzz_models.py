@@ -76,7 +76,7 @@ def make_drafter(case: Case, model: PreTrainedModel, expected: list[Numbers], fo
         return {"drafter": Scripted(expected, case.seed)}
     if name == "model":
         tree = resolve_tree(case.tree or "chain", make_heads(case, model, []))
-        return {"drafter": DraftModel(_noisy_copy(model, case.seed), tree)}
+        return {"drafter": DraftModel(noisy_copy(model, case.seed), tree)}
     if name == "rest":
         rng = random.Random(case.seed)
         texts += [rng.choices(range(VOCAB), k=30) for _ in range(3)]
@@ -90,7 +90,7 @@ def make_drafter(case: Case, model: PreTrainedModel, expected: list[Numbers], fo
     return {"heads": make_heads(case, model, texts) if needs_heads else None, "drafter": case.drafter, **chosen}
 
 
-def _noisy_copy(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+def noisy_copy(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     """Copy a model with a little noise on its weights: a draft model whose guesses are often right, but not always."""
     torch.manual_seed(seed)
     noisy = copy.deepcopy(model)

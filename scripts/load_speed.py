@@ -4,8 +4,9 @@
     python scripts/load_speed.py --serve "org/heads --tree eight" --prompts questions.jsonl --clients 1,8 --chat
 
 Both servers run side by side, each on one thread, and get the same requests in turns. Each client asks for a text as
-soon as it has the last one. The texts differ in length, as those of users do. A speed is in tokens for each second of CPU time of the server's process, HTTP included; a
-ratio is the median of the rounds. The first round does not count. The exit status is 1 if a greedy text differs.
+soon as it has the last one, and texts differ in length, as those of users do. A speed is in tokens for each second of
+CPU time of the server's process, HTTP included; a ratio is the median of the rounds. The first round does not count.
+The exit status is 1 if a greedy text differs.
 """
 
 from __future__ import annotations

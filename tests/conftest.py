@@ -24,6 +24,10 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run all cells of the matrix of drafters, options and ways")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files with slow tests first, then those with most tests: the last files that two workers share are short."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
@@ -32,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 MOST_OBJECTS = 50_000
+BUILT = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "medusa-heads" / "operations"
+"""Where the user's operations in C++ are, by their content (`decode.ops.cpp`)."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,9 +103,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Paths for caches, one a test; the folders do not exist yet, as most tests need none."""
+    """New caches, one a test, which share the user's operations in C++: a build takes ten seconds of a core."""
     folder = tmp_path_factory.mktemp("caches")
-    return (folder / str(number) for number in itertools.count())
+    BUILT.mkdir(parents=True, exist_ok=True)
+
+    def cache(number: int) -> Path:
+        (folder / str(number) / "medusa-heads").mkdir(parents=True)
+        (folder / str(number) / "medusa-heads" / "operations").symlink_to(BUILT)
+        return folder / str(number)
+
+    return map(cache, itertools.count())
 
 
 @pytest.fixture(autouse=True)

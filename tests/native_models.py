@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ needs_forward_layer = pytest.mark.skipif(
 )
 
 
-def save_native(family: str, folder: Path) -> MtpModel:
+def save_native(family: str, folder: Path, **settings: Any) -> MtpModel:
     """Save a tiny random model with its MTP layer in `folder`; return transformers' own MTP layers."""
-    model = tiny_model(family)
+    model = tiny_model(family, **settings)
     layers = MtpModel(model, model.config.num_mtp_layers)
     for parameter in layers.layers.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

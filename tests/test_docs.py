@@ -15,11 +15,13 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from decode.bench.calibration import calibrate
 from medusa.__main__ import COMMANDS, build_parser, main
 from train.recipe import load_recipe
 
@@ -184,9 +186,9 @@ def to_run() -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_cache(caches: Iterator[Path]) -> Path:
     """A cache with calibrations of the shipped heads, shared by all pages."""
-    return tmp_path_factory.mktemp("calibrations")
+    return next(caches)
 
 
 @pytest.mark.slow
@@ -201,6 +203,8 @@ def test_commands_without_special_needs_run(
     monkeypatch.setenv("XDG_CACHE_HOME", str(one_cache))
     monkeypatch.setattr("decode.bench.calibration.calibrate.SIZES", (1, 4))
     monkeypatch.setattr("decode.bench.calibration.calibrate.SHORTLISTS", (8, 16))
+    monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", partial(calibrate.time_steps, steps=4))
+    monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 4)
     for name in ("stored", "calibrate"):  # the figures do not matter here
         monkeypatch.setattr(f"decode.bench.calibration.{name}.MIN_STEPS", 100)
     for line in to_run()[page]:

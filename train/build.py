@@ -74,6 +74,7 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     heads = _heads(config, backbone, dataset, quiet)
     if (raw := dataset.counts.has_raw_prompts) is not None:  # unknown: trained heads keep their own record
         heads.config.raw_prompts = raw
+    heads.config.template_options = dataset.counts.template_options or heads.config.template_options
     require_adaptable(config, heads.config)
     return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads)
 

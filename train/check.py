@@ -20,7 +20,7 @@ from train.architecture import FINE_TUNING, learning_rate
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
 from train.config import FLASH, NUM_HEADS, AdapterConfig, HeadsConfig, TrainConfig
-from train.data.datasets import require_data
+from train.data.datasets import require_data, require_template_options
 from train.features.files import is_features
 from train.hardware import device_defaults, require_own_device
 from train.heads import require_startable
@@ -48,6 +48,7 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
         require_data(config.eval_data)
     if config.adapter is not None and config.adapter.quality_data is not None:
         require_data(data.model_copy(update={"path": config.adapter.quality_data}))
+    require_template_options(config)
     require_adaptable(config, config.heads)
     require_own_device(config.device)
     if config.attention == FLASH and not is_flash_attn_2_available():

@@ -100,6 +100,11 @@ class DataConfig(Section):
     """Number of streamed rows from which the next row is drawn at random; 1 keeps the order of the data."""
     max_examples: int | None = Field(default=None, ge=1)
     """Number of records to read, by default all."""
+    raw: bool = False
+    """Take prompts with answers as plain text, without the chat template."""
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the chat template for all conversations, such as {enable_thinking: false}; a record's own
+    chat_template_kwargs come first. Heads record them, and decoding then uses them by default."""
     exclude: str | None = None
     """Test prompts (file, folder or dataset); examples that share `exclude_window` consecutive tokens are dropped."""
     exclude_window: int = Field(default=32, ge=1)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StopStringCriteria
+from transformers.generation import LogitsProcessorList, StopStringCriteria
 
 from decode.compiled.graphs import possible
 from decode.drafters import drafter_factory
@@ -19,11 +20,12 @@ from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
 from decode.generation import decoding
 from decode.loop import Timer
-from decode.request import prepare
+from decode.request import prepare, with_stop_strings
 from decode.results import DecodingRun, Result
 from decode.settings import Settings
-from decode.strategies.contrastive import ContrastProcessor
+from decode.strategies.contrastive import Amateur, ContrastProcessor
 from medusa.backbone import Backbone
+from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
 
@@ -110,10 +112,15 @@ def transformers_method(
 
     `generate` draws all samples of a batch from one random stream, which gets the seed of the first prompt.
     `assistance`: options of `generate` for assisted or beam search. With them, results have no `step_lengths`."""
+    settings = settings.of_checkpoint(model.generation_config)
     device, amateur = Backbone(model).device, settings.amateur
     models = [model] if amateur is None else [model, amateur.model]
     context = min(Backbone(some).context or 1 << 30 for some in models)
-    stops = StopStringCriteria(tokenizer, list(settings.stop)) if settings.stop and tokenizer is not None else None
+    stops = None
+    if settings.stop:
+        if tokenizer is None:
+            raise RequestError("the stop strings need a tokenizer, and this backbone has none")
+        stops = StopStringCriteria(tokenizer, list(settings.stop))
     eos = None if settings.ignore_eos else model.generation_config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos]
 
@@ -134,11 +141,10 @@ def transformers_method(
         kwargs = settings.generate_kwargs(tokenizer) | {"max_new_tokens": limit} | assistance
         inputs = left_padded([result.input_ids for result in group], device)
         if amateur is not None:
-            processors = LogitsProcessorList([ContrastProcessor(amateur, inputs["attention_mask"])])
-            if settings.repetition_penalty != 1:  # after the contrast, as in our own loop; `generate` applies it before
-                processors.append(RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
-            kwargs |= {"logits_processor": processors, "repetition_penalty": None}
-        out = model.generate(**inputs, **kwargs)[:, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[operator]
+            kwargs = with_stop_strings(model, kwargs)
+            kwargs |= {"custom_generate": partial(contrasted, amateur, inputs["attention_mask"])}
+        stock: Any = type(model)  # a checkpoint with code of its own may replace the model's attribute `generate`
+        out = stock.generate(model, **inputs, **kwargs)[:, inputs["input_ids"].shape[1] :].tolist()
         for result, ids in zip(group, out, strict=True):
             result.new_ids = ids
             _cut(result, ends, stops)
@@ -146,6 +152,23 @@ def transformers_method(
             result.step_lengths, result.uncut_lengths = [1] * steps, [1] * steps
 
     return decode
+
+
+def contrasted(
+    amateur: Amateur,
+    mask: Tensor,
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    **kwargs: Any,
+) -> Tensor:
+    """Decode as `model.generate` does, but contrast with the amateur before all other processors, as our own loop does.
+
+    `model.generate` calls it for prompts [B, T] with the attention mask `mask` [B, T]; without it, `generate` applies
+    penalties first."""
+    processors = LogitsProcessorList([ContrastProcessor(amateur, mask), *logits_processor])
+    stock: Any = type(model)
+    return stock._sample(model, input_ids, logits_processor=processors, **kwargs)
 
 
 def left_padded(prompts: Prompts, device: torch.device) -> dict[str, Tensor]:

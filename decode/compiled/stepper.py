@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
+from transformers import PretrainedConfig
 
 from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, rounded
 from decode.compiled.graphs import graphs_for
@@ -17,12 +18,15 @@ from decode.draft import Frontier, NoDraft
 from decode.drafters.base import DrafterFactory
 from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.trained_heads import TrainedHeads
+from decode.generation_config import text_options, told, way_out
 from decode.loop import Acceptor, StepOutcome, Stepper, Timer, unpack
 from decode.session import AHEAD, Session
 from decode.settings import ONE_SHAPE
+from decode.target import WARPERS
 from medusa.backbone import Backbone
 from medusa.errors import NotCompilableError, RequestError
 from medusa.tree import Tree
+from medusa.tree_support import rope_kinds
 
 
 class CompiledStepper(Stepper):
@@ -135,6 +139,13 @@ class CompiledStepper(Stepper):
         return region
 
 
+def why_rope_not_compiled(config: PretrainedConfig) -> str:
+    """Say why positions of a model with this config rule out compiled steps, before it is loaded; "" if they do not."""
+    types = [kind.get("rope_type") for kind in rope_kinds(config.get_text_config(decoder=True))]
+    found = next((name for name in ("longrope", "dynamic") if name in types), None)
+    return f"{found} RoPE rotates a text by its length" if found else ""
+
+
 def why_not_compiled(backbone: Backbone) -> str:
     """Say why steps of this model cannot be compiled on this machine; "" if nothing is known against it."""
     if backbone.rope_boundary is not None:
@@ -146,12 +157,24 @@ def why_not_compiled(backbone: Backbone) -> str:
     return ""
 
 
+def require_compilable(reason: str) -> None:
+    """Raise a `NotCompilableError` if there is a `reason` against compiled steps."""
+    if reason:
+        raise NotCompilableError(reason)
+
+
 def _require_compilable(session: Session) -> None:
+    model, target = session.backbone.model, session.target
     reason = why_not_compiled(session.backbone)
     if not reason and session.kept_hidden is not None:
         reason = "hidden states are to be recorded"
-    if reason:
-        raise NotCompilableError(reason)
+    if not reason and not all(isinstance(p, WARPERS) for own in target.processors for p in own):
+        own, asked = model.generation_config, target.of_rows[0].config
+        of_file = [name for name, value in text_options(own).items() if getattr(asked, name) == value]
+        for name in of_file[:1]:
+            field = name, getattr(own, name), own
+            reason = f"{told(*field)}, which reads the text ({way_out(*field)})"
+    require_compilable(reason)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,8 @@ from decode.settings import Settings
 from decode.strategies.grammar import json_schema_source
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
+from medusa.files import Json
+from medusa.records.replies import ReplyReader, message_of, response_template
 
 MAX_BODY = 2**24  # largest request, in bytes
 
@@ -52,6 +54,7 @@ class ApiAnswer:
         self.head: dict[str, object] = {"id": number, "created": int(time.time()), "model": model, "object": kind}
         self.rows: list[BatchRow] = []  # the requested texts, one row for each choice of the answer, in order
         self.echoes: list[str] = []  # the text with which each choice begins
+        self.readers: list[ReplyReader] = []  # of the texts that may call tools
         self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[int, RowEvent]] = asyncio.Queue()
 
@@ -72,7 +75,11 @@ class ApiAnswer:
             self._leave()
         choices = []
         for index, (text, end) in enumerate(zip(texts, ends, strict=True)):
-            said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+            said: dict[str, object] = {"text": text}
+            if self.is_chat:
+                said = {"message": {"role": "assistant", "content": text}}
+            if (reader := self._reader(index)) is not None:
+                said = {"message": message_of([*reader.feed(text), *reader.end()])}
             choices.append(self._choice(index, end, said))
         return self.head | {"choices": choices, "usage": self._usage()}
 
@@ -81,12 +88,14 @@ class ApiAnswer:
         try:
             for index, echo in enumerate(self.echoes):
                 if self.is_chat or echo:
-                    said = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": echo}
-                    yield _line(self.head | {"choices": [self._choice(index, RowEvent(), said)]})
+                    first = {"delta": {"role": "assistant", "content": ""}} if self.is_chat else {"text": echo}
+                    yield _line(self.head | {"choices": [self._choice(index, RowEvent(), first)]})
             async for index, event in self._until_all_ended():
-                delta = {"content": event.text} if event.text else {}
-                said = {"delta": delta} if self.is_chat else {"text": event.text}
-                yield _line(self.head | {"choices": [self._choice(index, event, said)]})
+                for said in self._said(index, event):
+                    yield _line(self.head | {"choices": [self._choice(index, RowEvent(), said)]})
+                if event.finish_reason is not None:
+                    last: dict[str, object] = {"delta": {}} if self.is_chat else {"text": ""}
+                    yield _line(self.head | {"choices": [self._choice(index, event, last)]})
             if usage:
                 yield _line(self.head | {"choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
@@ -94,6 +103,20 @@ class ApiAnswer:
             yield _line(error.to_json())
         finally:  # also when the client disconnects, because Starlette then closes this generator
             self._leave()
+
+    def _said(self, index: int, event: RowEvent) -> Iterator[dict[str, object]]:
+        """Yield what the chunks of a stream say of an event of the text `index`."""
+        reader = self._reader(index)
+        if reader is None:
+            if event.text:
+                yield {"delta": {"content": event.text}} if self.is_chat else {"text": event.text}
+            return
+        ending = reader.end() if event.finish_reason is not None else ()
+        yield from ({"delta": delta} for delta in (*reader.feed(event.text), *ending))
+
+    def _reader(self, index: int) -> ReplyReader | None:
+        """Return the reader of the calls in a text; `None` if it may not call tools, or calls have no known format."""
+        return self.readers[index] if self.readers else None
 
     async def _watch(self, request: HttpRequest) -> None:
         """Wait until the client has disconnected, and then end this answer with an error."""
@@ -122,8 +145,11 @@ class ApiAnswer:
     def _choice(self, index: int, event: RowEvent, said: Mapping[str, object]) -> dict[str, object]:
         """Make the JSON of a choice: what it says, and the tokens' log-probabilities if it has just ended."""
         in_json = chat_json if self.is_chat else completion_json
-        scores = in_json(event.scored, self.tokenizer) if event.scored else None
-        return {"index": index, "finish_reason": event.finish_reason, "logprobs": scores, **said}
+        scores, reason = in_json(event.scored, self.tokenizer) if event.scored else None, event.finish_reason
+        reader = self._reader(index)
+        if reason == "stop" and reader is not None and reader.calls:
+            reason = "tool_calls"
+        return {"index": index, "finish_reason": reason, "logprobs": scores, **said}
 
     def _usage(self) -> dict[str, int]:
         given, written = self.prompt_tokens, sum(row.new_tokens for row in self.rows)
@@ -141,10 +167,15 @@ def _line(content: dict[str, object]) -> str:
 class CompletionApi:
     """The HTTP endpoints of the server. They check requests and pass them to a worker thread, which decodes."""
 
-    def __init__(self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0) -> None:
-        """Make the endpoints of the model `name`. `settings` and `seed` are for requests that do not set their own."""
-        self.worker, self.name, self.settings, self.seed = worker, name, settings, seed
-        self.generator = worker.generator
+    def __init__(
+        self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0, template_options: Json | None = None
+    ) -> None:
+        """Make the endpoints of the model `name`.
+
+        `settings`, `seed` and `template_options` (of the chat template) are for requests that do not set their own."""
+        self.worker, self.name, self.seed, self.generator = worker, name, seed, worker.generator
+        self.template_options: Json = dict(template_options or {})
+        self.settings = settings.of_checkpoint(self.generator.model.generation_config)
         self.answered = 0
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
         self.about = about | {"max_model_len": Backbone(self.generator.model).context}
@@ -236,7 +267,8 @@ class CompletionApi:
         try:
             settings = self._with_format(asked.settings(self.settings), asked.response_format)
             tokenizer = self.generator.tokenizer
-            prompts, has_echo = asked.prompts(tokenizer), isinstance(asked, CompletionRequest) and asked.echo
+            prompts = asked.prompts(tokenizer, self.template_options)
+            has_echo = isinstance(asked, CompletionRequest) and asked.echo
             echoes = asked.echoes(tokenizer) if isinstance(asked, CompletionRequest) else [""]
             for model, name in zip(self.generator.models(settings), ("backbone", "amateur"), strict=False):
                 require_fitting(prompts, Backbone(model), name)
@@ -253,7 +285,11 @@ class CompletionApi:
             # If the request has a seed, equal prompts get equal texts; otherwise each text gets another seed.
             own = (seed + (index if asked.seed is None else copy)) % 2**63
             put = partial(answer.put, index)
-            answer.rows.append(BatchRow(prompts[number], settings, own, put, asked.scores, has_echo, asked.writes))
+            row = BatchRow(prompts[number], settings, own, put, asked.scores, has_echo, asked.writes)
+            if isinstance(asked, ChatRequest) and asked.offered and (form := response_template(tokenizer)):
+                row.keeps_special = True
+                answer.readers.append(ReplyReader(form, str(tokenizer.decode(row.prompt)), tokenizer, asked.offered))
+            answer.rows.append(row)
             answer.echoes.append(echoes[number])
         for row in answer.rows:
             self.worker.add(row)

@@ -20,7 +20,9 @@ from decode.serve.texts import TextGenerator, TextPiece, TextStream, joined
 from decode.settings import Settings, is_lossy
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
+from medusa.files import Json
 from medusa.records.record import Record, continuation_ids, prompt_ids
+from medusa.records.replies import remembered
 
 
 @dataclass
@@ -31,6 +33,8 @@ class Turn:
     prompt: list[int]
     result: Result | None = None
     text: str = ""
+    reply: Json = field(default_factory=dict)
+    """The answer as a message of the history, with its special tokens."""
 
 
 @dataclass
@@ -43,6 +47,9 @@ class Conversation:
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
     raw: bool = False
+    template_options: Json = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    """The strings that end an answer."""
 
     def __post_init__(self) -> None:
         if self.system is not None and self.tokenizer.chat_template is None:
@@ -72,14 +79,16 @@ class Conversation:
     def keep(self, turn: Turn, result: Result, text: str) -> None:
         """Add a turn to the conversation, with the result and text of its answer, which the user may have stopped."""
         turn.result, turn.text = result, text
+        ended = result.finish_reason == "eos"
+        turn.reply = remembered(result.new_ids, turn.prompt, self.tokenizer, ended, self.stop)
         self.turns.append(turn)
 
     def _templated(self, message: str) -> list[int]:
         messages: list[dict[str, object]] = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
-            messages += [{"role": "user", "content": turn.message}, {"role": "assistant", "content": turn.text}]
+            messages += [{"role": "user", "content": turn.message}, turn.reply]
         messages.append({"role": "user", "content": message})
-        return prompt_ids(Record("this conversation", messages=messages), self.tokenizer)
+        return prompt_ids(Record("this conversation", messages=messages), self.tokenizer, options=self.template_options)
 
     def _continued(self, message: str) -> list[int]:
         last = self.turns[-1] if self.turns else None

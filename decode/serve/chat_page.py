@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nicegui import app, ui
 from nicegui.server import Server
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from transformers import PreTrainedTokenizerBase
 
 from decode.drafters.base import DrafterFactory
 from decode.results import prompt_seeds
@@ -24,6 +25,7 @@ from decode.serve.chat_options import PageOptions, drafters_of
 from decode.serve.texts import TextStream
 from decode.settings import Settings
 from medusa.errors import RequestError
+from medusa.files import Json
 
 STATIC = Path(__file__).parent / "static"
 ICON = (STATIC / "chat.svg").read_text(encoding="utf-8")
@@ -57,6 +59,12 @@ class PageConfig:
     seed: int
     raw: bool = False
     """Whether the chat template is turned off."""
+    template_options: Json = field(default_factory=dict)
+
+    def conversation(self, tokenizer: PreTrainedTokenizerBase, system: str | None) -> Conversation:
+        """Make an empty conversation."""
+        options, stop = self.template_options, self.settings.stop or ()
+        return Conversation(tokenizer, system, raw=self.raw, template_options=options, stop=stop)
 
 
 def serve(config: PageConfig, host: str, port: int, allowed_hosts: list[str], on_start: Callable[[], object]) -> None:
@@ -90,7 +98,7 @@ class ChatPage:
         self.config, self.generator = config, config.worker.generator
         drafters = drafters_of(self.generator, config.drafter, config.settings)
         self.options = PageOptions(config.settings, drafters, next(iter(drafters)), config.system or "")
-        self.history = History(Conversation(self.generator.tokenizer, config.system, raw=config.raw))
+        self.history = History(config.conversation(self.generator.tokenizer, config.system))
         self.templated = self.conversation.has_template
         self.restored = False
         self.articles: list[Article] = []
@@ -161,7 +169,7 @@ class ChatPage:
         """Stop the current answer, and replace the conversation by an empty one."""
         if self.stopped is not None:
             self.stopped.set()
-        self.history = History(Conversation(self.generator.tokenizer, self.conversation.system, raw=self.config.raw))
+        self.history = History(self.config.conversation(self.generator.tokenizer, self.conversation.system))
 
     def _reset(self) -> None:
         self._forget()

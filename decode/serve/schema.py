@@ -8,44 +8,20 @@ import json
 from dataclasses import replace
 from functools import partial
 from reprlib import repr as short
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
+from decode.serve.fields import ALIASES, IGNORED, UNLIMITED, UNSUPPORTED
 from decode.settings import Settings
-from medusa.records.record import Record, prompt_ids
+from medusa.files import Json
+from medusa.records.messages import messages_of, tools_of
+from medusa.records.record import Record, conversation_text, text_ids, tokens_of
+from medusa.records.template import FIXED, source_of
 
 MAX_CHOICES = 128  # largest number of texts in one request
 MAX_TOP = 20  # largest number of most probable tokens that are listed beside a token
-UNSUPPORTED: dict[str, object] = {  # unsupported parameters of the API, with the values that leave them off
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "logprobs": False,
-    "top_logprobs": 0,
-    "best_of": 1,
-    "echo": False,
-    "suffix": "",
-    "tools": [],
-    "tool_choice": "none",
-    "functions": [],
-    "function_call": "none",
-    "modalities": ["text"],
-}
-IGNORED = {  # accepted, because they cannot change the text of this server
-    "metadata",
-    "parallel_tool_calls",
-    "prediction",  # a guess at the text, which only makes it faster
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "reasoning_effort",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-    "verbosity",
-}
 
 
 class ApiError(Exception):
@@ -71,27 +47,6 @@ class StreamOptions(StrictModel):
     """The object `stream_options` of a request."""
 
     include_usage: bool | None = None  # whether the stream ends with the token counts
-
-
-class TextPart(StrictModel):
-    """A text part of a chat message. The `content` of such a message is a list of parts."""
-
-    type: Literal["text"]
-    text: str = ""
-
-
-class Message(StrictModel):
-    """One message of a chat request."""
-
-    role: str
-    content: str | list[TextPart] | None = None  # `None`, as clients send it after a call of a tool: an empty text
-
-    @property
-    def text(self) -> str:
-        """The text of the message, all its parts joined."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
 
 
 WholeNumber = Annotated[int | None, Field(description="a whole number")]
@@ -162,11 +117,13 @@ class GenerationRequest(StrictModel):
     @classmethod
     def _drop_neutral(cls, body: dict[str, object]) -> dict[str, object]:
         """Remove nulls, ignored parameters, and unsupported ones that are off; raise `ApiError` if one is on."""
-        given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+        named = {ALIASES.get(name, name): value for name, value in body.items() if value is not None}
+        given = {name: value for name, value in named.items() if name not in IGNORED}
+        for name in [name for name, value in UNLIMITED.items() if name in given and _same(given[name], value)]:
+            del given[name]
         for name in [name for name in UNSUPPORTED if name in given and name not in cls.model_fields]:
-            value, neutral = given.pop(name), UNSUPPORTED[name]
-            # 0 == False in Python, but `logprobs: 0` asks for log probabilities.
-            if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
+            value = given.pop(name)
+            if not any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
                 raise ApiError(f"{name} is not supported by this server; leave it out", param=name)
         return given
 
@@ -184,11 +141,18 @@ class GenerationRequest(StrictModel):
         """Return `defaults` with the request's own parameters, or raise a `RequestError` if they are out of range."""
         same_names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos"}
         asked = self.model_dump(include=same_names, exclude_none=True)
+        if asked.get("top_k") == -1:  # off, as in other servers
+            asked["top_k"] = 0
         for limit in (self.max_tokens, self.max_completion_tokens):
             asked |= {} if limit is None or not self.writes else {"max_new_tokens": limit}
         if self.stop is not None:
             asked["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return replace(defaults, **asked)
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Whether two JSON values are equal. 0 equals False in Python, but `logprobs: 0` asks for log-probabilities."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _as_list(prompt: object) -> object:
@@ -217,12 +181,15 @@ class CompletionRequest(GenerationRequest):
     def writes(self) -> bool:
         return not (self.echo and self.max_tokens == 0)
 
-    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """Return the token ids of each prompt; raises a `RequestError` if the text of a prompt is empty."""
-        return [
-            prompt_ids(Record("prompt", text=part), tokenizer) if isinstance(part, str) else part
-            for part in self.prompt
-        ]
+    add_special_tokens: bool = Field(True, description="true or false")  # whether a BOS begins a prompt
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase, template_options: Json) -> list[list[int]]:
+        """Return the token ids of each prompt; raises an `ApiError` if the text of a prompt is empty."""
+        encode = text_ids if self.add_special_tokens else tokens_of
+        found = [encode(part, tokenizer) if isinstance(part, str) else part for part in self.prompt]
+        if not all(found) or "" in self.prompt:
+            raise ApiError("prompt: the prompt is empty; give at least one token", param="prompt")
+        return found
 
     def echoes(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Return the text with which the answer to each prompt begins: the prompt with `echo`, otherwise nothing."""
@@ -235,9 +202,18 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """The body of a request to /v1/chat/completions."""
 
-    messages: list[Message] = Field(
+    messages: list[dict[str, Any]] = Field(
         min_length=1, description='a list of {"role": a word, "content": a text}, and not empty'
     )
+    tools: list[dict[str, Any]] | None = Field(None, description="a list of functions")
+    tool_choice: Literal["auto", "none"] = Field("auto", description="auto or none; calls cannot be required")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description='an object such as {"enable_thinking": false}'
+    )
+    documents: list[dict[str, Any]] | None = Field(None, description="a list of objects")
+    reasoning_effort: str | None = Field(None, description="a word such as low")
+    add_generation_prompt: bool = Field(True, description="true or false")
+    continue_final_message: bool = Field(False, description="true or false")
     logprobs: bool = Field(False, description="true or false")
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP, description=f"a whole number from 0 to {MAX_TOP}, and needs logprobs: true"
@@ -249,17 +225,36 @@ class ChatRequest(GenerationRequest):
             raise ApiError("top_logprobs needs logprobs: true; add it, or leave top_logprobs out", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    @property
+    def offered(self) -> list[Json] | None:
+        """The tools that the model may call."""
+        return tools_of(self.tools, "tools") if self.tool_choice == "auto" else None
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase, template_options: Json) -> list[list[int]]:
         """Return a list with a single prompt: the token ids of the messages, formatted by the chat template.
 
-        Raise an `ApiError` if there is no template or the last message is the assistant's, and a `RequestError` if the
-        template fails."""
+        `template_options` are the server's; those of the request come first. Raise an `ApiError` if there is no
+        template or the last message is not to be continued, and a `RequestError` if a message or the template fails."""
         if tokenizer.chat_template is None:
             raise ApiError("this model has no chat template; use /v1/completions to continue a text", param="messages")
-        if self.messages[-1].role == "assistant":
-            raise ApiError("the last message is the assistant's; end with the user's message", param="messages")
-        plain: list[dict[str, object]] = [{"role": one.role, "content": one.text} for one in self.messages]
-        return [prompt_ids(Record("messages", messages=plain), tokenizer)]
+        messages = messages_of(self.messages, "messages")
+        if messages[-1]["role"] == "assistant" and not self.continue_final_message:
+            way_out = "end with the user's message, or add continue_final_message: true"
+            raise ApiError(f"the last message is the assistant's; {way_out}", param="messages")
+        if self.continue_final_message and messages[-1]["role"] != "assistant":
+            way_out = "end with the assistant's message, or leave it out"
+            raise ApiError(f"continue_final_message continues an answer; {way_out}", param="continue_final_message")
+        if taken := next((name for name in self.chat_template_kwargs if name in FIXED), None):
+            raise ApiError(f"chat_template_kwargs has {taken}, which is no option of a template; leave it out")
+        options = template_options | self.chat_template_kwargs
+        if self.documents:
+            options["documents"] = self.documents
+        if self.reasoning_effort is not None and "reasoning_effort" in source_of(tokenizer, self.offered):
+            options.setdefault("reasoning_effort", self.reasoning_effort)
+        record = Record("messages", tools=self.offered, template_options=options)
+        prompt, continued = self.add_generation_prompt, self.continue_final_message
+        text = conversation_text(messages, record, tokenizer, prompt=prompt, continued=continued)
+        return [tokens_of(text, tokenizer)]
 
 
 AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)

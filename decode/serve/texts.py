@@ -48,12 +48,19 @@ class TextStream:
     `decode.results.text_of` of all ids."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), before: Sequence[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str] | None = (),
+        before: Sequence[int] = (),
+        keeps_special: bool = False,
     ) -> None:
-        """Make an empty stream. The token ids `before` precede the text and decide whether it begins with a space."""
-        self.tokenizer, self.stop, self.special = tokenizer, tuple(stop), special_ids(tokenizer)
+        """Make an empty stream. The token ids `before` precede the text and decide whether it begins with a space.
+
+        `keeps_special`: the text holds special tokens."""
+        self.tokenizer, self.stop, self.keeps_special = tokenizer, tuple(stop or ()), keeps_special
+        self.hidden = frozenset[int]() if keeps_special else special_ids(tokenizer)
         self.names: list[tuple[int, str]] = []
-        """Special tokens after the last piece: a place in the text of the new ids, and the name, for stop strings."""
+        """Hidden tokens after the last piece: a place in the text of the new ids, and the name, for stop strings."""
         self.cleans, self.raw = cleans_up(tokenizer), list[TextPiece]()  # text from which spaces may still be removed
         self.ids = list(before[-KEPT_BEFORE:])
         self.start, self.done = 0, len(self.ids)  # ids[start:done] were converted, and give new ids their context
@@ -66,7 +73,7 @@ class TextStream:
         for place, token in enumerate(ids):
             self.ids.append(token)
             text = self._new_text()
-            if self.stop and token in self.special and not self.cleans:
+            if self.stop and token in self.hidden and not self.cleans:
                 self.names.append((len(text), str(self.tokenizer.convert_ids_to_tokens(token))))
             if not text:
                 self._wait(self._pieces("", drafted=False))
@@ -89,11 +96,11 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         kept = {"clean_up_tokenization_spaces": False} if self.cleans else {}
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, **kept)) if ids else ""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=not self.keeps_special, **kept)) if ids else ""
 
     def _ends_with_byte(self) -> bool:
-        """Whether the last token that is not special is one of a single byte."""
-        last = next((token for token in reversed(self.ids[self.done :]) if token not in self.special), None)
+        """Whether the last token that is not hidden is one of a single byte."""
+        last = next((token for token in reversed(self.ids[self.done :]) if token not in self.hidden), None)
         return last is not None and BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(last))) is not None
 
     def _pieces(self, text: str, drafted: bool) -> list[TextPiece]:
@@ -108,7 +115,7 @@ class TextStream:
 
     def _take(self, text: str, drafted: bool) -> None:
         if self.stop and self.done == 0:
-            first = next(token for token in self.ids if token not in self.special)
+            first = next((token for token in self.ids if token not in self.hidden), self.ids[0])
             if TokenBytes(self.tokenizer)(first).startswith(b" ") and not text.startswith(" "):
                 self._wait([TextPiece(" ", drafted, shown=False)])  # a stop string may begin with it
         self.start, self.done = self.done, len(self.ids)

@@ -54,6 +54,7 @@ class BatchRow:
     scores: int | None = None  # score the tokens, and list so many most probable tokens beside each of them
     scores_prompt: bool = False  # whether the prompt's tokens are scored, too
     writes: bool = True  # otherwise only the prompt is scored
+    keeps_special: bool = False  # whether its text holds special tokens, except the one that ends it
     left: threading.Event = field(default_factory=threading.Event)  # set to end the text early, as for a lost client
     new_tokens: int = 0  # the number decoded so far
 
@@ -64,6 +65,10 @@ class BatchRow:
             stops = StopStrings(generator.token_bytes, self.settings.stop, len(self.prompt))
             kwargs["stopping_criteria"] = StoppingCriteriaList([stops])
         return prepare(generator.model, [self.prompt], [self.seed], **kwargs)[0]
+
+    def stream(self, generator: TextGenerator) -> TextStream:
+        """Make the stream of the text's characters."""
+        return TextStream(generator.tokenizer, self.settings.stop, keeps_special=self.keeps_special)
 
     def ended(self, text: str, reason: str | None, new_ids: Sequence[int], backbone: Backbone) -> RowEvent:
         """Make the event of this text's end: its last piece `text`, the reason, and the scores of its tokens if asked.
@@ -177,7 +182,7 @@ class BatchWorker:
             self._fail(joining, error)
             return
         for row, place in zip(joining, places, strict=True):
-            self.running[place] = RunningRow(row, TextStream(self.generator.tokenizer, row.settings.stop))
+            self.running[place] = RunningRow(row, row.stream(self.generator))
 
     def _room(self, row: BatchRow) -> int:
         """The number of texts that may be decoded together, if one of them is `row`."""
@@ -196,7 +201,7 @@ class BatchWorker:
             for place, (row, stream) in list(self.running.items()):
                 ids, reason = step.ids.get(place, ()), self.batch.sequences.finish_reason[place]
                 row.new_tokens += len(ids)
-                text = joined(stream.step(ids))
+                text = joined(stream.step(ids[:-1] if row.keeps_special and reason == "eos" else ids))
                 if reason is not None:  # also without new tokens, if the context had no room for one
                     text += joined(stream.end())
                     new_ids = self.batch.sequences.new_ids[place]

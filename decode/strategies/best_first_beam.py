@@ -147,6 +147,8 @@ def best_first_beam(
 ) -> Search:
     """Find the texts of beam search (`num_beams`, `early_stopping="never"`) with fewer forwards, by best-first search.
 
+    Of the model's generation config, only the end tokens are applied: no penalties, banned tokens or stop strings.
+
     Args:
         model: any causal model; one without tree attention reads each hypothesis from the start of the prompt.
         input_ids: one prompt, [T] or [1, T].

@@ -145,10 +145,7 @@ class ContrastVerifier(Verifier):
 
 
 class ContrastProcessor(LogitsProcessor):
-    """Contrastive decoding as a logits processor for one call of `model.generate`, the baseline without drafts.
-
-    `model.generate` applies penalties from its own options before this processor. To apply them after the contrast, as
-    `decode.generate` does, pass their processors after this one in `logits_processor`."""
+    """Contrastive decoding as a logits processor for one call of `model.generate`, the baseline without drafts."""
 
     def __init__(self, amateur: Amateur, attention_mask: Tensor) -> None:
         """Make a processor for a batch of prompts with this `attention_mask` [B, T], padded on the left."""

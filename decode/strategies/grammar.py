@@ -1,14 +1,17 @@
 """Structured output: texts that follow a grammar or a JSON schema, by masks of llguidance (extra `structured`).
 
-A mask is a logits processor: tokens after which the text could no longer follow the grammar get the score -inf. The
-processor is a function of the text alone. So in a tree, each node gets the mask of its own path, and the text is that
-of `model.generate` with the same processor, with any drafter.
+A mask is a logits processor: tokens after which the text could no longer follow the grammar get the score -inf. If the
+prompt has opened a thought, the grammar begins after the thought. The processor is a function of the text alone. So in
+a tree, each node gets the mask of its own path, and the text is that of `model.generate` with the same processor, with
+any drafter.
 
 Shapes: B rows of a batch, T tokens of a text, V vocabulary."""
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -19,6 +22,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
+from medusa.records.template import opened_thought
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 WHITESPACE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Spaces as Python's `json.dumps` sets them, because weak models that may write any whitespace write nothing else."""
 KEPT = 64  # compiled grammars
+ENDING = 16  # tokens at the end of a prompt, in which it may open a thought
 
 
 def json_schema_source(schema: object) -> str:
@@ -88,27 +93,31 @@ class Grammars:
             self.tokenizer = from_tokenizer(tokenizer, Backbone(model).vocab_size, self.ends)
         except ValueError as error:
             raise RequestError(f"llguidance cannot read this tokenizer: {' '.join(str(error).split())}") from None
+        self.decode: Callable[[list[int]], str] = lambda ids: str(tokenizer.decode(ids))
         self.compiled = lru_cache(KEPT)(self._compiled)
 
     def _compiled(self, source: str) -> Grammar:
-        return Grammar(source, self.tokenizer, self.ends)
+        return Grammar(source, self.tokenizer, self.ends, self.decode)
 
 
 class Grammar:
     """A grammar that is compiled for a vocabulary. `Grammars.compiled` makes it."""
 
-    def __init__(self, source: str, tokenizer: LLTokenizer, ends: list[int]) -> None:
+    def __init__(
+        self, source: str, tokenizer: LLTokenizer, ends: list[int], decode: Callable[[list[int]], str]
+    ) -> None:
         """Compile `source`; `ends` are the end-of-text tokens. Raise a `RequestError` if it cannot be compiled."""
         from llguidance import LLMatcher
 
-        self.source, self.ends, self.vocab_size = source, ends, tokenizer.vocab_size
+        self.source, self.ends, self.vocab_size, self.decode = source, ends, tokenizer.vocab_size, decode
         self.start = LLMatcher(tokenizer, source, log_level=0)
         if self.start.is_error():
             raise _wrong("grammar", self.start.get_error())
 
-    def processor(self, prompt_length: int) -> GrammarProcessor:
-        """Make the processor of a text whose first `prompt_length` tokens are the prompt and follow no grammar."""
-        return GrammarProcessor(self, prompt_length)
+    def processor(self, prompt: Sequence[int]) -> GrammarProcessor:
+        """Make the processor of a text whose first tokens are `prompt`, which follows no grammar."""
+        thought = opened_thought(self.decode(list(prompt[-ENDING:])))
+        return GrammarProcessor(self, len(prompt), None if thought is None else thought[1])
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -116,8 +125,9 @@ class GrammarProcessor(LogitsProcessor):
 
     The matcher remembers the tokens of the last text. For another text, it goes back to where both are equal."""
 
-    def __init__(self, grammar: Grammar, prompt_length: int) -> None:
-        self.grammar, self.prompt_length = grammar, prompt_length
+    def __init__(self, grammar: Grammar, prompt_length: int, thought_end: str | None = None) -> None:
+        """`thought_end`: the mark that ends the thought which the prompt has opened."""
+        self.grammar, self.prompt_length, self.thought_end = grammar, prompt_length, thought_end
         self.matcher: LLMatcher = grammar.start.deep_copy()
         self.ends = torch.tensor(grammar.ends)
         self.read: list[int] = []  # the tokens that the matcher has read
@@ -134,12 +144,24 @@ class GrammarProcessor(LogitsProcessor):
         """A mask [V] of the tokens that may follow the new tokens `ids`.
 
         A complete text can only end. So can the path to a node of a draft that breaks the grammar: no rule accepts such
-        a node, but lossy rules ask for its scores."""
+        a node, but lossy rules ask for its scores. Within a thought, everything but the end of the text may follow."""
+        if self.thought_end is not None:
+            start = self._after_thought(ids, self.thought_end)
+            if start is None:
+                return torch.ones(self.grammar.vocab_size, dtype=torch.bool).index_fill_(0, self.ends, False)
+            ids = ids[start:]
         ended = any(end in ids for end in self.grammar.ends)
         if ended or not self._advanced(ids) or self.matcher.is_stopped():
             return torch.zeros(self.grammar.vocab_size, dtype=torch.bool).index_fill_(0, self.ends, True)
         bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
         return (bits[:, None] >> torch.arange(8)).bitwise_and(1).bool().flatten()[: self.grammar.vocab_size]
+
+    def _after_thought(self, ids: list[int], mark: str) -> int | None:
+        """Return the number of tokens up to the `mark` that ends the thought; `None` if it has not ended."""
+        decode = self.grammar.decode
+        if mark not in decode(ids):
+            return None
+        return bisect_left(range(len(ids)), True, key=lambda count: mark in decode(ids[:count]))
 
     def _advanced(self, ids: list[int]) -> bool:
         """Make the matcher read the tokens `ids` and no others; return whether they follow the grammar."""

@@ -214,10 +214,14 @@ def require_same_prompts(options: BenchmarkOptions, records: Sequence[Record], e
     """Raise a `RequestError` if an earlier benchmark decoded other prompts. This loads the tokenizer but no weights."""
     from decode.bench.measure import prompts_hash
     from medusa.commands.models import form_of
+    from medusa.commands.prompting import fitting, limits_of
     from medusa.loading import load_tokenizer
 
     tokenizer = load_tokenizer(options.models.backbone, options.load)
-    fingerprint = prompts_hash(form_of(options, tokenizer).ids(records, tokenizer))
+    ids = form_of(options, tokenizer).ids(records, tokenizer)
+    limits = limits_of(options.models.backbone, options.load, options.contrasting.amateur)
+    _, prompts = fitting(records, ids, limits, options.prompts.skip_long, lambda line: None)
+    fingerprint = prompts_hash(prompts)
     for name, result in earlier:
         if result.settings.prompts_sha256 != fingerprint:
             raise RequestError(
@@ -242,7 +246,7 @@ def measure(
     records = options.prompts.read()
     if earlier:
         require_same_prompts(options, records, earlier)  # before the weights are loaded and a tree is calibrated
-    opened = models.open_models(options, records, specs, calibrates)
+    opened = models.open_models(options, records, specs, calibrates, options.prompts.skip_long)
     source, *others = opened.drafters
     models.hint_at_bfloat16(opened.loaded, output)
     with output.progress_bars() as start_progress:
@@ -251,7 +255,7 @@ def measure(
             source=source,
             settings=opened.settings,
             prompts=opened.prompts,
-            categories=[record.category for record in records],
+            categories=[record.category for record in opened.records],
             heads=options.models.heads,
             drafter=specs[0] or "heads",
             tree=models.tree_json(source),

@@ -83,13 +83,18 @@ def run(options: CalibrateOptions) -> None:
     records = options.prompts.read() if options.prompts.prompts else []
     if records:
         require_enough(len(records), options.settings.max_new_tokens)
-    opened = models.open_models(options, records, [options.models.drafter], calibrates=False)
+    opened = models.open_models(
+        options, records, [options.models.drafter], calibrates=False, skip_long=options.prompts.skip_long
+    )
     loaded, settings, prompts, heads = opened.loaded, opened.settings, opened.prompts, opened.drafters[0].heads
     models.hint_at_bfloat16(loaded, output)
     model, tokenizer = loaded.model, loaded.tokenizer
     assert heads is not None  # the drafter is `heads` or `mtp`
     eager = replace(settings, compile=False)  # only the timing needs compiled steps
     with output.stage("generating") as status:
+        if settings.compile:  # fails now, not after the texts; the timing uses this step again
+            begin, first = [[loaded.bos_token_id or 0]] * options.batch_size, replace(settings, max_new_tokens=2)
+            medusa_method(model, heads, replace(first, ignore_eos=True, stop=()), tree="chain:0")(begin)
         if prompts:
             texts = continued_texts(model, tokenizer, prompts, eager, seed)
         else:

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -88,8 +88,10 @@ def run(options: ChatOptions) -> None:
     opened = models.open_models(options, drafters=[options.models.drafter] if drafts else [])
     loaded, settings = opened.loaded, opened.settings
     tokenizer = models.require_tokenizer(loaded, "a chat")
-    form = prompt_form(options.raw, tokenizer, options.models.backbone)  # the heads' record is no default here
-    conversation = Conversation(tokenizer, options.system, raw=form.raw)
+    given = options.models.backbone, options.models.heads, options.template_option
+    form = prompt_form(options.raw, tokenizer, *given, default_raw=False)
+    asked: dict[str, Any] = {"raw": form.raw, "template_options": form.options}
+    conversation = Conversation(tokenizer, options.system, stop=settings.stop or (), **asked)
     _say_form(options, form)
     generator, begin = TextGenerator(loaded.model, conversation.tokenizer, opened.source), [loaded.bos_token_id or 0]
     if page.web:
@@ -99,7 +101,7 @@ def run(options: ChatOptions) -> None:
         with options.warming_up():
             worker.thread.submit(generator.warm_up, begin, settings).result()
         backbone, drafter = options.models.backbone, options.models.drafter or "heads"
-        config = PageConfig(worker, settings, backbone, drafter, options.system, options.runtime.seed, form.raw)
+        config = PageConfig(worker, settings, backbone, drafter, options.system, options.runtime.seed, **asked)
         serve(config, page.host, page.port, page.allowed_hosts, lambda: page.announce("chat"))
         return
     with options.warming_up():
@@ -114,7 +116,7 @@ def _say_form(options: ChatOptions, form: PromptForm) -> None:
     output, heads = options.output, options.models.heads
     if line := form.line([Record("the chat", text="a message", is_prompt=True)]):
         output.note(line)
-    if heads is not None and not form.raw and recorded_form(heads):
+    if heads is not None and not form.raw and recorded_form(heads).raw:
         output.note(
             "note: these heads were trained on answers to plain-text prompts, so fewer of their guesses may be "
             "accepted in a chat"

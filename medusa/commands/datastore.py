@@ -95,13 +95,14 @@ def run(options: DatastoreOptions) -> None:
 def _records(data: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Piece]:
     """Yield the content of the --data records: texts cut into pieces, and prompts and conversations as token ids."""
     from decode.drafters.retrieval.datastore import Piece
-    from train.data.reader import to_example
+    from train.data.reader import to_examples
 
     for record in read_records(data.data, split=data.split, separator=data.document_separator):
-        if record.text is not None:
+        if record.text is not None and record.answer is None:
             yield from _cut(record.where, record.text)
         else:
-            yield Piece(record.where, to_example(record, tokenizer).input_ids)
+            for example in to_examples(record, tokenizer)[0]:
+                yield Piece(record.where, example.input_ids)
 
 
 def _files(options: DatastoreOptions) -> Iterator[Piece]:

@@ -18,6 +18,7 @@ from medusa.commands.effects import require_splits
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, ModelsWithHeads
 from medusa.errors import RequestError, RunError
 from medusa.options import REQUIRED, Options, count, group, option
+from medusa.records.record import naming
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 from medusa.tables import print_table
 
@@ -40,10 +41,13 @@ class DataOptions(Options):
             require_splits(self.data)
 
 
+EVALUATED = ("max_new_tokens", "ignore_generation_config")  # of the settings
+
+
 class EvaluateOptions(CommandOptions):
     shown = "heads data max-prompts max-new-tokens split drafter backbone device dtype threads json quiet"
     models: ModelsWithHeads = group(ModelsWithHeads, "models", without=("tree",))
-    settings: Settings = group(Settings, "generation (greedy)", only=("max_new_tokens",), max_new_tokens=128)
+    settings: Settings = group(Settings, "generation (greedy)", only=EVALUATED, max_new_tokens=128)
     batch_size: int = 1
     contrasting: Contrasting = NO_CONTRAST
     data: DataOptions = group(DataOptions, "data")
@@ -78,7 +82,9 @@ def run(options: EvaluateOptions) -> None:
     require_positions(options.settings.max_new_tokens, heads.config.num_heads)
     encoded = models.encode_prompts(options, [record.opening() for record in records], loaded.tokenizer)
     prompts = [ids[:OPENING] if record.is_document else ids for record, ids in zip(records, encoded, strict=True)]
-    require_fitting(prompts, backbone)
+    for record, prompt in zip(records, prompts, strict=True):
+        with naming(record.where):
+            require_fitting([prompt], backbone)
     method, texts = plain_method(loaded.model, options.settings, loaded.tokenizer), []
     for prompt in output.track(prompts, "generating"):
         result = method([prompt])[0]

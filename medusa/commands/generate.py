@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from medusa.commands import search
 from medusa.commands.options import CommandOptions, Prompts, batches, speed_line, warn_if_useless
 from medusa.commands.structured import Structured
-from medusa.errors import RequestError
+from medusa.errors import NotCompilableError, RequestError
 from medusa.files import disk_may_fill, readable, require_writable_folder
 from medusa.options import group, option
 
@@ -54,6 +54,8 @@ class GenerateOptions(CommandOptions):
         super().__post_init__()
         if self.record is not None:
             require_writable_folder(self.record, option="--record")
+            if self.settings.compile:
+                raise NotCompilableError("--record needs the hidden states of eager steps")
         self.structured.require_fitting(self.settings)
         without: dict[str, object] = {
             "plain": self.plain,
@@ -75,7 +77,12 @@ def run(options: GenerateOptions) -> None:
 
         require_features_or_new(Path(options.record))  # before the backbone is loaded
     drafts = not options.plain and not options.strategy.is_search
-    opened = models.open_models(options, options.prompts.read(), [options.models.drafter] if drafts else [])
+    opened = models.open_models(
+        options,
+        options.prompts.read(),
+        [options.models.drafter] if drafts else [],
+        skip_long=options.prompts.skip_long,
+    )
     if options.strategy.is_search:
         search.run(options, options.strategy, opened)
         return
@@ -132,7 +139,8 @@ def _recording(options: GenerateOptions, folder: str, opened: Opened) -> Iterato
 
     loaded, prompts = opened.loaded, opened.prompts
     backbone, known = Backbone(loaded.model), fingerprint(loaded.model, loaded.name, loaded.revision)
-    recorder = Recorder(Path(folder), known, backbone.hidden_size, backbone.dtype, opened.raw_prompts)
+    form = opened.raw_prompts, opened.template_options
+    recorder = Recorder(Path(folder), known, backbone.hidden_size, backbone.dtype, *form)
     recorder.require_space(sum(map(len, prompts)) + len(prompts) * opened.settings.max_new_tokens)
     with disk_may_fill(recorder.folder, lambda: "earlier recordings are complete: make room, or change --record"):
         try:

@@ -7,6 +7,8 @@ HEADS may have any published format (docs/formats.md), which is recognised from 
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from rich.table import Table
 
 from medusa.commands.options import Output
@@ -26,6 +28,7 @@ def run(options: InfoOptions) -> None:
     from medusa.config import GATED, ORIGINAL_EAGLE
     from medusa.heads.independent import MedusaHeads
     from medusa.tree import Tree
+    from medusa.versions import TESTED, in_words
 
     heads = MedusaHeads.from_pretrained(options.heads)
     config = heads.config
@@ -48,10 +51,12 @@ def run(options: InfoOptions) -> None:
         if config.servable
         else "no: servers load only square blocks of kind medusa and gated blocks of kind eagle",
         "prompts": PROMPTS[config.raw_prompts],
+        "options of the chat template": config.template_options or "none",
         "tree": f"{tree.num_nodes} nodes, {tree.max_depth} deep" if tree else "none saved; the default tree is used",
     }
     provenance = heads.provenance or {}
     about |= {key: provenance[key] for key in ("command", "data", "versions", "result") if key in provenance}
+    about["installed"] = {name: f"{version(name)} (tested: {in_words(name)})" for name in TESTED}
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -5,7 +5,7 @@ This module imports torch and transformers, so commands import it only when they
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.bench.calibration import calibrate
 from decode.bench.calibration.recording import own_texts
 from decode.bench.calibration.stored import TooFewStepsError, files_for, situation, store, stored, stored_fit
+from decode.compiled.stepper import require_compilable, why_not_compiled, why_rope_not_compiled
 from decode.drafters import drafter_factory, parse, small_model
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
 from decode.drafters.layouts import (
@@ -26,28 +27,39 @@ from decode.drafters.layouts import (
     resolve_tree,
 )
 from decode.drafters.trained_heads import HeadsDrafterConfig
-from decode.request import require_fitting
+from decode.generation_config import FILE as GENERATION_CONFIG
 from decode.results import Result
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone, require_tree_support
 from medusa.commands.options import CommandOptions, Output, warn
-from medusa.commands.prompting import PromptForm, prompt_form
+from medusa.commands.prompting import PromptForm, fitting, limits_of, prompt_form
 from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
+from medusa.files import Json
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads
-from medusa.loading import Loaded, head_sizes, load_backbone, load_config, load_tokenizer, text_limits
+from medusa.loading import (
+    Loaded,
+    head_sizes,
+    load_backbone,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+)
 from medusa.options import LoadOptions
 from medusa.quantization import quantization_of
 from medusa.records.record import Record
 
 
 def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (HeadsDrafterConfig(),)) -> None:
-    """Check that models and tree fit the backbone, before its weights are loaded; raise RequestError if they do not."""
+    """Check that models and tree fit the backbone, before its weights are loaded; raise RequestError if they do not.
+
+    Raise NotCompilableError if the settings ask for compiled steps, and the backbone's files rule them out."""
     models, load, settings = command.models, command.load, command.settings
     config = load_config(models.backbone, load)
+    require_compilable_files(models.backbone, load, settings)
     for drafter in drafters:
         drafter.check(config)
     smaller = [("amateur", command.contrasting.amateur), *(("draft model", name) for name in command.draft_models)]
@@ -69,20 +81,30 @@ def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (H
             require_draftable(heads.config, *sizes, tree, settings.draft == "sample")
 
 
+def require_compilable_files(backbone: str, load: LoadOptions, settings: Settings) -> None:
+    """Raise NotCompilableError if `settings` ask for compiled steps, and the files of the backbone rule them out."""
+    settings.of_checkpoint(load_generation_config(backbone, load))
+    if settings.compile:
+        require_compilable(why_rope_not_compiled(load_config(backbone, load)))
+
+
 @dataclass
 class Opened:
-    """The loaded models of a command, with the encoded prompts and the generation settings.
+    """The loaded models of a command, with the records of its prompts, their token ids and the generation settings.
 
-    For contrastive decoding, the settings include the amateur model."""
+    The settings include the checkpoint's own, and for contrastive decoding the amateur model."""
 
     command: CommandOptions
     loaded: Loaded
     settings: Settings
+    records: list[Record]
     prompts: list[list[int]]
     configs: list[DrafterConfig]
     calibrates: bool
     raw_prompts: bool | None = None
     """Whether the prompts are plain text, not in a chat template; `None` if no prompt has such a form."""
+    template_options: Json = field(default_factory=dict)
+    """The options of the chat template."""
 
     @cached_property
     def drafters(self) -> list[DrafterFactory]:
@@ -101,35 +123,46 @@ def open_models(
     records: Sequence[Record] = (),
     drafters: Sequence[str | None] = (),
     calibrates: bool = True,
+    skip_long: bool = False,
+    room: int = 0,
+    samples: bool = True,
 ) -> Opened:
     """Check the models of a command, load them, and encode the prompts.
 
     A drafter is written as in --drafter; `None` means the Medusa heads. With `calibrates`, heads without a tree get one
-    that suits this machine. Raise RequestError if a model is missing or does not fit, a prompt is too long, or there
-    is no tokenizer to find stop strings."""
+    that suits this machine. With `skip_long`, prompts that leave no `room` for so many tokens are left out. `samples`:
+    whether the command has options of sampling. Raise RequestError if a model is missing or does not fit, a prompt is
+    too long, steps cannot be compiled, or there is no tokenizer to find stop strings."""
     configs = [_drafter_config(command, drafter, len(drafters) == 1) for drafter in drafters]
     check_models(command, configs)
     command.runtime.prepare()
     tokenizer = load_tokenizer(command.models.backbone, command.load)
     form, prompts = form_of(command, tokenizer), encode_prompts(command, records, tokenizer)
-    require_fitting(prompts, text_limits(load_config(command.models.backbone, command.load)))
+    limits = limits_of(command.models.backbone, command.load, command.contrasting.amateur)
+    records, prompts = fitting(records, prompts, limits, skip_long, command.output.note, room)
     loaded = load_backbone(command.models.backbone, command.load)
-    settings, contrasting = command.settings, command.contrasting
+    own, contrasting = loaded.model.generation_config, command.contrasting
+    settings = command.settings.of_checkpoint(own)
+    if line := settings.unused_line(own, samples):
+        command.output.note(line)
     if configs:
         require_tree_support(loaded.model)
+    if settings.compile:
+        require_compilable(why_not_compiled(Backbone(loaded.model)))
     if settings.stop:
-        require_tokenizer(loaded, "--stop")
+        require_tokenizer(loaded, "--stop" if command.settings.stop else f"a stop string of {GENERATION_CONFIG}")
     if contrasting.amateur is not None:
         model = small_model.load_small_model(contrasting.amateur, _context(command, loaded), "amateur")
-        require_fitting(prompts, Backbone(model), "amateur")
         contrast = Contrast(contrasting.alpha, contrasting.beta, contrasting.temperature)
         settings = replace(settings, amateur=Amateur(model, contrast, contrasting.amateur))
-    return Opened(command, loaded, settings, prompts, configs, calibrates, form.of_most(records))
+    raw = form.of_most(records)
+    return Opened(command, loaded, settings, records, prompts, configs, calibrates, raw, form.options)
 
 
 def form_of(command: CommandOptions, tokenizer: PreTrainedTokenizerBase | None) -> PromptForm:
     """Choose whether a command's prompts go through the tokenizer's chat template."""
-    return prompt_form(command.raw, tokenizer, command.models.backbone, command.models.heads)
+    models = command.models
+    return prompt_form(command.raw, tokenizer, models.backbone, models.heads, command.template_option)
 
 
 def encode_prompts(
@@ -137,7 +170,7 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Return the token ids of each prompt, and print whether they go through the chat template."""
     form = form_of(command, tokenizer)
-    if line := form.line(records):
+    for line in filter(None, (form.line(records), form.hint(records, tokenizer))):
         command.output.note(line)
     return form.ids(records, tokenizer)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 from decode.settings import LOSSY, Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
 from medusa.commands.effects import require_revisions, require_splits
-from medusa.commands.prompting import raw_option
+from medusa.commands.prompting import raw_option, template_option
 from medusa.errors import RequestError
 from medusa.files import require_writable, write_json
 from medusa.options import QUANTIZATIONS, LoadOptions, Options, count, group, option
@@ -97,6 +97,7 @@ class Prompts(Options):
         brief="read prompts from a file, a folder or a Hub dataset",
     )
     max_prompts: int | None = count(None, "use only the first N prompts")
+    skip_long: bool = option(False, "leave out prompts that are longer than the model's context")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")
 
     def check_given(self, names: Sequence[str]) -> None:
@@ -240,6 +241,7 @@ class CommandOptions(Options):
     load: LoadOptions = group(LoadOptions, "loading")
     settings: Settings = group(Settings, "generation")
     raw: bool | None = raw_option()
+    template_option: tuple[str, ...] = template_option()
     batch_size: int = count(1, "decode N prompts at a time")
     contrasting: Contrasting = group(Contrasting, "contrastive decoding (docs/drafters.md)")
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")

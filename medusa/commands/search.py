@@ -50,7 +50,7 @@ class Strategy(SearchOptions):
         others = others | {"heads": models.heads, "drafter": models.drafter, "tree": models.tree}
         given = [name for name, value in (others | {"amateur": command.contrasting.amateur}).items() if value]
         changed = [known.name for known in fields(settings) if getattr(settings, known.name) != known.default]
-        given += [name for name in changed if name not in ("max_new_tokens", "ignore_eos")]
+        given += [name for name in changed if name not in ("max_new_tokens", "ignore_eos", "ignore_generation_config")]
         if given:
             flag = "--" + given[0].replace("_", "-")
             raise RequestError(f"--strategy {self.strategy} searches for the most probable text; leave out {flag}")
@@ -85,6 +85,7 @@ def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
 def _search(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple[Result, dict[str, float]]]:
     """Yield the best text after each prompt, with statistics of best-first beam search; `{}` for plain beam search."""
     from decode.bench.methods import transformers_method
+    from decode.generation_config import FILE, text_options
     from decode.results import Result
     from decode.strategies.best_first_beam import best_first_beam
 
@@ -95,6 +96,10 @@ def _search(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tup
         for batch in batches(opened.prompts, batch_size):
             yield from ((result, {}) for result in method(batch))
         return
+    own = {} if settings.ignore_generation_config else text_options(loaded.model.generation_config)
+    if own:
+        reason = f"{FILE} sets {next(iter(own))}, which best-first-beam does not apply"
+        raise RequestError(f"{reason}; add --ignore-generation-config, or use --strategy beam")
     for prompt in opened.prompts:
         start = perf_counter()
         found = best_first_beam(

@@ -3,7 +3,7 @@
   medusa serve demo
   medusa serve org/heads --batch-size 4 --port 8080
 
-Waiting requests are decoded in batches of prompts of similar length. A request may set its own length, temperature and
+Waiting requests join the running batch in the order of their arrival. A request may set its own length, temperature and
 so on; the options below set the defaults."""
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def run(options: ServeOptions) -> None:
     worker = BatchWorker(generator, options.batch_size, options.adapt)
     with options.warming_up():
         worker.start(lambda: generator.warm_up([loaded.bos_token_id or 0], settings))
-    api = CompletionApi(worker, options.name or options.models.backbone, settings, options.runtime.seed)
+    name, asked = options.name or options.models.backbone, opened.template_options
+    api = CompletionApi(worker, name, settings, options.runtime.seed, asked)
     app = api.app(network.allowed_hosts, options.cors)
     serve(app, network.host, network.port, lambda: network.announce("serve"))

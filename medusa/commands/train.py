@@ -17,8 +17,10 @@ import shlex
 from pathlib import Path
 
 from medusa.commands.options import Output, RuntimeOptions
+from medusa.commands.prompting import template_option
 from medusa.errors import Interrupted, RequestError
 from medusa.options import REQUIRED, Options, count, group, option
+from medusa.records.template import template_options
 
 
 class TrainOptions(Options):
@@ -49,6 +51,7 @@ class TrainOptions(Options):
         const=3,
     )
     ids: bool = option(False, "with --inspect: print a line for every token")
+    template_option: tuple[str, ...] = template_option()
     plan: bool = option(
         False,
         "report, without training, the disk space of cache_features and the time it saves",
@@ -72,6 +75,8 @@ def run(options: TrainOptions) -> None:
     from train.run import plan_features, train
 
     config, output = load_recipe(options.config, list(options.overrides)), options.output
+    for data in filter(None, (config.data, config.eval_data)):
+        data.template_options |= template_options(options.template_option)
     RuntimeOptions(seed=int(config.training.get("seed", 42)), threads=options.runtime.threads).prepare()
     if options.inspect:
         found = preview(config, options.inspect)

@@ -14,6 +14,7 @@ of 10,000 runs.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from decode.settings import Settings
 from medusa.commands.effects import require_distinct
@@ -21,8 +22,9 @@ from medusa.commands.options import PAGE_SUFFIXES, CommandOptions, Prompts
 from medusa.errors import RequestError
 from medusa.files import require_absent, require_writable
 from medusa.options import count, group, option
+from medusa.records.record import naming
 
-GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile", "cuda_graphs")
+GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile", "cuda_graphs", "ignore_generation_config")
 
 
 class VerifyOptions(CommandOptions):
@@ -56,13 +58,19 @@ class VerifyOptions(CommandOptions):
 
 
 def run(options: VerifyOptions) -> int:
+    from decode.bench.losslessness.experiment import require_room
     from decode.bench.losslessness.verify import Verification, verify
     from decode.bench.report.terminal import print_verification
     from medusa.commands import models
 
     output, spec = options.output, options.models.drafter
-    records = options.prompts.read()
-    opened = models.open_models(options, records, [spec], calibrates=False)
+    skip = options.prompts.skip_long
+    # With --skip-long, every prompt leaves room for the two tokens that are sampled after some of them.
+    how: dict[str, Any] = {"skip_long": skip, "room": 2 * skip, "samples": False}
+    opened = models.open_models(options, options.prompts.read(), [spec], calibrates=False, **how)
+    for record, prompt in list(zip(opened.records, opened.prompts, strict=True))[: options.sampled_prompts]:
+        with naming(record.where):
+            require_room([prompt], opened.settings, opened.loaded.model)
     with output.progress_bars() as start_progress:
         asked = Verification(
             loaded=opened.loaded,

@@ -1,33 +1,43 @@
 """Records of prompts and training text: parsing of their JSON forms, and the token ids of a record's prompt.
 
-The JSON object of a record contains one of these keys, and optionally a `category` and the `tools` of a conversation:
-
-    prompt, question, text    a string; `text` is a whole document
-    input_ids                 a list of token ids
-    messages                  [{"role", "content"}, ...]
-    conversations             [{"from", "value"}, ...], as in ShareGPT
-    turns                     a list of questions, as in MT-bench; the first one is the prompt
-
-If the tokenizer has a chat template, it formats prompts, questions, turns, messages and conversations. A `text` and
-`input_ids` are never formatted."""
+The JSON object of a record contains the keys of one of the `LAYOUTS`, and optionally a `category`, the `tools` of a
+conversation and its `chat_template_kwargs`. If the tokenizer has a chat template, it formats prompts, turns and
+conversations. A `text` and `input_ids` are never formatted."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from medusa.errors import RequestError
 from medusa.files import Json
+from medusa.records.messages import messages_of, parse_json, text_of, tools_of, without_nulls
+from medusa.records.template import write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from transformers import PreTrainedTokenizerBase
 
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
-
-TEXTS = ("prompt", "question", "text")  # the keys whose value is a string
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
-SHAREGPT_ROLES |= {"system": "system", "tool": "tool", "observation": "tool"}  # and their roles in chat templates
+CONVERSATIONS = ("messages", "conversations", "conversation", "data")
+QUESTIONS, INPUT = ("prompt", "question", "instruction"), "input"
+ANSWERS = ("completion", "response", "answer", "output", "chosen")
+LAYOUTS = {
+    "`messages`, `conversations` or `conversation`": "a conversation: a list of `role` and `content`, or of `from` and "
+    "`value` (ShareGPT), also as JSON text",
+    "`data`": "a list of texts, question and answer in turn (UltraChat)",
+    "`prompt`, `question` or `instruction`": "a question as text, or the messages before an answer; an `input` follows "
+    "its `instruction` (Alpaca)",
+    "and `completion`, `response`, `answer`, `output` or `chosen`": "its answer, as text or as messages (TRL, Alpaca, "
+    "GSM8K), which only training reads",
+    "`turns`": "a list of questions, answered in turn (MT-bench); other commands read the first one",
+    "`text`": "a whole document, of which heads learn every token",
+    "`input_ids`": "token ids, of which the first `prompt_tokens` are the prompt",
+}
+"""The layouts of a record: the keys, and what they hold. `docs/data.md` shows this table."""
+ENDED = (None, "eos", "stop", "tool_calls", "function_call", "end_turn", "eos_token")
+"""The values of `finish_reason` after which the model has written its end-of-turn token."""
 
 
 @dataclass
@@ -39,13 +49,15 @@ class Record:
     input_ids: list[int] | None = None
     messages: list[Json] | None = None
     is_prompt: bool = False  # a prompt or question to continue, rather than a whole document
+    answer: str | None = None  # the answer to a prompt
     prompt_tokens: int = 0  # how many `input_ids` at the start are the prompt, which does not count in the loss
     category: str | None = None  # such as `math`, for results by category
     tools: list[Json] | None = None  # JSON schemas for the chat template
     turns: list[str] = field(default_factory=list)  # all questions of an MT-bench record; `messages` has the first one
-    teach_last: bool = False  # only the last answer counts in the loss: other records contain the earlier ones
-    unfinished: bool = False  # the last answer was cut off, so that no end token follows it
+    first_taught: int = 0  # answers in earlier messages do not count in the loss: other records contain them
+    unfinished: bool = False  # the last answer was cut off, so that no end-of-turn token follows it
     raw_prompt: bool | None = None  # of a distilled answer: whether its prompt was plain text; `None`: not recorded
+    template_options: Json = field(default_factory=dict)  # the record's own options of the chat template
 
     @property
     def is_document(self) -> bool:
@@ -55,13 +67,28 @@ class Record:
     @property
     def question(self) -> str:
         """The text of a prompt; of several turns, the first one."""
-        return str(self.messages[0]["content"]) if self.messages else self.text or ""
+        return text_of(self.messages[0]) if self.messages else self.text or ""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the record holds something to learn: a document, or an answer of the assistant."""
+        if self.messages is not None:
+            return any(message["role"] == "assistant" for message in self.messages)
+        return not self.is_prompt or self.answer is not None
 
     def as_text(self) -> Record:
         """Return a prompt as the beginning of a text, which no chat template formats; other records unchanged."""
         if not self.is_prompt:
             return self
-        return replace(self, text=self.question, messages=None, turns=[], is_prompt=False)
+        return replace(self, text=self.question, messages=None, turns=[], is_prompt=False, answer=None)
+
+    def as_conversation(self) -> Record:
+        """Return a prompt as a conversation: one question of the user, and the answer if there is one."""
+        if not self.is_prompt:
+            return self
+        answers = [] if self.answer is None else [{"role": "assistant", "content": self.answer}]
+        asked: list[Json] = [{"role": "user", "content": self.question}]
+        return replace(self, text=None, messages=asked + answers, is_prompt=False, answer=None)
 
     def opening(self) -> Record:
         """Return a conversation up to its first user message, and any other record unchanged."""
@@ -71,108 +98,141 @@ class Record:
         return replace(self, messages=(self.messages or [])[: roles.index("user") + 1])
 
 
-def parse_record(row: object, where: str) -> Record:
-    """Make a record from a JSON object; RequestError, beginning with `where`, if it has none of the known forms."""
+@contextmanager
+def naming(where: str, advice: str = "") -> Iterator[None]:
+    """Name the record at `where` in each RequestError inside the context, and add `advice`."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}{advice}") from None
+
+
+def parse_record(row: object, where: str, arrow: bool = False) -> Record:
+    """Make a record from a JSON object; RequestError, beginning with `where`, if it has none of the known layouts.
+
+    `arrow`: the object comes from an Arrow table, whose nulls stand for keys that the object does not have."""
     if not isinstance(row, dict):
         example = '{"prompt": "Why is the sky blue?"}'
         raise RequestError(f"{where}: a record is a JSON object, not {type(row).__name__}; write it as {example}")
-    category, raw = row.get("category"), row.get("raw_prompt")
-    record = Record(where, category=None if category is None else str(category), tools=_tools(row.get("tools"), where))
-    record.raw_prompt = raw if isinstance(raw, bool) else None
-    record.teach_last, record.unfinished = row.get("teach") == "last", row.get("finish_reason") == "length"
-    if row.get("messages") is not None:
-        messages = row["messages"]
-        if (
-            not isinstance(messages, list)
-            or not messages
-            or not all(isinstance(m, dict) and "role" in m for m in messages)
-        ):
-            raise RequestError(f'{where}: messages must be a list of {{"role", "content"}}')
-        record.messages = [_with_parsed_arguments(message, where) for message in messages]
-    elif row.get("conversations") is not None:
-        record.messages = _sharegpt_messages(row["conversations"], where)
-    elif row.get("input_ids") is not None:
-        ids, prompt = row["input_ids"], row.get("prompt_tokens")
-        prompt = 0 if prompt is None else prompt
-        if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
-            raise RequestError(f"{where}: input_ids must be a list of whole numbers of at least 0")
-        if isinstance(prompt, bool) or not isinstance(prompt, int) or not 0 <= prompt <= len(ids):
-            raise RequestError(f"{where}: prompt_tokens is {prompt!r}; it must be a count of at most all input_ids")
-        record.input_ids, record.prompt_tokens = ids, prompt
-    elif row.get("turns") is not None:
-        if not isinstance(row["turns"], list) or not row["turns"]:
-            raise RequestError(f"{where}: turns must be a list of texts, and not empty")
-        record.turns = [str(turn) for turn in row["turns"]]
-        record.messages, record.is_prompt = [{"role": "user", "content": record.turns[0]}], True
-    else:
-        key = next((key for key in TEXTS if isinstance(row.get(key), str)), None)
-        if key is None:
-            raise _without_text(row, where)
-        record.text, record.is_prompt = row[key], key != "text"
+    given, row = row, without_nulls(row) if arrow else {key: item for key, item in row.items() if item is not None}
+    record = _content_of(row, where)
+    if record is None:
+        raise _without_layout(given, where)
+    record.category = str(row["category"]) if "category" in row else None
+    record.tools = tools_of(row.get("tools"), where)
+    record.raw_prompt = row["raw_prompt"] if isinstance(row.get("raw_prompt"), bool) else None
+    record.template_options = _options(row.get("chat_template_kwargs"), where)
+    distilled = row.get("teach") == "last"  # whose `finish_reason` is `eos` unless a string has stopped the answer
+    stopped = row.get("finish_reason") == "stop" and (distilled or isinstance(row.get("stop_reason"), str))
+    record.unfinished = stopped or row.get("finish_reason") not in ENDED
+    if distilled and record.messages:
+        record.first_taught = len(record.messages) - 1
     return record
 
 
-def _without_text(row: Json, where: str) -> RequestError:
-    """Make the error for a record without any of the known keys, or with a value that is no text."""
-    if (wrong := next((key for key in TEXTS if key in row), None)) is not None:
-        return RequestError(f"{where}: {wrong} is {json.dumps(row[wrong], default=str)[:80]}; it must be a text")
-    known = "prompt, text, input_ids, messages, conversations, turns, question"
-    advice = "rename the key of the question or instruction to prompt"
-    return RequestError(f"{where}: none of {known} in {{{', '.join(map(str, row))}}}; {advice}")
+def _content_of(row: Json, where: str) -> Record | None:
+    """Read the prompt, document or conversation of a row; return `None` if it has none of the known keys."""
+    for key in CONVERSATIONS:
+        found = row.get(key)
+        if found is not None and (key != "data" or _is_list_of(found, str)):
+            return Record(where, messages=messages_of(found, f"{where}: {key}"))
+    if "input_ids" in row:
+        return _ids(row, where)
+    if "turns" in row:
+        if not isinstance(row["turns"], list) or not row["turns"]:
+            raise RequestError(f"{where}: turns must be a list of texts, and not empty")
+        if not _is_list_of(row["turns"], str):
+            return Record(where, messages=messages_of(row["turns"], f"{where}: turns"))
+        asked: list[Json] = [{"role": "user", "content": row["turns"][0]}]
+        return Record(where, messages=asked, turns=row["turns"], is_prompt=True)
+    for key in QUESTIONS:
+        if _is_said(row.get(key)):
+            return _question(row, key, where)
+    answer = next((row[key] for key in ANSWERS if _is_list_of(row.get(key), dict)), None)
+    if answer is not None:  # the whole conversation, as in preference data without a prompt
+        return Record(where, messages=messages_of(answer, where))
+    if isinstance(row.get("text"), str):
+        return Record(where, text=row["text"])
+    return None
 
 
-def parse_json(text: str, where: str) -> object:
-    """Parse JSON text; raise RequestError that begins with `where` (file and line) if the text is not JSON."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError) as error:  # a number that is too long, or nested too deeply
-        raise RequestError(f"{where}: not JSON ({error})") from None
+def _question(row: Json, key: str, where: str) -> Record:
+    """Read a question, `row[key]`, with its answer if the row has one; each is a text or a list of messages."""
+    question, name = row[key], next((name for name in ANSWERS if _is_said(row.get(name))), None)
+    answer = row.get(name) if name else None
+    if isinstance(question, str) and isinstance(row.get(INPUT), str) and row[INPUT].strip():
+        question = f"{question}\n\n{row[INPUT]}"
+    if isinstance(question, str) and not isinstance(answer, list):
+        return Record(where, text=question, is_prompt=True, answer=answer)
+    replies = messages_of(answer, f"{where}: {name}") if isinstance(answer, list) else []
+    if replies and replies[0]["role"] != "assistant":  # the whole conversation, as in preference data
+        return Record(where, messages=replies)
+    if isinstance(answer, str):
+        replies = [{"role": "assistant", "content": answer}]
+    before: list[Json] = [{"role": "user", "content": question}]
+    if isinstance(question, list):
+        before = messages_of(question, f"{where}: {key}")
+    return Record(where, messages=before + replies, first_taught=len(before))
 
 
-def _sharegpt_messages(turns: object, where: str) -> list[Json]:
-    if not isinstance(turns, list):
-        raise RequestError(f'{where}: conversations must be a list of {{"from", "value"}}')
-    for turn in turns:
-        if not isinstance(turn, dict) or str(turn.get("from")) not in SHAREGPT_ROLES or "value" not in turn:
-            raise RequestError(f"{where}: a conversation's turn needs a value and from: {', '.join(SHAREGPT_ROLES)}")
-    return [{"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+def _ids(row: Json, where: str) -> Record:
+    ids, prompt = row["input_ids"], row.get("prompt_tokens", 0)
+    if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise RequestError(f"{where}: input_ids must be a list of whole numbers of at least 0")
+    if isinstance(prompt, bool) or not isinstance(prompt, int) or not 0 <= prompt <= len(ids):
+        raise RequestError(f"{where}: prompt_tokens is {prompt!r}; it must be a count of at most all input_ids")
+    return Record(where, input_ids=ids, prompt_tokens=prompt)
 
 
-def _with_parsed_arguments(message: Json, where: str) -> Json:
-    """Return a message with its tool calls' arguments parsed from JSON text to objects, as chat templates need them."""
-    if not message.get("tool_calls"):
-        return message
-    try:
-        calls = [dict(call) for call in message["tool_calls"]]
-        for call in calls:
-            function = call["function"] = dict(call.get("function") or {})
-            if isinstance(function.get("arguments"), str):
-                function["arguments"] = json.loads(function["arguments"])
-    except (TypeError, ValueError, RecursionError):
-        raise RequestError(f'{where}: tool_calls must be a list of {{"function": {{"name", "arguments"}}}}') from None
-    return message | {"tool_calls": calls}
+def _is_said(found: object) -> bool:
+    """Whether a value is a text or a list of messages."""
+    return isinstance(found, str) or _is_list_of(found, dict)
 
 
-def _tools(tools: object, where: str) -> list[Json] | None:
-    """Return a record's list of tools, which some datasets store as JSON text; `None` without tools."""
-    if isinstance(tools, str) and tools.strip():
-        tools = parse_json(tools, f"{where}: tools")
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RequestError(f"{where}: tools must be a list of JSON schemas")
-    return tools
+def _is_list_of(found: object, kind: type) -> bool:
+    return isinstance(found, list) and bool(found) and all(isinstance(item, kind) for item in found)
 
 
-def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None, raw: bool = False) -> list[int]:
+def _options(found: object, where: str) -> Json:
+    """Return a record's options of the chat template, which some datasets store as JSON text."""
+    found = parse_json(found, f"{where}: chat_template_kwargs") if isinstance(found, str) and found else found or {}
+    if not isinstance(found, dict):
+        raise RequestError(f'{where}: chat_template_kwargs must be an object such as {{"enable_thinking": false}}')
+    return found
+
+
+def _without_layout(row: Json, where: str) -> RequestError:
+    """Make the error for a record without any of the known keys, or with a value of another type."""
+    known = (*QUESTIONS, "text", *CONVERSATIONS, "turns", "input_ids")
+    if (wrong := next((key for key in known if key in row), None)) is not None:
+        allowed = "a text, or a list of messages" if wrong in QUESTIONS else "a text"
+        return RequestError(f"{where}: {wrong} is {json.dumps(row[wrong], default=str)[:80]}; it must be {allowed}")
+    texts = [key for key, value in row.items() if isinstance(value, str) and value]
+    advice = "rename the key of the question to prompt, and that of the answer to completion"
+    if lists := [key for key, value in row.items() if _is_list_of(value, dict)]:
+        advice = f"rename {lists[0]} to messages"
+    elif numbers := [key for key, value in row.items() if _is_list_of(value, int)]:
+        advice = f"rename {numbers[0]} to input_ids"
+    elif texts:
+        answer = next((key for key in ANSWERS if key in texts), None)
+        question = next((key for key in texts if key != answer), None)
+        advice = f"rename {question} to prompt, or to text if it is a whole document" if question else advice
+    return RequestError(f"{where}: none of {', '.join(known)} in {{{', '.join(map(str, row))}}}; {advice}")
+
+
+def prompt_ids(
+    record: Record,
+    tokenizer: PreTrainedTokenizerBase | None,
+    raw: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Return the token ids of a record's prompt.
 
     A prompt is one user message in the tokenizer's chat template; with `raw`, or without a template, it is plain text.
     A document is its whole text. A conversation goes through the template without its last answer. Of `input_ids`, the
-    first `record.prompt_tokens` are the prompt (0: all). Raise RequestError if the tokenizer or its chat template is
-    missing, the template rejects the messages, or the prompt is empty."""
+    first `record.prompt_tokens` are the prompt (0: all). `options` are those of the template; the record's own come
+    first. Raise RequestError if the tokenizer or its chat template is missing, the template rejects the messages, or
+    the prompt is empty."""
     if record.input_ids is not None:
         ids = record.input_ids[: record.prompt_tokens or None]
     elif tokenizer is None:
@@ -180,46 +240,67 @@ def prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase | None, raw: b
     elif record.is_prompt and not record.question:
         ids = []
     elif record.is_prompt and (raw or tokenizer.chat_template is None):
-        ids = tokenizer(record.question)["input_ids"]
-    elif record.is_prompt:
-        ids = _conversation_ids(record, [{"role": "user", "content": record.question}], tokenizer)
-    elif record.text is not None:
-        ids = tokenizer(record.text)["input_ids"] if record.text else []
+        ids = text_ids(record.question, tokenizer)
+    elif record.text is not None and not record.is_prompt:
+        ids = text_ids(record.text, tokenizer) if record.text else []
     else:
-        ids = _conversation_ids(record, record.messages or [], tokenizer)
+        ids = tokens_of(prompt_text(record.as_conversation(), tokenizer, options), tokenizer)
     if not ids:
         raise RequestError(f"{record.where}: the prompt is empty; give at least one token")
     return ids
 
 
-def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of `text`, tokenised together with `prompt`, or alone if this would change the prompt's ids."""
-    whole = tokenizer(str(tokenizer.decode(prompt)) + text, add_special_tokens=False)["input_ids"]
-    if whole[: len(prompt)] == prompt:
-        return whole[len(prompt) :]
+def prompt_text(
+    record: Record,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any] | None = None,
+    turn: int | None = None,
+) -> str:
+    """Return the text that a model is shown before it writes message `turn` of a conversation, by default the last.
+
+    By default, the last answers are left out, if there are any. Raise RequestError as `prompt_ids` does."""
+    asked = (record.messages or [])[:turn]
+    while turn is None and asked and asked[-1]["role"] == "assistant":
+        asked = asked[:-1]
+    if not asked:
+        raise RequestError(f"{record.where}: the conversation has no question; its last answer needs one before it")
+    return conversation_text(asked, record, tokenizer, options)
+
+
+def conversation_text(
+    messages: list[Json],
+    record: Record,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any] | None = None,
+    *,
+    prompt: bool = True,
+    continued: bool = False,
+) -> str:
+    """Return `messages` as the chat template writes them with the record's tools and options (`write`).
+
+    Raise RequestError, beginning with the record's place, if there is no template or it rejects the messages."""
+    if tokenizer.chat_template is None:
+        advice = "give text, or put the model's chat_template.jinja next to the tokenizer"
+        raise RequestError(f"{record.where}: a conversation needs a chat template, and there is none; {advice}")
+    chosen = dict(options or {}) | record.template_options
+    try:
+        return write(messages, tokenizer, record.tools, chosen, prompt=prompt, continued=continued)
+    except RequestError as error:
+        raise RequestError(f"{record.where}: {error}") from None
+
+
+def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a text that a model continues: with BOS where the tokenizer adds it, but not twice."""
+    ids, begin = tokenizer(text)["input_ids"], tokenizer.bos_token_id
+    return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
+
+
+def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a text and of no other tokens, such as a BOS that a chat template has written already."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _conversation_ids(record: Record, messages: list[Json], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Remove the last answer from a record's messages, apply the chat template, and return the token ids."""
-    asked = list(messages)
-    while asked and asked[-1]["role"] == "assistant":
-        asked.pop()
-    if tokenizer.chat_template is None:
-        raise RequestError(f"{record.where}: a conversation needs a chat template, and this tokenizer has none")
-    if not asked:
-        raise RequestError(f"{record.where}: the conversation has no question; its last answer needs one before it")
-    try:
-        tools = cast("list[dict[str, object] | Callable[..., object]] | None", record.tools)
-        rendered = tokenizer.apply_chat_template(asked, tools=tools, add_generation_prompt=True, return_dict=True)
-        return cast("BatchEncoding", rendered)["input_ids"]
-    except Exception as error:  # templates are programs and raise errors of many types
-        raise template_error(record, error) from None
-
-
-def template_error(record: Record, error: Exception) -> RequestError:
-    """Make the error for a conversation that the chat template rejects."""
-    roles = ", ".join(str(message["role"]) for message in record.messages or ())
-    wanted = "many templates want user and assistant in turn, and some no system message"
-    refused = f"the chat template refuses the messages ({error}); their roles are {roles}"
-    return RequestError(f"{record.where}: {refused}: change or leave out this record ({wanted})")
+def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of `text`, tokenised together with `prompt`, or alone if this would change the prompt's ids."""
+    whole = tokens_of(str(tokenizer.decode(prompt)) + text, tokenizer)
+    return whole[len(prompt) :] if whole[: len(prompt)] == prompt else tokens_of(text, tokenizer)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from medusa import places
 from medusa.errors import RequestError, first_line
-from medusa.records.record import Record, parse_json, parse_record
+from medusa.records.messages import parse_json
+from medusa.records.record import Record, parse_record
 from medusa.shipped import PROMPTS
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")  # of files with records
@@ -60,7 +61,7 @@ def read_records(
 def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
     """Read the records of one file, in the format that the file's suffix shows."""
     if path.suffix == ".parquet":
-        yield from (parse_record(row, f"{path}, row {number}") for number, row in enumerate(_parquet_rows(path), 1))
+        yield from (parse_record(row, f"{path}, row {n}", arrow=True) for n, row in enumerate(_parquet_rows(path), 1))
     elif path.suffix == ".jsonl":
         for number, line in _lines(path):
             if line.strip():
@@ -92,7 +93,7 @@ def _read_saved(folder: Path, split: str) -> Iterator[Record]:
         saved = saved[split]
     if not len(saved):
         raise RequestError(f"{folder} is empty; it must hold at least one record")
-    yield from (parse_record(row, f"{folder}, row {number}") for number, row in enumerate(saved, 1))
+    yield from (parse_record(row, f"{folder}, row {n}", arrow=True) for n, row in enumerate(saved, 1))
 
 
 def _parquet_rows(path: Path) -> Iterator[object]:
@@ -157,4 +158,4 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
         rows = load_dataset(name, split=split, streaming=True, **({"name": subset} if subset else {}))
     except Exception as error:  # datasets raises errors of many types
         raise RequestError(f"{name}: neither a file nor a dataset on the Hub ({first_line(error)})") from None
-    yield from (parse_record(row, f"{name}, row {number}") for number, row in enumerate(rows, 1))
+    yield from (parse_record(row, f"{name}, row {n}", arrow=True) for n, row in enumerate(rows, 1))

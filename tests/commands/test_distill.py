@@ -26,11 +26,11 @@ from tests.commands.fake_server import FakeServer, Reply, serving
 from tests.commands.test_cli import Place, build
 from tests.helpers import LETTERS, plain
 from tests.train.templates import CHATML, byte_tokenizer
-from train.data.reader import to_example
+from train.data.reader import to_examples
 
 NEW = 6
 # Without anything around the words, so that what was asked can be read off the ids; and turns that run together.
-BARE_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+BARE_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# reads enable_thinking #}"
 
 
 class Done(NamedTuple):
@@ -359,13 +359,42 @@ def test_a_server_answers_conversations_turn_by_turn(by_server: Any, server: Fak
     assert {path for path, _, _ in server.asked} == {"/v1/chat/completions"}
 
 
+def test_a_server_gets_the_options_of_the_template_and_the_data_keep_them(by_server: Any, server: FakeServer) -> None:
+    row = {"prompt": "abc", "chat_template_kwargs": {"lang": "de"}}
+    done = by_server("--template-option", "enable_thinking=false", prompts=[row, {"prompt": "abd"}])
+    assert done.status == 0, done.err
+    asked = [body.get("chat_template_kwargs") for _, body, _ in server.asked]
+    lines = by_key(done.lines)
+    assert sorted(asked, key=len) == [{"enable_thinking": False}, {"enable_thinking": False, "lang": "de"}]
+    assert lines[0, 0]["chat_template_kwargs"] == {"enable_thinking": False, "lang": "de"}
+    assert lines[1, 0]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_history_holds_the_thought_and_the_calls_of_earlier_answers(by_server: Any, server: FakeServer) -> None:
+    """The server's template decides what it reads of them."""
+    called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    said = {"role": "assistant", "content": "yes", "reasoning": "hm", "tool_calls": [called]}
+
+    def reply(number: int, body: dict[str, Any]) -> Reply | bool:
+        if len(body["messages"]) > 1:
+            return False
+        return 200, {}, json.dumps({"choices": [{"message": said, "finish_reason": "tool_calls"}]})
+
+    server.trouble = reply
+    done = by_server(prompts=[{"turns": ["abc", "abd"]}])
+    assert done.status == 0, done.err
+    history = next(body["messages"] for _, body, _ in server.asked if len(body["messages"]) > 1)
+    assert history[1]["tool_calls"][0]["function"] == called["function"], "with arguments as JSON text"
+    assert {history[1]["reasoning"], history[1]["reasoning_content"]} == {"hm"}
+
+
 def test_server_answers_are_taught_once_with_their_end(by_server: Any, tmp_path: Path) -> None:
     by_server(prompts=[{"turns": ["abc", "abcdefgh"]}])
     records = {len(record.messages or ()): record for record in read_records(str(tmp_path / "own.jsonl"))}
     tokenizer = byte_tokenizer(CHATML)
 
     def taught(record: Record) -> str:
-        example = to_example(record, tokenizer)
+        (example,), _ = to_examples(record, tokenizer)
         pairs = zip(example.input_ids, example.loss_mask, strict=True)
         return str(tokenizer.decode([token for token, mark in pairs if mark]))
 

@@ -18,11 +18,14 @@ from decode.bench import methods
 from decode.results import Result
 from medusa.__main__ import main
 from medusa.commands.distill import DistillOptions, distill
+from medusa.commands.distill.checks import why_cut
 from medusa.commands.distill.journal import Journal
 from medusa.commands.options import Models, Output, Prompts
 from medusa.options import LoadOptions
+from medusa.records.replies import remembered
 from tests.commands.test_cli import Place, build
 from tests.commands.test_prompting import TEMPLATE
+from tests.train.families import family_tokenizer
 from tests.train.processes import forked_command
 
 
@@ -212,3 +215,41 @@ def test_a_signal_keeps_finished_answers_and_the_same_command_continues(
     whole = [json.loads(line) for line in output.read_text().splitlines()]
     by_index = itemgetter("index")
     assert sorted(lines, key=by_index) == sorted(whole, key=by_index)
+
+
+def test_answers_that_were_cut_are_warned_of(tmp_path: Path) -> None:
+    """Thoughts that never end above all, with the option of the template that turns them off."""
+    tokenizer, path = family_tokenizer("Qwen3"), tmp_path / "own.jsonl"
+
+    def written(*answers: str) -> str | None:
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)[
+            "input_ids"
+        ]
+        ids = [prompt + tokenizer(answer)["input_ids"] for answer in answers]
+        rows = [{"input_ids": row, "prompt_tokens": len(prompt), "answer": "x"} for row in ids]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return why_cut(path, {"length": len(answers), "eos": 2}, 64, tokenizer)
+
+    told = "3 of 5 answers were cut at 64 tokens"
+    assert written("yes", "no") is None, "no more than half"
+    assert (
+        written("yes", "no", "yes")
+        == f"{told}, so heads hardly learn their ends; give a larger --max-new-tokens than 64"
+    )
+    way_out = "give a larger --max-new-tokens than 64, or --template-option enable_thinking=false"
+    assert (
+        written("<think>\nWell", "<think>\nSo</think>yes", "<think>")
+        == f"{told}, 2 of them within a thought; {way_out}"
+    )
+
+
+def test_history_keeps_special_tokens_except_the_end_of_the_turn() -> None:
+    tokenizer = family_tokenizer("Qwen2.5")
+    ids = tokenizer("<|im_start|>yes<|im_end|>")["input_ids"]
+    assert remembered(ids, [], tokenizer, ended=True) == {"role": "assistant", "content": "<|im_start|>yes"}
+    assert remembered(ids, [], tokenizer, ended=False)["content"] == "<|im_start|>yes<|im_end|>"
+    assert remembered(ids, [], tokenizer, ended=True, stop=("es",))["content"] == "<|im_start|>y"
+    channels = family_tokenizer("gpt-oss")
+    text = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>"
+    message = remembered(channels(text)["input_ids"], channels("<|start|>assistant")["input_ids"], channels, ended=True)
+    assert message == {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}, "its template takes no marks"

@@ -134,7 +134,9 @@ def test_tool_calls_and_reasoning_are_kept(server: FakeServer, client: Server) -
     server.trouble = lambda number, asked: (200, {}, json.dumps(reply))
     found = client.chat([{"role": "user", "content": "a"}], [{"type": "function"}], FEW)
     assert found.text == ""
-    assert found.extras == {"tool_calls": message["tool_calls"], "reasoning_content": "hm"}
+    called = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    wanted = {"role": "assistant", "content": "", "tool_calls": [called], "reasoning_content": "hm"}
+    assert found.message == wanted
     assert server.asked[0][1]["tools"] == [{"type": "function"}]
 
 

@@ -20,7 +20,12 @@ from tests.commands.test_cli import Place, build
 from tests.helpers import LETTERS
 
 # The roles are letters, so that the form of a prompt can be read off its token ids.
-TEMPLATE = "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+# With the option `thinks` turned off, an answer begins with `an`.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'a' if thinks is not defined or thinks else 'an' }}{% endif %}"
+)
+OFF = ("--template-option", "thinks=false")
 THROUGH, PLAIN = "prompts: through the chat template of ", "prompts: as plain text"
 
 
@@ -180,7 +185,9 @@ def test_every_command_says_which_form_prompts_have(
     argv += ("--data" if command == "evaluate" else "--prompts", tmp_path / "p.jsonl")
     argv += ("--output", tmp_path / "own.jsonl") if command == "distill" else ()
     assert medusa(*argv).notes == [f"{THROUGH}{models.chat} (--raw turns it off)"]
-    raw = ("--raw", "--overwrite") if command == "distill" else ("--raw",)
+    again = ("--overwrite",) if command == "distill" else ()
+    assert medusa(*argv, *OFF, *again).notes == [f"{THROUGH}{models.chat} with thinks=False (--raw turns it off)"]
+    raw = ("--raw", *again)
     assert medusa(*argv, *raw).notes == [f"{PLAIN}, without the chat template of {models.chat} (--raw)"]
 
 
@@ -298,3 +305,84 @@ def test_a_chat_uses_the_template_unless_raw(
     wrong = medusa(*argv, "--raw", "--system", "z")
     assert wrong.status == 2
     assert "--system needs the chat template, and --raw turns it off" in wrong.err
+
+
+# --- options of the chat template ------------------------------------------------------------------------------------
+
+
+def test_an_option_of_the_template_changes_prompts_and_a_record_has_its_own(generate: Any) -> None:
+    rows = [ROWS[0][0], ROWS[3][0], ROWS[0][0] | {"chat_template_kwargs": {"thinks": True}}, ROWS[5][0]]
+    assert generate(*OFF, rows=rows).prompts == ["ubcdan", "bcd", "ubcda", "ubcdan"]
+
+
+def test_options_that_the_template_does_not_read_are_refused(generate: Any, models: Models) -> None:
+    for words, backbone, told in (
+        (("--template-option", "thinkss=false"), models.chat, "reads thinks; did you mean thinks?"),
+        (OFF, models.base, "needs a chat template"),
+        ((*OFF, "--raw"), models.chat, "--raw turns it off; leave one out"),
+        (("--template-option", "thinks"), models.chat, "give NAME=VALUE, as in enable_thinking=false"),
+    ):
+        wrong = generate(*words, rows=[ROWS[0][0]], backbone=backbone)
+        assert wrong.status == 2
+        assert told in wrong.err
+
+
+def test_options_of_the_training_data_are_saved_with_the_heads(
+    generate: Any, medusa: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "p.txt").write_text("bcd\nefg\n", encoding="utf-8")
+    own, features = tmp_path / "own.jsonl", tmp_path / "features"
+    argv = ("distill", "--backbone", models.chat, "--max-new-tokens", "16", "--ignore-eos", "--output", own)
+    assert medusa(*argv, "--prompts", tmp_path / "p.txt", *OFF).status == 0
+    rows = [json.loads(line) for line in own.read_text().splitlines()]
+    assert [row["chat_template_kwargs"] for row in rows] == [{"thinks": False}] * 2
+    ways = [("data.streaming=true",), ("cache_features=true", f"features_dir={features}")]
+    for more in (*ways, (f"data.path={features}", "data.sequence_length=8", "heads.num=3"), ()):
+        heads = trained_on(own, models, *more)
+        assert read_json(Path(heads) / "config.json")["template_options"] == {"thinks": False}, more
+    done = generate("--heads", heads, "--tree", "chain", rows=[ROWS[0][0]])
+    assert done.prompts == ["ubcdan"]
+    like = ", like the heads' training data (--raw turns it off)"
+    assert done.notes == [f"{THROUGH}{models.chat} with thinks=False{like}"]
+    on = ("--template-option", "thinks=true")
+    assert generate("--heads", heads, "--tree", "chain", *on, rows=[ROWS[0][0]]).prompts == ["ubcda"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("bcd\n"))
+    chat = ("chat", "--backbone", models.chat, "--heads", heads, "--tree", "chain", "--max-new-tokens", "2")
+    assert medusa(*chat).prompts == ["ubcdan"]
+
+
+def test_a_recipe_sets_options_for_conversations(models: Models, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "bcd"}, {"role": "assistant", "content": "efghefgh"}]}] * 2
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for words in (("data.template_options.thinks=true",), ("--template-option", "thinks=true")):
+        heads = trained_on(data, models, *words)
+        assert read_json(Path(heads) / "config.json")["template_options"] == {"thinks": True}
+    recipe = str(tmp_path / "recipe.yaml")
+    assert main(["train", recipe, "--overwrite", "--template-option", "thinkss=true"]) == 2
+
+
+def test_recorded_features_keep_the_options(generate: Any, models: Models, tmp_path: Path) -> None:
+    argv = ("--max-new-tokens", "12", "--ignore-eos", "--record", tmp_path / "recorded")
+    assert generate(*argv, *OFF, rows=[ROWS[0][0]]).status == 0
+    heads = trained_on(tmp_path / "recorded", models)
+    assert read_json(Path(heads) / "config.json")["template_options"] == {"thinks": False}
+    other = generate(*argv, rows=[ROWS[0][0]])
+    assert other.status == 2
+    assert "the options of the chat template are none, and those in" in other.err
+
+
+def test_a_prompt_that_a_template_has_rendered_is_answered_with_a_hint(
+    medusa: Any, models: Models, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(models.chat)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["b"]})
+    tokenizer.chat_template = TEMPLATE.replace("m.role[0]", "'b' + m.role[0]")
+    folder = tmp_path / "marked"
+    AutoModelForCausalLM.from_pretrained(models.chat).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    argv = ("generate", "--backbone", folder, "--plain", "--max-new-tokens", "2")
+    hint = "hint: --prompt 1 holds b, which the chat template writes itself; give it as messages"
+    assert hint in medusa(*argv, "--prompt", "bucd").err
+    assert "hint" not in medusa(*argv, "--prompt", "ucd").err
+    assert "hint" not in medusa(*argv, "--raw", "--prompt", "bucd").err

@@ -219,8 +219,8 @@ class ReadsText(TemperatureLogitsWarper):
     """A user's warper, which may look at more than scores; as a grammar, it makes another processor."""
 
     @staticmethod
-    def processor(length: int) -> LogitsProcessor:
-        return MinLengthLogitsProcessor(length, 1)
+    def processor(prompt: list[int]) -> LogitsProcessor:
+        return MinLengthLogitsProcessor(len(prompt), 1)
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,9 @@ class ReadsText(TemperatureLogitsWarper):
 def test_rows_are_prepared_once_if_nothing_depends_on_the_prompt(
     llama: Any, options: dict[str, Any], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts, prepared, through = [random_ids(n, seed=n) for n in (3, 5, 4)], list[Any](), llama.generate
-    monkeypatch.setattr(llama, "generate", lambda *args, **kwargs: prepared.append(args) or through(*args, **kwargs))
+    kind, prompts, prepared = type(llama), [random_ids(n, seed=n) for n in (3, 5, 4)], list[Any]()
+    through = kind.generate
+    monkeypatch.setattr(kind, "generate", lambda *args, **kwargs: prepared.append(args) or through(*args, **kwargs))
     copies = options.get("num_return_sequences", 1)
     together = prepare(llama, prompts, seeds=list(range(3 * copies)) if "do_sample" in options else None, **options)
     assert len(prepared) == calls

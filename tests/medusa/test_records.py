@@ -91,15 +91,15 @@ def test_tools_and_calls_are_read_as_objects_or_json_text(line: Path, as_text: b
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     record = only(line, {"messages": [USER, message], "tools": json.dumps(tools) if as_text else tools})
     assert record.tools == tools
-    assert record.messages == [USER, message | {"tool_calls": [CALL]}]
+    assert record.messages == [USER, message | {"content": "", "tool_calls": [CALL]}]
     assert only(line, {"messages": [USER], "tools": []}).tools is None
 
 
 def test_metadata_of_distilled_answers(line: Path) -> None:
     plain = only(line, {"messages": [USER, ASSISTANT]})
-    assert (plain.teach_last, plain.unfinished) == (False, False)
+    assert (plain.first_taught, plain.unfinished) == (0, False)
     told = only(line, {"messages": [USER, ASSISTANT], "teach": "last", "finish_reason": "length"})
-    assert (told.teach_last, told.unfinished) == (True, True)
+    assert (told.first_taught, told.unfinished) == (1, True)
 
 
 def test_mt_bench_gives_its_first_turn(line: Path) -> None:
@@ -267,9 +267,11 @@ def test_wrong_folders_of_save_to_disk_are_refused(tmp_path: Path) -> None:
     [
         ({"story": "a"}, "none of prompt"),
         ({}, "none of prompt"),
-        ({"instruction": "a"}, "rename the key of the question or instruction to prompt"),
-        ({"prompt": None}, "prompt is null; it must be a text"),
-        ({"question": ["a"]}, 'question is ["a"]; it must be a text'),
+        ({"problem": "a", "answer": "b"}, "rename problem to prompt"),
+        ({"dialogue": [USER]}, "rename dialogue to messages"),
+        ({"ids": [1, 2]}, "rename ids to input_ids"),
+        ({"prompt": None}, "prompt is null; it must be a text, or a list of messages"),
+        ({"question": ["a"]}, 'question is ["a"]; it must be a text, or a list of messages'),
         ({"turns": []}, "turns must be a list of texts, and not empty"),
         ([1, 2], "a JSON object, not list"),
         ("text", 'a JSON object, not str; write it as {"prompt": '),
@@ -291,7 +293,11 @@ def test_wrong_folders_of_save_to_disk_are_refused(tmp_path: Path) -> None:
         ({"messages": [USER], "tools": "[{"}, "tools: not JSON"),
         ({"messages": [USER], "tools": "[1]"}, "list of JSON schemas"),
         ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+            "arguments: not JSON",
+        ),
+        ({"messages": [{"role": "user"}]}, "message 1: a message of the user needs content"),
         ({"turns": "hi"}, "turns"),
     ],
 )

@@ -7,6 +7,7 @@ import re
 import pytest
 
 import commands_page
+import data_page
 from medusa.__main__ import COMMANDS, main
 
 
@@ -17,6 +18,10 @@ def page() -> str:
 
 def test_the_page_is_what_the_parsers_say(page: str) -> None:
     assert page == commands_page.commands_page(), "run python scripts/commands_page.py"
+
+
+def test_the_page_of_records_and_requests_is_what_the_code_reads() -> None:
+    assert data_page.PAGE.read_text(encoding="utf-8") == data_page.data_page(), "run python scripts/data_page.py"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

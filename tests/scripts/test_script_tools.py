@@ -32,6 +32,7 @@ WRONG = {
     "compare_drafters": ["--on ./no/model demo --prompt Hi --drafters ngram", "--on demo demo --prompt Hi"],
     "compare_kinds": ["--backbone demo --prompt Hi --heads demo", "--backbone ./no/model --prompt Hi --heads a=b"],
     "context_lengths": ["--backbone demo --data no.txt --eval no.txt --output {tmp}/x"],
+    "data_page": ["--fast"],
     "draw": [
         "",
         "exactness {tmp} --prompt 99",

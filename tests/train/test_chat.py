@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from medusa.errors import RequestError
-from medusa.records.record import Record
+from medusa.records.record import Record, parse_record
 from tests.train import templates
+from tests.train.families import CONVERSATIONS, TEMPLATES, family_tokenizer
 from tests.train.templates import byte_tokenizer, merging_tokenizer, sentencepiece_tokenizer
-from train.data.reader import to_example
+from train.data.chat import CHANGED, ELSEWHERE
+from train.data.reader import to_examples
 
 Tokenizer = Any
 Message = dict[str, Any]
@@ -22,12 +26,12 @@ def message(role: str, content: str | None, **more: Any) -> Message:
 
 
 def marked(tokenizer: Tokenizer, messages: list[Message], **fields: Any) -> str:
-    """The conversation as the template renders it, with taught tokens between « and »."""
+    """The conversation's only example, with taught tokens between « and »; it ends where the last answer ends."""
     record = Record("here", messages=messages, **fields)
-    example = to_example(record, tokenizer)
+    (example,), left_out = to_examples(record, tokenizer)
+    assert not left_out
     rendered = tokenizer.apply_chat_template(messages, tools=record.tools, return_dict=True)["input_ids"]
     assert example.input_ids == rendered[: len(example.input_ids)], "what transformers makes of the conversation"
-    assert record.unfinished or len(example.input_ids) == len(rendered)
     return show(tokenizer, example.input_ids, example.loss_mask)
 
 
@@ -53,7 +57,8 @@ def spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
 REPEATED = [message("user", "yes"), message("assistant", "yes"), message("user", "yes"), message("assistant", "yes")]
 SYSTEM = [message("system", "Be kind."), *REPEATED]
 
-CHATML_TURNS = "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»\n" * 2
+CHATML_TURN = "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»"
+CHATML_TURNS = f"{CHATML_TURN}\n{CHATML_TURN}"
 LLAMA3_TURNS = (
     "<|start_header_id|>user<|end_header_id|>\n\nyes<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     "«yes<|eot_id|>»"
@@ -87,24 +92,7 @@ EXPECTED: dict[str, tuple[str, list[Message], str]] = {
     "phi-3, whose conversations end in a token more": (
         templates.PHI3,
         REPEATED,
-        "<|user|>\nyes<|end|>\n<|assistant|>\n«yes<|end|>»\n" * 2 + "</s>",
-    ),
-    "thinking, dropped from earlier turns (qwen-3)": (
-        templates.QWEN3,
-        REPEATED,
-        "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»\n"
-        "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«<think>\n\n</think>\n\nyes<|im_end|>»\n",
-    ),
-    "thinking in the data (qwen-3)": (
-        templates.QWEN3,
-        [
-            message("user", "yes"),
-            message("assistant", "<think>\nno\n</think>\n\nyes"),
-            message("user", "yes"),
-            message("assistant", "<think>\nno\n</think>\n\nyes"),
-        ],
-        "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»\n"
-        "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«<think>\nno\n</think>\n\nyes<|im_end|>»\n",
+        "<|user|>\nyes<|end|>\n<|assistant|>\n«yes<|end|>»\n" * 2,
     ),
     "no end of turn, and a special token begins the next one": (
         templates.CHATML.replace("<|im_end|>\n", ""),
@@ -113,20 +101,6 @@ EXPECTED: dict[str, tuple[str, list[Message], str]] = {
     ),
     "no generation prompt": (templates.CHATML_WITHOUT_PROMPT, REPEATED, CHATML_TURNS),
     "generation tags": (templates.CHATML_TAGGED, REPEATED, CHATML_TURNS),
-    "generation tags around the words alone": (templates.CHATML_TAGGED_WITHOUT_END, REPEATED, CHATML_TURNS),
-    "generation tags around some turns only": (
-        templates.CHATML_TAGGED.replace(
-            "{% if m.role == 'assistant' %}", "{% if m.role == 'assistant' and loop.last %}"
-        ),
-        REPEATED,
-        CHATML_TURNS,
-    ),
-    "generation tags that nothing reaches": (templates.CHATML_TAGGED_NOWHERE, REPEATED, CHATML_TURNS),
-    "llama-3 with generation tags": (
-        templates.LLAMA3_TAGGED,
-        SYSTEM,
-        LLAMA3_SYSTEM + "Be kind.<|eot_id|>" + LLAMA3_TURNS,
-    ),
 }
 
 
@@ -134,7 +108,8 @@ EXPECTED: dict[str, tuple[str, list[Message], str]] = {
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_only_the_assistants_turns_are_taught(name: str, kind: Callable[[str], Tokenizer]) -> None:
     template, messages, expected = EXPECTED[name]
-    assert marked(kind(template), messages).removeprefix(" ") == expected  # sentencepiece's first word has one
+    told = marked(kind(template), messages).removeprefix(" ")  # sentencepiece's first word has one
+    assert told == expected.removesuffix("\n")  # what the template writes after the last answer is left out
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, text) in EXPECTED.items() if text.startswith("<s>")])
@@ -143,7 +118,8 @@ def test_a_conversation_begins_with_one_bos(name: str) -> None:
     template, messages, _ = EXPECTED[name]
     tokenizer = merging_tokenizer(template)
     assert tokenizer("yes")["input_ids"][0] == tokenizer.bos_token_id
-    assert to_example(Record("here", messages=messages), tokenizer).input_ids.count(tokenizer.bos_token_id) == 1
+    (example,), _ = to_examples(Record("here", messages=messages), tokenizer)
+    assert example.input_ids.count(tokenizer.bos_token_id) == 1
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -163,7 +139,7 @@ def test_tool_calls_are_taught_and_tool_results_are_not() -> None:
         '"parameters": {}}}\n</tools><|im_end|>\n<|im_start|>user\nyes<|im_end|>\n'
         f"<|im_start|>assistant\n«{CALLED}<|im_end|>»\n"
         "<|im_start|>user\n<tool_response>\nyes\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n«yes<|im_end|>»\n"
+        "<|im_start|>assistant\n«yes<|im_end|>»"
     )
     assert marked(byte_tokenizer(templates.LLAMA3), WITH_TOOL) == (
         LLAMA3_SYSTEM + "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nyes<|eot_id|>"
@@ -173,60 +149,85 @@ def test_tool_calls_are_taught_and_tool_results_are_not() -> None:
     )
 
 
-def test_a_tool_call_is_found_when_the_template_drops_reasoning() -> None:
-    messages = [*WITH_TOOL, message("user", "yes"), message("assistant", "yes")]
-    told = marked(byte_tokenizer(templates.QWEN3), messages)
-    assert (
-        '<|im_start|>assistant\n«\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>»' in told
-    )
-    assert told.count("«") == 3
-    assert "«<think>\n\n</think>\n\nyes<|im_end|>»\n" in told
-
-
 def test_two_turns_of_the_assistant_in_a_row_are_both_taught() -> None:
     messages = [message("user", "a"), message("assistant", "b"), message("assistant", "c")]
     assert marked(byte_tokenizer(templates.VICUNA), messages).endswith("USER: a ASSISTANT:« b</s>»ASSISTANT:« c</s>»")
 
 
-def test_a_first_assistant_turn_is_taught() -> None:
-    """No turn comes before it, and templates reject empty conversations."""
-    messages = [message("assistant", "hello"), message("user", "yes")]
-    assert marked(byte_tokenizer(templates.CHATML), messages).startswith("<|im_start|>assistant\n«hello<|im_end|>»\n")
+def left_out(template: str, messages: list[Message], **fields: Any) -> list[tuple[str, str]]:
+    """Reasons and explanations of the answers that are left out."""
+    found = to_examples(Record("d.jsonl:7", messages=messages, **fields), byte_tokenizer(template))[1]
+    return [(error.reason, str(error)) for error in found]
 
 
-def test_content_that_the_template_trims_is_still_found() -> None:
+def test_a_greeting_is_left_out_and_later_answers_are_taught() -> None:
+    """It is not known what the assistant was shown before its first message."""
+    messages = [message("assistant", "hello"), *REPEATED]
+    examples, errors = to_examples(Record("here", messages=messages), byte_tokenizer(templates.CHATML))
+    assert [error.reason for error in errors] == [ELSEWHERE]
+    assert [sum(example.loss_mask) for example in examples] == [2 * len("yes_")]
+
+
+def test_spaces_that_the_template_trims_are_taught() -> None:
+    """The model wrote them, after the tokens of the generation prompt and before the end of its turn."""
     messages = [message("user", "a"), message("assistant", "  é \n")]
-    assert marked(byte_tokenizer(templates.GEMMA), messages).endswith("<start_of_turn>model\n«é<end_of_turn>»\n")
+    (example,), _ = to_examples(Record("here", messages=messages), byte_tokenizer(templates.GEMMA))
+    told = show(byte_tokenizer(templates.GEMMA), example.input_ids, example.loss_mask)
+    assert told.endswith("<start_of_turn>model\n«  é \n<end_of_turn>»")
 
 
-@pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_TAGGED, templates.CHATML_TAGGED_WITHOUT_END])
 @pytest.mark.parametrize("kind", [byte_tokenizer, merging_tokenizer])
 @pytest.mark.parametrize("content", ["", " ", "yes ", "    yes", "é\n", "yes\n    "])
-def test_space_at_the_borders_of_an_answer_belongs_to_it(template: str, kind: Any, content: str) -> None:
-    """Byte-level tokenizers do not count spaces among a token's characters; transformers' own mask runs on there."""
+def test_space_at_the_borders_of_an_answer_belongs_to_it(kind: Any, content: str) -> None:
     messages = [message("user", "a"), message("assistant", content), message("user", "no")]
-    told = marked(kind(template), messages)
-    if content == "" and template == templates.CHATML_TAGGED_WITHOUT_END:
-        assert "«<|im_end|>»" in told, "by the difference: an empty mark is none"
-    assert told == (
-        f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n«{content}<|im_end|>»\n<|im_start|>user\nno<|im_end|>\n"
-    )
+    told = marked(kind(templates.CHATML), messages)
+    assert told == f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n«{content}<|im_end|>»"
+
+
+def test_the_tokens_of_an_answer_continue_those_of_its_prompt() -> None:
+    """Tokenised together, the newline before an answer and the first one of the answer would be one token."""
+    messages = [message("user", "yes"), message("assistant", "\nyes")]
+    tokenizer = byte_tokenizer(templates.CHATML)
+    tokenizer.add_tokens(["\n\n"])
+    (example,), _ = to_examples(Record("here", messages=messages), tokenizer)
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    whole = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    assert whole[: len(prompt)] != prompt, "the test shows nothing otherwise"
+    assert example.input_ids[: len(prompt)] == prompt
+    assert example.loss_mask == [at >= len(prompt) for at in range(len(example.input_ids))]
 
 
 def test_only_the_last_turn_can_be_taught() -> None:
-    for template in (templates.CHATML, templates.CHATML_TAGGED):
-        told = marked(byte_tokenizer(template), REPEATED, teach_last=True)
-        assert told == CHATML_TURNS.replace("«", "").replace("»", "", 1).replace("yes<|im_end|>»", "«yes<|im_end|>»")
+    told = marked(byte_tokenizer(templates.CHATML), REPEATED, first_taught=3)
+    assert told == CHATML_TURNS.replace("«", "").replace("»", "", 1).replace("yes<|im_end|>»", "«yes<|im_end|>»")
 
 
 def test_a_truncated_answer_gets_no_end_token() -> None:
     """`medusa distill` limits the tokens; an end of turn at the limit would teach a wrong end."""
     told = marked(byte_tokenizer(templates.CHATML), REPEATED, unfinished=True)
-    assert told == CHATML_TURNS.removesuffix("<|im_end|>»\n") + "»"
+    assert told == CHATML_TURNS.removesuffix("<|im_end|>»") + "»"
+
+
+@pytest.mark.parametrize("reason", ["length", "stop string", "abort", "content_filter", "unheard-of"])
+def test_no_end_token_is_taught_unless_the_model_ended_the_answer(reason: str) -> None:
+    row: dict[str, Any] = {"messages": REPEATED, "finish_reason": reason}
+    if reason == "stop string":  # which vLLM tells beside the reason `stop`
+        row |= {"finish_reason": "stop", "stop_reason": "###"}
+    tokenizer = byte_tokenizer(templates.CHATML)
+    (cut,), _ = to_examples(parse_record(row, "here"), tokenizer)
+    (whole,), _ = to_examples(parse_record(row | {"finish_reason": "stop", "stop_reason": None}, "here"), tokenizer)
+    assert cut.input_ids == whole.input_ids[:-1]
+
+
+def test_a_thought_that_was_cut_off_is_taught_without_its_end() -> None:
+    messages = [message("user", "a"), message("assistant", None, reasoning_content="Well, ")]
+    (example,), _ = to_examples(Record("here", messages=messages, unfinished=True), byte_tokenizer(TEMPLATES["Qwen3"]))
+    told = show(byte_tokenizer(), example.input_ids, example.loss_mask)
+    assert told.endswith("<|im_start|>assistant\n«<think>\nWell,»")
 
 
 class Slow:
-    """A tokenizer without offsets, like tokenizers from remote code."""
+    """A tokenizer that is not fast, like tokenizers from remote code."""
 
     is_fast = False
 
@@ -241,11 +242,29 @@ class Slow:
         return self.tokenizer(text, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [byte_tokenizer, merging_tokenizer])
-@pytest.mark.parametrize("name", list(EXPECTED))
-def test_tokenizers_without_offsets_work(name: str, kind: Any) -> None:
-    template, messages, expected = EXPECTED[name]
-    assert marked(Slow(kind(template)), messages) == expected
+def test_tokenizers_without_offsets_work() -> None:
+    assert marked(Slow(merging_tokenizer(templates.CHATML)), REPEATED) == CHATML_TURNS
+
+
+# --- families of models ----------------------------------------------------------------------------------------------
+
+EXPECTATIONS = yaml.safe_load((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("family", list(TEMPLATES))
+def test_what_heads_learn_from_conversations_of_a_family(family: str) -> None:
+    """Text that is taught, text before it, and history, of six conversations."""
+    tokenizer, expected = family_tokenizer(family), EXPECTATIONS[family]
+    reasons = {CHANGED: "changed", ELSEWHERE: "elsewhere"}
+    for name, row in CONVERSATIONS.items():
+        if expected[name] == "refused":
+            with pytest.raises(RequestError, match="the chat template refuses the messages"):
+                to_examples(parse_record(row, "here"), tokenizer)
+            continue
+        examples, errors = to_examples(parse_record(row, "here"), tokenizer)
+        told = [show(tokenizer, example.input_ids, example.loss_mask) for example in examples]
+        assert told == expected[name], name
+        assert sorted({reasons[error.reason] for error in errors}) == expected.get(f"{name}, left out", []), name
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------
@@ -253,7 +272,7 @@ def test_tokenizers_without_offsets_work(name: str, kind: Any) -> None:
 
 def refused(template: str | None, messages: list[Message]) -> str:
     with pytest.raises(RequestError) as refusal:
-        to_example(Record("d.jsonl:7", messages=messages), byte_tokenizer(template))
+        to_examples(Record("d.jsonl:7", messages=messages), byte_tokenizer(template))
     assert str(refusal.value).startswith("d.jsonl:7: ")
     return str(refusal.value)
 
@@ -277,23 +296,15 @@ def test_a_conversation_needs_a_template() -> None:
     assert "chat_template.jinja" in refused(None, REPEATED)
 
 
-def test_a_template_without_assistant_turns_is_rejected() -> None:
+def test_answers_that_the_template_drops_or_changes_are_left_out() -> None:
     silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    assert "nothing of what the assistant says" in refused(silent, REPEATED)
+    loud = templates.CHATML.replace("m.content", "m.content | upper")
+    first, second = left_out(silent, REPEATED), left_out(loud, REPEATED)
+    assert [reason for reason, _ in first + second] == [CHANGED] * 4
+    assert "the message has 'yes', and the template writes 'YES'" in second[0][1]
 
 
-# A template that counts letters: it writes other answers otherwise, and earlier ones otherwise than the last.
-ODD = "{% for m in messages %}{{ (m.content | length) ~ (messages | length) ~ m.content + '|' }}{% endfor %}"
-
-
-def test_an_ambiguous_turn_is_rejected() -> None:
-    assert "{% generation %}" in refused(ODD, REPEATED)
-
-
-def test_generation_tags_in_the_template_resolve_ambiguous_turns() -> None:
-    marks = (
-        "{{ (m.content | length) ~ (messages | length) }}{% if m.role == 'assistant' %}"
-        "{% generation %}{{ m.content + '|' }}{% endgeneration %}{% else %}{{ m.content + '|' }}{% endif %}"
-    )
-    template = "{% for m in messages %}" + marks + "{% endfor %}"
-    assert marked(byte_tokenizer(template), REPEATED) == "34yes|34«yes|»34yes|34«yes|»"
+def test_answers_that_do_not_continue_the_generation_prompt_are_left_out() -> None:
+    ((reason, told),) = left_out(TEMPLATES["DeepSeek R1"], REPEATED[:2])
+    assert reason == ELSEWHERE
+    assert "<think>\\n', and the text of the answer with" in told

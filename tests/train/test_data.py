@@ -20,7 +20,7 @@ from tests.train.templates import CHATML, byte_tokenizer
 from train.config import DataConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.data.packing import Example, positions_of
-from train.data.reader import to_example
+from train.data.reader import to_examples
 from train.loss.labels import IGNORE, head_labels
 
 
@@ -265,12 +265,8 @@ def test_only_the_requested_number_of_examples_is_read(tmp_path: Path) -> None:
 
 
 def test_only_the_answer_of_distilled_text_is_taught() -> None:
-    assert to_example(Record("here", input_ids=[7, 8, 9, 10], prompt_tokens=2), None).loss_mask == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    (example,), _ = to_examples(Record("here", input_ids=[7, 8, 9, 10], prompt_tokens=2), None)
+    assert example.loss_mask == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from medusa.heads import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs, following_ids
 from medusa.heads.markov import MarkovHeads
-from tests.helpers import VOCAB, random_heads, random_ids, tiny_model
+from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.check import require_adaptable
 from train.config import AdapterConfig, HeadsConfig, TrainConfig
@@ -30,10 +31,12 @@ HEADS, STEPS = 3, 6
 GUIDED = {"hidden_noise": 0.1, "dropout": 0.2, "scheduled_sampling": 0.5}
 
 
-def on_backbone(kind: str = "medusa", tmp_path: Path = Path("unused"), **settings: Any) -> HeadsOnBackbone:
-    """Random heads of one kind, as the trainer has them."""
+def on_backbone(
+    kind: str = "medusa", tmp_path: Path = Path("unused"), form: Mapping[str, Any] | None = None, **settings: Any
+) -> HeadsOnBackbone:
+    """Random heads of one kind, as the trainer has them; `form`: their other settings."""
     model = tiny_model("llama")
-    heads = random_heads(model, HEADS, kind=kind, lm_head="shared")
+    heads = random_heads(model, HEADS, kind=kind, lm_head="shared", **(form or {}))
     arguments = MedusaTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **settings)
     return HeadsOnBackbone(heads, model, arguments)
 
@@ -95,6 +98,19 @@ def test_noise_is_uniform_at_the_scale_of_each_state() -> None:
     assert noise.abs().max() <= 0.5 + 1e-4
     assert abs(float(noise.mean())) < 0.01
     assert abs(float(noise.square().mean()) / (0.25 / 3) - 1) < 0.014
+
+
+def test_each_layer_of_a_state_gets_noise_of_its_own_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EAGLE-3's heads read several layers, and later ones are often larger; here by 1, 100 and 10,000."""
+    module = on_backbone("eagle", form={"block": "gated", "feature_layers": [0, 1, 2]}, hidden_noise=0.5).train()
+    states = torch.randn(2, 40, 3, HIDDEN) * torch.tensor([1.0, 100.0, 10_000.0])[:, None]
+    shown, inputs = list[torch.Tensor](), module.heads.inputs
+    monkeypatch.setattr(module.heads, "inputs", lambda hidden, *rest: shown.append(hidden) or inputs(hidden, *rest))
+    module.labelled_positions(**batch(), hidden=states.flatten(-2))
+    noise = shown[0].unflatten(-1, (3, HIDDEN)) - states
+    relative = noise.abs().amax(-1) / states.square().mean(-1).sqrt()
+    assert relative.max() <= 0.5 + 1e-3
+    assert relative.min() > 0.3, "one of 32 draws between -0.5 and 0.5 is almost always larger than 0.3"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,102 +1,218 @@
-"""Token ids of a conversation, of which the assistant's turns and their end-of-turn tokens count in the loss.
+"""Training examples of a conversation: the tokens that the model wrote, after exactly the tokens that it was shown.
 
-`train.data.turns` finds these turns in the text that the chat template writes. This module marks their tokens:
+    <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\nhello<|im_end|>\\n
+    |------------- shown: up to the generation prompt --------------|--- added ---|-- written --|
 
-    <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\nhello<|im_end|>\\n
-                                                          |--in the loss--|
-"""
+The model wrote the answer and its end-of-turn token. What else the chat template writes for the answer, such as an
+empty thought, is context that heads do not learn. An answer is left out if its text does not continue the generation
+prompt, or if the template changes what the model wrote."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
-from medusa.records.record import Record
-from train.data.turns import ConversationText, Span
+from medusa.files import Json
+from medusa.records.messages import REASONING, text_of
+from medusa.records.record import Record, conversation_text, prompt_text, tokens_of
+from medusa.records.template import opened_thought
+from train.data.packing import Example
 
-Offsets = list[tuple[int, int]]  # the start and the end of each token of a text, in characters
-
-
-def conversation(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Tokenise a conversation by the chat template. Return its token ids, and for each whether it counts in the loss.
-
-    The tokens of the assistant's turns count. Raise RequestError if there is no chat template, if it rejects the
-    messages, or if the assistant's turns cannot be found."""
-    if tokenizer.chat_template is None:
-        advice = "train on text, or put the model's chat_template.jinja next to the tokenizer"
-        raise RequestError(f"{record.where}: a conversation needs a chat template, and there is none; {advice}")
-    written = ConversationText(record, tokenizer)
-    spans = written.spans()
-    ids, mask = _to_tokens(written.text, spans, tokenizer, record.where)
-    if spans and not any(mask):
-        raise RequestError(f"{record.where}: the chat template writes nothing of what the assistant says; use another")
-    if not record.unfinished or not spans:
-        return ids, mask
-    end = len(mask) - mask[::-1].index(True)
-    if _is_special(ids[end - 1], tokenizer):  # the template ends the turn, but the model was stopped before it did
-        end -= 1
-    return ids[:end], mask[:end]
+CHANGED = "answers that the chat template changes"
+ELSEWHERE = "answers that do not continue the generation prompt"
+SHOWN = 60  # characters of a text in a message
 
 
-def _to_tokens(
-    text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase, where: str
-) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a conversation's `text`, and for each whether it belongs to an assistant's turn.
+class LeftOutError(Exception):
+    """Error for an answer from which heads cannot learn, with the reason (`CHANGED` or `ELSEWHERE`)."""
 
-    The turns lie at `spans`, each with any end-of-turn token that follows. `where` is the text's file and line."""
-    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
-    ids: list[int] = encoded["input_ids"]
-    offsets: Offsets = encoded["offset_mapping"] if tokenizer.is_fast else _offsets(ids, text, tokenizer, where)
-    mask = [False] * len(ids)
-    for span in spans:
-        first = next((at for at, (_, end) in enumerate(offsets) if end > span.start), len(ids))
-        answer_end, last = (_first_after(offsets, first, at) for at in (span.answer_end, span.end))
-        last = _end_of_turn(ids, first, answer_end, last, span.ended, tokenizer)
-        mask[first:last] = [True] * (last - first)
-    return ids, mask
+    def __init__(self, reason: str, explanation: str) -> None:
+        super().__init__(explanation)
+        self.reason = reason
 
 
-def _first_after(offsets: Offsets, first: int, at: int) -> int:
-    """Index of the first token that starts at or after character position `at`, not counting tokens before `first`.
+class Written(NamedTuple):
+    """The text of one answer, with the text that the model was shown before."""
 
-    A token with start = end = `at` is skipped, because its text lies before `at`. Byte-level tokenizers may report a
-    token of spaces like this, with both its start and its end at the end of the spaces."""
-    return next((k for k in range(first, len(offsets)) if offsets[k][0] >= at and offsets[k][1] > at), len(offsets))
-
-
-def _offsets(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> Offsets:
-    """Compute where each token of a text starts and ends, in characters, for tokenizers that do not report offsets."""
-    offsets: Offsets = []
-    for at in range(len(ids)):
-        piece = str(tokenizer.decode(ids[len(offsets) : at + 1]))
-        start = offsets[-1][1] if offsets else 0
-        if text.startswith(piece, start):  # otherwise the tokens end within a character
-            offsets += [(start, start + len(piece))] * (at + 1 - len(offsets))
-    if len(offsets) < len(ids):
-        raise RequestError(f"{where}: the tokenizer does not give the places of its tokens in a text; give input_ids")
-    return offsets
+    shown: str  # the conversation up to the generation prompt
+    added: str  # what the template writes before the answer, although the model did not
+    written: str  # the answer
+    end: str  # the end-of-turn token, if the model wrote one
 
 
-def _end_of_turn(
-    ids: list[int], first: int, answer_end: int, last: int, ended: bool, tokenizer: PreTrainedTokenizerBase
-) -> int:
-    """Find where the loss ends in a turn: the index after the end-of-turn token, or `last` if there is no such token.
+def conversation(
+    record: Record, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
+) -> tuple[list[Example], list[LeftOutError]]:
+    """Turn the answers of a conversation into training examples, and return the answers that are left out.
 
-    The backbone never generates what a template writes after that token, such as a newline. Token indices: `first` is
-    where the turn starts; `answer_end` comes after the answer, and `last` after the turn's `Span`. With `ended`, the
-    end-of-turn token lies inside the `Span`. Otherwise it may lie there, be the token at `last`, or be missing."""
-    for at in range(answer_end, last):
-        if _is_special(ids[at], tokenizer):
-            return at + 1
-    end = last
-    while end > first and str(tokenizer.decode([ids[end - 1]])).isspace():
-        end -= 1
-    if end > first and _is_special(ids[end - 1], tokenizer):
-        return end
-    return last + 1 if not ended and last < len(ids) and _is_special(ids[last], tokenizer) else last
+    An answer whose tokens begin a later example counts in that example; otherwise it gets an example of its own. This
+    happens if the template writes earlier answers in another way, for example without their thoughts. `options` are
+    those of the chat template. Raise RequestError if there is no template or it rejects the messages."""
+    messages, examples, left_out = record.messages or [], list[Example](), list[LeftOutError]()
+    conversation_text(messages, record, tokenizer, options, prompt=False)  # raises an error for the whole conversation
+    special = _special_tokens(tokenizer)
+    for turn in reversed(range(record.first_taught, len(messages))):
+        if messages[turn]["role"] != "assistant":
+            continue
+        try:
+            example = _example(_written(record, turn, tokenizer, options, special), tokenizer, record.where)
+        except LeftOutError as error:
+            left_out.append(error)
+            continue
+        ids = example.input_ids
+        later = next((other for other in examples if other.input_ids[: len(ids)] == ids), None)
+        if later is None:
+            examples.append(example)
+        else:
+            later.loss_mask[: len(ids)] = [a or b for a, b in zip(example.loss_mask, later.loss_mask, strict=False)]
+    return examples[::-1], left_out[::-1]
 
 
-def _is_special(token: int, tokenizer: PreTrainedTokenizerBase) -> bool:
-    return tokenizer.decode([token]) != "" == tokenizer.decode([token], skip_special_tokens=True)
+def _example(found: Written, tokenizer: PreTrainedTokenizerBase, where: str) -> Example:
+    """Return the tokens of a conversation that ends with an answer, of which only the answer counts."""
+    before, answer = found.shown + found.added, found.written + found.end
+    context, ids = tokens_of(before, tokenizer), tokens_of(before + answer, tokenizer)
+    if ids[: len(context)] != context:  # a token would cross the border; the model continues the tokens of its prompt
+        whole, ids = ids, context + tokens_of(answer, tokenizer)
+        if tokenizer.decode(ids) != tokenizer.decode(whole):
+            raise LeftOutError(ELSEWHERE, f"the tokens of {_short(answer)} do not continue those of {_tail(before)}")
+    return Example(ids, [at >= len(context) for at in range(len(ids))], where)
+
+
+def _written(
+    record: Record, turn: int, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None, special: str
+) -> Written:
+    """Find the answer of message `turn` in the text that the chat template writes for it.
+
+    `special` is a regular expression for special tokens. Raise LeftOutError if the model cannot have written this."""
+    messages = record.messages or []
+    message, before = messages[turn], messages[:turn]
+    try:
+        shown = prompt_text(record, tokenizer, options, turn)
+        whole = conversation_text([*before, message], record, tokenizer, options, prompt=False)
+    except RequestError as error:  # the template accepts the conversation only as a whole
+        raise LeftOutError(ELSEWHERE, str(error)) from None
+    head, tail = _around(record, turn, whole, tokenizer, options)
+    content, said = text_of(message), set(message) - {"role", "content", "name"}
+    thought = opened_thought(shown)
+    if thought is not None and content.startswith(thought[0]):  # the prompt holds the mark that the message repeats
+        content = content.removeprefix(thought[0])
+    if not whole.startswith(shown):
+        # A generation prompt may hold what the template leaves out of history, such as the end of an empty thought.
+        if said or thought is not None or head is None or whole != head + content + tail:
+            there = f"the prompt ends with {_tail(shown)}, and the text of the answer with {_tail(whole)}"
+            raise LeftOutError(ELSEWHERE, there)
+        spaces = "" if shown[-1:].isspace() else head[len(head.rstrip(" ")) :]
+        added, text = "", spaces + content
+    else:
+        text = whole[len(shown) :]
+        if head is None or not text.endswith(tail):  # the answer ends in another way, such as a call of a tool
+            ends = re.search(rf"(?:\s*(?:{special}))+\s*$", text)
+            tail = ends[0] if ends else ""
+        text = text.removesuffix(tail)
+        added = head[len(shown) :] if head is not None and head.startswith(shown) else ""
+        if not added.strip() or not text.startswith(added) or text.strip() == content.strip():
+            added = ""  # spaces before an answer are the model's, of which servers send none
+        text = text[len(added) :]
+    text = _restored(message, content, text)
+    end = re.match(rf"\s*(?:{special})", tail)
+    if turn < len(messages) - 1 or not record.unfinished:
+        return Written(shown, added, text, end[0] if end else "")
+    reasoning = str(message.get(REASONING[0], "")).strip()
+    if reasoning and not content.strip() and not message.get("tool_calls"):  # the model did not end its thought
+        text = text[: text.index(reasoning) + len(reasoning)]
+    return Written(shown, added, text, "")
+
+
+def _around(
+    record: Record, turn: int, whole: str, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None
+) -> tuple[str | None, str]:
+    """Return what the template writes before and after the answer of message `turn`, as another answer shows.
+
+    The first is `None` if the template does not write the other answer. `whole` is the text with the real answer."""
+    mark = next(letter for letter in map(chr, range(0xE000, 0xE100)) if letter not in whole)  # a private-use character
+    other = [*(record.messages or [])[:turn], {"role": "assistant", "content": mark}]
+    try:
+        head, found, tail = conversation_text(other, record, tokenizer, options, prompt=False).partition(mark)
+    except RequestError:  # the template accepts no such answer there
+        return None, ""
+    return (head, tail) if found else (None, "")
+
+
+def _restored(message: Json, content: str, text: str) -> str:
+    """Return the template's `text` of a message with the spaces at both ends that the template removed.
+
+    `content` is the content of the message. Raise LeftOutError if the text does not hold all that the message holds, in
+    the same order and with the same spaces."""
+    thought, calls = message.get(REASONING[0]), message.get("tool_calls", ())
+    start = 0 if thought is None else _after(thought, text, 0)
+    for call in calls:
+        for part in _texts([call["function"]["name"], call["function"]["arguments"]]):
+            if not any(
+                form in text for form in (part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1])
+            ):
+                raise _changed(part, text)
+    core = content.strip()
+    if calls:
+        _after(core, text, start)
+        return text
+    before, after = text[: len(text.rstrip()) - len(core)], text[len(text.rstrip()) :]
+    lead, trail = content[: content.find(core)], content[content.find(core) + len(core) :]
+    if not text.rstrip().endswith(core) or len(before) < start or (thought is None and before.strip()):
+        raise _changed(content, text)
+    if lead and not before and core:
+        before = lead
+    if trail and not after:
+        after = trail
+    if not before.endswith(lead) or not after.startswith(trail) or (thought is None and lead and before != lead):
+        raise _changed(content, text)
+    if not core and thought is None and content not in ("", text):  # spaces alone, of which the template wrote others
+        raise _changed(content, text)
+    return before + core + after if core or thought is not None else content
+
+
+def _after(part: str, text: str, start: int) -> int:
+    """Return the place after `part` in a text, from `start`; raise LeftOutError if it is not there with its spaces."""
+    core = part.strip()
+    at = text.find(core, start)
+    lead, trail = part[: part.find(core)], part[part.find(core) + len(core) :]
+    if at < 0 or not text[:at].endswith(lead) or not text[at + len(core) :].startswith(trail):
+        raise _changed(part, text)
+    return at + len(core)
+
+
+def _changed(part: str, text: str) -> LeftOutError:
+    return LeftOutError(CHANGED, f"the message has {_short(part)}, and the template writes {_short(text)}")
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield all keys and texts of nested JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a regular expression for the special tokens, which end turns."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    names = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
+    return "|".join(map(re.escape, names)) or "(?!)"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…")
+
+
+def _tail(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else "…" + text[1 - SHOWN :])

@@ -12,7 +12,9 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
-from train.config import DataConfig
+from medusa.loading import load_tokenizer
+from medusa.records.template import require_options
+from train.config import DataConfig, TrainConfig
 from train.data.packing import Batch, DataCounts, Example, as_item, pack, padded
 from train.data.reader import ExampleReader, records_of
 
@@ -97,6 +99,16 @@ def load_dataset(
         hint = "heads learn from texts and from what an assistant says"
         raise RequestError(f"nothing to train on in {config.path}: {counts}; {hint}")
     return dataset
+
+
+def require_template_options(config: TrainConfig) -> None:
+    """Raise RequestError if the backbone's chat template does not read an option that the data shall be written with.
+
+    This loads the tokenizer, if there are such options."""
+    for section, data in (("data", config.data), ("eval_data", config.eval_data)):
+        if data is not None and data.template_options:
+            tokenizer = load_tokenizer(config.backbone, config.load_options)
+            require_options(data.template_options, tokenizer, config.backbone, f"{section}.template_options.{{}}")
 
 
 def require_data(config: DataConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medusa.files import Json
 from train.loss.labels import FIRST_OFFSET
 
 OPEN_ROWS = 16  # rows that wait for more whole documents; with more rows, padding is less and reading ahead longer
@@ -44,17 +46,28 @@ class DataCounts:
     dropped: dict[str, int] = field(default_factory=dict)  # number of dropped records for each reason
     raw_prompts: int = 0  # documents with a prompt as plain text, as `medusa distill` records it
     chat_prompts: int = 0  # documents with a prompt in a chat template
+    options: dict[str, int] = field(default_factory=dict)  # documents by the chat template's options, as JSON
     first: dict[str, str] = field(default_factory=dict)  # for each reason, file and line of the first dropped record
 
-    def drop(self, reason: str, where: str) -> None:
-        """Count a record that is dropped for this reason; `where` is the record's file and line."""
+    def drop(self, reason: str, where: str, example: str = "") -> None:
+        """Count a record that is dropped for this reason; `where` is its file and line, and `example` shows why."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        self.first.setdefault(reason, where)
+        self.first.setdefault(reason, f"{where}: {example}" if example else where)
 
-    def add_prompt(self, raw: bool | None) -> None:
-        """Count a document whose prompt is plain text (`raw`) or in a chat template; `None`: not recorded."""
+    def add_prompt(self, raw: bool | None, options: Json | None = None) -> None:
+        """Count a document whose prompt is plain text (`raw`) or in a chat template; `None`: not recorded.
+
+        `options` are those of the chat template."""
         self.raw_prompts += raw is True
         self.chat_prompts += raw is False
+        if raw is not True:
+            told = json.dumps(options or {}, sort_keys=True)
+            self.options[told] = self.options.get(told, 0) + 1
+
+    @property
+    def template_options(self) -> Json:
+        """The options of the chat template with which most documents were written."""
+        return json.loads(max(self.options, key=self.options.__getitem__)) if self.options else {}
 
     @property
     def has_raw_prompts(self) -> bool | None:

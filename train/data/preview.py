@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa.loading import load_config, load_tokenizer
 from medusa.options import LoadOptions
 from train.config import TrainConfig
-from train.data.datasets import require_data
+from train.data.datasets import require_data, require_template_options
 from train.data.packing import DataCounts, Example, pack
 from train.data.reader import ExampleReader
 
@@ -44,6 +44,7 @@ def preview(config: TrainConfig, count: int) -> Preview:
 
     Of a stream, only these examples are read. Raise RequestError if the data cannot be used for training."""
     require_data(config.data)
+    require_template_options(config)
     options = LoadOptions(revision=config.revision, trust_remote_code=config.trust_remote_code)
     sizes = load_config(config.backbone, options).get_text_config(decoder=True)
     tokenizer = load_tokenizer(config.backbone, options)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
-from medusa.records.record import Record, prompt_ids
+from medusa.records.record import Record, continuation_ids, conversation_text, prompt_ids, text_ids, tokens_of
 from medusa.records.sources import read_records
 from train.config import DataConfig
-from train.data.chat import conversation
+from train.data.chat import LeftOutError, conversation
 from train.data.packing import DataCounts, Example
 
 
@@ -35,28 +36,47 @@ class ExampleReader:
 
         Raise RequestError if a record cannot be read, or if its token ids are those of another tokenizer."""
         for record in islice(records_of(self.config, self.config.path), self.config.max_examples):
-            example = to_example(record, self.tokenizer)
-            if max(example.input_ids, default=0) >= self.vocab_size:
-                beyond = f"id {max(example.input_ids)} is beyond the backbone's vocabulary of {self.vocab_size}"
-                raise RequestError(f"{record.where}: the {beyond}; these are another tokenizer's ids")
-            too_long = len(example.input_ids) > self.row_length
-            reason = self._reason_to_drop(record, example, too_long)
-            if too_long and self.config.long_documents == "truncate":
-                ids, mask = example.input_ids[: self.row_length], example.loss_mask[: self.row_length]
-                example = Example(ids, mask, record.where)
-                reason = reason or (None if example.has_labels else "with nothing taught within a row")
-            if reason:
-                counts.drop(reason, record.where)
-                continue
-            counts.cut += too_long
-            counts.add_prompt(record.raw_prompt)
-            yield example
+            if record.is_prompt and not record.is_answered:
+                raise RequestError(
+                    f"{record.where}: a prompt without an answer, and heads learn from answers; write answers with "
+                    "medusa distill --prompts FILE, or give whole documents as text"
+                )
+            found, left_out = to_examples(record, self.tokenizer, self.config.template_options, self.config.raw)
+            for error in left_out:
+                counts.drop(error.reason, record.where, str(error))
+            if not found and not left_out:
+                counts.drop("without an assistant turn", record.where)
+            for example in found:
+                if (kept := self._kept(record, example, counts)) is not None:
+                    yield kept
+
+    def _kept(self, record: Record, example: Example, counts: DataCounts) -> Example | None:
+        """Return the part of an example that fits in a row, or count it as dropped and return `None`."""
+        if max(example.input_ids, default=0) >= self.vocab_size:
+            beyond = f"id {max(example.input_ids)} is beyond the backbone's vocabulary of {self.vocab_size}"
+            raise RequestError(f"{record.where}: the {beyond}; these are another tokenizer's ids")
+        too_long = len(example.input_ids) > self.row_length
+        reason = self._reason_to_drop(record, example, too_long)
+        if too_long and self.config.long_documents == "truncate":
+            ids, mask = example.input_ids[: self.row_length], example.loss_mask[: self.row_length]
+            example = Example(ids, mask, record.where)
+            reason = reason or (None if example.has_labels else "with nothing taught within a row")
+        if reason:
+            counts.drop(reason, record.where)
+            return None
+        counts.cut += too_long
+        counts.add_prompt(self._raw(record), self.config.template_options | record.template_options)
+        return example
+
+    def _raw(self, record: Record) -> bool | None:
+        """Whether the prompt of a record is plain text; `None` if it is not known, or the record is a document."""
+        if record.is_prompt:
+            return self.config.raw or self.tokenizer is None or self.tokenizer.chat_template is None
+        return record.raw_prompt
 
     def _reason_to_drop(self, record: Record, example: Example, too_long: bool) -> str | None:
         if record.text is not None and not record.text.strip():
             return "empty"
-        if record.messages is not None and not any(message["role"] == "assistant" for message in record.messages):
-            return "without an assistant turn"
         if not example.has_labels:
             return "with nothing to teach"
         if self.excluded and not self.excluded.isdisjoint(_windows(example.input_ids, self.config.exclude_window)):
@@ -69,22 +89,35 @@ def records_of(config: DataConfig, source: str) -> Iterator[Record]:
     return read_records(source, split=config.split, subset=config.subset, separator=config.document_separator)
 
 
-def to_example(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Example:
-    """Turn a record into a training example: token ids, and which of them count in the loss.
+def to_examples(
+    record: Record,
+    tokenizer: PreTrainedTokenizerBase | None,
+    options: Mapping[str, Any] | None = None,
+    raw: bool = False,
+) -> tuple[list[Example], list[LeftOutError]]:
+    """Turn a record into training examples: token ids, and which of them count in the loss.
 
-    Of a text, all tokens count in the loss; of a conversation, those of the assistant's turns; of a prompt with a
-    continuation in token ids, those of the continuation. Raise RequestError if the record is text but there is no
-    tokenizer, or if the assistant's turns cannot be found."""
+    Of a text, all tokens count in the loss; of a conversation, what the assistant wrote; of a prompt with an answer,
+    the answer. With `raw`, or without a chat template, a prompt is plain text; `options` are those of the template.
+    Return also the answers of a conversation that are left out. Raise RequestError if the record is text but there is
+    no tokenizer, or if the template rejects the conversation."""
     if record.input_ids is not None:
         loss_mask = [position >= record.prompt_tokens for position in range(len(record.input_ids))]
-        return Example(record.input_ids, loss_mask, record.where)
+        return [Example(record.input_ids, loss_mask, record.where)], []
     if tokenizer is None:
         raise RequestError(f"{record.where}: the backbone has no tokenizer; give input_ids")
-    if record.messages is not None:
-        return Example(*conversation(record, tokenizer), record.where)
+    if record.messages is not None or (record.is_prompt and not raw and tokenizer.chat_template is not None):
+        return conversation(record.as_conversation(), tokenizer, options)
     begin, end = ([] if token is None else [token] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
-    ids = begin + tokenizer(record.text or "", add_special_tokens=False)["input_ids"] + end
-    return Example(ids, [True] * len(ids), record.where)
+    if record.is_prompt:
+        shown = text_ids(record.question, tokenizer)
+        ids = shown + continuation_ids(shown, record.answer or "", tokenizer)
+    else:
+        shown, ids = [], tokens_of(record.text or "", tokenizer)
+        ids = ids if ids[:1] == begin else begin + ids
+    if not record.unfinished and ids[-1:] != end:
+        ids = ids + end
+    return [Example(ids, [at >= len(shown) for at in range(len(ids))], record.where)], []
 
 
 def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[tuple[int, ...]]:
@@ -93,7 +126,11 @@ def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | No
     The reader drops every training example that contains such a run."""
     windows: set[tuple[int, ...]] = set()
     for record in records_of(config, config.exclude) if config.exclude else ():
-        ids = prompt_ids(record, tokenizer, raw=True) if record.is_prompt else to_example(record, tokenizer).input_ids
+        if record.messages is not None and tokenizer is not None and not record.is_prompt:
+            text = conversation_text(record.messages, record, tokenizer, config.template_options, prompt=False)
+            ids = tokens_of(text, tokenizer)
+        else:
+            ids = prompt_ids(record, tokenizer, raw=True)
         if len(ids) < config.exclude_window:
             short = f"a text in {config.exclude} is shorter than exclude_window; it excludes nothing"
             warnings.warn(short, stacklevel=2)

@@ -84,7 +84,8 @@ class FeatureCache:
         name = str(self.dtype).removeprefix("torch.")
         layout = len(rows), self.row_length, self.rows_per_shard
         layers = None if backbone.feature_layers is None else list(backbone.feature_layers)
-        self.manifest = Manifest(fingerprint, name, size, *layout, rows.counts.has_raw_prompts, layers)
+        form = rows.counts.has_raw_prompts, rows.counts.template_options or None
+        self.manifest = Manifest(fingerprint, name, size, *layout, *form, layers)
 
     def shard_rows(self) -> Iterator[tuple[Path, slice]]:
         """Yield the path of each shard of the dataset, whether it is written or not, with the rows that it holds."""

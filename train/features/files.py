@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 from medusa.backbone import Backbone
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
-from medusa.files import read_json, replacing, write_json
+from medusa.files import Json, read_json, replacing, write_json
 from medusa.fingerprint import differs
 from train.data.packing import Batch, DataCounts, as_item, padded
 
@@ -51,7 +51,8 @@ class Manifest:
     rows: int | None = None  # of a cached dataset; `None` here and below for features that were recorded text by text
     row_length: int | None = None
     rows_per_shard: int | None = None
-    raw_prompts: bool | None = field(default=None, compare=False)  # as in `MedusaConfig`
+    raw_prompts: bool | None = field(default=None, compare=False)  # as in `MedusaConfig`, like the next one
+    template_options: Json | None = field(default=None, compare=False)
     layers: list[int] | None = None  # as `Backbone.feature_layers`; `None`: only the LM head's input
     format: str = FORMAT
     version: int = 1
@@ -161,7 +162,7 @@ def open_features(folder: Path, row_length: int, backbone: Backbone) -> Features
         raise RequestError(f"the features in {folder} are of another backbone, {fingerprint.get('name')}")
     features = Features(folder, row_length)
     for _ in range(features.counts.documents):
-        features.counts.add_prompt(manifest.raw_prompts)
+        features.counts.add_prompt(manifest.raw_prompts, manifest.template_options)
     if not features.counts.taught:
         raise RequestError(f"nothing to train on in {folder}: {features.counts}")
     return features

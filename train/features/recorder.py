@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
-from medusa.files import free_bytes, locked, readable
+from medusa.files import Json, free_bytes, locked, readable
 from train.features import files
 from train.features.files import Manifest, is_features, require_features_or_new, shards, token_bytes, write_shard
 
@@ -25,14 +25,21 @@ class Recorder:
         hidden_size: int,
         dtype: torch.dtype,
         raw_prompts: bool | None = None,
+        template_options: Json | None = None,
     ) -> None:
         """Make a recorder that writes to `folder`: a new folder, or one to which earlier recorders wrote.
 
-        Hidden states, of the backbone with this fingerprint, are stored in `dtype`. `raw_prompts`: whether prompts are
-        plain text (`MedusaConfig.raw_prompts`). Raise RequestError if the folder is a dataset's `FeatureCache`, or
-        holds features of another backbone, dtype or form of prompts, or files that are not features."""
+        Hidden states, of the backbone with this fingerprint, are stored in `dtype`. `raw_prompts` and
+        `template_options`: the form of the prompts (as in `MedusaConfig`). Raise RequestError if the folder is a
+        dataset's `FeatureCache`, or holds features of another backbone, dtype or form of prompts, or other files."""
         self.folder, self.dtype = folder, dtype
-        self.manifest = Manifest(fingerprint, str(dtype).removeprefix("torch."), hidden_size, raw_prompts=raw_prompts)
+        self.manifest = Manifest(
+            fingerprint,
+            str(dtype).removeprefix("torch."),
+            hidden_size,
+            raw_prompts=raw_prompts,
+            template_options=template_options or None,
+        )
         self.texts = self.tokens = 0  # that this recorder has written to disk
         self._texts: list[dict[str, Tensor]] = []
         if is_features(folder):
@@ -48,6 +55,10 @@ class Recorder:
         if {held.raw_prompts, raw_prompts} == {True, False}:
             here, there = ("plain text", "templated") if raw_prompts else ("templated", "plain text")
             raise RequestError(f"the prompts are {here}, and those in {self.folder} are {there}; give another folder")
+        if False in (raw_prompts, held.raw_prompts) and held.template_options != self.manifest.template_options:
+            here, there = (str(manifest.template_options or "none") for manifest in (self.manifest, held))
+            options = f"the options of the chat template are {here}, and those in {self.folder} are {there}"
+            raise RequestError(f"{options}; give another folder")
 
     def size(self, tokens: int) -> int:
         """Number of bytes that the features of `tokens` tokens take on disk."""

@@ -56,7 +56,7 @@ def own_texts(model: PreTrainedModel, settings: Settings, bos: int | None) -> li
     random_ids = torch.randint(backbone.vocab_size, (OWN_TEXTS,), generator=torch.Generator().manual_seed(0))
     first = [[token if bos is None else bos] for token in random_ids.tolist()]
     length = min(OWN_TOKENS, max((backbone.context or 1 << 30) - OPENING_TOKENS - 1, 1))
-    opening = plain_method(model, Settings(max_new_tokens=OPENING_TOKENS, temperature=1.0, ignore_eos=True))
+    opening = plain_method(model, Settings(max_new_tokens=OPENING_TOKENS, temperature=1.0, ignore_eos=True, stop=()))
     openings = [result.input_ids + result.new_ids for result in opening(first, seeds=seeds)]
     written = plain_method(model, replace(settings, max_new_tokens=length, stop=(), ignore_eos=True))
     return [(result.input_ids, result.new_ids) for result in written(openings, seeds=seeds)]

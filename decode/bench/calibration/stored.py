@@ -25,7 +25,7 @@ from medusa.tree import Tree, usual_shortlist
 
 FILE = "calibration.json"
 MIN_STEPS = 500  # a calibration replays at least so many steps; from fewer, the prediction of tau is too uncertain
-NEWER = ("draft", "top_k", "top_p", "min_p", "repetition_penalty", "epsilon", "delta", "compile")
+NEWER = ("draft", "top_k", "top_p", "min_p", "ignore_generation_config", "epsilon", "delta", "compile")
 """Options that old files lack, so a situation names only those that are not at their defaults."""
 
 
@@ -115,7 +115,7 @@ class Calibration:
 
 def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, object]:
     """Describe what a calibration is valid for: machine, models, dtype, batch size, sampling options and `compile`."""
-    here = machine()
+    here, penalty = machine(), settings.of_checkpoint(model.generation_config).repetition_penalty
     return {
         **{name: getattr(here, name) for name in ("processor", "gpu", "threads", "torch", "transformers")},
         "backbone": type(model).__name__ + f" {model.config.get_text_config(decoder=True).hidden_size}",
@@ -128,6 +128,7 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
         "heads": heads_fingerprint(heads),
         **({"quantization": kind} if (kind := quantization_of(model)) else {}),
         **({"amateur": settings.amateur.to_dict()} if settings.amateur else {}),
+        **({"repetition_penalty": penalty} if penalty != 1 else {}),
         **{name: value for name in NEWER if (value := getattr(settings, name)) != getattr(Settings, name)},
     }
 

@@ -56,7 +56,8 @@ def require_room(prompts: Sequence[Sequence[int]], settings: Settings, model: Pr
         if context is not None and longest > context - 2:
             raise RequestError(
                 f"a prompt to draw from has {longest} tokens, but may have {context - 2}: the {name}'s context ends at "
-                f"{context}; shorten it, or put shorter ones first and choose with --sampled-prompts"
+                f"{context}; shorten it, leave it out by --skip-long, or put shorter ones first and choose with "
+                "--sampled-prompts"
             )
 
 
@@ -68,7 +69,7 @@ class FixedContext:
     def __init__(self, model: PreTrainedModel, prompt: list[int], settings: Settings, source: DrafterFactory) -> None:
         """Prefill the prompt, warm up the drafter and fix the root; raise RequestError if the prompt is too long."""
         require_room([prompt], settings, model)
-        requests = prepare(model, [prompt], seeds=[0], **settings.generate_kwargs())
+        requests = prepare(model, [prompt], seeds=[0], **replace(settings, stop=()).generate_kwargs())
         self.model, self.source, self.amateur, self.processors = model, source, settings.amateur, requests[0].processors
         if self.amateur is not None:
             self.amateur.require_fitting(model, requests)

@@ -20,9 +20,9 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from decode.settings import Settings
-from medusa.commands.distill.checks import require_room, require_same_settings, why_short
+from medusa.commands.distill.checks import require_room, require_same_settings, why_cut, why_short
 from medusa.commands.distill.client import Server
-from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine
+from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine, server_parameters
 from medusa.commands.distill.journal import Journal, ShortAnswersError
 from medusa.commands.distill.tasks import Task, digest, tasks_of
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, warn
@@ -33,6 +33,7 @@ from medusa.interruptions import interruptible
 from medusa.options import REQUIRED, count, group, option
 from medusa.records.record import Record
 from medusa.records.sources import SETTINGS
+from medusa.records.template import template_options
 
 
 class DistillOptions(CommandOptions):
@@ -42,7 +43,7 @@ class DistillOptions(CommandOptions):
     shown = "backbone prompts output max-prompts max-new-tokens temperature batch-size self-talk server heads overwrite"
 
     models: Models = group(Models, "models", without=("drafter",))
-    prompts: Prompts = group(Prompts, "prompts", without=("prompt",))
+    prompts: Prompts = group(Prompts, "prompts", without=("prompt", "skip_long"))
     settings: Settings = group(Settings, "generation", max_new_tokens=512)
     batch_size: int = count(16, "generate N texts at a time on this machine")
     contrasting: Contrasting = NO_CONTRAST
@@ -107,6 +108,8 @@ class DistillFigures:
     """The number of answers for each reason why they ended."""
     settings: Json
     """The settings that affect the answers, as they are stored next to the file."""
+    warning: str | None = None
+    """What is wrong with most answers, such as the limit that cut them, and what to type instead."""
 
     def __str__(self) -> str:
         ends = ", ".join(f"{number} ended by {reason}" for reason, number in self.finish_reasons.items())
@@ -127,6 +130,8 @@ def run(options: DistillOptions) -> None:
             "has the reasons, and the same command tries again"
         )
     options.output.note(str(figures))
+    if figures.warning:
+        warn(figures.warning)
 
 
 def distill(options: DistillOptions) -> DistillFigures:
@@ -166,6 +171,7 @@ def distill(options: DistillOptions) -> DistillFigures:
         seconds=seconds,
         finish_reasons=dict(sorted(journal.reasons.items())),
         settings=about,
+        warning=why_cut(path, journal.reasons, options.settings.max_new_tokens, engine.tokenizer),
     )
 
 
@@ -183,8 +189,9 @@ def _form(options: DistillOptions) -> PromptForm:
     name = options.models.backbone
     tokenizer = load_tokenizer(name, options.load)
     if options.server and tokenizer is None:
-        return PromptForm(bool(options.raw), name, has_template=True, asked=options.raw)
-    return prompt_form(options.raw, tokenizer, name, options.models.heads)
+        given = template_options(options.template_option)
+        return PromptForm(bool(options.raw), name, has_template=True, asked=options.raw, options=given)
+    return prompt_form(options.raw, tokenizer, name, options.models.heads, options.template_option)
 
 
 def _records(options: DistillOptions) -> list[Record]:
@@ -222,6 +229,8 @@ def _about(options: DistillOptions, records: list[Record], form: PromptForm) -> 
     found |= {name: getattr(options, name) for name in ("self_talk", "self_talk_seeds", "prefix_tokens", "max_turns")}
     found["prompts_digest"] = digest(records)
     found["raw"] = next((form.raw for record in records if record.is_prompt), None)  # no other records depend on it
+    if form.options:
+        found["template_options"] = form.options
     if settings.do_sample:  # greedy texts do not depend on these options
         found |= {"batch_size": options.batch_size, "heads": models.heads, "tree": models.tree}
     return json.loads(json.dumps(found))
@@ -242,11 +251,14 @@ def _local_engine(options: DistillOptions) -> LocalEngine:
 
 
 def _server_engine(options: DistillOptions) -> ServerEngine:
-    from medusa.loading import bos_token_id, load_config, load_tokenizer
+    from medusa.loading import bos_token_id, load_config, load_generation_config, load_tokenizer
 
     name, load = options.models.backbone, options.load
-    config, tokenizer = load_config(name, load), load_tokenizer(name, load)
+    config, tokenizer, own = load_config(name, load), load_tokenizer(name, load), load_generation_config(name, load)
+    parameters = server_parameters(options.settings, own)
+    if line := options.settings.unused_line(own):
+        options.output.note(line)
     options.runtime.prepare()
     server = Server(str(options.server), options.model)
     backbone = name, tokenizer, bos_token_id(tokenizer, config)
-    return ServerEngine(options.settings, options.runtime.seed, *backbone, server, options.concurrency)
+    return ServerEngine(options.settings, options.runtime.seed, *backbone, server, options.concurrency, parameters)

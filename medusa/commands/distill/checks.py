@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decode.settings import Settings
 from medusa.commands.distill.tasks import Task
@@ -10,8 +14,13 @@ from medusa.commands.options import warn
 from medusa.commands.prompting import PromptForm
 from medusa.errors import RequestError
 from medusa.files import Json, free_bytes, read_json, readable
+from medusa.records.messages import REASONING
 from medusa.records.record import Record
 from medusa.records.sources import SETTINGS
+from medusa.records.template import is_endless, template_switches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BYTES_PER_LINE = 100  # of one answer, without its tokens
 BYTES_PER_TOKEN = 12  # of one answer: an id, a comma, a space, and the text of the token
@@ -39,6 +48,40 @@ def require_room(path: Path, tasks: list[Task], settings: Settings) -> None:
         )
     if most > free:
         warn(f"{path} may take {readable(most)}, and its disk has {readable(free)} left")
+
+
+def why_cut(
+    path: Path, reasons: Mapping[str, int], max_new_tokens: int, tokenizer: PreTrainedTokenizerBase | None
+) -> str | None:
+    """Return a warning if the limit of tokens cut most answers in the file `path`; `reasons` count why answers ended.
+
+    Heads that learn from such answers never see an end, or an answer after a thought."""
+    cut, total = reasons.get("length", 0), sum(reasons.values())
+    if 2 * cut <= total:
+        return None
+    way_out = f"give a larger --max-new-tokens than {max_new_tokens}"
+    if tokenizer is None or not (endless := sum(map(partial(_is_endless, tokenizer), _rows(path)))):
+        return (
+            f"{cut} of {total} answers were cut at {max_new_tokens} tokens, so heads hardly learn their ends; {way_out}"
+        )
+    switch = next((name for name in template_switches(tokenizer) if "think" in name), None)
+    way_out += f", or --template-option {switch}=false" if switch else ""
+    return (
+        f"{cut} of {total} answers were cut at {max_new_tokens} tokens, {endless} of them within a thought; {way_out}"
+    )
+
+
+def _rows(path: Path) -> Iterator[Json]:
+    with path.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def _is_endless(tokenizer: PreTrainedTokenizerBase, row: Json) -> bool:
+    """Whether an answer ends within a thought; a server may return the thought as reasoning, without an answer."""
+    if "messages" in row:
+        return not row["answer"].strip() and bool(row["messages"][-1].get(REASONING[0]))
+    ids, start = row["input_ids"], row["prompt_tokens"]
+    return is_endless(str(tokenizer.decode(ids[:start])), str(tokenizer.decode(ids[start:])))
 
 
 def why_short(form: PromptForm, records: list[Record], seeds: bool) -> str:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from medusa.errors import RequestError
 from medusa.files import Json
+from medusa.records.messages import in_api, messages_of, text_of
 
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 """HTTP statuses after which the same request may succeed."""
-EXTRAS = ("tool_calls", "reasoning_content")  # parts of a message that are kept with its text
 ATTEMPTS = 6  # of each request
 LONGEST_WAIT, TIMEOUT = 60.0, 600.0  # seconds between two attempts, and seconds to wait for a reply
 
@@ -32,9 +32,10 @@ class Answer:
 
     text: str
     finish_reason: str
-    """Why the text ended: `eos`, `length` or `stop`. Without a `stop_reason`, `stop` can also mean EOS."""
-    extras: Json = field(default_factory=dict)
-    """The tool calls and the reasoning of the message, by key."""
+    """Why the text ended: `eos`, `length`, `stop` or the server's word. Without a `stop_reason`, `stop` can also mean
+    EOS."""
+    message: Json = field(default_factory=dict)
+    """In a chat, the whole answer: a message with the text, the reasoning and the tool calls."""
 
 
 class Server:
@@ -69,11 +70,18 @@ class Server:
 
     def chat(self, messages: list[Json], tools: list[Json] | None, options: Json) -> Answer:
         """Let the model answer a conversation; `options` are request parameters. Failures raise ServerError."""
-        body = {"messages": messages} | ({"tools": tools} if tools else {}) | options
+        body = {"messages": in_api(messages)} | ({"tools": tools} if tools else {}) | options
         choice = self._choice("/chat/completions", body)
-        message = choice.get("message") or {}
-        extras = {key: message[key] for key in EXTRAS if message.get(key)}
-        return _answer(choice, message.get("content") or ("" if extras else None), extras, options)
+        said = choice.get("message")
+        if not isinstance(said, dict):
+            raise ServerError(f"the reply has no message: {json.dumps(choice)[:200]}")
+        try:
+            message = messages_of([{"role": "assistant"} | said], "the reply")[0]
+        except RequestError as error:
+            raise ServerError(str(error)) from None
+        if said.get("content") is None and len(message) == 2:
+            raise ServerError(f"the reply has no text: {json.dumps(choice)[:200]}")
+        return _answer(choice, text_of(message), message, options)
 
     def _choice(self, path: str, body: Json) -> Json:
         reply = self._ask(path, {"model": self.model} | body, ATTEMPTS)
@@ -119,11 +127,11 @@ def _excerpt(error: urllib.error.HTTPError) -> str:
     return " ".join(str(text).split())[:200]
 
 
-def _answer(choice: Json, text: object, extras: Json, options: Json) -> Answer:
+def _answer(choice: Json, text: object, message: Json, options: Json) -> Answer:
     if not isinstance(text, str):
         raise ServerError(f"the reply has no text: {json.dumps(choice)[:200]}")
     reason = str(choice.get("finish_reason"))
     # The `stop_reason` of vLLM is the stop string, or null if the model ended the text. Other servers have none.
     may_be_string = isinstance(choice["stop_reason"], str) if "stop_reason" in choice else bool(options.get("stop"))
     is_eos = reason == "tool_calls" or (reason == "stop" and not may_be_string)
-    return Answer(text, "eos" if is_eos else reason, extras)
+    return Answer(text, "eos" if is_eos else reason, message)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from decode.generation_config import SAMPLING, text_options, told
 from decode.settings import Settings
 from medusa.commands.distill.client import Server, ServerError
 from medusa.commands.distill.journal import Journal
@@ -17,13 +18,18 @@ from medusa.commands.options import batches
 from medusa.errors import RequestError, RunError
 from medusa.files import Json
 from medusa.records.record import continuation_ids
+from medusa.records.replies import remembered
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
     from decode.bench.methods import Method
     from medusa.backbone import Backbone
 
+SENT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
+"""Parameters of requests to a server, with the values that change nothing."""
+HERE = ("acceptance", "draft", "stop_drafting", "epsilon", "delta", "compile", "cuda_graphs")
+"""Settings for which no server can be asked."""
 HOPELESS = 16  # failed texts in a row that end the run; with a high --concurrency more
 
 
@@ -81,9 +87,13 @@ class LocalEngine(Engine):
                 results = self.method(list(prompts.values()))
                 seconds += results[0].seconds
                 for index, result in zip(prompts, results, strict=True):
-                    answer = text_of(result.new_ids, self.tokenizer, self.settings.stop)
-                    line = _line(result.input_ids, result.new_ids, answer, result.finish_reason)
-                    journal.append(journal.tasks[index], turn, line)
+                    task, new_ids = journal.tasks[index], result.new_ids
+                    answer = text_of(new_ids, self.tokenizer, self.settings.stop)
+                    line = _line(result.input_ids, new_ids, answer, result.finish_reason)
+                    if task.turns > 1 and self.tokenizer is not None:
+                        ended, stop = result.finish_reason == "eos", self.settings.stop or ()
+                        line["reply"] = remembered(new_ids, result.input_ids, self.tokenizer, ended, stop)
+                    journal.append(task, turn, line)
         return seconds
 
     def _batches(self, journal: Journal) -> Iterator[tuple[int, int, list[Task]]]:
@@ -114,7 +124,7 @@ class LocalEngine(Engine):
                 journal.fail(task, turn, str(error))
         return prompts
 
-    def _prompt(self, task: Task, answers: list[str]) -> list[int]:
+    def _prompt(self, task: Task, answers: list[Json]) -> list[int]:
         from decode.request import require_fitting
 
         prompt = task.prompt(answers, self.tokenizer)
@@ -131,6 +141,8 @@ class ServerEngine(Engine):
 
     server: Server
     concurrency: int
+    parameters: Json
+    """The parameters of every request (`server_parameters`)."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
     _failed_in_a_row: int = 0
@@ -185,7 +197,7 @@ class ServerEngine(Engine):
                 "texts are kept, and the same command continues"
             )
 
-    def _ask(self, task: Task, turn: int, answers: list[str]) -> Json:
+    def _ask(self, task: Task, turn: int, answers: list[Json]) -> Json:
         """Request one answer, and return its line in the output file."""
         options = self._options(task, turn)
         if task.ids is not None:
@@ -195,22 +207,44 @@ class ServerEngine(Engine):
             new_ids += [eos] if answer.finish_reason == "eos" and eos is not None else []
             return _line(task.ids, new_ids, answer.text, answer.finish_reason)
         messages = task.messages(answers)
+        if task.template_options:
+            options["chat_template_kwargs"] = task.template_options
         answer = self.server.chat(messages, task.tools, options)
-        reply = {"role": "assistant", "content": answer.text} | answer.extras
-        line: Json = {"messages": [*messages, reply], "teach": "last"}
+        line: Json = {"messages": [*messages, answer.message], "teach": "last"}
         line |= {"answer": answer.text, "finish_reason": answer.finish_reason}
         return line | ({"tools": task.tools} if task.tools else {})
 
     def _options(self, task: Task, turn: int) -> Json:
-        """Return a request's parameters. OpenAI's API lacks some, such as top_k: these are sent only if not default."""
-        ours = self.settings
-        options: Json = {"max_tokens": ours.max_new_tokens, "temperature": ours.temperature}
-        if ours.do_sample:
-            options |= {"top_p": ours.top_p, "seed": (self.seed + 1000 * task.index + turn) % 2**31}
-        if ours.stop:
-            options["stop"] = list(ours.stop)
-        beyond = {name: getattr(ours, name) for name in ("top_k", "repetition_penalty", "ignore_eos")}
-        return options | {name: value for name, value in beyond.items() if value != getattr(Settings, name)}
+        """Return a request's parameters, with a seed of its own if the text is sampled."""
+        if not self.settings.do_sample:
+            return self.parameters
+        return self.parameters | {"seed": (self.seed + 1000 * task.index + turn) % 2**31}
+
+
+def server_parameters(settings: Settings, own: GenerationConfig) -> Json:
+    """Return the parameters that ask a server for the texts of these settings; `own` are the checkpoint's options.
+
+    OpenAI's API lacks some of them, such as top_k. Parameters that change nothing are not sent, unless the checkpoint
+    has others, as servers take them for their defaults. Raise RequestError for what no parameter can ask for."""
+    for name in HERE:
+        if getattr(settings, name) != getattr(Settings, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise RequestError(f"{flag} is for decoding on this machine; leave out {flag} or --server")
+    for name, value in ({} if settings.ignore_generation_config else text_options(own)).items():
+        if name not in (*SENT, "stop_strings", "remove_invalid_values", "renormalize_logits"):
+            way = "add --ignore-generation-config, or leave out --server"
+            raise RequestError(f"{told(name, value, own)}, for which no server can be asked; {way}")
+    ours = settings.of_checkpoint(own)
+    found: Json = {"max_tokens": ours.max_new_tokens, "temperature": ours.temperature}
+    if ours.stop:
+        found["stop"] = list(ours.stop)
+    for name, neutral in SENT.items():
+        value, theirs = getattr(ours, name), getattr(own, name, None)
+        if name in SAMPLING and not ours.do_sample:
+            continue
+        if value != neutral or theirs not in (None, neutral):
+            found[name] = -1 if (name, value) == ("top_k", 0) else value  # 0 is an error in some servers
+    return found
 
 
 def _line(prompt: list[int], new_ids: list[int], answer: str, reason: str) -> Json:

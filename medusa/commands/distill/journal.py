@@ -14,6 +14,7 @@ from medusa.commands.distill.tasks import Task
 from medusa.commands.options import Output
 from medusa.errors import RequestError, RunError
 from medusa.files import Json, lock
+from medusa.records.messages import REASONING
 from medusa.records.sources import FAILED
 
 CHECKED = 32  # the answers after which a run ends if most of them are empty
@@ -38,7 +39,7 @@ class Journal:
         self.path, self.failed_path, self.tasks = path, path.with_suffix(FAILED), tasks
         self.total = sum(task.turns for task in tasks)  # the number of texts, with those to generate
         self.conversations = {task.index for task in tasks if task.turns > 1}
-        self.done: dict[Key, str | None] = {}
+        self.done: dict[Key, Json | None] = {}
         self.reasons: Counter[str] = Counter()  # the number of texts for each finish reason
         self.failed: set[Key] = set()
         self.short = 0  # the number of answers that are empty or one token long
@@ -73,7 +74,7 @@ class Journal:
                 cut.truncate(whole)
 
     def _remember(self, key: Key, row: Json) -> None:
-        self.done[key] = row["answer"] if key[0] in self.conversations else None  # later turns need the answers
+        self.done[key] = _reply(row) if key[0] in self.conversations else None  # later turns need the answers
         self.reasons[row["finish_reason"]] += 1
         self.short += _is_short(row)
 
@@ -87,8 +88,8 @@ class Journal:
             self._advance(len(self.done))
             yield
 
-    def answers(self, index: int, turn: int) -> list[str] | None:
-        """Return the answers before `turn` in the conversation with this index; `None` if an answer is missing."""
+    def answers(self, index: int, turn: int) -> list[Json] | None:
+        """Return the answers before `turn` in a conversation, as messages; `None` if one is missing."""
         found = [self.done.get((index, earlier)) for earlier in range(turn)]
         return [answer for answer in found if answer is not None] if None not in found else None
 
@@ -102,6 +103,8 @@ class Journal:
             line["category"] = task.category
         if task.raw_prompt is not None:
             line["raw_prompt"] = task.raw_prompt
+        if task.template_options:
+            line["chat_template_kwargs"] = task.template_options
         with self._lock:
             if key in self.done:
                 return
@@ -130,10 +133,16 @@ class Journal:
             self.failed.add((task.index, turn))
 
 
+def _reply(row: Json) -> Json:
+    """Return the answer of a row as the message that later questions follow: with its special tokens and thoughts."""
+    spoken = {"role": "assistant", "content": row["answer"]}  # older files have no replies
+    return row["messages"][-1] if "messages" in row else row.get("reply", spoken)
+
+
 def _is_short(row: Json) -> bool:
     """Whether an answer ended with at most one token. Of a server's message only the text is known: is it empty?"""
     if "input_ids" not in row:
         said = row["messages"][-1]
-        return not (str(row["answer"]).strip() or said.get("tool_calls") or said.get("reasoning_content"))
+        return not (str(row["answer"]).strip() or said.get("tool_calls") or said.get(REASONING[0]))
     written = len(row["input_ids"]) - row["prompt_tokens"] - (row["finish_reason"] == "eos")
     return row["finish_reason"] != "length" and written <= 1

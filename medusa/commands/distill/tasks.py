@@ -29,24 +29,27 @@ class Task:
     category: str | None = None
     raw_prompt: bool | None = None
     """Whether the prompt is plain text, not in a chat template; `None` for `text`, `input_ids` and self-talk."""
+    template_options: Json = field(default_factory=dict)
+    """The options of the chat template, if it formats the prompt."""
 
     @property
     def turns(self) -> int:
         """The number of answers to generate: one per question, or one for a text to continue."""
         return len(self.questions) or 1
 
-    def messages(self, answers: list[str]) -> list[Json]:
+    def messages(self, answers: list[Json]) -> list[Json]:
         """Return the messages of the conversation, with the `answers` generated so far, up to the next question."""
         messages = list(self.questions[0])
         for answer, question in zip(answers, self.questions[1:], strict=False):
-            messages += [{"role": "assistant", "content": answer}, *question]
+            messages += [answer, *question]
         return messages
 
-    def prompt(self, answers: list[str], tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    def prompt(self, answers: list[Json], tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
         """Return the next prompt's token ids; raise RequestError if the chat template rejects the conversation."""
         if self.ids is not None:
             return self.ids
-        return prompt_ids(Record(self.where, messages=self.messages(answers), tools=self.tools), tokenizer)
+        asked = Record(self.where, messages=self.messages(answers), tools=self.tools)
+        return prompt_ids(asked, tokenizer, options=self.template_options)
 
 
 def tasks_of(
@@ -67,8 +70,9 @@ def tasks_of(
         task.raw_prompt = form.of(record)
         if task.raw_prompt is False and prefix_tokens is None:
             task.questions = _questions(record)[:max_turns]
+            task.template_options = form.options | record.template_options
         else:  # of several turns, the first question is text to continue
-            task.ids = prompt_ids(record, tokenizer, form.raw)[:prefix_tokens]
+            task.ids = prompt_ids(record, tokenizer, form.raw, form.options)[:prefix_tokens]
         tasks.append(task)
     return tasks
 
@@ -101,6 +105,7 @@ def digest(records: list[Record]) -> str:
     """Return a hash of the prompts, by which a continued run checks that its prompts are those of the earlier run."""
     found = hashlib.sha256()
     for record in records:
-        content = [record.text, record.input_ids, record.messages, record.turns, record.tools]
+        content: list[object] = [record.text, record.input_ids, record.messages, record.turns, record.tools]
+        content += [record.template_options] if record.template_options else []
         found.update(json.dumps(content, default=str).encode())
     return found.hexdigest()[:16]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,7 @@ def fit(options: FitOptions) -> FitState | None:
 
 def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     """Check the model and plan the run, or take both from the `state`; print the plan."""
+    from decode.settings import Settings
     from medusa.commands.fit.choices import HeadsChoice, choose_heads
     from medusa.commands.fit.plan import (
         Plan,
@@ -81,11 +82,14 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
         make_plan,
         require_disk,
     )
-    from medusa.commands.fit.probe import Probe, probe
+    from medusa.commands.fit.probe import Probe, probe, why_not_decoded
+    from medusa.commands.models import require_compilable_files
     from medusa.commands.options import warn
     from medusa.loading import load_backbone
     from medusa.memory import devices_of
 
+    settings = Settings(compile=bool(options.compile), ignore_generation_config=options.ignore_generation_config)
+    require_compilable_files(options.model, options.load, settings)
     held = state.stages.get("plan")
     if held is not None:
         found = Probe(**held["probe"])
@@ -98,6 +102,8 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
         with options.output.stage("loading and timing the model"):
             loaded = load_backbone(options.model, options.load)
             found = probe(loaded)
+            if compiled_steps(options, found):  # the plan must know, not a stage after text and training
+                found = replace(found, not_compiled=why_not_decoded(loaded, settings))
             choices = choose_heads(options)
             costs = [costs_of(choice, loaded, found) for choice in choices]
             plan = make_plan(options, found, costs, len(sides.train), len(sides.test))

@@ -57,7 +57,8 @@ def conclude(options: FitOptions, state: FitState) -> None:
     if results["headline"]["verdict"] != "faster":
         more = f"--minutes {ceil(3 * state.stages['plan']['plan']['minutes'])} --overwrite"
         lines.append(f"More text and training may help ({more}), or another kind of heads (--compare --overwrite).")
-    settings = Settings(compile=is_compiled("benchmark", state))
+    ignores = options.ignore_generation_config
+    settings = Settings(compile=is_compiled("benchmark", state), ignore_generation_config=ignores)
     load = replace(options.load, revision=None)  # heads record the revision
     given = as_arguments(CommandOptions(load=load, settings=settings))
     lines.append(" ".join([f'Next: medusa generate {quote(str(folder))} "Once upon a time"', *given]))

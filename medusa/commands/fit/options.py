@@ -7,9 +7,10 @@ from argparse import BooleanOptionalAction
 from dataclasses import replace
 from pathlib import Path
 
+from decode.settings import IGNORES
 from medusa.commands.effects import require_of_kind, require_revisions
 from medusa.commands.options import Output, Prompts, RuntimeOptions
-from medusa.commands.prompting import raw_option
+from medusa.commands.prompting import raw_option, template_option
 from medusa.errors import RequestError, choose_one_of
 from medusa.files import Json, require_writable_folder
 from medusa.heads import KINDS
@@ -30,7 +31,7 @@ class FitOptions(Options):
         positional=True,
         brief="speed up this model: a folder, a Hub id, or demo",
     )
-    prompts: Prompts = group(Prompts, "prompts", without=("prompt",), prompts=REQUIRED)
+    prompts: Prompts = group(Prompts, "prompts", without=("prompt", "skip_long"), prompts=REQUIRED)
     out: str | None = option(
         None,
         "write heads, report and all files of the run to DIR (default: NAME-heads)",
@@ -70,6 +71,7 @@ class FitOptions(Options):
     plan: bool = option(False, "print the cost in time, memory and disk, and stop")
     overwrite: bool = option(False, "delete an earlier fit in DIR and start again")
     raw: bool | None = raw_option()
+    template_option: tuple[str, ...] = template_option()
     tokens: int = count(
         256,
         "generate at most N tokens of text per answer",
@@ -77,6 +79,7 @@ class FitOptions(Options):
         brief="generate at most N tokens per answer",
     )
     ignore_eos: bool = option(False, "continue answers after the end-of-text token, for models that end them at once")
+    ignore_generation_config: bool = option(False, IGNORES)
     load: LoadOptions = group(LoadOptions, "loading")
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Output = group(Output, "output")
@@ -113,5 +116,8 @@ class FitOptions(Options):
         """Return what a continued run must have in common with the run that it continues; `prompts`: their digest."""
         names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw")
         about = {name: getattr(self, name) for name in names}
+        # Runs of earlier versions do not have these two.
+        about["template_option"] = list(self.template_option) or None
+        about["ignore_generation_config"] = self.ignore_generation_config or None
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}
         return {"model": self.model, "prompts": prompts, "seed": self.runtime.seed} | about | load

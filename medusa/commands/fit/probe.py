@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from decode.bench.methods import plain_method
 from decode.compiled.stepper import why_not_compiled
+from decode.settings import Settings
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone
+from medusa.errors import NotCompilableError
 from medusa.loading import Loaded
 from medusa.memory import bytes_of
 
@@ -73,6 +76,16 @@ def probe(loaded: Loaded) -> Probe:
         layers=backbone.num_layers,
         not_compiled=why_not_compiled(backbone),
     )
+
+
+def why_not_decoded(loaded: Loaded, settings: Settings) -> str:
+    """Compile a plain decoding step with `settings`, and run it; return why this is not possible, "" if it is."""
+    try:
+        settings = replace(settings, max_new_tokens=2, ignore_eos=True, stop=(), compile=True)
+        plain_method(loaded.model, settings.of_checkpoint(loaded.model.generation_config))([[loaded.bos_token_id or 0]])
+    except NotCompilableError as error:
+        return error.reason
+    return ""
 
 
 def _times(backbone: Backbone, rows: int, length: int) -> tuple[float, float, int]:

@@ -53,7 +53,8 @@ def answerable(options: FitOptions, records: Sequence[Record]) -> list[Record]:
 
     tokenizer = load_tokenizer(options.model, options.load)
     limits = text_limits(load_config(options.model, options.load))
-    form, found = prompt_form(options.raw, tokenizer, options.model), list[Record]()
+    form = prompt_form(options.raw, tokenizer, options.model, options=options.template_option)
+    found: list[Record] = []
     for record, ids in zip(records, form.ids(records, tokenizer), strict=True):
         if limits.context is not None and len(ids) >= limits.context:
             continue
@@ -74,7 +75,7 @@ def write_prompts(path: Path, records: Iterable[Record]) -> None:
 
 
 def to_json(record: Record) -> Json:
-    """Return the JSON object from which `parse_record` makes an equal record."""
+    """Return the JSON object from which `parse_record` makes an equal record, but without the answer to a prompt."""
     row: Json = {}
     if record.turns:
         row["turns"] = record.turns
@@ -88,6 +89,8 @@ def to_json(record: Record) -> Json:
         row["category"] = record.category
     if record.tools:
         row["tools"] = record.tools
+    if record.template_options:
+        row["chat_template_kwargs"] = record.template_options
     return row
 
 

@@ -54,8 +54,9 @@ class Run(NamedTuple):
 
     def settings(self, tokens: int, temperature: float = 0.0, compiled: bool = False) -> Settings:
         """The decoding options of a stage that writes at most `tokens` tokens to a prompt."""
-        ignore_eos = self.options.ignore_eos
-        return Settings(max_new_tokens=tokens, temperature=temperature, ignore_eos=ignore_eos, compile=compiled)
+        names = ("ignore_eos", "ignore_generation_config")
+        asked = {name: getattr(self.options, name) for name in names}
+        return Settings(max_new_tokens=tokens, temperature=temperature, compile=compiled, **asked)
 
     def compiled_or_eager(self, compiled: bool, work: Callable[[bool], None]) -> bool:
         """Do `work` with compiled steps, or with eager ones where only the default compiles and fails; return which."""
@@ -118,6 +119,7 @@ class TextStage:
             prompts=run.prompts(TRAIN),
             settings=run.settings(run.tokens, TEMPERATURE),
             raw=run.options.raw,
+            template_option=run.options.template_option,
             batch_size=run.probe.batch_size,
             runtime=run.options.runtime,
             output=run.options.output_to(None),
@@ -131,6 +133,8 @@ class TextStage:
     def work(self) -> Json:
         figures = distill.distill(self.options)
         self.run.options.output.note(str(figures))
+        if figures.warning:
+            warn(figures.warning)
         if figures.failed:  # later questions of long conversations; to try again would not help
             asked = figures.texts + figures.failed
             warn(f"training does without {figures.failed} of {asked} answers; {figures.failed_path} has the reasons")

@@ -29,8 +29,8 @@ class FitState:
         if not isinstance(held, dict) or not isinstance(found.get("stages"), dict):
             raise RequestError(f"{self.path} was not written by medusa fit; choose another --output")
         self.content = found
-        for name, value in request.items():
-            if held.get(name) != value:
+        for name in {**request, **held}:
+            if held.get(name) != (value := request.get(name)):
                 own = {"model": "MODEL", "purpose": "--for", "tokens": "--max-new-tokens"}
                 option = own.get(name, f"--{name.replace('_', '-')}")
                 what = "other prompts" if name == "prompts" else f"{option} {held.get(name)!r}, not {value!r}"

@@ -72,7 +72,7 @@ def generate(
     for name in ("assistant_model", "synced_gpus"):
         require(not kwargs.get(name), f"{name} cannot be combined with heads; leave it out")
     given = kwargs.get("generation_config") or model.generation_config
-    kwargs = _with_stop_strings(given, kwargs)
+    kwargs = _with_stop_strings(model, given, kwargs)
     copies = kwargs.pop("num_return_sequences", None) or given.num_return_sequences or 1
     rows = [row for row in range(len(prompts)) for _ in range(copies)]
     require(streamer is None or len(rows) == 1, "a streamer takes one prompt at a time")
@@ -140,6 +140,8 @@ def _require_supported(config: GenerationConfig, model_kwargs: Options) -> None:
     """Raise ValueError if an option or model input cannot be combined with heads."""
     mode = config.get_generation_mode().value
     require(mode in ("greedy_search", "sample"), f"{mode.replace('_', ' ')} cannot be combined with heads")
+    cache = config.cache_implementation
+    require(cache in (None, "dynamic"), f"cache_implementation {cache!r} is not available with heads; leave it out")
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         require(not getattr(config, name, None), f"{name} is not available with heads; leave it out")
     cache = model_kwargs.get("past_key_values")
@@ -165,14 +167,12 @@ def _named_in_generate() -> str:
     raise ValueError("no heads are named; pass medusa_heads=, a folder or a Hub id")
 
 
-def _with_stop_strings(given: GenerationConfig, kwargs: Options) -> Options:
+def _with_stop_strings(model: PreTrainedModel, given: GenerationConfig, kwargs: Options) -> Options:
     """Return `kwargs` with `stop_strings` as a stopping criterion: `generate` passes no tokenizer to custom loops."""
-    stops = kwargs.pop("stop_strings", None) or given.stop_strings
-    tokenizer = kwargs.pop("tokenizer", None)
-    if not stops:
-        return kwargs
-    require(tokenizer is not None, "stop_strings need the tokenizer; pass tokenizer=...")
-    criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stops)]
-    config = GenerationConfig.from_dict(given.to_dict())
-    config.stop_strings = None
-    return kwargs | {"stopping_criteria": StoppingCriteriaList(criteria), "generation_config": config}
+    stops = given.stop_strings or model.generation_config.stop_strings
+    stops, tokenizer = kwargs.pop("stop_strings", stops), kwargs.pop("tokenizer", None)
+    if stops:
+        require(tokenizer is not None, "stop_strings need the tokenizer; pass tokenizer=...")
+        criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stops)]
+        kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
+    return kwargs | {"stop_strings": None}  # also those of the model's own config

@@ -178,14 +178,3 @@ def test_a_prompt_that_fills_the_context_gets_no_tokens(name: str) -> None:
     model = tiny_model("llama", max_position_embeddings=20)
     result = methods(model, Settings(max_new_tokens=30))[name]([random_ids(20)], None)[0]
     assert (result.new_ids, result.step_lengths, result.finish_reason) == ([], [], "length")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_models_sampling_defaults_are_ignored(llama: Any, name: str) -> None:
-    """Settings override the generation config: a config that samples does not make greedy text random."""
-    model = tiny_model("llama")
-    model.load_state_dict(llama.state_dict())
-    for key, value in {"do_sample": True, "temperature": 5.0, "top_k": 3, "repetition_penalty": 2.0}.items():
-        setattr(model.generation_config, key, value)
-    result = methods(model, Settings(max_new_tokens=10))[name](PROMPTS[:1], None)[0]
-    assert result.new_ids == plain(llama, PROMPTS[0], max_new_tokens=10)

@@ -50,8 +50,8 @@ DTYPES = [
 ]
 
 
-def markov(model: Any, **settings: Any) -> MarkovHeads:
-    heads = random_heads(model, K, kind="markov", **settings).double()
+def markov(model: Any, num_heads: int = K, **settings: Any) -> MarkovHeads:
+    heads = random_heads(model, num_heads, kind="markov", **settings).double()
     assert isinstance(heads, MarkovHeads)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -75,7 +75,7 @@ def double(llama: Any) -> Any:
 def logits_after(model: Any, heads: MarkovHeads, hidden: Tensor, path: list[int]) -> Tensor:
     """The logits of the head after the tokens of `path`, root first, over all tokens, [VOCAB]."""
     backbone, lm_head = Backbone(model), Backbone(model).head_weight
-    padded = torch.tensor([path + [0] * (K - len(path))])
+    padded = torch.tensor([path + [0] * (heads.config.num_heads - len(path))])
     features = heads.features(HeadInputs(hidden[None], backbone.embed(padded)))[len(path) - 1, 0]
     return said(heads, features, len(path) - 1, lm_head)
 
@@ -97,7 +97,7 @@ def said(heads: MarkovHeads, features: Tensor, head: int, lm_head: Tensor) -> Te
 
 def candidates(model: Any, heads: MarkovHeads, start: Frontier, row: int, shortlist: int) -> list[list[int]]:
     """The candidates of each head: its most probable tokens without a path, except that the heads know the root."""
-    logits = [independent_logits(model, heads, start, row, head) for head in range(K)]
+    logits = [independent_logits(model, heads, start, row, head) for head in range(heads.config.num_heads)]
     return [found.topk(shortlist).indices.tolist() for found in logits]
 
 
@@ -276,19 +276,33 @@ def test_heads_in_float32_add_to_logits_in_bfloat16_in_float32(double: Any) -> N
     assert not torch.equal(tables, tables.bfloat16().float())
 
 
+STATIC = {  # trees for five heads, with the number of candidates that is asked for
+    "as deep as the heads": ([[0] * depth for depth in range(1, 6)] + [[1], [1, 2], [1, 2, 1], [1, 2, 1, 3]], 8),
+    "shallower than the heads": ([[0], [2], [0, 1], [2, 0], [2, 3]], 8),
+    "ranks beyond the usual candidates": ([[0], [17], [0, 16], [17, 19], [17, 19, 18]], None),
+}
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("way", ["one operation", "look-ups", "look-ups, nothing kept"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_static_tree_holds_the_best_candidates_of_each_path(double: Any, form: str) -> None:
-    heads, start = markov(double, **FORMS[form]), frontier(double)
-    tree = with_shortlist(random_tree(14, 1, max_depth=K), 8)
-    draft = heads_drafter(heads, Backbone(double), tree).propose(start)
-    for row in range(ROWS):
-        allowed = candidates(double, heads, start, row, 8)
+def test_a_static_tree_holds_the_best_candidates_of_each_path(
+    double: Any, form: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The usual number of candidates is 16; a tree with greater ranks gets as many as it needs."""
+    if way != "one operation":
+        monkeypatch.setattr(trellis, "has_trellis_fill", lambda: False)
+    monkeypatch.setattr(path_rows, "LIMIT", 0 if "nothing" in way else path_rows.LIMIT)
+    heads, start, row = markov(double, 5, **FORMS[form]), frontier(double, 2), 1
+    for paths, shortlist in STATIC.values():
+        tree = Tree.from_paths(paths)
+        draft = heads_drafter(heads, Backbone(double), with_shortlist(tree, shortlist)).propose(start)
+        allowed = candidates(double, heads, start, row, shortlist or tree.max_rank + 1)
         for node in range(1, tree.num_nodes):
             *path, token = path_to(draft, row, node)
             logits = logits_after(double, heads, start.hidden[row], path)
             best = sorted(allowed[len(path) - 1], key=lambda t, logits=logits: -float(logits[t]))
-            assert token == best[int(tree.candidates.rank[node])]
+            assert token == best[int(tree.rank[node])]
 
 
 @torch.no_grad()

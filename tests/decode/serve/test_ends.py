@@ -16,7 +16,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.sequences import Request
-from decode.serve.texts import TextGenerator
+from decode.serve.texts import TextGenerator, TextStream, joined
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
 from medusa.errors import RunError
@@ -86,6 +86,8 @@ def test_stop_strings_end_a_text_as_in_generate_in_every_way(generator: TextGene
         whole = named(generator.tokenizer, ids)
         shown = without_names(generator.tokenizer, whole, whole.index(string))
         assert "".join(event.text for event in own) == shown
+        kept = TextStream(generator.tokenizer, [string], keeps_special=True)  # as for tool calls
+        assert joined([*kept.step(ids), *kept.end()]) == whole[: whole.index(string)]
         run = generator.run(row.prompt, row.settings, row.seed)  # as the chat and `medusa generate` do
         assert [token for step in run for token in step.ids[0]] == ids
         assert run.results[0].finish_reason == "stop"

@@ -131,7 +131,7 @@ def test_models_and_health(url: str) -> None:
         ("/v1/completions", {"prompt": "a", "stop": ""}, 400, "a stop string is empty"),
         ("/v1/completions", {"prompt": "a", "n": 0}, 400, "n is 0; it must be a whole number from 1"),
         ("/v1/completions", {"prompt": ["a"] * 100, "n": 2}, 400, "200 texts were asked for"),
-        ("/v1/completions", {"prompt": "a", "seed": -1}, 400, "seed is -1"),
+        ("/v1/completions", {"prompt": "a", "seed": -2}, 400, "seed is -2"),
         ("/v1/completions", {"prompt": "a", "stream": "yes"}, 400, "stream is 'yes'; it must be true or false"),
         ("/v1/completions", {"prompt": "a", "stream_options": 1}, 400, "stream_options is 1"),
         ("/v1/completions", {"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "it must be an object such"),
@@ -144,14 +144,35 @@ def test_models_and_health(url: str) -> None:
         ("/v1/completions", {"prompt": "a", "logprobs": 1, "max_tokens": 0}, 400, "it must be a whole number of at le"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}], "echo": True}, 400, "echo is not supported"),
         ("/v1/chat/completions", {"messages": [{"role": "user"}], "logprobs": 1}, 400, "logprobs is 1; it must be tr"),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}], "top_logprobs": 1}, 400, "needs logprobs: true"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 1},
+            400,
+            "needs logprobs: true",
+        ),
         ("/v1/completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
         ("/v1/completions", {"prompt": "a", "messages": []}, 400, "messages is not a parameter of this endpoint"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages is []; it must be a list"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}, 400, "it must be a list of {"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": 3}]},
+            400,
+            "message 1: content is 3; it must",
+        ),
         ("/v1/chat/completions", {"messages": [], "modalities": ["text", "audio"]}, 400, "modalities is not supported"),
         ("/v1/chat/completions", {"messages": [{"role": "assistant", "content": "a"}]}, 400, "end with the user's"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools is not"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user"}]},
+            400,
+            "message 1: a message of the user needs content",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"},
+            400,
+            "it must be auto or none",
+        ),
         ("/v1/embeddings", {}, 404, "there are /v1/models, /v1/completions"),
     ],
 )
@@ -252,7 +273,7 @@ def test_without_a_template_a_chat_is_refused(
 ) -> None:
     monkeypatch.setattr(generator.tokenizer, "chat_template", None)
     with pytest.raises(ApiError, match="no chat template; use /v1/completions"):
-        ChatRequest(messages=[{"role": "user", "content": "a"}]).prompts(generator.tokenizer)
+        ChatRequest(messages=[{"role": "user", "content": "a"}]).prompts(generator.tokenizer, {})
 
 
 def test_the_distillation_client_works_with_the_server(url: str, generator: TextGenerator) -> None:

@@ -174,7 +174,7 @@ def test_every_drafter_and_model_generate_write_the_same(expert: Any, small: Any
     assert accepted > 12, "hardly anything was accepted: no power"
     if not settings.do_sample:
         assert [result.new_ids for result in theirs(PROMPTS)] == texts, "padded batches"
-        assert texts[0] == obvious(expert, amateur, PROMPTS[0], penalty=settings.repetition_penalty)
+        assert texts[0] == obvious(expert, amateur, PROMPTS[0], penalty=settings.repetition_penalty or 1.0)
 
 
 def test_contrastive_decoding_through_every_function(expert: Any, small: Any) -> None:

@@ -26,7 +26,7 @@ from decode.request import prepare
 from decode.results import text_of
 from decode.serve.batch import RunningBatch
 from decode.settings import AcceptanceRule
-from decode.strategies.grammar import Grammar, Grammars, json_schema_source, lark_source
+from decode.strategies.grammar import Grammar, GrammarProcessor, Grammars, json_schema_source, lark_source
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
@@ -84,11 +84,11 @@ def test_a_mask_depends_only_on_the_text(letters: Grammars) -> None:
         "Q": "8",
     }
     asked = random.Random(0).choices([*texts, "aQ", "Q"], k=300)
-    processor = grammar.processor(2)
+    processor = grammar.processor([5, 5])
     for text in asked:
         ids = torch.tensor([[5, 5, *map(LETTERS.index, text)]])
         scores = torch.randn(1, len(LETTERS))
-        found, alone = processor(ids, scores), grammar.processor(2)(ids, scores)
+        found, alone = processor(ids, scores), grammar.processor([5, 5])(ids, scores)
         assert torch.equal(found, alone)
         kept = found > -torch.inf
         assert torch.equal(found[kept], scores[kept])
@@ -105,7 +105,7 @@ def test_greedy_text_is_that_of_generate_with_the_processor(letters: Grammars, d
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": END, "pad_token_id": END}
     expected = []
     for prompt in prompts:
-        processors = LogitsProcessorList([compiled.processor(len(prompt))])
+        processors = LogitsProcessorList([compiled.processor(prompt)])
         ids = torch.tensor([prompt])
         out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=processors, **options)
         expected.append(out[0, len(prompt) :].tolist())
@@ -120,6 +120,43 @@ def test_greedy_text_is_that_of_generate_with_the_processor(letters: Grammars, d
         assert row[: len(text)] == text
         assert set(row[len(text) :]) <= {END}
     assert len({tuple(text) for text in expected}) > 1
+
+
+def test_a_grammar_begins_after_the_thought_that_the_prompt_opens(demo: Any, demo_json: Grammar) -> None:
+    tokenizer, size = demo.tokenizer, demo_json.vocab_size
+    prompt = tokenizer("Say it.<think>\n", add_special_tokens=False)["input_ids"]
+    processor = demo_json.processor(prompt)
+    begin, ends = demo_json.processor(prompt[:1]).allowed([]), set(demo_json.ends)
+    assert 0 < int(begin.sum()) < 10
+    for text, thinks in (("", True), ("{ hm <", True), ("hm</think>", False), ("hm", True), ("</think>", False)):
+        allowed = processor.allowed(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if thinks:
+            assert set((~allowed).nonzero()[:, 0].tolist()) == ends, text
+        else:
+            assert torch.equal(allowed, begin), text
+    assert size == len(begin)
+
+
+def test_a_tree_follows_a_grammar_that_begins_in_the_text(letters: Grammars) -> None:
+    model, compiled = shared_model(eos_token_id=END), letters.compiled(lark_source(LETTERS_GRAMMAR))
+    changed = 0
+    for seed in range(12):
+        prompt = random_ids(6, seed=seed)
+        ids = torch.tensor([prompt])
+        options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": END, "pad_token_id": END}
+        free = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+        mark = LETTERS[free[len(prompt) + 3]]  # the text would write it anyway, and the grammar begins there
+
+        def processors(mark: str = mark) -> LogitsProcessorList:
+            return LogitsProcessorList([GrammarProcessor(compiled, 6, mark)])
+
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=processors(), **options)
+        heads = random_heads(model)
+        assert torch.equal(
+            generate(model, heads, ids, tree="topk:4,3,2", logits_processor=processors(), **options), wanted
+        )
+        changed += wanted[0].tolist() != free
+    assert changed > 3
 
 
 @pytest.mark.parametrize("drafter", [None, "lookahead"])
@@ -148,7 +185,7 @@ def test_a_free_text_and_texts_of_two_grammars_share_a_running_batch(letters: Gr
     for number, text in found.items():
         prompt, processors = random_ids(3 + number), LogitsProcessorList()
         if number % 3 != 1:
-            processors.append(grammars[number % 3 // 2].processor(len(prompt)))
+            processors.append(grammars[number % 3 // 2].processor(prompt))
         ids = torch.tensor([prompt])
         torch.manual_seed(number)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=processors, **kwargs(number))

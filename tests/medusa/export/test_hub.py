@@ -178,6 +178,11 @@ def test_stop_strings_streamer_and_allowed_tokens(llama: Any, tokenizer: Any, tm
     config = GenerationConfig(stop_strings=[stop], **settings)
     assert torch.equal(by_hub(llama, folder, prompt, generation_config=config, tokenizer=tokenizer), out)
     assert config.stop_strings == [stop], "the caller's own is left alone"
+    own = tiny_model("llama")
+    own.load_state_dict(llama.state_dict())
+    own.generation_config.stop_strings = [stop]  # as from its generation_config.json
+    assert torch.equal(by_hub(own, folder, prompt, tokenizer=tokenizer, **settings), out)
+    assert by_hub(own, folder, prompt, stop_strings=None, **settings).shape[1] == 36
     odd = by_hub(llama, folder, prompt, prefix_allowed_tokens_fn=lambda row, ids: range(1, VOCAB, 2), **settings)
     assert (odd[0, 6:] % 2 == 1).all()
 
@@ -225,6 +230,7 @@ def test_heads_are_loaded_from_the_given_folder(llama: Any, tmp_path: Path) -> N
         ({"medusa_heads": "/no/such/place"}, "no heads at /no/such/place"),
         ({"medusa_tree": [[0, 0]]}, "has no parent"),
         ({"stop_strings": ["x"]}, "need the tokenizer"),
+        ({"cache_implementation": "static"}, "cache_implementation 'static' is not available"),
         ({"assistant_model": object()}, "assistant_model cannot be combined"),
         ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "a prompt is empty"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 32)}, "no prompt"),

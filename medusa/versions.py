@@ -1,0 +1,34 @@
+"""The versions of torch and transformers that the tests run with, and a warning about others."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import version
+
+TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.24")}
+"""The lowest and the newest tested version of each package, without the number of the patch."""
+
+
+def in_words(name: str) -> str:
+    """The tested versions of a package in words, such as `2.11 to 2.13`."""
+    return " to ".join(TESTED[name])
+
+
+def untested() -> list[str]:
+    """Describe each installed package whose version is older or newer than the tested ones."""
+    found = {name: version(name) for name in TESTED}
+    return [
+        f"{name} {installed} was not tested ({in_words(name)} was)"
+        for name, installed in found.items()
+        if not _minor(TESTED[name][0]) <= _minor(installed) <= _minor(TESTED[name][1])
+    ]
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
+
+
+def warn_if_untested() -> None:
+    """Log one warning if a package has a version that was not tested; without a log, it is a line on standard error."""
+    if found := untested():
+        logging.getLogger("medusa").warning("%s; if something fails, install a tested version", " and ".join(found))

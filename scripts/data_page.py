@@ -1,0 +1,108 @@
+"""Write docs/data.md, the reference of records, messages and requests: what is read, taken from the code.
+
+python scripts/data_page.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+
+from decode.serve.fields import ALIASES, IGNORED, UNLIMITED, UNSUPPORTED
+from decode.serve.schema import ChatRequest, CompletionRequest, GenerationRequest
+from medusa.files import write_text
+from medusa.records.messages import KEYS, ROLES
+from medusa.records.record import ENDED, LAYOUTS
+from medusa.records.replies import FORMATS
+from medusa.records.template import THOUGHTS
+from script_tools import markdown_table, run_script, script_parser
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
+INTRODUCTION = """\
+# Records, messages and requests
+
+What files of prompts and training data, requests to `medusa serve`, the answers of servers and the chat may hold. All
+of them are read by the same code. `python scripts/data_page.py` writes this page from the code.
+"""
+
+
+def data_page() -> str:
+    """Return the page in Markdown."""
+    roles = ", ".join(f"`{name}` is `{role}`" for name, role in ROLES.items())
+    ended = ", ".join(f"`{reason}`" for reason in ENDED if reason)
+    marks = ", ".join(f"`{begin}` to `{end}`" for begin, end in THOUGHTS.items())
+    formats = [(name, ", ".join(map(_code, marks))) for name, (marks, _) in FORMATS.items()]
+    parts = [INTRODUCTION, "## Records\n"]
+    parts += [
+        _paragraph(
+            "A record is a JSON object, a row of a Parquet file or a row of a dataset, with the keys of one of these "
+            "layouts. It may also have a `category`, the `tools` of a conversation, a `finish_reason`, and "
+            "`chat_template_kwargs`, its own options of the chat template. Nulls are as if absent."
+        ),
+        markdown_table(["keys", "content"], LAYOUTS.items()) + "\n",
+        _paragraph(
+            f"An answer ends with its end-of-turn token if its `finish_reason` is missing or one of {ended}. After any "
+            "other reason, such as `length`, `abort` or `content_filter`, heads do not learn an end."
+        ),
+        "## Messages\n",
+        markdown_table(["key", "how it is read"], KEYS.items()) + "\n",
+        _paragraph(f"Other keys go to the chat template unchanged. Roles of other programs are renamed: {roles}."),
+        _paragraph(
+            "Where a template takes only texts, parts are joined by newlines; where it takes only parts, texts become "
+            f"parts. Where it takes arguments of calls as text, they are given as JSON. These marks "
+            f"enclose thoughts: {marks}."
+        ),
+        "## Calls of tools\n",
+        _paragraph(
+            "`medusa serve` returns calls of tools as `tool_calls` if the tokenizer has a response template, or if its "
+            "chat template holds all marks of one of these formats. The first format that fits is taken. Otherwise "
+            "calls are part of the text."
+        ),
+        markdown_table(["format", "marks in the chat template"], formats) + "\n",
+        "## Parameters of requests\n",
+    ]
+    return "\n".join([*parts, *_parameters()])
+
+
+def _paragraph(text: str) -> str:
+    return fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _code(text: str) -> str:
+    """Return a text as code in a table, where a bar would end the cell."""
+    return f"`{text}`".replace("|", "\\|")
+
+
+def _parameters() -> list[str]:
+    common = set(GenerationRequest.model_fields)
+    rows = [(f"`{name}`", "both") for name in sorted(common)]
+    for kind, path in ((ChatRequest, "/v1/chat/completions"), (CompletionRequest, "/v1/completions")):
+        rows += [(f"`{name}`", f"`{path}`") for name in sorted(set(kind.model_fields) - common)]
+    rows += [(f"`{name}`", f"another name of `{own}`") for name, own in sorted(ALIASES.items())]
+    rows += [(f"`{name}: {value}`", "the default, like null") for name, value in sorted(UNLIMITED.items())]
+    off = [(f"`{name}`", ", ".join(map(_code, map(_json, values)))) for name, values in UNSUPPORTED.items()]
+    ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))
+    return [
+        markdown_table(["parameter", "endpoint"], rows) + "\n",
+        _paragraph(
+            "These parameters are not supported where the first table does not list them. Values that leave them off "
+            "pass; others return status 400."
+        ),
+        markdown_table(["parameter", "values that pass"], sorted(off)) + "\n",
+        _paragraph(f"These pass with any value, and change nothing: {ignored}."),
+    ]
+
+
+def _json(value: object) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value).replace("'", '"') or '""'
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page; there are no options."""
+    script_parser(__doc__).parse_args(argv)
+    write_text(PAGE, data_page())
+
+
+if __name__ == "__main__":
+    run_script(main)

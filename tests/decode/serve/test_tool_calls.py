@@ -1,0 +1,118 @@
+"""Calls of tools in answers: whole and streamed, in every format, and as text where the format is broken."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from medusa.records.replies import FORMATS, ReplyReader, message_of, response_template
+from tests.train.templates import byte_tokenizer
+
+ADD = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    }
+]
+ONE = '{"name": "add", "arguments": {"a": 1}}'
+WRITTEN = {
+    "channels (gpt-oss)": "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant to=functions.add"
+    '<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+    "XML parameters (Qwen3-Coder, Qwen3.5)": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    "</function>\n</tool_call><|im_end|>",
+    "Hermes and Qwen": f"<tool_call>\n{ONE}\n</tool_call><|im_end|>",
+    "Mistral, names before arguments": '[TOOL_CALLS]add[ARGS]{"a": 1}</s>',
+    "Mistral": f"[TOOL_CALLS] [{ONE}]</s>",
+    "Llama 3.1": '<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eom_id|>',
+}
+
+
+def read(name: str, text: str, seed: int = 0) -> dict[str, Any]:
+    """The message that a reader makes of a text that arrives in random pieces."""
+    draw, tokenizer = random.Random(seed), byte_tokenizer("{# " + " ".join(FORMATS[name][0]) + " #}")
+    form = response_template(tokenizer)
+    assert form is FORMATS[name][1]
+    reader, deltas = ReplyReader(form, form["start_anchor"], tokenizer, ADD), []
+    while text:
+        size = draw.randint(1, 9)
+        deltas += reader.feed(text[:size])
+        text = text[size:]
+    return message_of([*deltas, *reader.end()])
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_calls_of_every_format_are_read_in_any_pieces(name: str) -> None:
+    for seed in range(5):
+        found = read(name, WRITTEN[name], seed)
+        (call,) = found.pop("tool_calls")
+        assert json.loads(call["function"]["arguments"]) == {"a": 1}
+        assert (call["type"], call["function"]["name"]) == ("function", "add")
+        assert call["id"].isalnum()
+        assert len(call["id"]) == 9
+        assert found.get("reasoning_content") == ("Hm" if "gpt-oss" in name else None)
+        assert found["content"] is None
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_a_call_that_breaks_the_format_is_text(name: str) -> None:
+    broken = WRITTEN[name].replace('"a": 1', '"a": 1, "b"').replace("</function>", "").replace("add", "a d")
+    found = read(name, broken)
+    assert "tool_calls" not in found
+    assert found["content"].strip()
+
+
+def test_text_thoughts_and_several_calls_stand_in_one_answer() -> None:
+    name = "Hermes and Qwen"
+    text = "<think>\nHm\n</think>\n\nI add." + WRITTEN[name].removesuffix("<|im_end|>") * 2
+    found = read(name, text)
+    assert found["content"].strip() == "I add."
+    assert found["reasoning_content"].strip() == "Hm"
+    assert [call["function"]["name"] for call in found["tool_calls"]] == ["add", "add"]
+    assert len({call["id"] for call in found["tool_calls"]}) == 2
+    assert read(name, "1 < 2 and <tool")["content"] == "1 < 2 and <tool"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_server_answers_with_calls_of_tools(stream: bool) -> None:
+    """The embedded model calls a tool because a grammar makes it."""
+    pytest.importorskip("llguidance", reason="needs the extra structured")
+    pytest.importorskip("starlette", reason="needs the extra serve")
+    from starlette.testclient import TestClient
+
+    from decode.serve.app import CompletionApi
+    from decode.serve.texts import TextGenerator
+    from decode.serve.worker import BatchWorker
+    from decode.settings import Settings
+    from decode.strategies.grammar import lark_source
+    from medusa.loading import load_backbone
+
+    loaded = load_backbone("demo")
+    assert loaded.tokenizer is not None
+    loaded.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> #}"
+    generator = TextGenerator(loaded.model, loaded.tokenizer, None)
+    call = WRITTEN["Hermes and Qwen"].removesuffix("<|im_end|>")
+    grammar = generator.grammars.compiled(lark_source(f"start: {json.dumps('Yes.' + call)}"))
+    worker = BatchWorker(generator, 2)
+    worker.start(lambda: None)
+    api = CompletionApi(worker, "demo", Settings(max_new_tokens=128, grammar=grammar))
+    body = {"messages": [{"role": "user", "content": "Add."}], "tools": ADD, "stream": stream}
+    with TestClient(api.app(["testserver"])) as client:
+        reply = client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        without = client.post("/v1/chat/completions", json=body | {"tool_choice": "none", "stream": False}).json()
+    if stream:
+        chunks = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line.startswith("data: {")]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        message = message_of([choice["delta"] for choice in choices])
+        reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    else:
+        (choice,) = reply.json()["choices"]
+        message, reasons = choice["message"], [choice["finish_reason"]]
+    assert message["content"] == "Yes."
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
+    assert reasons == ["tool_calls"]
+    assert without["choices"][0]["message"]["content"] == "Yes." + call
+    assert without["choices"][0]["finish_reason"] == "stop"
