@@ -20,9 +20,10 @@ from medusa.tree import Tree
 class PlainStepper(Stepper):
     """The stepper of plain decoding, where each step writes one token per text, without a draft."""
 
+    hidden: Tensor  # [B, 1, H] of the last step's roots
+
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.hidden: Tensor | None = None  # [B, 1, H] of the last step's roots
         self.topology = Topology.of(Tree.chain(0).to(session.backbone.device))
 
     def start(self) -> tuple[list[int], list[int]]:

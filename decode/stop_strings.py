@@ -39,14 +39,14 @@ class TokenBytes:
 
     def __call__(self, token: int) -> bytes:
         if token not in self.known:
-            self.known[token] = self._read(self.tokenizer.convert_ids_to_tokens(token))
+            self.known[token] = self._read(self.tokenizer.convert_ids_to_tokens([token])[0])
         return self.known[token]
 
     @cached_property
     def before(self) -> list[str]:
         """The tokens of a text before the token that is read."""
         ids = self.tokenizer(BEFORE, add_special_tokens=False)["input_ids"]
-        return self.tokenizer.convert_ids_to_tokens(ids)
+        return list(self.tokenizer.convert_ids_to_tokens(ids))
 
     @cached_property
     def byte_of(self) -> dict[str, int]:
