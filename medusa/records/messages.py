@@ -14,7 +14,7 @@ from medusa.errors import RequestError
 from medusa.files import Json
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
-ROLES |= {"function": "tool", "function_response": "tool", "function_call": "assistant"}
+ROLES |= {"function": "tool", "function_response": "tool", "function_call": "assistant", "bot": "assistant"}
 """The roles of ShareGPT, Gemma and the older OpenAI API, with their names in chat templates. Other roles are kept."""
 SHAREGPT = (*ROLES, "user", "assistant", "system", "tool")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -28,12 +28,18 @@ KEYS = {
     "`tool_calls`": "calls of tools; their `arguments` may be an object or JSON text",
     "`function_call`": "becomes `tool_calls`",
     "`name`, `tool_call_id`": "passed to the template",
+    "`weight`": "0 in an answer that is shown, but not taught",
     "`refusal`": "refused unless empty, because no template reads it",
     "`images`, `image`, `audio`, `videos`, `video`, and parts of other types than `text`": "refused unless empty",
 }
 """How each key of a message is read. `docs/data.md` shows this table."""
+WEIGHT = "weight"
+"""The key of OpenAI's fine-tuning that is 0 in an answer that is not taught."""
 MEDIA = ("images", "image", "audio", "videos", "video")
 """Keys of a message that hold something else than text."""
+UNSAID = {"role", "name", "tool_call_id", "id", WEIGHT}
+SAID = {*REASONING, *MEDIA, "tool_calls", "function_call", "refusal"}
+"""Keys of a message without a text (`UNSAID`), and keys with which an answer needs no content (`SAID`)."""
 REAL_NULLS = ("default", "const")
 """Keys of a JSON schema that may be null by intent."""
 
@@ -59,23 +65,29 @@ def _message(given: object, where: str, number: int) -> Json:
     where = f"{where}: message {number}"
     message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
     if "role" not in message and "from" in message:
-        if message["from"] not in SHAREGPT or "value" not in message:
-            raise RequestError(f"{where}: a conversation's turn needs a value and from: {', '.join(SHAREGPT)}")
-        message = {"role": message.pop("from"), "content": message.pop("value")} | message
+        if str(message["from"]).lower() not in SHAREGPT:
+            raise RequestError(f"{where} is from {message['from']!r}; it must be one of {', '.join(SHAREGPT)}")
+        message = {"role": message.pop("from")} | message
+    if "content" not in message and "value" in message:
+        message["content"] = message.pop("value")
     role = message.get("role")
+    if isinstance(role, str) and role.lower() in SHAREGPT:  # some data has `USER` or `Assistant`
+        role = role.lower()
     if not isinstance(role, str):
         raise RequestError(
             f'{where} must be an object with role and content, such as {{"role": "user", "content": ""}}'
         )
-    if role in ("user", "system", "developer") and isinstance(given, dict) and not {"content", "value"} & set(given):
-        raise RequestError(f"{where}: a message of the {role} needs content")
+    asks, others = ROLES.get(role, role) in ("user", "system", "developer"), set(message) - UNSAID
+    if isinstance(given, dict) and not {"content", "value"} & set(given) and (asks or others - SAID):
+        advice = f"; rename {min(others - SAID, key=str)} to content" if others - SAID else ""
+        raise RequestError(f"{where}: a message of the {role} needs content or value{advice}")
+    if message.get("function_call") and message.get("tool_calls"):
+        raise RequestError(f"{where} has function_call and tool_calls; leave out function_call")
     call = message.pop("function_call", None) or (message.pop("content", None) if role == "function_call" else None)
     if call:
         message["tool_calls"] = [{"type": "function", "function": _parsed(call, where, "function_call")}]
-    for key in MEDIA:
-        if message.get(key):
-            raise RequestError(f"{where} has {key}, and only text can be read; leave out {key}")
-        message.pop(key, None)
+    require_text(message, where)
+    message = {key: value for key, value in message.items() if key not in MEDIA}
     if message.get("refusal"):
         raise RequestError(f"{where} has a refusal, which no chat template reads; write it as content")
     message.pop("refusal", None)
@@ -86,6 +98,12 @@ def _message(given: object, where: str, number: int) -> Json:
     if calls:
         message["tool_calls"] = _tool_calls(calls, where)
     return message | {"role": ROLES.get(role, role), "content": _content(message.get("content"), where)}
+
+
+def require_text(found: Json, where: str) -> None:
+    """Raise RequestError, beginning with `where`, if a message or record holds something else than text."""
+    if (key := next((key for key in MEDIA if found.get(key)), None)) is not None:
+        raise RequestError(f"{where} has {key}, and only text can be read; leave out {key}")
 
 
 def _content(content: object, where: str) -> str | list[Json]:

@@ -10,11 +10,11 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from medusa.errors import RequestError
 from medusa.files import Json
-from medusa.records.messages import messages_of, parse_json, text_of, tools_of, without_nulls
+from medusa.records.messages import messages_of, parse_json, require_text, text_of, tools_of, without_nulls
 from medusa.records.template import write
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CONVERSATIONS = ("messages", "conversations", "conversation", "data")
 QUESTIONS, INPUT = ("prompt", "question", "instruction"), "input"
+SYSTEM = ("system", "system_prompt")
 ANSWERS = ("completion", "response", "answer", "output", "chosen")
 LAYOUTS = {
     "`messages`, `conversations` or `conversation`": "a conversation: a list of `role` and `content`, or of `from` and "
@@ -31,6 +32,7 @@ LAYOUTS = {
     "its `instruction` (Alpaca)",
     "and `completion`, `response`, `answer`, `output` or `chosen`": "its answer, as text or as messages (TRL, Alpaca, "
     "GSM8K), which only training reads",
+    "`system` or `system_prompt`": "the system message of a question or conversation that has none",
     "`turns`": "a list of questions, answered in turn (MT-bench); other commands read the first one",
     "`text`": "a whole document, of which heads learn every token",
     "`input_ids`": "token ids, of which the first `prompt_tokens` are the prompt",
@@ -73,7 +75,7 @@ class Record:
     def is_answered(self) -> bool:
         """Whether the record holds something to learn: a document, or an answer of the assistant."""
         if self.messages is not None:
-            return any(message["role"] == "assistant" for message in self.messages)
+            return any(message["role"] == "assistant" for message in self.messages[self.first_taught :])
         return not self.is_prompt or self.answer is not None
 
     def as_text(self) -> Record:
@@ -118,8 +120,14 @@ def parse_record(row: object, where: str, arrow: bool = False) -> Record:
     record = _content_of(row, where)
     if record is None:
         raise _without_layout(given, where)
+    if record.messages is not None or record.is_prompt:
+        require_text(row, where)
+        record = _with_system(record, next((row[key] for key in SYSTEM if isinstance(row.get(key), str)), ""))
     record.category = str(row["category"]) if "category" in row else None
     record.tools = tools_of(row.get("tools"), where)
+    if record.messages is not None and record.tools is None:  # the older OpenAI API has functions
+        functions = tools_of(row.get("functions"), where) or ()
+        record.tools = [{"type": "function", "function": function} for function in functions] or None
     record.raw_prompt = row["raw_prompt"] if isinstance(row.get("raw_prompt"), bool) else None
     record.template_options = _options(row.get("chat_template_kwargs"), where)
     distilled = row.get("teach") == "last"  # whose `finish_reason` is `eos` unless a string has stopped the answer
@@ -145,9 +153,9 @@ def _content_of(row: Json, where: str) -> Record | None:
             return Record(where, messages=messages_of(row["turns"], f"{where}: turns"))
         asked: list[Json] = [{"role": "user", "content": row["turns"][0]}]
         return Record(where, messages=asked, turns=row["turns"], is_prompt=True)
-    for key in QUESTIONS:
-        if _is_said(row.get(key)):
-            return _question(row, key, where)
+    asked = [key for key in QUESTIONS if _is_said(row.get(key))]
+    if asked:
+        return _question(row, next((key for key in asked if row[key]), asked[0]), where)
     answer = next((row[key] for key in ANSWERS if _is_list_of(row.get(key), dict)), None)
     if answer is not None:  # the whole conversation, as in preference data without a prompt
         return Record(where, messages=messages_of(answer, where))
@@ -156,10 +164,20 @@ def _content_of(row: Json, where: str) -> Record | None:
     return None
 
 
+def _with_system(record: Record, system: str) -> Record:
+    """Return a record whose conversation begins with the system message of its row, unless it has one."""
+    roles = [message["role"] for message in record.messages or ()]
+    if not system.strip() or record.turns or {"system", "developer"} & set(roles[:1]):
+        return record
+    record, begin = record.as_conversation(), [{"role": "system", "content": system}]
+    return replace(record, messages=begin + (record.messages or []), first_taught=record.first_taught + 1)
+
+
 def _question(row: Json, key: str, where: str) -> Record:
     """Read a question, `row[key]`, with its answer if the row has one; each is a text or a list of messages."""
-    question, name = row[key], next((name for name in ANSWERS if _is_said(row.get(name))), None)
-    answer = row.get(name) if name else None
+    answers = {name: said for name in ANSWERS if (said := _as_answer(row.get(name))) is not None}
+    name = next((name for name, said in answers.items() if said), next(iter(answers), None))
+    question, answer = row[key], answers.get(name or "")
     if isinstance(question, str) and isinstance(row.get(INPUT), str) and row[INPUT].strip():
         question = f"{question}\n\n{row[INPUT]}"
     if isinstance(question, str) and not isinstance(answer, list):
@@ -184,6 +202,15 @@ def _ids(row: Json, where: str) -> Record:
     return Record(where, input_ids=ids, prompt_tokens=prompt)
 
 
+def _as_answer(found: object) -> str | list[Json] | None:
+    """Return an answer as text or as messages, of which it may be one; `None` for something else.
+
+    A number may be the number of a choice, and a list may hold several right answers."""
+    if isinstance(found, dict) and "content" in found:
+        return [found]
+    return cast("str | list[Json]", found) if _is_said(found) else None
+
+
 def _is_said(found: object) -> bool:
     """Whether a value is a text or a list of messages."""
     return isinstance(found, str) or _is_list_of(found, dict)
@@ -206,16 +233,19 @@ def _without_layout(row: Json, where: str) -> RequestError:
     known = (*QUESTIONS, "text", *CONVERSATIONS, "turns", "input_ids")
     if (wrong := next((key for key in known if key in row), None)) is not None:
         allowed = "a text, or a list of messages" if wrong in QUESTIONS else "a text"
+        allowed = "a list of texts, question and answer in turn" if wrong == "data" else allowed
         return RequestError(f"{where}: {wrong} is {json.dumps(row[wrong], default=str)[:80]}; it must be {allowed}")
     texts = [key for key, value in row.items() if isinstance(value, str) and value]
     advice = "rename the key of the question to prompt, and that of the answer to completion"
     if lists := [key for key, value in row.items() if _is_list_of(value, dict)]:
         advice = f"rename {lists[0]} to messages"
+    elif not texts and (lists := [key for key, value in row.items() if _is_list_of(value, str)]):
+        advice = f"rename {lists[0]} to data if it holds question and answer in turn"
     elif numbers := [key for key, value in row.items() if _is_list_of(value, int)]:
         advice = f"rename {numbers[0]} to input_ids"
     elif texts:
         answer = next((key for key in ANSWERS if key in texts), None)
-        question = next((key for key in texts if key != answer), None)
+        question = next((key for key in texts if key not in (answer, "rejected")), None)
         advice = f"rename {question} to prompt, or to text if it is a whole document" if question else advice
     return RequestError(f"{where}: none of {', '.join(known)} in {{{', '.join(map(str, row))}}}; {advice}")
 
@@ -290,8 +320,12 @@ def conversation_text(
 
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a text that a model continues: with BOS where the tokenizer adds it, but not twice."""
-    ids, begin = tokenizer(text)["input_ids"], tokenizer.bos_token_id
+    """Return the token ids of a text that a model continues: with BOS where the tokenizer adds it, but not twice.
+
+    An EOS that the tokenizer adds is left out, because the model would continue a text that has ended."""
+    ids, begin, end = tokenizer(text)["input_ids"], tokenizer.bos_token_id, tokenizer.eos_token_id
+    if end not in (None, begin) and ids[-1:] == [end] and ids.count(end) > tokens_of(text, tokenizer).count(end):
+        ids = ids[:-1]
     return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
 
 

@@ -149,7 +149,20 @@ class ReplyReader:
         self.spoken = False  # whether there was content yet, before which spaces are left out
 
     def feed(self, text: str) -> Iterator[Json]:
-        """Yield the deltas that new text gives."""
+        """Yield the deltas that new text gives, with neighbouring texts of one kind as one delta."""
+        last: Json = {}
+        for delta in self._letters(text):
+            (key,) = delta
+            if key != CALLS and key in last:
+                last = {key: last[key] + delta[key]}
+                continue
+            if last:
+                yield last
+            last = delta
+        if last:
+            yield last
+
+    def _letters(self, text: str) -> Iterator[Json]:
         for letter in text:  # one by one, so that a call that is broken off can be given as content
             if self.broken:
                 yield from self._content(letter)

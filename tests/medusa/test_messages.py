@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 
 from medusa.errors import RequestError
 from medusa.records.messages import messages_of, without_nulls
@@ -45,6 +46,8 @@ def rendered(messages: list[dict[str, Any]], template: str = EVERYTHING, **field
         {"from": "function_call", "value": '{"name": "why", "arguments": {}}'},
         {"role": "user", "content": [{"type": "text", "text": "why"}, {"type": "input_text", "text": "not"}]},
         {"role": "user", "content": "a", "weight": "why"},
+        {"role": "assistant", "value": "why"},
+        {"from": "gpt", "content": "why"},
     ],
 )
 def test_nothing_that_a_message_holds_is_dropped(message: dict[str, Any]) -> None:
@@ -65,11 +68,56 @@ def test_nothing_that_a_message_holds_is_dropped(message: dict[str, Any]) -> Non
             "object",
         ),
         ({"role": "user"}, "needs content"),
+        ({"role": "assistant", "text": "a"}, "needs content or value; rename text to content"),
+        ({"from": "narrator", "value": "a"}, "from 'narrator'"),
     ],
 )
 def test_what_cannot_be_passed_on_is_refused_by_name(message: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError, match=f"^here: message 2.*{named}"):
         messages_of([ASK, message], "here")
+
+
+PLAIN = {"prompt": "hi", "completion": "hello"}
+ROWS = [PLAIN, {"messages": [ASK, SAY]}, {"prompt": [ASK], "completion": [SAY]}, {"chosen": [ASK, SAY]}]
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("key", ["system", "system_prompt"])
+def test_the_system_message_of_a_row_begins_its_conversation(row: dict[str, Any], key: str) -> None:
+    """OpenOrca and ShareGPT keep it in a column of its own."""
+    tokenizer, system = byte_tokenizer(CHATML), {"role": "system", "content": "Be kind."}
+    (example,), _ = to_examples(parse_record(row | {key: "Be kind."}, "here"), tokenizer)
+    (expected,), _ = to_examples(Record("here", messages=[system, ASK, SAY]), tokenizer)
+    assert example == expected
+    assert parse_record(row | {key: ""}, "here") == parse_record(row, "here")
+    if "messages" in row:
+        own = {"messages": [system, ASK, SAY], key: "Be another."}
+        assert parse_record(own, "here").messages == [system, ASK, SAY], "the conversation's own comes first"
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_with_images_is_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"^here has images, and only text can be read; leave out images"):
+        parse_record(row | {"images": ["x.png"]}, "here")
+    assert parse_record(row | {"images": []}, "here") == parse_record(row, "here")
+
+
+def test_functions_of_the_older_api_are_tools() -> None:
+    functions, tools = [TOOLS[0]["function"]], parse_record({"messages": [ASK], "tools": TOOLS}, "here").tools
+    for given in (functions, json.dumps(functions)):
+        assert parse_record({"messages": [ASK], "functions": given}, "here").tools == tools
+
+
+def test_a_call_is_given_in_one_form() -> None:
+    call = {"name": "f", "arguments": "{}"}
+    both = {"role": "assistant", "function_call": call, "tool_calls": [{"function": call}]}
+    with pytest.raises(RequestError, match="function_call and tool_calls"):
+        messages_of([ASK, both], "here")
+
+
+def test_authors_have_their_names_in_any_letters() -> None:
+    found = messages_of([{"role": "USER", "content": "a"}, {"from": "Bot", "value": "b"}], "here")
+    assert [message["role"] for message in found] == ["user", "assistant"]
 
 
 def test_empty_values_of_other_programs_are_as_if_absent() -> None:
@@ -138,6 +186,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"prompt": "hi", "chosen": "hello", "rejected": "go away"},
     {"prompt": "hi", "chosen": BOTH, "rejected": [ASK, {"role": "assistant", "content": "go away"}]},
     {"chosen": BOTH, "rejected": BOTH},
+    {"prompt": "", "instruction": "hi", "response": "", "output": "hello"},
+    {"prompt": "hi", "answer": SAY},
     {"turns": BOTH},
 ]
 
@@ -181,6 +231,15 @@ def test_no_second_bos_or_eos(text: str) -> None:
     assert tokenizer.decode(text_ids(text, tokenizer)) == "<s>" + text.removeprefix("<s>")
     (example,), _ = to_examples(parse_record({"text": text}, "here"), tokenizer)
     assert tokenizer.decode(example.input_ids) == "<s>hello</s>"
+
+
+@pytest.mark.parametrize("text", ["hello", "hello</s>", "</s>"])
+def test_an_eos_that_the_tokenizer_adds_does_not_end_a_prompt(text: str) -> None:
+    tokenizer = merging_tokenizer(None)
+    ends = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=ends)
+    assert tokenizer(text)["input_ids"][-1] == tokenizer.eos_token_id, "the test shows nothing otherwise"
+    assert tokenizer.decode(text_ids(text, tokenizer)) == "<s>" + text
 
 
 # --- chat templates --------------------------------------------------------------------------------------------------

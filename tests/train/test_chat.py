@@ -202,6 +202,12 @@ def test_only_the_last_turn_can_be_taught() -> None:
     assert told == CHATML_TURNS.replace("«", "").replace("»", "", 1).replace("yes<|im_end|>»", "«yes<|im_end|>»")
 
 
+def test_an_answer_of_weight_zero_is_shown_and_not_taught() -> None:
+    unweighed = [REPEATED[0], {**REPEATED[1], "weight": 0}, *REPEATED[2:]]
+    told = marked(byte_tokenizer(templates.CHATML), unweighed)
+    assert told == marked(byte_tokenizer(templates.CHATML), REPEATED, first_taught=3)
+
+
 def test_a_truncated_answer_gets_no_end_token() -> None:
     """`medusa distill` limits the tokens; an end of turn at the limit would teach a wrong end."""
     told = marked(byte_tokenizer(templates.CHATML), REPEATED, unfinished=True)
@@ -226,6 +232,17 @@ def test_a_thought_that_was_cut_off_is_taught_without_its_end() -> None:
     assert told.endswith("<|im_start|>assistant\n«<think>\nWell,»")
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "SmolLM3"])
+def test_a_thought_that_was_cut_off_within_the_content_follows_the_prompt(family: str) -> None:
+    """The template writes an empty thought before it, which the model was not shown."""
+    tokenizer, asked = family_tokenizer(family), [message("user", "a")]
+    row = {"messages": [*asked, message("assistant", "<think>\nWell")], "finish_reason": "length"}
+    (example,), left_out = to_examples(parse_record(row, "here"), tokenizer)
+    shown = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    assert not left_out
+    assert show(tokenizer, example.input_ids, example.loss_mask) == f"{shown}«<think>\nWell»"
+
+
 class Slow:
     """A tokenizer that is not fast, like tokenizers from remote code."""
 
@@ -244,6 +261,23 @@ class Slow:
 
 def test_tokenizers_without_offsets_work() -> None:
     assert marked(Slow(merging_tokenizer(templates.CHATML)), REPEATED) == CHATML_TURNS
+
+
+class Counting(Slow):
+    """A tokenizer that counts the characters that it reads."""
+
+    is_fast, read = True, 0
+
+    def __call__(self, text: str, **kwargs: Any) -> Any:
+        self.read += len(text)
+        return self.tokenizer(text, **kwargs)
+
+
+def test_the_time_for_a_conversation_grows_with_its_length_and_not_with_its_square() -> None:
+    tokenizer = Counting(merging_tokenizer(templates.CHATML))
+    marked(tokenizer, REPEATED[:2] * 20)
+    text = tokenizer.apply_chat_template(REPEATED[:2] * 20, tokenize=False)
+    assert tokenizer.read < 6 * len(text), "whole texts would be 20 times the text"
 
 
 # --- families of models ----------------------------------------------------------------------------------------------

@@ -287,6 +287,16 @@ def test_nothing_to_teach_is_an_error_with_reason_and_line(
         load_dataset(DataConfig(path=data, streaming=streaming), byte_tokenizer(CHATML), 512, 64)
 
 
+@pytest.mark.parametrize(
+    "row", [{"prompt": "hi"}, {"question": "hi", "answer": 2}, {"prompt": [{"role": "user", "content": "hi"}]}]
+)
+@pytest.mark.parametrize("template", [CHATML, ""])
+def test_a_prompt_without_an_answer_is_refused_by_line(tmp_path: Path, row: dict[str, Any], template: str) -> None:
+    data = jsonl(tmp_path / "d.jsonl", {"text": "a document"}, row)
+    with pytest.raises(RequestError, match=r"d\.jsonl:2: a prompt without an answer.*medusa distill"):
+        load_dataset(DataConfig(path=data), byte_tokenizer(template), 512, 64)
+
+
 def test_ids_beyond_the_vocabulary_are_refused_by_line(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "d.jsonl", {"input_ids": [1, 2, 3]}, {"input_ids": [1, VOCAB, 3]})
     with pytest.raises(RequestError, match=r"d\.jsonl:2.*61"):

@@ -18,13 +18,14 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
 from medusa.files import Json
-from medusa.records.messages import REASONING, text_of
+from medusa.records.messages import REASONING, WEIGHT, text_of
 from medusa.records.record import Record, conversation_text, prompt_text, tokens_of
-from medusa.records.template import opened_thought
+from medusa.records.template import THOUGHTS, opened_thought
 from train.data.packing import Example
 
 CHANGED = "answers that the chat template changes"
 ELSEWHERE = "answers that do not continue the generation prompt"
+OPENINGS = tuple(THOUGHTS)
 SHOWN = 60  # characters of a text in a message
 
 
@@ -44,6 +45,16 @@ class Written(NamedTuple):
     written: str  # the answer
     end: str  # the end-of-turn token, if the model wrote one
 
+    @property
+    def before(self) -> str:
+        """The text before the answer."""
+        return self.shown + self.added
+
+    @property
+    def text(self) -> str:
+        """The text up to the end of the answer."""
+        return self.before + self.written + self.end
+
 
 def conversation(
     record: Record, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
@@ -53,29 +64,52 @@ def conversation(
     An answer whose tokens begin a later example counts in that example; otherwise it gets an example of its own. This
     happens if the template writes earlier answers in another way, for example without their thoughts. `options` are
     those of the chat template. Raise RequestError if there is no template or it rejects the messages."""
-    messages, examples, left_out = record.messages or [], list[Example](), list[LeftOutError]()
+    messages, groups, left_out = record.messages or [], list[list[Written]](), list[LeftOutError]()
     conversation_text(messages, record, tokenizer, options, prompt=False)  # raises an error for the whole conversation
     special = _special_tokens(tokenizer)
     for turn in reversed(range(record.first_taught, len(messages))):
-        if messages[turn]["role"] != "assistant":
+        if messages[turn]["role"] != "assistant" or messages[turn].get(WEIGHT) == 0:
             continue
         try:
-            example = _example(_written(record, turn, tokenizer, options, special), tokenizer, record.where)
+            found = _written(record, turn, tokenizer, options, special)
         except LeftOutError as error:
             left_out.append(error)
             continue
-        ids = example.input_ids
-        later = next((other for other in examples if other.input_ids[: len(ids)] == ids), None)
-        if later is None:
-            examples.append(example)
-        else:
-            later.loss_mask[: len(ids)] = [a or b for a, b in zip(example.loss_mask, later.loss_mask, strict=False)]
+        group = next((group for group in groups if group[0].text.startswith(found.text)), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(found)
+    examples = [example for group in groups for example in _examples(group, tokenizer, record.where, left_out)]
     return examples[::-1], left_out[::-1]
+
+
+def _examples(
+    group: list[Written], tokenizer: PreTrainedTokenizerBase, where: str, left_out: list[LeftOutError]
+) -> list[Example]:
+    """Return the examples of answers whose texts are all the beginning of the first one's text, the longest first.
+
+    Each part of the text is tokenised once, from the end of the answer before it: whole texts would take time that
+    grows with the square of the number of turns. Special tokens keep the tokens on both their sides apart."""
+    try:
+        longest = _example(group[0], tokenizer, where)
+    except LeftOutError as error:
+        left_out.append(error)
+        return _examples(group[1:], tokenizer, where, left_out) if group[1:] else []
+    examples, start, count = [longest], 0, 0  # the end of the answer before, in characters and in tokens
+    for found in group[:0:-1]:
+        context, ids = (tokens_of(text[start:], tokenizer) for text in (found.before, found.text))
+        if ids != longest.input_ids[count : count + len(ids)] or context != ids[: len(context)]:
+            examples += _examples([found], tokenizer, where, left_out)
+            continue
+        longest.loss_mask[count + len(context) : count + len(ids)] = [True] * (len(ids) - len(context))
+        if (end := found.end.lstrip()) and tokens_of(end, tokenizer) == ids[-1:]:
+            start, count = len(found.text) - len(end), count + len(ids) - 1
+    return examples
 
 
 def _example(found: Written, tokenizer: PreTrainedTokenizerBase, where: str) -> Example:
     """Return the tokens of a conversation that ends with an answer, of which only the answer counts."""
-    before, answer = found.shown + found.added, found.written + found.end
+    before, answer = found.before, found.written + found.end
     context, ids = tokens_of(before, tokenizer), tokens_of(before + answer, tokenizer)
     if ids[: len(context)] != context:  # a token would cross the border; the model continues the tokens of its prompt
         whole, ids = ids, context + tokens_of(answer, tokenizer)
@@ -98,7 +132,7 @@ def _written(
     except RequestError as error:  # the template accepts the conversation only as a whole
         raise LeftOutError(ELSEWHERE, str(error)) from None
     head, tail = _around(record, turn, whole, tokenizer, options)
-    content, said = text_of(message), set(message) - {"role", "content", "name"}
+    content, said = text_of(message), set(message) - {"role", "content", "name", WEIGHT}
     thought = opened_thought(shown)
     if thought is not None and content.startswith(thought[0]):  # the prompt holds the mark that the message repeats
         content = content.removeprefix(thought[0])
@@ -119,6 +153,8 @@ def _written(
         if not added.strip() or not text.startswith(added) or text.strip() == content.strip():
             added = ""  # spaces before an answer are the model's, of which servers send none
         text = text[len(added) :]
+        if added.strip().startswith(OPENINGS) and text.lstrip().startswith(OPENINGS):
+            added = ""  # the model has opened its thought itself, and was not shown an empty one
     text = _restored(message, content, text)
     end = re.match(rf"\s*(?:{special})", tail)
     if turn < len(messages) - 1 or not record.unfinished:

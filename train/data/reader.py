@@ -36,9 +36,10 @@ class ExampleReader:
 
         Raise RequestError if a record cannot be read, or if its token ids are those of another tokenizer."""
         for record in islice(records_of(self.config, self.config.path), self.config.max_examples):
-            if record.is_prompt and not record.is_answered:
+            asks_only = record.is_prompt or 0 < record.first_taught == len(record.messages or ())
+            if asks_only and not record.is_answered:
                 raise RequestError(
-                    f"{record.where}: a prompt without an answer, and heads learn from answers; write answers with "
+                    f"{record.where}: a prompt without an answer as text, and heads learn from answers; write answers with "
                     "medusa distill --prompts FILE, or give whole documents as text"
                 )
             found, left_out = to_examples(record, self.tokenizer, self.config.template_options, self.config.raw)

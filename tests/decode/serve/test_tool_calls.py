@@ -64,6 +64,15 @@ def test_a_call_that_breaks_the_format_is_text(name: str) -> None:
     assert found["content"].strip()
 
 
+def test_a_piece_of_text_is_one_delta() -> None:
+    form = FORMATS["Hermes and Qwen"][1]
+    reader = ReplyReader(form, form["start_anchor"], byte_tokenizer("{# <tool_call> #}"), ADD)
+    assert [*reader.feed("<think>Hm, well</think>I add.")] == [
+        {"reasoning_content": "Hm, well"},
+        {"content": "I add."},
+    ]
+
+
 def test_text_thoughts_and_several_calls_stand_in_one_answer() -> None:
     name = "Hermes and Qwen"
     text = "<think>\nHm\n</think>\n\nI add." + WRITTEN[name].removesuffix("<|im_end|>") * 2
