@@ -87,6 +87,14 @@ def test_a_change_of_the_texts_is_noticed() -> None:
     assert made_up.run(8, 1000)[2] > 900
 
 
+def test_a_draft_that_was_hopeless_with_fewer_texts_is_not_tried_with_more() -> None:
+    made_up = MadeUp(lambda texts, draft: [60, 11, 10][draft])
+    made_up.run(2, 100)
+    found = made_up.run(16, 200)
+    assert found[0] == 0
+    assert found[1] > 150
+
+
 def test_the_first_step_after_a_change_is_not_timed() -> None:
     made_up = MadeUp(by_nodes, after_a_change=30)
     made_up.run(1, 100)
