@@ -112,6 +112,20 @@ class KeepsProducts(Protocol):
         """Make them again if a weight may have changed. A compiled step cannot do it, and reads them."""
 
 
+@runtime_checkable
+class KeepsTexts(Protocol):
+    """A drafter that keeps what it has read of the texts, by their rows in the session."""
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Forget the texts of `rows`, which were not drafted for yet, or whose places other texts have taken."""
+
+
+def forget(drafter: Drafter, rows: Sequence[int]) -> None:
+    """Let a drafter forget the texts of `rows` of the session, in whose places other texts begin."""
+    if isinstance(drafter, KeepsTexts):
+        drafter.forget(rows)
+
+
 class NoDraft:
     """A drafter that proposes only the root (the last decided token), so that a step writes one token per text."""
 

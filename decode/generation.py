@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -130,8 +130,8 @@ def stepper_for(
     if compile:
         return CompiledStepper(session, acceptor, factory, CUDA_GRAPHS[0] if compile is True else compile)
     if factory is not None:
-        restart = partial(factory.start, session, drawn=acceptor.draft == "sample")
-        return TreeStepper(session, restart(), acceptor, keep_drafts, restart)
+        drafter = factory.start(session, drawn=acceptor.draft == "sample")
+        return TreeStepper(session, drafter, acceptor, keep_drafts)
     if amateur is not None:
         return TreeStepper(session, NoDraft(session.backbone.device), acceptor)
     return PlainStepper(session)

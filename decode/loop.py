@@ -7,7 +7,7 @@ Shapes: B rows, R of them whose walk has not ended, N nodes of a draft, D its de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -31,7 +31,7 @@ from decode.accept import (
     pack,
     typical,
 )
-from decode.draft import Draft, Drafter, DraftRecord, Frontier
+from decode.draft import Draft, Drafter, DraftRecord, Frontier, forget
 from decode.ops.draws import NO_TOKEN, RewoundDraws, RowDraws
 from decode.ops.fast_topk import most_probable, most_probable_on_host
 from decode.ops.transfer import host_waits, on_device
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from medusa.backbone import Readout
 
 
+NOT_DEFINED = "the model gives probabilities that are NaN; load it in another dtype, such as float32"
 PART = 1 << 24
 """Scores of nodes that a lossy rule reads at once, which limits the memory that it takes."""
 
@@ -105,6 +106,7 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step,
     try:
         rows, roots = stepper.start()
         while rows:
+            require_defined(roots)
             step, rows, roots = advance(sequences, stepper, rows, roots, timer)
             if step.ids:
                 yield step
@@ -112,15 +114,18 @@ def run(sequences: Sequences, stepper: Stepper, timer: Timer) -> Generator[Step,
         stepper.close()
 
 
+def require_defined(roots: list[int]) -> None:
+    """Raise a `RunError` if no next token of a text could be drawn, as `model.generate` raises a `RuntimeError`."""
+    if NO_TOKEN in roots:
+        raise RunError(NOT_DEFINED)
+
+
 def advance(
     sequences: Sequences, stepper: Stepper, rows: list[int], roots: list[int], timer: Timer
 ) -> tuple[Step, list[int], list[int]]:
-    """Decode one step of the unfinished texts `rows`, whose next tokens `roots` are already decided.
+    """Decode one step of the texts `rows`, whose next tokens `roots` are already decided; ended texts leave.
 
-    Return the step, the rows that are still unfinished, and their next roots. Raise a `RunError` if no next token could
-    be drawn, as `model.generate` raises a `RuntimeError`."""
-    if NO_TOKEN in roots:
-        raise RunError("the model gives probabilities that are NaN; load it in another dtype, such as float32")
+    Return the step, the rows that are still unfinished, and their next roots."""
     timer.start()
     step = Step()
     for row, root in zip(rows, roots, strict=True):
@@ -157,21 +162,10 @@ def _unfinished(sequences: Sequences, stepper: Stepper, rows: list[int]) -> list
 class TreeStepper(Stepper):
     """Eager tree decoding: a step proposes a draft, verifies it, accepts some of its nodes and compacts the cache."""
 
-    def __init__(
-        self,
-        session: Session,
-        drafter: Drafter,
-        acceptor: Acceptor,
-        keep_drafts: bool = False,
-        restart: Callable[[], Drafter] | None = None,
-    ) -> None:
-        """Make a stepper. `keep_drafts`: every step also copies its drafts to the host, for `Step.drafts`.
-
-        A drafter may keep what it has read of the texts. When other texts join, `restart` makes a new drafter, which
-        reads all texts again. Without `restart`, the drafter must keep nothing from step to step."""
+    def __init__(self, session: Session, drafter: Drafter, acceptor: Acceptor, keep_drafts: bool = False) -> None:
+        """Make a stepper. `keep_drafts`: every step also copies its drafts to the host, for `Step.drafts`."""
         self.session, self.drafter, self.acceptor = session, drafter, acceptor
-        self.passes = acceptor.passes
-        self.keep_drafts, self.restart = keep_drafts, restart
+        self.passes, self.keep_drafts = acceptor.passes, keep_drafts
 
     def start(self) -> tuple[list[int], list[int]]:
         # Typical acceptance decides on every root by argmax, and so also on the first one.
@@ -289,8 +283,7 @@ class TreeStepper(Stepper):
         root, hidden = torch.cat([mine.root, new.root]), torch.cat([mine.hidden, new.hidden])
         self.frontier = self.session.frontier(root, hidden, [*mine.rows, *places])
         self._settle()
-        if self.restart is not None:
-            self.drafter = self.restart()
+        forget(self.drafter, places)
 
 
 class Acceptor(AcceptanceRule):

@@ -7,6 +7,7 @@ difference in text or time comes from the tree. Plain and tree decoding are test
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from decode.draft import Draft
 from decode.loop import StepOutcome, Stepper, Timer
@@ -18,6 +19,8 @@ from medusa.tree import Tree
 
 class PlainStepper(Stepper):
     """The stepper of plain decoding, where each step writes one token per text, without a draft."""
+
+    hidden: Tensor  # [B, 1, H] of the last step's roots
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -32,6 +35,7 @@ class PlainStepper(Stepper):
         session, rows = self.session, self.rows
         readout = session.verifier.read(Draft(self.roots[:, None], self.topology))
         timer.lap("verify")
+        self.hidden = readout.hidden
         self.roots = session.target.next(rows, session.sequences, readout.logits[:, -1]).to(session.backbone.device)
         roots = self.roots.tolist()
         timer.lap("accept")

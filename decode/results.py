@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decode.loop import Step
+from decode.stop_strings import before_stop
 
 if TYPE_CHECKING:
     from decode.generation import Decoding
@@ -47,12 +48,14 @@ class Result:
 
 
 def text_of(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] | None = ()) -> str:
-    """Decode token ids to text without special tokens, cut before the first stop string; empty without a tokenizer."""
+    """Decode token ids to text without special tokens, cut before the first stop string; empty without a tokenizer.
+
+    A stop string may be a special token, or contain one."""
     if tokenizer is None:
         return ""
-    text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
-    cuts = [text.index(string) for string in stop or () if string in text]
-    return text[: min(cuts)] if cuts else text
+    kept, surplus = before_stop(ids, tokenizer, stop or ())
+    text = str(tokenizer.decode(kept, skip_special_tokens=True))
+    return text[: len(text) - surplus]
 
 
 def tau(results: Sequence[Result]) -> float:

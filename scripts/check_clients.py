@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_expected(folder, options)
-        with served(folder, options.batch_size) as server:
+        with served(demo_server(folder, options.batch_size)) as server:
             url = server.url
             rows = [*by_openai(options.python, folder, url), *by_lm_eval(options.python, folder, url), by_metrics(url)]
     options.output.write({"checks": [asdict(row) for row in rows]})
@@ -164,16 +164,21 @@ class Served(NamedTuple):
         return f"http://{self.address[0]}:{self.address[1]}"
 
 
+def demo_server(folder: Path, batch_size: int) -> list[str]:
+    """The arguments of `medusa serve` for the backbone in `folder` and the demo heads."""
+    words = f"demo --name demo --batch-size {batch_size} --device cpu --quiet --backbone".split()
+    return [*words, str(folder / "backbone")]
+
+
 @contextmanager
-def served(folder: Path, batch_size: int, log: IO[str] | None = None) -> Iterator[Served]:
-    """Run `medusa serve` with the backbone in `folder` and the demo heads in a process of its own.
+def served(arguments: Sequence[str], log: IO[str] | None = None) -> Iterator[Served]:
+    """Run `medusa serve` with these arguments in a process of its own, at a free port.
 
     The server's standard error goes to the file `log`, by default to the script's."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = f"serve demo --name demo --port {port} --batch-size {batch_size} --device cpu --quiet --backbone".split()
-    command = [sys.executable, "-m", "medusa", *words, str(folder / "backbone")]
+    command = [sys.executable, "-m", "medusa", "serve", *arguments, "--port", str(port)]
     process = subprocess.Popen(command, stderr=log)
     try:
         server = Served(("127.0.0.1", port), process.pid)

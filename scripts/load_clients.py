@@ -168,10 +168,10 @@ class Client:
         self.found.add(self.found.compared, "texts", len(texts))
 
 
-def ask(address: tuple[str, int], body: dict[str, Any]) -> tuple[int, Any]:
+def ask(address: tuple[str, int], body: dict[str, Any], path: str = "/v1/completions") -> tuple[int, Any]:
     """Send a request for a text; returns the status and the JSON of the answer."""
     with closing(http.client.HTTPConnection(*address, timeout=PATIENCE)) as connection:
-        connection.request("POST", "/v1/completions", json.dumps(body))
+        connection.request("POST", path, json.dumps(body))
         reply = connection.getresponse()
         return reply.status, json.loads(reply.read())
 

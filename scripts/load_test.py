@@ -23,7 +23,7 @@ from tempfile import TemporaryFile
 
 import psutil
 
-from check_clients import Stock, served
+from check_clients import Stock, demo_server, served
 from load_clients import Client, Found, Wanted, ask
 from medusa.arguments import parse
 from medusa.commands.options import Output
@@ -50,7 +50,7 @@ class LoadOptions(Options):
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(LoadOptions, script_parser(__doc__), argv)
     stock, prompts = Stock(ASSETS / "backbone"), [str(record.text) for record in read_records("demo")]
-    with TemporaryFile("w+", encoding="utf-8") as log, served(ASSETS, options.batch_size, log) as server:
+    with TemporaryFile("w+", encoding="utf-8") as log, served(demo_server(ASSETS, options.batch_size), log) as server:
         memory = psutil.Process(server.pid).memory_info
         pool = requests(prompts, options.requests, options.seed, stock.written, server.address)
         result = load(server.address, pool, options, lambda: memory().rss)

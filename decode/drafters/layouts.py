@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -150,6 +152,20 @@ def with_shortlist(tree: Layout, shortlist: int | None) -> Layout:
     """Copy a tree, which then takes its nodes from `shortlist` candidates of each head (`Tree.shortlist`)."""
     candidates = replace(tree.candidates, shortlist=shortlist)
     return replace(tree, candidates=candidates) if isinstance(tree, DynamicTree) else candidates
+
+
+def smaller(tree: Layout, nodes: int) -> Layout:
+    """Copy a tree with at most so many `nodes`, root included: those that usually are the most probable ones."""
+    if isinstance(tree, DynamicTree):
+        tree = tree.clip(min(nodes - 1, tree.max_depth))
+        return replace(tree, num_nodes=min(nodes, tree.num_nodes))
+    kept = sorted(tree.rank_paths, key=_measure)[: nodes - 1]
+    return with_shortlist(Tree.from_paths(kept), tree.shortlist)
+
+
+def _measure(path: RankPath) -> int:
+    """The number of paths that are never less probable than a path, itself included (`_candidates`)."""
+    return sum(accumulate((rank + 1 for rank in path), operator.mul))
 
 
 def bounded(confidences: Tensor) -> Tensor:

@@ -118,6 +118,10 @@ class LookaheadDrafter(TextDrafter):
         # Rows of the last step, and the backbone's predictions after their columns [B, W], kept on the device.
         self.answers: tuple[list[int], Tensor] | None = None
 
+    def forget(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.rows.pop(row, None)
+
     def propose(self, frontier: Frontier) -> Draft:
         """Draft the n-grams that continue each text, from the text's pool of n-grams.
 
@@ -125,7 +129,7 @@ class LookaheadDrafter(TextDrafter):
         if self.answers is not None:
             for row, answers in zip(self.answers[0], self.answers[1].tolist(), strict=True):
                 # Rows without new text learn nothing, so that a second call gives the same draft.
-                if self.sequences.lengths[row] > self.rows[row].length:
+                if row in self.rows and self.sequences.lengths[row] > self.rows[row].length:
                     self.rows[row].learn(answers)
             self.answers = None
         draft = super().propose(frontier)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
-from decode.draft import Draft, Drafter, Frontier
+from decode.draft import Draft, Drafter, Frontier, forget
 from decode.drafters import parse
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
 from decode.drafters.layouts import Layout, TreeLike
@@ -142,6 +142,10 @@ class MixDrafter:
 
     def __init__(self, parts: Sequence[Drafter], num_nodes: int) -> None:
         self.parts, self.num_nodes = parts, num_nodes
+
+    def forget(self, rows: Sequence[int]) -> None:
+        for part in self.parts:
+            forget(part, rows)
 
     def propose(self, frontier: Frontier) -> Draft:
         """Propose the union of the mixed drafters' drafts; if only one of them has guesses, its draft is unchanged."""

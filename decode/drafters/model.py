@@ -8,7 +8,7 @@ Shapes: B texts, W nodes of a level that one forward reads, A drafted ancestors 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,11 +121,10 @@ class ModelDrafter(LevelwiseDrafter):
         self.backbone = Backbone(source.model)
         self.device = self.backbone.device
         super().__init__(source.tree.to(self.device), self.backbone.vocab_size, target)
-        self.source, self.sequences = source, session.sequences
+        self.source, self.sequences, self.capacity = source, session.sequences, session.verifier.cache.capacity
         self.layers = LayerKinds(self.backbone.config)
         self.is_chain = isinstance(self.tree, Tree) and self.tree.max_rank == 0 and target is None
-        self.cache = TreeCache(source.model.config, len(session.sequences), session.verifier.cache.capacity)
-        self.rows = list(range(len(session.sequences)))
+        self.cache, self.rows = self._cache(0), list[int]()  # the rows of the texts that the cache holds
         self.text_lengths: list[int] = []  # root included; the last draft starts at these slots of the cache
         # For each level of the last draft: tokens [B, W], and the slots of their parents [B, W] (-1: the root).
         self.levels_read: list[tuple[Tensor, Tensor]] = []
@@ -137,9 +136,31 @@ class ModelDrafter(LevelwiseDrafter):
             return Draft(frontier.root[:, None], chain(1, frontier.root.device))
         return self._chain(frontier) if self.is_chain else super().propose(frontier)
 
+    def forget(self, rows: Sequence[int]) -> None:
+        self._select([row for row in self.rows if row not in rows])
+
+    def _cache(self, count: int) -> TreeCache:
+        return TreeCache(self.source.model.config, count, self.capacity)
+
+    def _follow(self, rows: list[int]) -> None:
+        """Keep what was read of the texts `rows`, and read those that have joined, except their last tokens."""
+        known = [row for row in rows if row in self.rows]
+        if known != self.rows:
+            self._select(known)
+        self._keep_accepted()
+        joined = [self.sequences.tail(row, 0)[:-1] for row in rows if row not in known]
+        if not known:  # `_read_new_text` reads all texts
+            self.cache = self._cache(len(rows))
+        elif joined:
+            new = self._cache(len(joined))
+            prefill(self.backbone, new, self._padded(joined), list(map(len, joined)))
+            self.cache.join(new)
+        self.rows = list(rows)
+
     def _select(self, rows: list[int]) -> None:
         left = [self.rows.index(row) for row in rows]
-        self.cache.select(left)
+        if left:
+            self.cache.select(left)
         self.text_lengths = [self.text_lengths[place] for place in left if self.text_lengths]
         self.levels_read = [(tokens[left], parents[left]) for tokens, parents in self.levels_read]
         self.rows = list(rows)
@@ -206,9 +227,7 @@ class ModelDrafter(LevelwiseDrafter):
     def begin(self, frontier: Frontier) -> State:
         """Read the new tokens of B texts (at first, all), keep the last logits [B, V]; returns the root's state."""
         rows = frontier.rows
-        if self.rows != rows:
-            self._select(rows)
-        self._keep_accepted()
+        self._follow(rows)
         self._first = self._read_new_text(rows)
         self.text_lengths, self.levels_read = list(self.cache.lengths), []
         return (frontier.root.new_empty(len(rows), 1, 0),)

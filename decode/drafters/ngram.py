@@ -7,7 +7,7 @@ they repeat, as in Lempel-Ziv compression, so that a text that repeats itself is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
@@ -78,6 +78,10 @@ class NgramDrafter(TextDrafter):
 
     config: NgramConfig
     rows: dict[int, NgramIndex] = field(default_factory=dict)
+
+    def forget(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.rows.pop(row, None)
 
     def trie(self, row: int) -> Trie:
         if row not in self.rows:

@@ -11,7 +11,12 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 
 from decode.loop import Step, Stepper, Timer, advance
+from decode.ops.draws import NO_TOKEN
 from decode.sequences import Request, Sequences
+
+UNDEFINED, ENDED = "undefined", "ended"
+"""Reasons why a text ends: its probabilities are NaN (`decode.generate` raises an error instead), or `end` was called.
+"""
 
 
 @runtime_checkable
@@ -71,14 +76,22 @@ class RunningBatch:
     def step(self) -> Step:
         """Decode one step of all texts. A text that it ends has a `finish_reason` in `sequences`, and leaves.
 
-        An error drops all texts."""
+        The reason is `UNDEFINED` if its next token could not be drawn; the other texts go on. An error drops all texts.
+        """
         assert self.stepper is not None, "no text has joined yet"
+        for row, root in zip(self.rows, self.roots, strict=True):
+            if root == NO_TOKEN:
+                self.sequences.finish_reason[row] = UNDEFINED
         try:
             step, self.rows, self.roots = advance(self.sequences, self.stepper, self.rows, self.roots, Timer())
         except BaseException:
             self.clear()
             raise
         return step
+
+    def end(self, row: int) -> None:
+        """End the text of a row before the next step, for example because nobody waits for it."""
+        self.sequences.finish_reason[row] = ENDED
 
     def clear(self) -> None:
         """Drop all texts and their caches."""

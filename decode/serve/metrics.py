@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.registry import Collector
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,8 +17,15 @@ STEP_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)  # the upper ends of the hist
 class Metrics:
     """Counters and gauges of one server. Their names begin with `medusa_`."""
 
-    def __init__(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
-        """Make counters at zero; `running` and `waiting` return the number of such texts whenever they are asked."""
+    def __init__(
+        self,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        drafted: Callable[[], Iterable[tuple[int, int]]],
+    ) -> None:
+        """Make counters at zero; `running` and `waiting` return the number of such texts whenever they are asked.
+
+        `drafted` returns the sizes of drafts among which the server chooses, each with its number of steps."""
         kept = self.registry = CollectorRegistry()
         self.requests = Counter("medusa_requests", "answered HTTP requests", ["path", "status"], registry=kept)
         self.prompt_tokens = Counter("medusa_prompt_tokens", "tokens of all prompts", registry=kept)
@@ -30,6 +39,7 @@ class Metrics:
         )
         Gauge("medusa_running_texts", "texts that are being decoded", registry=kept).set_function(running)
         Gauge("medusa_waiting_texts", "texts that wait to be decoded", registry=kept).set_function(waiting)
+        kept.register(DraftSteps(drafted))
 
     def add_step(self, written: Iterable[int], lengths: Iterable[int]) -> None:
         """Count one decoding step, with the tokens `written` to each text and the `lengths` of its steps, uncut."""
@@ -41,6 +51,20 @@ class Metrics:
     def response(self) -> Response:
         """All figures, as Prometheus reads them."""
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class DraftSteps(Collector):
+    """Counts decoding steps by the nodes of their drafts, as far as the server chooses among several."""
+
+    def __init__(self, counts: Callable[[], Iterable[tuple[int, int]]]) -> None:
+        self.counts = counts
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        about = "decoding steps by the nodes of their draft; 1 is a step of plain decoding"
+        found = CounterMetricFamily("medusa_draft_steps", about, labels=["nodes"])
+        for nodes, steps in self.counts():
+            found.add_metric([str(nodes)], steps)
+        yield found
 
 
 class CountRequests:

@@ -17,6 +17,7 @@ from decode.generation import decoding
 from decode.request import prepare
 from decode.results import DecodingRun
 from decode.settings import Settings
+from decode.stop_strings import TokenBytes, special_ids
 from decode.strategies.grammar import Grammars
 from decode.tree_check import require_tree_forward
 
@@ -31,6 +32,7 @@ class TextPiece(NamedTuple):
     text: str
     drafted: bool  # whether it comes from accepted guesses; otherwise it is a root, which the backbone itself predicted
     step: int = 0  # the index of the decoding step that completed the piece
+    shown: bool = True  # otherwise it only serves to find stop strings, such as the name of a special token
 
 
 def joined(pieces: Sequence[TextPiece]) -> str:
@@ -56,7 +58,9 @@ class TextStream:
 
         `keeps_special`: the text holds special tokens."""
         self.tokenizer, self.stop, self.keeps_special = tokenizer, tuple(stop or ()), keeps_special
-        self.special = frozenset(tokenizer.all_special_ids)
+        self.hidden = frozenset[int]() if keeps_special else special_ids(tokenizer)
+        self.names: list[tuple[int, str]] = []
+        """Hidden tokens after the last piece: a place in the text of the new ids, and the name, for stop strings."""
         self.cleans, self.raw = cleans_up(tokenizer), list[TextPiece]()  # text from which spaces may still be removed
         self.ids = list(before[-KEPT_BEFORE:])
         self.start, self.done = 0, len(self.ids)  # ids[start:done] were converted, and give new ids their context
@@ -69,7 +73,11 @@ class TextStream:
         for place, token in enumerate(ids):
             self.ids.append(token)
             text = self._new_text()
-            if text and not text.endswith(INCOMPLETE) and not self._ends_with_byte():
+            if self.stop and token in self.hidden and not self.cleans:
+                self.names.append((len(text), str(self.tokenizer.convert_ids_to_tokens(token))))
+            if not text:
+                self._wait(self._pieces("", drafted=False))
+            elif not text.endswith(INCOMPLETE) and not self._ends_with_byte():
                 self._take(text, drafted=place > 0)
         self.steps += 1
         return self._release(self._possible_stop())
@@ -91,17 +99,31 @@ class TextStream:
         return str(self.tokenizer.decode(ids, skip_special_tokens=not self.keeps_special, **kept)) if ids else ""
 
     def _ends_with_byte(self) -> bool:
-        """Whether the last token that is not special is one of a single byte."""
-        last = next((token for token in reversed(self.ids[self.done :]) if token not in self.special), None)
+        """Whether the last token that is not hidden is one of a single byte."""
+        last = next((token for token in reversed(self.ids[self.done :]) if token not in self.hidden), None)
         return last is not None and BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(last))) is not None
 
+    def _pieces(self, text: str, drafted: bool) -> list[TextPiece]:
+        """Split the text of the new ids at the special tokens among them, whose names are pieces that are not shown."""
+        pieces, start = list[TextPiece](), 0
+        for place, name in self.names:
+            names = TextPiece(name, drafted, self.steps, shown=False)
+            pieces += [TextPiece(text[start:place], drafted, self.steps), names]
+            start = place
+        self.names = []
+        return [piece for piece in (*pieces, TextPiece(text[start:], drafted, self.steps)) if piece.text]
+
     def _take(self, text: str, drafted: bool) -> None:
+        if self.stop and self.done == 0:
+            first = next((token for token in self.ids if token not in self.hidden), self.ids[0])
+            if TokenBytes(self.tokenizer)(first).startswith(b" ") and not text.startswith(" "):
+                self._wait([TextPiece(" ", drafted, shown=False)])  # a stop string may begin with it
         self.start, self.done = self.done, len(self.ids)
-        piece = TextPiece(text, drafted, self.steps)
+        pieces = self._pieces(text, drafted)
         if not self.cleans:
-            self._wait([piece])
+            self._wait(pieces)
             return
-        self.raw.append(piece)
+        self.raw += pieces
         raw = joined(self.raw)
         # Between two words, but not after an apostrophe, or after n, which may be the beginning of n't.
         cuts = (at for at in range(len(raw) - 1, 0, -1) if raw[at] == " " and raw[at - 1] not in " '")
@@ -140,7 +162,7 @@ class TextStream:
     def _release(self, kept: int) -> list[TextPiece]:
         """Return the pieces of text held back so far, except their last `kept` characters, which stay held back."""
         given, self.waiting = _split(self.waiting, len(joined(self.waiting)) - kept)
-        return given
+        return [piece for piece in given if piece.shown]
 
 
 def _split(pieces: Sequence[TextPiece], count: int) -> tuple[list[TextPiece], list[TextPiece]]:
@@ -174,6 +196,11 @@ class TextGenerator:
     def __post_init__(self) -> None:
         if self.source is not None:
             require_tree_forward(self.model)  # a check once per model, done now so that the first answer is fast
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each token adds to a text, for stop strings."""
+        return TokenBytes(self.tokenizer)
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -1,6 +1,6 @@
 """The worker thread of the server, which decodes the requested texts in one running batch.
 
-A text joins the batch before any step, and leaves it when it ends or its client has disconnected."""
+A text joins the batch before a step, and leaves it when it ends or its client has disconnected."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import torch
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from decode.generation import stepper_for
+from decode.loop import NOT_DEFINED, Stepper, TreeStepper
 from decode.request import prepare
 from decode.sequences import Request
-from decode.serve.batch import RunningBatch
+from decode.serve.adaptive import AdaptiveStepper, drafts_of, may_adapt
+from decode.serve.batch import UNDEFINED, RunningBatch
 from decode.serve.logprobs import ScoredToken, scored
 from decode.serve.metrics import Metrics
+from decode.serve.pace import Pace
 from decode.serve.texts import TextGenerator, TextStream, joined
 from decode.settings import Settings
+from decode.stop_strings import StopStrings
 from medusa.backbone import Backbone
+from medusa.errors import RunError
+
+COMPANY = 4
+"""A text that could join lets one step pass for each so many running texts, so that the next texts are read with it.
+
+Reading a prompt takes about as long as a step, however many prompts are read at once."""
 
 
 class RowEvent(NamedTuple):
@@ -52,8 +61,10 @@ class BatchRow:
     def request(self, generator: TextGenerator) -> Request:
         """Prepare the decoding of this text, or raise a `RequestError` if its prompt or settings are invalid."""
         kwargs = replace(self.settings, stop=()).generate_kwargs(generator.tokenizer)
-        ends = StoppingCriteriaList([RowEnd(self, generator.tokenizer)])
-        return prepare(generator.model, [self.prompt], [self.seed], stopping_criteria=ends, **kwargs)[0]
+        if self.settings.stop:
+            stops = StopStrings(generator.token_bytes, self.settings.stop, len(self.prompt))
+            kwargs["stopping_criteria"] = StoppingCriteriaList([stops])
+        return prepare(generator.model, [self.prompt], [self.seed], **kwargs)[0]
 
     def stream(self, generator: TextGenerator) -> TextStream:
         """Make the stream of the text's characters."""
@@ -62,30 +73,14 @@ class BatchRow:
     def ended(self, text: str, reason: str | None, new_ids: Sequence[int], backbone: Backbone) -> RowEvent:
         """Make the event of this text's end: its last piece `text`, the reason, and the scores of its tokens if asked.
 
-        `new_ids` are all tokens that were written."""
+        `new_ids` are all tokens that were written. A text that ends because it is undefined is an error."""
+        if reason == UNDEFINED:
+            return RowEvent(error=RunError(NOT_DEFINED))
         event = RowEvent(text, "length" if reason in (None, "length") else "stop")
         if self.scores is None or self.left.is_set():
             return event
         start = 0 if self.scores_prompt else len(self.prompt)
         return event._replace(scored=scored(backbone, [*self.prompt, *new_ids], start, self.scores))
-
-
-class RowEnd(StoppingCriteria):
-    """A stopping criterion: ends a text whose client has disconnected, or which contains a stop string."""
-
-    def __init__(self, row: BatchRow, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.row, self.tokenizer, self.stop = row, tokenizer, row.settings.stop or ()
-        # A character may take several tokens, and the character that completes a stop string may be incomplete.
-        self.window = 4 * max(map(len, self.stop), default=0) + 4
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.Tensor:
-        ended = torch.full((len(input_ids),), self.row.left.is_set(), device=input_ids.device)
-        if self.stop:
-            new_ids = input_ids[:, max(len(self.row.prompt), input_ids.shape[1] - self.window) :].tolist()
-            texts = [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in new_ids]
-            found = [any(string in text for string in self.stop) for text in texts]
-            ended |= torch.tensor(found, device=input_ids.device)
-        return ended
 
 
 class RunningRow(NamedTuple):
@@ -96,17 +91,29 @@ class RunningRow(NamedTuple):
 
 
 class BatchWorker:
-    """A thread that decodes requested texts. A text joins the running batch as soon as it has room."""
+    """A thread that decodes requested texts. Texts join the running batch, if it has room, after a few steps."""
 
-    def __init__(self, generator: TextGenerator, batch_size: int) -> None:
+    def __init__(self, generator: TextGenerator, batch_size: int, adapts: bool = False) -> None:
+        """Make a worker without texts. If it `adapts`, it drafts in each step what `Pace` chooses; else, always all."""
         self.generator, self.batch_size = generator, batch_size
+        self.drafts = drafts_of(generator.source) if adapts and generator.source is not None else []
+        self.pace = Pace([1 if draft is None else draft.num_nodes for draft in self.drafts])
         self.arrivals: queue.SimpleQueue[BatchRow | None] = queue.SimpleQueue()
         self.waiting: list[BatchRow] = []
+        self.waited = 0  # steps that have passed for others to join with the waiting texts (`COMPANY`)
         self.running: dict[int, RunningRow] = {}  # by the row of the batch
         self.how = Settings().how  # of the running batch: acceptance rule, compiled or not, amateur
-        self.batch = RunningBatch(lambda requests: stepper_for(generator.model, generator.source, requests, *self.how))
-        self.metrics = Metrics(lambda: len(self.running), lambda: self.arrivals.qsize() + len(self.waiting))
+        self.batch = RunningBatch(self._stepper_for)
+        self.metrics = Metrics(
+            lambda: len(self.running), lambda: self.arrivals.qsize() + len(self.waiting), self.pace.counts
+        )
         self.thread: threading.Thread | None = None
+
+    def _stepper_for(self, requests: Sequence[Request]) -> Stepper:
+        stepper = stepper_for(self.generator.model, self.generator.source, requests, *self.how)
+        if self.drafts and isinstance(stepper, TreeStepper) and may_adapt(stepper.acceptor):
+            return AdaptiveStepper(stepper, self.drafts, self.pace)
+        return stepper
 
     def start(self, warm_up: Callable[[], object]) -> None:
         """Start the thread, and wait until it has called `warm_up`. An error in `warm_up` is raised to the caller."""
@@ -148,7 +155,13 @@ class BatchWorker:
         return None not in arrived
 
     def admit(self) -> None:
-        """Let the texts that have waited longest join the batch, as far as it has room; errors end them."""
+        """Let the texts that have waited longest join the batch, as far as it has room; errors end them.
+
+        While texts run, they first wait for others (`COMPANY`)."""
+        if self.waiting and self.waited < len(self.running) // COMPANY:
+            self.waited += 1
+            return
+        self.waited = 0
         joining: dict[BatchRow, Request] = {}
         while self.waiting and len(self.running) + len(joining) < self._room(self.waiting[0]):
             row = self.waiting.pop(0)
@@ -180,6 +193,9 @@ class BatchWorker:
     def step(self) -> None:
         """Decode one step of all running texts, and tell their new characters; an error ends all of them."""
         try:
+            for place, (row, _) in self.running.items():
+                if row.left.is_set():
+                    self.batch.end(place)
             step = self.batch.step()
             self.metrics.add_step(map(len, step.ids.values()), step.lengths.values())
             for place, (row, stream) in list(self.running.items()):

@@ -8,6 +8,7 @@ so on; the options below set the defaults."""
 
 from __future__ import annotations
 
+import argparse
 import re
 
 from medusa.commands.network import Network
@@ -37,6 +38,11 @@ class ServeOptions(CommandOptions):
         (), "let web pages of this origin read the answers (CORS); repeatable, and * is every page", metavar="ORIGIN"
     )
     plain: bool = option(False, "decode without a drafter: one token per step")
+    adapt: bool = option(
+        True,
+        "draft less, or nothing, in steps in which this is faster, as the server measures (--no-adapt: always draft)",
+        action=argparse.BooleanOptionalAction,
+    )
 
     @property
     def uses_typical(self) -> bool:
@@ -51,6 +57,8 @@ class ServeOptions(CommandOptions):
         super().__post_init__()
         if self.models.heads is None and self.models.drafter is None and not self.plain:
             raise RequestError("there are no heads; give --heads H, --drafter ngram, or --plain to decode without them")
+        if self.plain and not self.adapt:
+            raise RequestError("--no-adapt always drafts, and --plain never does; leave one of them out")
         self.structured.require_fitting(self.settings)
         for origin in self.cors:
             if origin != "*" and not ORIGIN.fullmatch(origin):
@@ -75,7 +83,7 @@ def run(options: ServeOptions) -> None:
     loaded = opened.loaded
     generator = TextGenerator(loaded.model, models.require_tokenizer(loaded, "the API"), opened.source)
     settings = options.structured.applied(opened.settings, lambda: generator.grammars)
-    worker = BatchWorker(generator, options.batch_size)
+    worker = BatchWorker(generator, options.batch_size, options.adapt)
     with options.warming_up():
         worker.start(lambda: generator.warm_up([loaded.bos_token_id or 0], settings))
     name, asked = options.name or options.models.backbone, opened.template_options

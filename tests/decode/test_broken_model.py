@@ -13,7 +13,7 @@ from decode import steps
 from decode.generation import stepper_for
 from decode.loop import Step
 from decode.request import prepare
-from decode.serve.batch import RunningBatch
+from decode.serve.batch import UNDEFINED, RunningBatch
 from decode.settings import AcceptanceRule
 from medusa.backbone import Backbone
 from medusa.errors import RunError
@@ -104,13 +104,13 @@ def test_broken_heads_do_not_change_the_text(breaking: Breaking) -> None:
     assert len(drawn[0]) == 20  # other draws of the same distribution
 
 
-def test_the_running_batch_of_the_server_is_dropped(breaking: Breaking) -> None:
+def test_undefined_texts_of_the_running_batch_end(breaking: Breaking) -> None:
+    """They raise no error. That other texts go on is shown in tests/decode/serve/test_ends.py."""
     batch = RunningBatch(lambda requests: stepper_for(breaking.model, None, requests, AcceptanceRule("rejection")))
     for prompt in ([1, 2, 3], [4, 5]):
         batch.join(prepare(breaking.model, [prompt], [0], **SAMPLED))
         batch.step()
     breaking.broken = True
     batch.step()
-    with pytest.raises(RunError, match="probabilities that are NaN"):
-        batch.step()
-    assert (batch.rows, batch.stepper) == ([], None)
+    assert batch.step().ids == {}
+    assert (batch.rows, batch.sequences.finish_reason) == ([], [UNDEFINED] * 2)

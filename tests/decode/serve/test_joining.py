@@ -49,10 +49,19 @@ def arrivals(kinds: list[dict[str, Any]], count: int = 14) -> list[dict[str, Any
     ]
 
 
-def decode(model: Any, factory: Any, asked: list[dict[str, Any]], room: int = 4, **how: Any) -> list[list[int]]:
-    """Decode requests in a running batch of at most `room` texts; each joins when it arrived and there is room."""
+def decode(
+    model: Any,
+    factory: Any,
+    asked: list[dict[str, Any]],
+    room: int = 4,
+    changed: Any = lambda stepper: stepper,
+    **how: Any,
+) -> list[list[int]]:
+    """Decode requests in a running batch of at most `room` texts; each joins when it arrived and there is room.
+
+    `changed` makes other steppers of those that would be used."""
     how = {"rule": AcceptanceRule("rejection")} | how
-    batch = RunningBatch(lambda requests: stepper_for(model, factory, requests, **how))
+    batch = RunningBatch(lambda requests: changed(stepper_for(model, factory, requests, **how)))
     left, running, texts, step = list(range(len(asked))), dict[int, int](), [list[int]() for _ in asked], 0
     widest = 0
     while left or running:
@@ -197,6 +206,20 @@ def test_a_failed_prefill_leaves_the_running_texts(monkeypatch: pytest.MonkeyPat
 
 
 # --- the worker and the server ---------------------------------------------------------------------------------------
+
+
+def test_texts_that_come_after_each_other_join_together(generator: TextGenerator) -> None:
+    """Four running texts let a text wait for one step. A text that is alone does not wait."""
+    worker, prompt = BatchWorker(generator, 8), generator.tokenizer(PROMPTS[0])["input_ids"]
+    running = []
+    for arriving in (1, 3, 1, 1, 0, 1):
+        for _ in range(arriving):
+            worker.add(BatchRow(prompt, Settings(max_new_tokens=60), 0, lambda event: None))
+        worker.receive()
+        worker.admit()
+        running.append(len(worker.running))
+        worker.step()
+    assert running == [1, 4, 4, 6, 6, 6]
 
 
 def test_a_short_text_overtakes_a_long_one(generator: TextGenerator) -> None:

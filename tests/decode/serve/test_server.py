@@ -426,6 +426,7 @@ def test_a_closed_http_connection_stops_a_row_whose_text_is_not_streamed(url: st
     [
         ([], "there are no heads; give --heads H"),
         (["--heads", "demo", "--compile"], "--compile takes half a minute or more for each batch size"),
+        (["--plain", "--no-adapt"], "--no-adapt always drafts, and --plain never does; leave one of them out"),
         (["--heads", "demo", "--port", "99999"], "port is 99999"),
         (["--heads", "demo", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1"),
         (["--heads", "demo", "--temperature", "-1"], "temperature is -1.0"),

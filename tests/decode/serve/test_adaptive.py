@@ -1,0 +1,160 @@
+"""Steps with a whole draft, a smaller one or none, in any order: texts stay the same, and so do later drafts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
+
+from decode.drafters import drafter_factory
+from decode.drafters.base import DrafterContext, DrafterFactory
+from decode.drafters.layouts import DynamicTree, smaller, with_shortlist
+from decode.generation import stepper_for
+from decode.request import prepare
+from decode.serve.adaptive import AdaptiveStepper, drafts_of
+from decode.serve.batch import RunningBatch
+from decode.serve.pace import Pace
+from decode.serve.texts import TextGenerator
+from decode.serve.worker import BatchRow, BatchWorker, RowEvent
+from decode.settings import AcceptanceRule, Settings
+from decode.strategies.contrastive import Amateur
+from medusa.tree import Tree, named_trees
+from tests.decode.serve.server_tools import PROMPTS, expected
+from tests.decode.serve.test_joining import GREEDY, KINDS, alone, arrivals, decode
+from tests.helpers import FORMS, random_heads, random_ids, random_tree, shared_model
+
+RULE = AcceptanceRule("rejection")
+LOOKING_BACK = ["eagle", "eagle-1", "eagle-3, variants", "eagle, window", "mtp", "prefix", "model"]
+
+
+class ByLot(Pace):
+    """Chooses drafts at random, in runs of some steps."""
+
+    def __init__(self, nodes: list[int], seed: int = 0) -> None:
+        super().__init__(nodes)
+        self.rng = random.Random(seed)
+        self.chosen = 0
+
+    def choose(self, texts: int) -> int:
+        if self.rng.random() < 0.5:
+            self.chosen = self.rng.randrange(len(self.nodes))
+        return self.chosen
+
+
+@pytest.fixture(scope="module")
+def factory_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model, folder = shared_model(), tmp_path_factory.mktemp("small")
+    shared_model(seed=1).save_pretrained(folder)
+
+    def made(kind: str) -> DrafterFactory:
+        if kind == "model":
+            return drafter_factory(f"model:model={folder},widths=2x2x1", DrafterContext(model))
+        if kind in ("ngram", "lookahead"):
+            return drafter_factory(kind, DrafterContext(model))
+        settings = FORMS.get(kind, {"prefix_layers": 1} if kind == "prefix" else {})
+        tree = "dynamic:12" if kind == "dynamic" else "topk:3,2,2"
+        context = DrafterContext(model, random_heads(model, **settings), tree)
+        return drafter_factory("mix:heads+ngram" if kind == "mix" else None, context)
+
+    return made
+
+
+def adapting(factory: DrafterFactory, pace: type[Pace] = ByLot) -> tuple[Callable[[Any], AdaptiveStepper], Pace]:
+    """What makes adaptive steppers of others, and their pace."""
+    drafts = drafts_of(factory)
+    chooses = pace([1 if draft is None else draft.num_nodes for draft in drafts])
+    return lambda stepper: AdaptiveStepper(stepper, drafts, chooses), chooses
+
+
+@pytest.mark.parametrize("kind", [*LOOKING_BACK, "medusa", "markov", "hydra", "dynamic", "ngram", "lookahead", "mix"])
+def test_texts_are_those_of_generate(kind: str, factory_of: Any) -> None:
+    """Greedy, sampled and penalised texts join and leave while the drafts change."""
+    model, asked, factory = shared_model(), arrivals(KINDS, 9), factory_of(kind)
+    changed, pace = adapting(factory)
+    assert decode(model, factory, asked, changed=changed) == alone(model, asked)
+    assert min(pace.steps) > 2
+
+
+@pytest.mark.parametrize("kind", LOOKING_BACK)
+def test_drafts_after_plain_steps_are_those_of_a_new_session(kind: str, factory_of: Any) -> None:
+    """Also if a text has joined meanwhile, or has just joined, and another has left."""
+    model, factory = shared_model(), factory_of(kind)
+    pace = Pace([factory.num_nodes, 1])
+
+    def whole(requests: Any) -> Any:
+        return stepper_for(model, factory, requests, RULE, keep_drafts=True)
+
+    def requested(text: list[int], tokens: int) -> Any:
+        return prepare(model, [text], do_sample=False, max_new_tokens=tokens, eos_token_id=None)
+
+    batch = RunningBatch(lambda requests: AdaptiveStepper(whole(requests), [factory, None], pace))
+    texts, compared = iter(random_ids(5 + row, seed=row) for row in range(4)), 0
+    for number, choice in enumerate([0, 1, 1, 1, 0, 1, 1, 0, 1, 0]):
+        for tokens in {0: (6, 40), 3: (40,), 7: (40,)}.get(number, ()):
+            batch.join(requested(next(texts), tokens))
+        pace.choose = lambda texts, choice=choice: choice  # type: ignore[method-assign]
+        before = {row: batch.sequences.tail(row, 0) for row in batch.rows}
+        for row, draft in batch.step().drafts.items():
+            fresh = RunningBatch(whole)
+            fresh.join(requested(before[row], 5))
+            assert draft.ids == fresh.step().drafts[0].ids, (number, row)
+            compared += 1
+    assert compared > 6
+
+
+def test_contrastive_texts_are_those_without_drafts(factory_of: Any) -> None:
+    model, asked, factory = shared_model(), arrivals([GREEDY, KINDS[1]], 6), factory_of("medusa")
+    amateur = Amateur(shared_model(seed=5))
+    changed, pace = adapting(factory)
+    assert decode(model, factory, asked, changed=changed, amateur=amateur) == decode(
+        model, None, asked, amateur=amateur
+    )
+    assert min(pace.steps) > 2
+
+
+def test_a_smaller_tree_is_a_part_of_the_tree() -> None:
+    for tree in (Tree.from_paths(named_trees()["mc_sim_7b_63"]), random_tree(30, seed=1)):
+        found = smaller(with_shortlist(tree, 20), 9)
+        assert isinstance(found, Tree)
+        assert set(found.rank_paths) < set(tree.rank_paths)
+        assert (found.num_nodes, found.shortlist) == (9, 20)
+        # A child is never more probable than its parent, nor a sibling than the one with a better rank.
+        assert {path[:-1] for path in found.rank_paths} <= {(), *found.rank_paths}
+    dynamic = DynamicTree.over_heads(12, 4, (1.0, 2.0, 3.0, 4.0))
+    found = smaller(dynamic, 3)
+    assert (found.num_nodes, found.max_depth, found.temperatures) == (3, 2, dynamic.temperatures)
+
+
+@pytest.mark.parametrize(
+    ("how", "adapts"),
+    [
+        ({}, True),
+        ({"temperature": 0.5}, True),
+        ({"temperature": 1.0, "draft": "sample"}, False),
+        ({"temperature": 1.0, "acceptance": "typical"}, False),
+        ({"acceptance": "topk:2"}, False),
+    ],
+)
+def test_the_server_adapts_if_texts_do_not_depend_on_drafts(
+    generator: TextGenerator, how: dict[str, Any], adapts: bool
+) -> None:
+    worker, settings = BatchWorker(generator, 2, adapts=True), Settings(max_new_tokens=40, **how)
+    told: list[list[RowEvent]] = [[], []]
+    for seed, events in enumerate(told):
+        worker.add(BatchRow(generator.tokenizer(PROMPTS[seed])["input_ids"], settings, seed, events.append))
+    worker.receive()
+    worker.admit()
+    assert isinstance(worker.batch.stepper, AdaptiveStepper) == adapts
+    while worker.running:
+        worker.step()
+    assert (sum(worker.pace.steps) > 0) == adapts
+    shown = worker.metrics.response().body.decode()
+    for nodes, steps in worker.pace.counts():
+        assert f'medusa_draft_steps_total{{nodes="{nodes}"}} {float(steps)}' in shown
+    if not how:
+        texts = ["".join(event.text for event in events) for events in told]
+        assert texts == [expected(generator, prompt, settings) for prompt in PROMPTS[:2]]
