@@ -11,14 +11,24 @@ from textwrap import fill
 
 from decode.serve.fields import ALIASES, IGNORED, UNLIMITED, UNSUPPORTED
 from decode.serve.schema import ChatRequest, CompletionRequest, GenerationRequest
+from medusa.errors import RequestError
 from medusa.files import write_text
 from medusa.records.messages import KEYS, ROLES
-from medusa.records.record import ENDED, LAYOUTS
+from medusa.records.record import ENDED, LAYOUTS, parse_record
 from medusa.records.replies import FORMATS
-from medusa.records.template import THOUGHTS
+from medusa.records.template import THOUGHTS, template_switches
 from script_tools import markdown_table, run_script, script_parser
+from tests.train.families import CONVERSATIONS, TEMPLATES, family_tokenizer
+from train.data.reader import to_examples
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
+TRIED = (
+    ("a system message", "two turns"),
+    ("a thought as `reasoning_content`", "reasoning"),
+    ("a thought in `content`", "thought in content"),
+    ("calls of tools", "tool"),
+)
+"""The conversations of the tests that a template is tried with, with the heads of their columns."""
 INTRODUCTION = """\
 # Records, messages and requests
 
@@ -53,6 +63,14 @@ def data_page() -> str:
             f"parts. Where it takes arguments of calls as text, they are given as JSON. These marks "
             f"enclose thoughts: {marks}."
         ),
+        "## Chat templates\n",
+        _paragraph(
+            "What one template reads, another refuses or drops. An answer that a template drops, changes or does not "
+            "write after its generation prompt is left out of training, and counted. The tests hold templates that do "
+            "what those of these families do. DeepSeek R1 drops thoughts, so heads learn them only from token ids, as "
+            "`medusa distill` writes them."
+        ),
+        markdown_table(["family", "options", *(name for name, _ in TRIED)], map(_family, TEMPLATES)) + "\n",
         "## Calls of tools\n",
         _paragraph(
             "`medusa serve` returns calls of tools as `tool_calls` if the tokenizer has a response template, or if its "
@@ -63,6 +81,18 @@ def data_page() -> str:
         "## Parameters of requests\n",
     ]
     return "\n".join([*parts, *_parameters()])
+
+
+def _family(name: str) -> list[str]:
+    """Return the row of a family: the options of its template, and what becomes of the answers in `TRIED`."""
+    tokenizer, found = family_tokenizer(name), []
+    for _, conversation in TRIED:
+        try:
+            _, left_out = to_examples(parse_record(CONVERSATIONS[conversation], name), tokenizer)
+            found.append("left out" if left_out else "taught")
+        except RequestError:
+            found.append("refused")
+    return [name, ", ".join(map(_code, template_switches(tokenizer))) or "none", *found]
 
 
 def _paragraph(text: str) -> str:
