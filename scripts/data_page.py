@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
+from chat_families import CONVERSATIONS, TEMPLATES, family_tokenizer
 from decode.serve.fields import ALIASES, IGNORED, UNLIMITED, UNSUPPORTED
 from decode.serve.schema import ChatRequest, CompletionRequest, GenerationRequest
 from medusa.errors import RequestError
@@ -18,7 +19,6 @@ from medusa.records.record import ENDED, LAYOUTS, parse_record
 from medusa.records.replies import FORMATS
 from medusa.records.template import THOUGHTS, template_switches
 from script_tools import markdown_table, run_script, script_parser
-from tests.train.families import CONVERSATIONS, TEMPLATES, family_tokenizer
 from train.data.reader import to_examples
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"

@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from chat_families import byte_tokenizer
 from medusa.__main__ import main
 from medusa.records.record import Record
 from medusa.records.sources import read_records
 from tests.commands.fake_server import FakeServer, Reply, serving
 from tests.commands.test_cli import Place, build
 from tests.helpers import LETTERS, plain
-from tests.train.templates import CHATML, byte_tokenizer
+from tests.train.templates import CHATML
 from train.data.reader import to_examples
 
 NEW = 6

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from chat_families import family_tokenizer
 from decode.bench import methods
 from decode.results import Result
 from medusa.__main__ import main
@@ -25,7 +26,6 @@ from medusa.options import LoadOptions
 from medusa.records.replies import remembered
 from tests.commands.test_cli import Place, build
 from tests.commands.test_prompting import TEMPLATE
-from tests.train.families import family_tokenizer
 from tests.train.processes import forked_command
 
 

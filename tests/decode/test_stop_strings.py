@@ -13,11 +13,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import StopStringCriteria
 
+from chat_families import byte_tokenizer
 from decode.results import text_of
 from decode.serve.texts import TextPiece, TextStream, joined
 from decode.stop_strings import StopStrings, TokenBytes
 from tests.helpers import FIRST_TRANSFORMERS, left_padded
-from tests.train.templates import byte_tokenizer, merging_tokenizer, sentencepiece_tokenizer
+from tests.train.templates import merging_tokenizer, sentencepiece_tokenizer
 
 LINES = ["hello bye yes no", " def f():\n    return 1", "You are Qwen.", "\n\nsystem: a curious user\n"]
 LINES += [] if FIRST_TRANSFORMERS else ["café, naïve 猫"]  # 5.17 matches letters, not bytes

@@ -11,13 +11,13 @@ import pytest
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
+from chat_families import CALL, TEMPLATES, TOOLS, byte_tokenizer, family_tokenizer
 from medusa.errors import RequestError
 from medusa.records.messages import messages_of, without_nulls
 from medusa.records.record import Record, parse_record, prompt_ids, text_ids
 from medusa.records.sources import read_records
 from medusa.records.template import is_endless, opened_thought, require_options, template_options, template_switches
-from tests.train.families import CALL, TEMPLATES, TOOLS, family_tokenizer
-from tests.train.templates import CHATML, byte_tokenizer, merging_tokenizer
+from tests.train.templates import CHATML, merging_tokenizer
 from train.data.reader import to_examples
 
 ASK, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}

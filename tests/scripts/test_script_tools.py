@@ -59,7 +59,7 @@ WRONG = {
     "../notebooks/run": ["no.ipynb"],
 }
 SHARED = {"script_tools", "measuring", "tiny_models", "backbone_training", "openai_checks"}  # no scripts
-SHARED |= {"fuzz_cases", "fuzz_models", "load_clients"}
+SHARED |= {"fuzz_cases", "fuzz_models", "load_clients", "chat_families"}
 
 
 def test_every_script_is_listed() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
-SPECIAL += ["<start_of_turn>", "<end_of_turn>", "<|end|>"]
+from chat_families import wrapped
 
 CHATML = """\
 {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}\
@@ -105,22 +104,6 @@ CORPUS = [
     "system user assistant model tool hello bye yes no  def f():    return 1         pass",
     "Cutting Knowledge Date: December 2023 [INST] hello [/INST] bye café",
 ] * 4
-
-
-def wrapped(inner: Tokenizer, template: str | None) -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes and special tokens, so that no token crosses a boundary of the template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    return wrapped(inner, template)
 
 
 def merging_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:

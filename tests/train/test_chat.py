@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from chat_families import CONVERSATIONS, TEMPLATES, byte_tokenizer, family_tokenizer
 from medusa.errors import RequestError
 from medusa.records.record import Record, parse_record
 from tests.train import templates
-from tests.train.families import CONVERSATIONS, TEMPLATES, family_tokenizer
-from tests.train.templates import byte_tokenizer, merging_tokenizer, sentencepiece_tokenizer
+from tests.train.templates import merging_tokenizer, sentencepiece_tokenizer
 from train.data.chat import CHANGED, ELSEWHERE
 from train.data.reader import to_examples
 

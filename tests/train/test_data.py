@@ -12,11 +12,12 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
+from chat_families import byte_tokenizer
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.records.record import Record
 from tests.helpers import VOCAB, random_ids, tiny_model
-from tests.train.templates import CHATML, byte_tokenizer
+from tests.train.templates import CHATML
 from train.config import DataConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.data.packing import Example, positions_of

@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 import tiny_models
+from chat_families import byte_tokenizer
 from medusa.__main__ import main
 from medusa.errors import RequestError, RunError
 from medusa.heads.independent import MedusaHeads
 from tests.gguf_files import write_gguf
 from tests.helpers import random_ids, tiny_model
-from tests.train.templates import CHATML, byte_tokenizer
+from tests.train.templates import CHATML
 from train.checkpoints import whole_checkpoints
 from train.recipe import parse_recipe
 from train.run import plan_features, train

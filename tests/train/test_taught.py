@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from chat_families import TEMPLATES, TOOLS, family_tokenizer
 from medusa.records.record import parse_record
-from tests.train.families import TEMPLATES, TOOLS, family_tokenizer
 from tests.train.test_chat import show
 from train.data.reader import to_examples
 

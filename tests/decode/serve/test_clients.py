@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from chat_families import family_tokenizer
 from decode.serve.fields import IGNORED, UNSUPPORTED
 from decode.serve.schema import ApiError, ChatRequest, CompletionRequest, parse
 from medusa.errors import RequestError
-from tests.train.families import family_tokenizer
 
 BODIES: list[dict[str, Any]] = yaml.safe_load(
     (Path(__file__).parent / "client_bodies.yaml").read_text(encoding="utf-8")

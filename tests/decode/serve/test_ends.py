@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
+from chat_families import byte_tokenizer
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.sequences import Request
@@ -22,7 +23,6 @@ from decode.settings import Settings
 from medusa.errors import RunError
 from tests.decode.test_stop_strings import named, without_names
 from tests.helpers import plain, random_heads, random_ids, tiny_model
-from tests.train.templates import byte_tokenizer
 
 SAMPLED = Settings(max_new_tokens=30, temperature=1.0, ignore_eos=True)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from chat_families import byte_tokenizer
 from medusa.records.replies import FORMATS, ReplyReader, message_of, response_template
-from tests.train.templates import byte_tokenizer
 
 ADD = [
     {

@@ -1,4 +1,4 @@
-"""What the chat templates of current model families do, written down in our own words for tests.
+"""What the chat templates of current model families do, written down in our own words for tests and for docs/data.md.
 
 Long texts of system messages are shortened. What matters here is exact: the marks around messages, what each template
 adds, trims or drops, which options it reads, and how it ends the generation prompt."""
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.train.templates import byte_tokenizer
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
+SPECIAL += ["<start_of_turn>", "<end_of_turn>", "<|end|>"]
 
 CALL_JSON = "'{\"name\": \"' + call.function.name + '\", \"arguments\": ' + (call.function.arguments | tojson) + '}'"
 LAST_QUESTION = (
@@ -355,4 +357,20 @@ def family_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """A tokenizer of bytes and all special tokens, with the chat template of a family."""
     tokenizer = byte_tokenizer(TEMPLATES[family])
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS}, replace_extra_special_tokens=False)
+    return tokenizer
+
+
+def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes and special tokens, so that no token crosses a boundary of the template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return wrapped(inner, template)
+
+
+def wrapped(inner: Tokenizer, template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.chat_template = template
     return tokenizer
