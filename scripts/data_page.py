@@ -111,6 +111,7 @@ def _parameters() -> list[str]:
         rows += [(f"`{name}`", f"`{path}`") for name in sorted(set(kind.model_fields) - common)]
     rows += [(f"`{name}`", f"another name of `{own}`") for name, own in sorted(ALIASES.items())]
     rows += [(f"`{name}: {value}`", "the default, like null") for name, value in sorted(UNLIMITED.items())]
+    rows.append(("`top_k: -1`", "0, which turns it off"))
     off = [(f"`{name}`", ", ".join(map(_code, map(_json, values)))) for name, values in UNSUPPORTED.items()]
     ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))
     return [

@@ -145,8 +145,7 @@ class ModelDrafter(LevelwiseDrafter):
     def _follow(self, rows: list[int]) -> None:
         """Keep what was read of the texts `rows`, and read those that have joined, except their last tokens."""
         known = [row for row in rows if row in self.rows]
-        if known != self.rows:
-            self._select(known)
+        self._select(known)
         self._keep_accepted()
         joined = [self.sequences.tail(row, 0)[:-1] for row in rows if row not in known]
         if not known:  # `_read_new_text` reads all texts
@@ -158,6 +157,8 @@ class ModelDrafter(LevelwiseDrafter):
         self.rows = list(rows)
 
     def _select(self, rows: list[int]) -> None:
+        if rows == self.rows:  # or the cache would be copied for each text that joins
+            return
         left = [self.rows.index(row) for row in rows]
         if left:
             self.cache.select(left)

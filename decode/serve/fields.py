@@ -107,5 +107,5 @@ IGNORED = {
 """Parameters that are accepted with any value, because they do not change the text of this server."""
 ALIASES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """Names of llama.cpp for parameters of this server."""
-UNLIMITED = {"top_k": -1, "seed": -1, "max_tokens": -1, "max_completion_tokens": -1}
+UNLIMITED = {"seed": -1, "max_tokens": -1, "max_completion_tokens": -1}
 """Values of other servers that mean the default, like null."""

@@ -64,15 +64,17 @@ class Pace:
 
     def add(self, texts: int, draft: int, seconds: float, tokens: int) -> None:
         """Add the time of a step of so many `texts`, and the tokens that it wrote to all of them together."""
+        group = _group(texts)
         self.steps[draft] += 1
         self.seen[draft] += texts
         self.taus[draft] += (tokens / texts - self.taus[draft]) * min(1, texts / min(self.seen[draft], HORIZON))
         changed, self.last = draft != self.last, draft
         if not changed:
-            self.times.setdefault((_group(texts), draft), deque(maxlen=WINDOW)).append(seconds)
+            self.times.setdefault((group, draft), deque(maxlen=WINDOW)).append(seconds)
         if self.expected is None:
             for other in range(len(self.nodes)):
-                self.saved[other] += SHARE / (len(self.nodes) - 1) * seconds if other != draft else 0
+                if other != draft and not self._is_hopeless(group, other):  # or hours of savings were spent at once
+                    self.saved[other] += SHARE / (len(self.nodes) - 1) * seconds
         else:
             self.saved[draft] -= seconds - tokens / texts * self.expected
             self.expected = self.expected if changed else None

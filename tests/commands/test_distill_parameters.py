@@ -33,6 +33,7 @@ def parameters(own: dict[str, Any], **settings: Any) -> dict[str, Any]:
         ({"repetition_penalty": 1.1, "stop_strings": "x"}, {}, {"repetition_penalty": 1.1, "stop": ["x"]}),
         # A server's defaults are the checkpoint's, so what turns them off must be sent.
         ({"repetition_penalty": 1.1, "top_k": 9}, {"ignore_generation_config": True}, {"repetition_penalty": 1.0}),
+        ({"stop_strings": ["x"]}, {"ignore_generation_config": True}, {"stop": []}),
         ({"top_k": 9, "top_p": 0.8, "min_p": 0.1}, {"temperature": 1.0}, {"top_k": -1, "top_p": 1.0, "min_p": 0.0}),
         ({"remove_invalid_values": True, "renormalize_logits": True, "min_length": 0}, {}, {}),
         ({"suppress_tokens": [1]}, {"ignore_generation_config": True}, {}),

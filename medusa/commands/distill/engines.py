@@ -236,8 +236,8 @@ def server_parameters(settings: Settings, own: GenerationConfig) -> Json:
             raise RequestError(f"{told(name, value, own)}, for which no server can be asked; {way}")
     ours = settings.of_checkpoint(own)
     found: Json = {"max_tokens": ours.max_new_tokens, "temperature": ours.temperature}
-    if ours.stop:
-        found["stop"] = list(ours.stop)
+    if ours.stop or own.stop_strings:
+        found["stop"] = list(ours.stop or ())
     for name, neutral in SENT.items():
         value, theirs = getattr(ours, name), getattr(own, name, None)
         if name in SAMPLING and not ours.do_sample:

@@ -13,6 +13,7 @@ import yaml
 from chat_families import family_tokenizer
 from decode.serve.fields import IGNORED, UNSUPPORTED
 from decode.serve.schema import ApiError, ChatRequest, CompletionRequest, parse
+from decode.settings import Settings
 from medusa.errors import RequestError
 
 BODIES: list[dict[str, Any]] = yaml.safe_load(
@@ -73,3 +74,10 @@ def test_values_that_leave_a_parameter_off_pass_and_others_do_not(name: str, kin
 def test_ignored_parameters_pass_with_any_value() -> None:
     body = {"prompt": "a"} | {name: {"any": ["value"]} for name in IGNORED}
     assert parse(json.dumps(body).encode(), CompletionRequest).prompt == ["a"]
+
+
+def test_a_top_k_of_minus_one_turns_it_off() -> None:
+    """As in other servers, and as `medusa distill --server` writes it: null would be the server's own value."""
+    defaults, body = Settings(temperature=1.0, top_k=5), {"prompt": "a"}
+    for asked, top_k in ({}, 5), ({"top_k": None}, 5), ({"top_k": -1}, 0), ({"top_k": 7}, 7):
+        assert parse(json.dumps(body | asked).encode(), CompletionRequest).settings(defaults).top_k == top_k

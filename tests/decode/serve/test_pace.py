@@ -95,6 +95,14 @@ def test_a_draft_that_was_hopeless_with_fewer_texts_is_not_tried_with_more() -> 
     assert found[1] > 150
 
 
+def test_a_draft_that_is_not_tried_with_many_texts_is_measured_no_oftener_with_few() -> None:
+    made_up = MadeUp(lambda texts, draft: [60, 11, 10][draft])
+    made_up.run(2, 100)
+    made_up.run(16, 4000)
+    made_up.ms = lambda texts, draft: [60, 11, 10][draft] / 10  # as if there had been ten times as many steps
+    assert made_up.run(2, 1000)[0] < 20
+
+
 def test_the_first_step_after_a_change_is_not_timed() -> None:
     made_up = MadeUp(by_nodes, after_a_change=30)
     made_up.run(1, 100)
