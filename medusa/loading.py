@@ -188,9 +188,10 @@ def _source(name: str) -> Source:
     """Find out where transformers finds a backbone; raise RequestError if the name can be no backbone's."""
     if name == SHIPPED:
         return Source(str(DEMO))
-    adapter = Path(name) / "adapter_config.json"
-    whole = (Path(name) / "config.json").is_file()  # then transformers takes the model from the same folder
-    if not whole and adapter.is_file() and (base := read_json(adapter).get("base_model_name_or_path")):
+    adapter = _adapter_config(name)
+    if adapter is not None and (base := read_json(adapter).get("base_model_name_or_path")):
+        if not isinstance(base, str) or _adapter_config(base) is not None:
+            raise RequestError(f"{name} adapts {base}, which is no model; merge the adapters, or correct {adapter}")
         return _source(base)._replace(adapter=name)
     if (gguf := gguf_file(name)) is not None:
         return Source(str(gguf.parent), gguf)
@@ -199,6 +200,12 @@ def _source(name: str) -> Source:
             f"no backbone at {name}: {why_missing(name)}; give a folder, a GGUF file, a Hub id or {SHIPPED}"
         )
     return Source(name)
+
+
+def _adapter_config(name: str) -> Path | None:
+    """Return the config file of an adapter in a folder; `None` if transformers would take a model from this folder."""
+    file = Path(name) / "adapter_config.json"
+    return file if file.is_file() and not (Path(name) / "config.json").is_file() else None
 
 
 def _hub(path: str, options: LoadOptions) -> dict[str, str | bool | None]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from transformers import PreTrainedModel
 
 
 class Recorder:
@@ -37,8 +37,8 @@ def recorded(
 
     Functions `before` get the arguments and keyword arguments of a module; functions `after` get its output, too.
 
-    It is a view: `model` itself has no hook, so a copy of it that another thread or hook makes is clean. But if the
-    user has hooked one of the modules that the view would copy, or replaced its `forward`, it is `model` with hooks."""
+    It is a view: `model` itself has no hook, so a copy of it that another thread or hook makes is clean. But if hooks
+    or another `forward` could notice the view, it is `model` with hooks."""
     names = [*before, *(after or ())]
     view = _view(model, [name.split(".") if name else [] for name in names])
     target = model if view is None else view
@@ -65,12 +65,17 @@ def names_of(model: nn.Module, part: nn.Module) -> list[str]:
 def _view(module: nn.Module, paths: Sequence[Sequence[str]]) -> nn.Module | None:
     """Return a copy of `module` that shares all but the modules on these `paths` from it, whose hooks are its own.
 
-    Return `None` if hooks, or another `forward`, of one of them could notice that."""
+    Return `None` if hooks, or another `forward`, of one of them could notice that. So could transformers: if a config
+    asks for outputs of layers, the first forward hooks all layers, and notes so in the module that it runs."""
     hooks = module._forward_hooks or module._forward_pre_hooks
-    if hooks or "forward" in vars(module) or module._compiled_call_impl is not None:
+    asked = vars(module.config).items() if isinstance(module, PreTrainedModel) else ()
+    if hooks or any(value and "output_" in name for name, value in asked):
         return None
-    view = copy.copy(module)
+    if "forward" in vars(module) or module._compiled_call_impl is not None:
+        return None
+    view = object.__new__(type(module))  # because parametrized modules refuse `copy.copy`
     own = ("_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
+    vars(view).update(vars(module))
     vars(view).update({name: vars(module)[name].copy() for name in (*own, "_forward_hooks_with_kwargs")})
     for first in {path[0] for path in paths if path}:
         part = _view(module.get_submodule(first), [path[1:] for path in paths if path and path[0] == first])

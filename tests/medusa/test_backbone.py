@@ -125,6 +125,28 @@ def test_a_copy_made_in_a_forward_is_a_clean_model(family: str, hooked: str) -> 
         assert parts_of(found[0]) == parts
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@torch.no_grad()
+def test_outputs_that_the_config_asks_for_come_once(family: str) -> None:
+    """transformers hooks the layers of such a model in its first forward; a forward of a view must not do so again."""
+    model = tiny_model(family)
+    expected = Backbone(tiny_model(family), [1, 0, 2]).hidden_states(IDS, use_cache=False)
+    model.config.output_hidden_states = True
+    for _ in range(2):
+        assert torch.equal(Backbone(model, [1, 0, 2]).hidden_states(IDS, use_cache=False), expected)
+    assert len(model(IDS).hidden_states) == model.config.num_hidden_layers + 1
+
+
+@torch.no_grad()
+def test_a_parametrized_lm_head_is_recorded() -> None:
+    """torch refuses to pickle such a module, and to copy it by the functions of pickle."""
+    model = tiny_model("gemma2")
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+    hidden, logits = Backbone(model).forward(IDS, DynamicCache())
+    assert torch.equal(logits, model(IDS).logits)
+    assert torch.equal(hidden, head_input(model, IDS))
+
+
 def test_the_layers_that_heads_read_by_default() -> None:
     assert usual_layers(32) == (2, 16, 29)
     assert new_layers(32) == [2, 16, 29]

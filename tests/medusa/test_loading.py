@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -181,3 +182,14 @@ def test_wrong_gguf_requests(
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(RequestError, match=r"gguf is not installed; type: pip install 'medusa-heads\[gguf\]'"):
         load_backbone(str(written[0]))
+
+
+@pytest.mark.parametrize("base", ["adapter", "other", 5])
+def test_an_adapter_of_an_adapter_is_refused(tmp_path: Path, base: str | int) -> None:
+    """transformers would load the first adapter's model without that adapter, if it could find it."""
+    for name in ("adapter", "other"):
+        (tmp_path / name).mkdir()
+        place = str(tmp_path / base) if isinstance(base, str) else base
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": place}))
+    with pytest.raises(RequestError, match=f"adapts .*{base}, which is no model; merge the adapters"):
+        load_config(str(tmp_path / "adapter"))
