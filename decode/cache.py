@@ -162,7 +162,7 @@ class TreeCache(Cache):
                 break
         else:  # most models have one shape throughout, so allocate for all layers that have no place yet
             layers, left = len(self.tree_layers), sum(not layer.is_initialized for layer in self.tree_layers)
-            needed = layers * per_layer * states[:, :, :1].nbytes * self.capacity
+            needed = layers * per_layer * states[:, :, :1].numel() * states.element_size() * self.capacity
             if needed > SMALL_BYTES:
                 left = min(left, max(1, int(layers * SHARE)))
             arena = Arena(per_layer * left, states, self.capacity)

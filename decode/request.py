@@ -119,8 +119,9 @@ def _prepare_row(backbone: Backbone, prompt: Sequence[int], kwargs: dict[str, An
     ids = torch.tensor([list(prompt)], device=backbone.device)
     # The mask is never derived from an id, and the caller makes the copies of a row.
     inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "num_return_sequences": 1}
-    stock: Any = type(backbone.model)  # a checkpoint with code of its own may replace the model's attribute `generate`
-    return stock.generate(backbone.model, ids, custom_generate=requests_of, **inputs, **kwargs)
+    model: Any = getattr(backbone.model, "_orig_mod", backbone.model)  # of a model wrapped by `torch.compile`
+    # A checkpoint with code of its own may replace the model's attribute `generate`.
+    return type(model).generate(model, ids, custom_generate=requests_of, **inputs, **kwargs)
 
 
 def requests_of(

@@ -636,3 +636,13 @@ def test_longrope_texts_that_may_pass_the_boundary_are_decoded_alone() -> None:
     ):
         with pytest.raises(RequestError, match=f"once one passes {boundary} tokens; decode one prompt at a time"):
             decode(torch.tensor([[0, 5], [6, 7]]))
+
+
+def test_the_wrapper_of_a_compiled_model_decodes() -> None:
+    """Compiling would take half a minute here, so that the wrapper runs the model as it is."""
+    model, prompt = tiny_model("llama", num_hidden_layers=1), random_ids(9)
+    wrapped, heads = torch.compile(model), random_heads(model)
+    assert type(wrapped) is not type(model)
+    with torch.compiler.set_stance("force_eager"):
+        out = generate(wrapped, heads, torch.tensor([prompt]), max_new_tokens=12)
+    assert out[0, 9:].tolist() == plain(model, prompt, max_new_tokens=12)
