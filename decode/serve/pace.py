@@ -13,7 +13,6 @@ SEEN = 16  # steps of one text with a draft, before its tokens a step are compar
 WINDOW = 5  # times of which the median counts
 HORIZON = 128  # steps of one text: a change of the texts is half noticed after about so many
 SHARE = 0.005  # of the time, which may be lost by measuring drafts again that are not the fastest
-HOPELESS = 1.25  # a draft that takes so many times as long as none is not tried with more texts
 WORTHWHILE = 1.02  # a draft must be so many times as fast as none, or noise would often change the choice
 
 
@@ -23,8 +22,8 @@ class Pace:
     The speed of a draft is tau / T. Tau, its tokens a step in one text, is a mean over the last steps, whatever the
     number of texts. T is the median time of its last steps with about as many texts: 1, 2, 3 to 4, 5 to 8, and so on.
 
-    1. A draft that was not measured enough is tried, small ones first. One that was `HOPELESS` with fewer texts is not,
-       because its nodes cost more with more texts.
+    1. A draft that was not measured enough is tried, small ones first, unless what is known of its time makes it slower
+       than none: it takes at least as long as a smaller draft, and more texts make it slower, compared with none.
     2. Otherwise the fastest is taken. It is none if no draft is `WORTHWHILE` times as fast.
     3. Each other draft is measured again, for two steps, as soon as its part of `SHARE` of the time pays for what this
        is expected to lose. So a draft that is nearly as fast is measured often, and a slow one rarely.
@@ -48,33 +47,33 @@ class Pace:
         """Choose the draft for the next step of so many `texts`; returns its index."""
         if self.expected is not None:
             return self.last
-        group = _group(texts)
-        drafts = [draft for draft in range(len(self.nodes)) if not self._is_hopeless(group, draft)]
+        group, drafts = _group(texts), range(len(self.nodes))
         for draft in reversed(drafts):
             few = self.nodes[draft] > 1 and self.seen[draft] < SEEN
-            if few or not self._is_timed(group, draft):
+            tried = self.times.get((group, draft), ())
+            if few or (len(tried) < TRIES and not (self._is_behind(group, draft) and not tried)):
                 return draft
-        costs = {draft: self._cost(group, draft) for draft in drafts}
+        costs = [self._cost(group, draft) for draft in drafts]
         best = min(drafts, key=costs.__getitem__)
         for draft in drafts:
-            if draft != best and self.saved[draft] > 2 * (costs[draft] - costs[best]) * self.taus[draft]:
+            loss = 2 * (costs[draft] - costs[best]) * self.taus[draft]
+            if draft != best and self.saved[draft] > loss:
+                self.saved[draft] = loss  # with more texts more was saved, which would pay for hundreds of steps here
                 self.expected, self.last = costs[best], best
                 return draft
         return best
 
     def add(self, texts: int, draft: int, seconds: float, tokens: int) -> None:
         """Add the time of a step of so many `texts`, and the tokens that it wrote to all of them together."""
-        group = _group(texts)
         self.steps[draft] += 1
         self.seen[draft] += texts
         self.taus[draft] += (tokens / texts - self.taus[draft]) * min(1, texts / min(self.seen[draft], HORIZON))
         changed, self.last = draft != self.last, draft
         if not changed:
-            self.times.setdefault((group, draft), deque(maxlen=WINDOW)).append(seconds)
+            self.times.setdefault((_group(texts), draft), deque(maxlen=WINDOW)).append(seconds)
         if self.expected is None:
             for other in range(len(self.nodes)):
-                if other != draft and not self._is_hopeless(group, other):  # or hours of savings were spent at once
-                    self.saved[other] += SHARE / (len(self.nodes) - 1) * seconds
+                self.saved[other] += SHARE / (len(self.nodes) - 1) * seconds if other != draft else 0
         else:
             self.saved[draft] -= seconds - tokens / texts * self.expected
             self.expected = self.expected if changed else None
@@ -82,19 +81,25 @@ class Pace:
     def _is_timed(self, group: int, draft: int) -> bool:
         return len(self.times.get((group, draft), ())) >= TRIES
 
-    def _is_hopeless(self, group: int, draft: int) -> bool:
-        """Whether a draft that was not timed with so many texts was much slower than none with fewer."""
+    def _is_behind(self, group: int, draft: int) -> bool:
+        """Whether a draft is slower than none by the times that are known; `False` if none is the draft."""
         none = len(self.nodes) - 1
-        if draft == none or self._is_timed(group, draft):
-            return False
-        fewer = (one for one in range(group) if self._is_timed(one, draft) and self._is_timed(one, none))
-        return any(self._cost(one, draft) > HOPELESS * self._cost(one, none) for one in fewer)
+        return draft != none and self._cost(group, draft) > self._cost(group, none)
 
     def _cost(self, group: int, draft: int) -> float:
-        """The seconds for one token of each text."""
-        times = sorted(self.times[group, draft])
-        median = times[(len(times) - 1) // 2]
-        return median / self.taus[draft] * (WORTHWHILE if self.nodes[draft] > 1 else 1)
+        """The seconds for one token of each text; the least that are possible, if the draft was not timed."""
+        return self._time(group, draft) / self.taus[draft] * (WORTHWHILE if self.nodes[draft] > 1 else 1)
+
+    def _time(self, group: int, draft: int) -> float:
+        """The median time of a draft with about as many texts, or else a time that it does not fall below (0: any)."""
+        if times := self.times.get((group, draft)):
+            return sorted(times)[(len(times) - 1) // 2]
+        none = len(self.nodes) - 1
+        bounds = [self._time(group, smaller) for smaller in range(draft + 1, none) if self._is_timed(group, smaller)]
+        for fewer in range(group):
+            if self._is_timed(fewer, draft) and self._is_timed(fewer, none):
+                bounds.append(self._time(fewer, draft) / self._time(fewer, none) * self._time(group, none))
+        return max(bounds, default=0.0)
 
 
 def _group(texts: int) -> int:

@@ -71,7 +71,7 @@ def test_measuring_other_drafts_loses_little(slower: float) -> None:
     plain = [seconds / tokens for draft, seconds, tokens in steps if draft == 2]
     seconds, tokens = (sum(step[place] for step in steps) for place in (1, 2))
     assert len(plain) < len(steps)
-    assert seconds / tokens < fmean(plain) * 1.012
+    assert seconds / tokens < fmean(plain) * 1.015
 
 
 def test_a_change_of_the_texts_is_noticed() -> None:
@@ -87,7 +87,7 @@ def test_a_change_of_the_texts_is_noticed() -> None:
     assert made_up.run(8, 1000)[2] > 900
 
 
-def test_a_draft_that_was_hopeless_with_fewer_texts_is_not_tried_with_more() -> None:
+def test_a_draft_is_not_tried_with_more_texts_if_it_was_slower_with_fewer() -> None:
     made_up = MadeUp(lambda texts, draft: [60, 11, 10][draft])
     made_up.run(2, 100)
     found = made_up.run(16, 200)
@@ -95,12 +95,28 @@ def test_a_draft_that_was_hopeless_with_fewer_texts_is_not_tried_with_more() -> 
     assert found[1] > 150
 
 
+def test_a_draft_is_not_tried_if_a_smaller_one_takes_too_long_already() -> None:
+    made_up = MadeUp(lambda texts, draft: 10 if draft == 2 or texts < 8 else [90, 40, 10][draft], rng=random.Random(1))
+    made_up.run(2, 100)
+    found = made_up.run(16, 200)
+    assert found[0] == 0
+    assert found[1] <= 2 * TRIES
+
+
+def test_drafts_that_were_not_tried_are_measured_from_time_to_time() -> None:
+    """The prediction was wrong: with many texts, the whole draft takes hardly longer than none."""
+    made_up = MadeUp(lambda texts, draft: [60, 11, 10][draft] if texts < 8 else [12, 11, 10][draft])
+    made_up.run(2, 100)
+    made_up.run(16, 6000)
+    assert made_up.run(16, 1000)[0] > 950
+
+
 def test_a_draft_that_is_not_tried_with_many_texts_is_measured_no_oftener_with_few() -> None:
     made_up = MadeUp(lambda texts, draft: [60, 11, 10][draft])
     made_up.run(2, 100)
     made_up.run(16, 4000)
     made_up.ms = lambda texts, draft: [60, 11, 10][draft] / 10  # as if there had been ten times as many steps
-    assert made_up.run(2, 1000)[0] < 20
+    assert made_up.run(2, 1000)[0] < 30
 
 
 def test_the_first_step_after_a_change_is_not_timed() -> None:
