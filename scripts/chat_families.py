@@ -136,9 +136,11 @@ TEMPLATES["Gemma 4"] = (
 
 TEMPLATES["Mistral v0.3"] = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
-    "{% set messages = messages[1:] %}{% endif %}" + LAST_QUESTION + "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
+    + LAST_QUESTION
+    + "{% for m in messages %}{% if m.role == 'user' %}"
     "{% if tools and loop.index0 == asked.last %}{{ '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}"
-    "{{ '[INST] ' + (system + '\n\n' if system is defined and loop.last else '') + m.content + '[/INST]' }}"
+    "{{ '[INST] ' + (system + '\n\n' if system and loop.last else '') + m.content + '[/INST]' }}"
     "{% elif m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for call in m.tool_calls %}"
     "{{ " + CALL_JSON + " + (', ' if not loop.last else '') }}{% endfor %}{{ ']' + eos_token }}"
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}"

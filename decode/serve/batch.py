@@ -90,7 +90,7 @@ class RunningBatch:
         return step
 
     def end(self, row: int) -> None:
-        """End the text of a row before the next step, for example because nobody waits for it."""
+        """End the text of a row before the next step, for example because its client has left."""
         self.sequences.finish_reason[row] = ENDED
 
     def clear(self) -> None:

@@ -313,7 +313,7 @@ def test_the_line_of_what_commands_do_not_use() -> None:
 def test_a_generate_from_the_code_of_a_checkpoint_is_no_baseline(
     model: Any, free: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers puts it in the place of the model's own, if remote code is trusted."""
+    """transformers replaces the method `generate` of such a model, if remote code is trusted."""
     with_options(model)
     monkeypatch.setattr(model, "generate", lambda *args, **kwargs: pytest.fail("this is another method"))
     for decode in methods(model, Settings(max_new_tokens=NEW), None).values():
