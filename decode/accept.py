@@ -9,17 +9,16 @@ or more of the R rows, V vocabulary, D the depth of the tree, C the most childre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from decode.draft import Draft
+
+if TYPE_CHECKING:
+    from decode.settings import AcceptanceRule
 
 Scores = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(rows [R], nodes [R], their depth) -> scores [M, V] whose softmax is the target, each row's index into scores [R]."""
@@ -45,25 +44,6 @@ class Acceptance(NamedTuple):
     end: Tensor  # [B] the last node of the path
 
 
-@dataclass
-class HostAcceptance:
-    """What the host itself has decided for B rows: an `Acceptance` whose tensors are made only where they are read."""
-
-    paths: list[list[int]]  # the accepted nodes of each row, from the root on
-    ids: list[list[int]]  # their tokens
-    next_roots: list[int]  # the token after each path
-    next_root: Tensor  # [B] the same
-
-    @cached_property
-    def path(self) -> Tensor:
-        """The accepted nodes [B, C], padded with -1 to the longest path."""
-        longest = max(map(len, self.paths))
-        return torch.tensor([path + [-1] * (longest - len(path)) for path in self.paths])
-
-
-Accepted = Acceptance | HostAcceptance
-
-
 def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None) -> Acceptance:
     """Accept the longest path of nodes that equals the text of greedy decoding (Stern et al. 2018, here for trees).
 
@@ -78,36 +58,6 @@ def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None)
     return ended_at(draft, end, best.gather(1, end[:, None])[:, 0])
 
 
-def accept_greedy_on_host(draft: Draft, best: npt.NDArray[np.int64], limit: Tensor | None = None) -> HostAcceptance:
-    """Accept what `accept_greedy` accepts up to the depth `limit` [B], for an array `best` [B, N] in the host's memory.
-
-    On a CPU, reading the nodes' tokens takes less time than twenty small operations."""
-    topology, every_ids, every_best = draft.topology, draft.ids.tolist(), best.tolist()
-    limits = [topology.max_depth] * len(every_ids) if limit is None else limit.tolist()
-    # To make lists by calling types such as `list[int]` takes longer than the walk.
-    paths: list[list[int]] = []
-    on_paths: list[list[int]] = []
-    next_roots: list[int] = []
-    for row, (ids, after, deepest) in enumerate(zip(every_ids, every_best, limits, strict=True)):
-        parent, depth = topology.on_host[0 if topology.is_shared else row]
-        wanted, end = {0: after[0]}, 0  # of each accepted node: the token that a child must hold to be accepted
-        for node, (token, above) in enumerate(zip(ids, parent, strict=True)):
-            if wanted.get(above) == token and node and depth[node] <= deepest:
-                wanted[node] = after[node]
-                if depth[node] > depth[end]:
-                    end = node
-        path = [end]
-        while path[-1]:
-            path.append(parent[path[-1]])
-        path.reverse()
-        paths.append(path)
-        on_paths.append([ids[node] for node in path])
-        next_roots.append(after[end])
-    # A view of one row costs less than a new tensor.
-    root = torch.from_numpy(best[:, paths[0][-1]]) if len(paths) == 1 else torch.tensor(next_roots)
-    return HostAcceptance(paths, on_paths, next_roots, root)
-
-
 def accept_walk(
     draft: Draft, target: Scores, decide: Decide, depth_limit: Tensor | None = None, lazy: bool = True
 ) -> Acceptance:
@@ -118,11 +68,14 @@ def accept_walk(
     the text has exactly the target's distribution, whatever the draft. If the draft tree itself is not drawn at random,
     no lossless rule accepts more tokens on average. `lazy`: see `TreeWalk`."""
     walk, root = TreeWalk(draft, depth_limit, lazy), torch.zeros_like(draft.ids[:, 0])
-    for depth in walk.depths():
+    for depth in range(draft.topology.max_depth + 1):
+        if not len(walk.rows):
+            break
         scores, index = target(walk.rows, walk.nodes, depth)
         token = decide(walk.rows, scores, index).to(root.device)
         root[walk.rows] = torch.where(walk.walking, token, root[walk.rows])
-        walk.go_on(walk.child_that_holds(token))
+        if depth < draft.topology.max_depth:
+            walk.go_on(walk.child_that_holds(token, depth))
     return ended_at(draft, walk.end, root)
 
 
@@ -181,6 +134,16 @@ def near_best(scores: Tensor, distance: int) -> Tensor:
     return ((ids - scores.argmax(-1, keepdim=True)).abs() <= distance) & (scores > -torch.inf)
 
 
+def passes_of(rule: AcceptanceRule) -> Passes | None:
+    """For lossy rules that accept the longest path: the function that tests drafted tokens; else `None`."""
+    if rule.rule == "typical":
+        return lambda scores: typical(scores.softmax(-1), rule.epsilon, rule.delta)
+    if rule.limit is None:
+        return None
+    judge, limit = {"topk": among_best, "distance": near_best}[rule.rule], rule.limit
+    return lambda scores: judge(scores, limit)
+
+
 class TreeWalk:
     """The walk of B rows down their draft trees, one depth at a time; each row's walk ends at its own depth.
 
@@ -192,32 +155,28 @@ class TreeWalk:
         self.end = torch.zeros_like(draft.ids[:, 0])  # [B] the node that each row has reached
         self.rows = torch.arange(len(self.end), device=self.end.device)  # [R] the rows that the walk looks at
         self.walking = torch.ones_like(self.rows, dtype=torch.bool)  # [R] whether each row's walk goes on
-        self.depth = 0
+        self.table = draft.topology.children() if draft.topology.max_children else None
 
     @property
     def nodes(self) -> Tensor:
         """The draft node [R] that each of the R rows has reached in its walk."""
         return self.end.index_select(0, self.rows)
 
-    def depths(self) -> Iterator[int]:
-        """Go through the depths of the tree, from 0 on, while a row may walk."""
-        deepest = self.draft.topology.max_depth
-        while self.depth <= deepest and len(self.rows):
-            yield self.depth
-            self.depth += 1
+    def children(self, depth: int) -> Tensor:
+        """Children [R, C] of the nodes at `depth` that the rows have reached.
 
-    def children(self) -> Tensor:
-        """Children [R, C] of the node that each row has reached; -1: none, beyond `depth_limit`, or the walk ended."""
-        topology, goes_on = self.draft.topology, self.walking
+        -1 stands for no child, one beyond `depth_limit`, or a walk that has ended."""
+        goes_on = self.walking
         if self.depth_limit is not None:
-            goes_on = goes_on & (self.depth_limit.index_select(0, self.rows) > self.depth)
-        return torch.where(goes_on[:, None], topology.at(topology.children, self.rows, self.nodes), -1)
+            goes_on = goes_on & (self.depth_limit.index_select(0, self.rows) > depth)
+        assert self.table is not None, "no node of the draft has children"
+        return torch.where(goes_on[:, None], self.draft.topology.at(self.table, self.rows, self.nodes), -1)
 
-    def child_that_holds(self, token: Tensor) -> Tensor:
-        """Find, for each row, the child of its current node that holds its `token` [R]; -1 if none does."""
-        if not self.draft.topology.max_children:
+    def child_that_holds(self, token: Tensor, depth: int) -> Tensor:
+        """Find, for each row, the child of its current node, at `depth`, that holds its `token` [R]; -1: none does."""
+        if self.table is None:
             return torch.full_like(self.rows, -1)
-        children = self.children()
+        children = self.children(depth)
         held = self.draft.ids[self.rows[:, None], children.clamp_min(0)]
         return torch.where(held == token[:, None], children, -1).amax(-1)
 
@@ -246,16 +205,7 @@ def pack(draft: Draft, accepted: Acceptance) -> Tensor:
     return torch.cat([accepted.length[:, None], accepted.next_root[:, None], ids], dim=1)
 
 
-def at_end(hidden: Tensor, accepted: Accepted) -> Tensor:
+def at_end(hidden: Tensor, accepted: Acceptance) -> Tensor:
     """Select the hidden states [B, H] at the ends of the accepted paths, from those of all N nodes, [B, N, H]."""
-    if isinstance(accepted, HostAcceptance):
-        ends = [path[-1] for path in accepted.paths]
-        if len(ends) == 1:
-            return hidden.select(1, ends[0])
-        end = torch.tensor(ends)
-    else:
-        end = accepted.end
-    end = end.to(hidden.device)
-    if len(end) == 1:
-        return hidden[0].index_select(0, end)
+    end = accepted.end.to(hidden.device)
     return hidden.gather(1, end[:, None, None].expand(-1, -1, hidden.shape[-1]))[:, 0]

@@ -7,15 +7,18 @@ first slots after the text and drops the others. Memory is allocated ahead of th
     lengths 3   slots  t0 t1 t2 | n0 n1 n2 n3      after a forward over the nodes n0..n3
     commit [n0, n2]    t0 t1 t2 n0 n2 |            lengths 5
 
-Shapes: B rows of the batch, H KV heads, S cache slots, D head size, N draft nodes, C columns of a path."""
+One forward takes three calls. `open` is for the host: it makes room, and sets the window, the slots that attention
+reads. `append` and `commit` use tensors only, so that they can be part of a compiled step, which cannot see how the
+host chose. After the host has read how much was committed, `count` tells the cache.
+
+Shapes: B rows of the batch, H KV heads, S cache slots, W of them in the window, D head size, N nodes of a forward,
+C columns of a path."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -24,104 +27,56 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from decode.ops.transfer import on_device
 
 MIN_GROWTH, MAX_GROWTH = 256, 4096
-"""Bounds on the cache slots that a growing cache adds: its size doubles, but it grows by at most MAX_GROWTH slots."""
+"""Bounds on the slots by which a growing cache grows: its size doubles, but it grows by at most MAX_GROWTH slots."""
 SMALL_BYTES, SHARE = 2**26, 0.1
-"""A copied arena is in memory twice, so in a cache above SMALL_BYTES an arena holds only this share of the layers."""
-Paths = Tensor | list[list[int]] | None
-"""The accepted nodes of each row, as `TreeCache.commit` takes them."""
+"""A buffer is in memory twice while it grows. In a cache above SMALL_BYTES it holds only this share of the layers."""
+BLOCK = 256
+"""Slots by which the windows and buffers of compiled steps grow. So the compiler knows that rows of masks, and of their
+parts (`decode.ops.split_attention`), are aligned."""
 
 
-class Arena:
-    """One tensor for the keys and values of several layers. One copy then moves a node in all these layers.
+class Place(NamedTuple):
+    """Where the cache holds a layer's keys or values: the index of the buffer, and of the part of this buffer."""
 
-    All keys and values of a small cache are in one arena, if they have the same shape."""
-
-    def __init__(self, count: int, like: Tensor, capacity: int) -> None:
-        batch, heads, _, size = like.shape
-        # Zeros, because uninitialised memory may hold NaN, and a masked NaN still reaches the output as 0 x NaN.
-        self.buffer = like.new_zeros(count, batch, heads, capacity, size)  # [count, B, H, S, D]
-        self.used = 0
-        """Places of the buffer that hold the keys or the values of a layer."""
-        self._array: npt.NDArray[np.signedinteger] | None = None  # the buffer's memory, for `move`
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep only some rows, by their indices; the memory of all rows is given back."""
-        self._array = None
-        self.buffer = self.buffer.index_select(1, rows.to(self.buffer.device))
-
-    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy nodes on a CPU, given as (row, old slot, new slot), where no new slot is the old one of a later node.
-
-        NumPy copies a node in a third of the time that PyTorch takes to start its operations."""
-        if self._array is None:
-            bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.buffer.itemsize]
-            self._array = self.buffer.view(bits).numpy()  # NumPy does not know bfloat16
-        for row, old, new in moves:
-            self._array[:, row, :, new] = self._array[:, row, :, old]
+    buffer: int
+    part: int
 
 
 class TreeLayer(CacheLayerMixin):
     """One layer of a `TreeCache`, with the interface that transformers' attention calls."""
 
     is_sliding = False  # our masks limit windows by position, so no key is ever dropped
-    keys: Tensor
-    values: Tensor
+    is_compileable = True
 
     def __init__(self, owner: TreeCache) -> None:
         super().__init__()
         self.owner = owner
-        self.places: list[tuple[Arena, int]] = []  # of keys and of values
+        self.places: tuple[Place, ...] = ()  # of keys and of values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # If keys and values have one shape, as in most models, one arena holds both.
+        # If keys and values have one shape, as in most models, one buffer holds both.
         per_layer = 2 if key_states.shape == value_states.shape else 1
-        self.places = [self.owner.place(states, per_layer) for states in (key_states, value_states)]
-        self.bind()
+        self.places = tuple(self.owner.place(states, per_layer) for states in (key_states, value_states))
         self.is_initialized = True
 
-    def bind(self) -> None:
-        """Make the layer's `keys` and `values` views of its arenas' buffers, after a buffer was made or replaced."""
-        self.keys, self.values = (arena.buffer[index] for arena, index in self.places)
-
-    def grow(self) -> None:
-        """Move the keys and values to new arenas of the owner, which have the owner's present capacity."""
-        old = self.keys, self.values
-        self.lazy_initialization(*old)
-        for states, grown in zip(old, (self.keys, self.values), strict=True):
-            grown[:, :, : states.shape[2]] = states
-
-    def join(self, other: TreeLayer, rows: int, used: int) -> None:
-        """Move the keys and values of both layers to new arenas of the owner: first own rows, then those of `other`.
-
-        The owner then has `rows` rows. The first `used` slots of this layer are kept."""
-        mine, theirs = (self.keys, self.values), (other.keys, other.values)
-        self.lazy_initialization(*(states[:1].expand(rows, -1, -1, -1) for states in mine))
-        for joined, own, new in zip((self.keys, self.values), mine, theirs, strict=True):
-            joined[: len(own), :, :used] = own[:, :, :used]
-            joined[len(own) :, :, : other.owner.longest] = new[:, :, : other.owner.longest]
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, heads, N, head size] of N tokens to B rows; returns those of the whole rows."""
+        """Write keys and values [B, H, N, D] of N nodes after each text; returns those of all W slots of the window."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        owner, count = self.owner, key_states.shape[2]
-        end = owner.longest + count
-        owner.reserve(end)
-        owner.pending = count
-        if owner.is_even:
-            self.keys.narrow(2, owner.longest, count).copy_(key_states)
-            self.values.narrow(2, owner.longest, count).copy_(value_states)
-        else:
-            rows, slots = owner.appended(count, key_states.device)
-            self.keys[rows, :, slots] = key_states.transpose(1, 2)
-            self.values[rows, :, slots] = value_states.transpose(1, 2)
-        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+        for place, states in zip(self.places, (key_states, value_states), strict=True):
+            self.owner.write(place, states)
+        return self.read()
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """The keys and values [B, H, W, D] of the W slots of the window."""
+        keys, values = (self.owner.read(place) for place in self.places)
+        return keys, values
 
     def get_seq_length(self) -> int:
         return self.owner.longest
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.longest + query_length, 0
+        return self.owner.width, 0
 
     def get_max_cache_shape(self) -> int:
         return -1
@@ -135,142 +90,213 @@ class TreeLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """A KV cache of transformers whose rows have different lengths, and whose `commit` keeps accepted nodes only."""
 
-    def __init__(self, config: PretrainedConfig, batch_size: int, capacity: int) -> None:
-        """Make an empty cache of `capacity` slots per row; it is copied to larger tensors when a text needs more."""
-        self.arenas: list[Arena] = []
-        self.capacity = capacity
-        self.pending = 0  # nodes of the last forward, until they are committed
-        self._set([0] * batch_size)
+    def __init__(
+        self, config: PretrainedConfig, batch_size: int, capacity: int, device: torch.device, fixed: bool = False
+    ) -> None:
+        """Make an empty cache of `capacity` slots per row; it is copied to larger tensors when a text needs more.
+
+        The numbers of slots are on `device`, as the tokens are. Layers may be on other devices. A `fixed` cache is for
+        compiled steps: while `block` is `BLOCK`, its windows are whole blocks, and never as wide as its buffers."""
+        self.buffers: list[Tensor] = []  # [parts, B, H, S, D] each; a part is one layer's keys or values
+        self.used: list[int] = []  # parts of each buffer that a layer has taken
+        self.capacity, self.fixed, self.block = capacity, fixed, 1
+        self.lengths = [0] * batch_size
+        """Slots of each row that hold text, as far as the host knows: without what was committed, but not counted."""
+        self.filled = torch.zeros(batch_size, dtype=torch.long, device=device)
+        """The same on the device [B], always with what was committed."""
+        self.window = torch.empty(0)  # an element for each block of the window; only the number of elements matters
+        self.even: int | None = 0  # where all rows write next, if the host knows one slot for all
+        self.slots: Tensor | None = None  # during a forward: the slots [B, N] to which its N nodes are written
         self.tree_layers = [TreeLayer(self) for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
         super().__init__(layers=list(self.tree_layers))
 
-    def _set(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self.longest = max(lengths, default=0)
-        self.is_even = self.longest == min(lengths, default=0)
-        self._appended: tuple[Tensor, Tensor] | None = None
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=0)
 
-    def place(self, states: Tensor, per_layer: int) -> tuple[Arena, int]:
-        """Reserve a part of an arena for a layer's keys or values, shaped like `states`; returns arena and part index.
+    @property
+    def width(self) -> int:
+        """The number of slots that attention reads, W."""
+        return self.window.shape[0] * self.block
 
-        Each layer needs `per_layer` such parts (1 or 2). If no part is free, makes an arena for uninitialised layers:
-        all of them if the cache is small, else at most the share `SHARE` of all layers."""
-        for arena in self.arenas:
-            buffer = arena.buffer
-            same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
-            if same and buffer.dtype == states.dtype and buffer.device == states.device and arena.used < len(buffer):
-                break
-        else:  # most models have one shape throughout, so allocate for all layers that have no place yet
-            layers, left = len(self.tree_layers), sum(not layer.is_initialized for layer in self.tree_layers)
-            needed = layers * per_layer * states[:, :, :1].numel() * states.element_size() * self.capacity
-            if needed > SMALL_BYTES:
-                left = min(left, max(1, int(layers * SHARE)))
-            arena = Arena(per_layer * left, states, self.capacity)
-            self.arenas.append(arena)
-        arena.used += 1
-        return arena, arena.used - 1
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled steps write to the cache now, so that windows are whole blocks, which the host has opened."""
+        return self.block > 1
 
-    def reserve(self, slots: int) -> None:
-        """Grow the buffers of all layers, one after another, to hold at least `slots` cache slots per row."""
-        if slots <= self.capacity:
-            return
-        self.capacity = max(slots + MIN_GROWTH, self.capacity + min(self.capacity, MAX_GROWTH))
-        self.arenas = []  # layers hold the old arenas; each arena is freed when its last layer has left it
-        moving = [layer for layer in self.tree_layers if layer.is_initialized]
-        for layer in moving:
-            layer.is_initialized = False
-        for layer in moving:
-            layer.grow()
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
 
-    def appended(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The row indices [B, 1] and cache slots [B, count] where the next `count` tokens of each of B rows belong."""
-        if self._appended is None or self._appended[1].shape[1] != count:
-            start = on_device(self.lengths, device)[:, None]
-            rows = torch.arange(len(self.lengths), device=device)[:, None]
-            self._appended = rows, start + torch.arange(count, device=device)
-        rows, slots = self._appended
-        return rows.to(device), slots.to(device)
+    def open(self, count: int, rows: Sequence[int] | None = None) -> bool:
+        """Make room for `count` nodes after each text, and let attention see them; returns whether buffers moved.
 
-    def release(self) -> None:
-        """Free the memory of all keys and values, after another cache has copied them."""
-        self.arenas.clear()
-        for layer in self.tree_layers:
-            layer.places.clear()
-            del layer.keys, layer.values
-            layer.is_initialized = False
+        `rows` are those that still grow, by default all; what is written to the others does not matter."""
+        lengths = self.lengths if rows is None else [self.lengths[row] for row in rows]
+        longest = max(lengths, default=0)
+        end = rounded(longest + count) if self.is_compiled else longest + count
+        moved = end > self.capacity
+        if moved:
+            larger = max(end + MIN_GROWTH, self.capacity + min(self.capacity, MAX_GROWTH))
+            self.make_room(rounded(larger) if self.is_compiled else larger)
+        if end != self.width:
+            self.window = torch.empty(end // self.block, device=self.window.device)
+        self.even = longest if not self.is_compiled and longest == min(lengths, default=0) else None
+        return moved
 
-    def commit_prompt(self, lengths: list[int]) -> None:
-        """Keep the first `lengths[b]` of the tokens that the last forward appended to row b, and drop the others."""
-        self._set([old + new for old, new in zip(self.lengths, lengths, strict=True)])
-        self.pending = 0
+    def append(self, count: int) -> Tensor:
+        """Reserve the `count` slots after each text for the next forward; returns their positions [B, count]."""
+        positions = self.filled[:, None] + torch.arange(count, device=self.filled.device)
+        # Rows that have ended can be longer than the window.
+        self.slots = positions if self.even is not None else positions.clamp_max(self.width - 1)
+        return positions
 
-    def cut(self, lengths: list[int]) -> None:
-        """Shorten each row b to its first `lengths[b]` cache slots, for example to remove padding."""
-        self._set(list(lengths))
-
-    def reopen(self, lengths: list[int]) -> None:
-        """Shorten row b to `lengths[b]` slots; the slots after them become draft nodes, for `commit` to choose from."""
-        self.cut(lengths)
-        self.pending = 1
-
-    def commit(self, path: Paths, counts: list[int]) -> None:
+    def commit(self, path: Tensor | None, counts: Tensor) -> None:
         """Keep the accepted nodes `path[b, : counts[b]]` of the last forward in row b, and drop the other nodes.
 
-        `path` [B, C] holds the indices of the nodes on each row's path, padded with any values. If the host knows the
-        paths, they are lists of `counts[b]` nodes. `None` says that every path is 0, 1, 2, ..., as in a chain, so that
-        no node needs to move."""
-        if not self.pending:
+        `path` [B, C] holds the indices of the nodes on each row's path, padded with any values. `None` says that every
+        path is 0, 1, 2, ..., as in a chain, so that no node needs to move. The host calls `count` when it knows."""
+        if self.slots is None:
             raise RuntimeError("commit() without a forward before it")
-        longest = max(counts, default=0)
-        if longest > 1 and path is not None:  # a single node is the root, which is already in its place
-            self._move(path, longest)
-        self._set([old + new for old, new in zip(self.lengths, counts, strict=True)])
-        self.pending = 0
+        if path is not None and path.shape[1] > 1:  # a single node is the root, which is already in its place
+            self._move(path.clamp_min(0).to(self.filled.device))
+        self.filled.add_(counts.to(self.filled.device))
+        self.slots = None  # a tensor that a compiled step leaves in an attribute is one more result of its code
 
-    def _move(self, path: Tensor | list[list[int]], longest: int) -> None:
-        """Move the nodes on the paths, of which the longest has `longest` nodes, to the first slots after the text."""
-        if isinstance(path, list) and all(arena.buffer.is_cpu for arena in self.arenas):
-            moves = [
-                (row, start + node, start + place)
-                for row, (start, line) in enumerate(zip(self.lengths, path, strict=True))
-                for place, node in enumerate(line)
-                if node != place
-            ]
-            for arena in self.arenas:
-                arena.move(moves)
-            return
-        if isinstance(path, list):
-            path = on_device([line + [0] * (longest - len(line)) for line in path], self.arenas[0].buffer.device)
-        for arena in self.arenas:
-            self._copy(arena.buffer, path[:, :longest].to(arena.buffer.device), longest)
+    def count(self, counts: Sequence[int], rows: Sequence[int] | None = None) -> None:
+        """Tell how many nodes `counts` of each row were committed; of all rows, or only of `rows`."""
+        for row, number in zip(range(len(self.lengths)) if rows is None else rows, counts, strict=True):
+            self.lengths[row] += number
 
-    def _copy(self, buffer: Tensor, path: Tensor, count: int) -> None:
-        if len(self.lengths) == 1:
-            start = self.lengths[0]
-            buffer.narrow(3, start, count).copy_(buffer.index_select(3, path[0] + start))
+    def keep(self, counts: Sequence[int], path: Sequence[Sequence[int]] | None = None) -> None:
+        """Commit and count what the host has decided: the first `counts[b]` nodes of row b, or those of its path."""
+        device, most = self.filled.device, max(counts, default=0)
+        lines = None if path is None else on_device([[*line] + [0] * (most - len(line)) for line in path], device)
+        self.commit(lines, on_device(counts, device))
+        self.count(counts)
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Shorten each row b to its first `lengths[b]` slots, for example to remove padding.
+
+        Until the next forward, the slots after them are draft nodes, from which `commit` may choose."""
+        self.lengths = list(lengths)
+        self.filled.copy_(on_device(self.lengths, self.filled.device))
+        self.even = self.lengths[0] if len({*self.lengths}) == 1 and not self.is_compiled else None
+        self.append(1)
+
+    def read(self, place: Place) -> Tensor:
+        """The keys or values [B, H, W, D] of one layer in the window."""
+        return self.buffers[place.buffer][place.part, :, :, : self.width]
+
+    def write(self, place: Place, states: Tensor) -> None:
+        """Write keys or values [B, H, N, D] of one layer to the slots reserved last."""
+        buffer = self.buffers[place.buffer]
+        if self.even is not None:  # a view is written in a third of the time
+            buffer[place.part].narrow(2, self.even, states.shape[2]).copy_(states)
             return
-        # Rows that keep fewer than `count` nodes also move garbage, into slots that the next forward overwrites.
-        rows, slots = self.appended(count, buffer.device)
-        buffer[:, rows, :, slots] = buffer[:, rows, :, slots[:, :1] + path.clamp_min(0)]
+        # The compiler writes in place if the index is applied to a whole input, but copies it for an index to a view.
+        part = torch.full((1, 1, 1), place.part, device=states.device)
+        buffer.index_put_((part, *self._index(states.shape[1], states.device)), states)
+
+    def _move(self, path: Tensor) -> None:
+        """Copy the nodes `path` [B, C] to the C slots right after each row's text."""
+        if self.even is not None and len(path) == 1:
+            for buffer in self.buffers:
+                source = (path[0] + self.even).to(buffer.device)
+                buffer.narrow(3, self.even, path.shape[1]).copy_(buffer.index_select(3, source))
+            return
+        source = (self.filled[:, None] + path).clamp_max(self.width - 1)
+        self.slots = (self.filled[:, None] + torch.arange(path.shape[1], device=path.device)).clamp_max(self.width - 1)
+        for buffer in self.buffers:
+            parts = torch.arange(len(buffer), device=buffer.device)[:, None, None, None]
+            rows, heads, slots = self._index(buffer.shape[2], buffer.device)
+            moved = buffer[parts, rows, heads, source[:, None].to(buffer.device)]
+            buffer.index_put_((parts, rows, heads, slots), moved)
+
+    def _index(self, num_heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices of rows [B, 1, 1], KV heads [1, H, 1] and the slots reserved last [B, 1, N]."""
+        assert self.slots is not None
+        rows = torch.arange(len(self.slots), device=device)[:, None, None]
+        return rows, torch.arange(num_heads, device=device)[None, :, None], self.slots[:, None].to(device)
+
+    def place(self, states: Tensor, per_layer: int) -> Place:
+        """Take a part of a buffer for a layer's keys or values, shaped like `states`.
+
+        Each layer needs `per_layer` such parts (1 or 2). If no part is free, makes a buffer for uninitialised layers:
+        all of them if the cache is small, else at most the share `SHARE` of all layers."""
+        for number, buffer in enumerate(self.buffers):
+            same = buffer.shape[2] == states.shape[1] and buffer.shape[4] == states.shape[3]
+            like = same and buffer.dtype == states.dtype and buffer.device == states.device
+            if like and self.used[number] < len(buffer):
+                self.used[number] += 1
+                return Place(number, self.used[number] - 1)
+        # Most models have one shape throughout, so allocate for all layers that have no place yet.
+        layers, left = len(self.tree_layers), sum(not layer.is_initialized for layer in self.tree_layers)
+        needed = layers * per_layer * states[:, :, :1].numel() * states.element_size() * self.capacity
+        if needed > SMALL_BYTES:
+            left = min(left, max(1, int(layers * SHARE)))
+        self.buffers.append(self._buffer(per_layer * left, states, self.capacity))
+        self.used.append(1)
+        return Place(len(self.buffers) - 1, 0)
+
+    def _buffer(self, parts: int, like: Tensor, capacity: int) -> Tensor:
+        # Zeros, because uninitialised memory may hold NaN, and a masked NaN still reaches the output as 0 x NaN.
+        # A window as wide as its buffer would lie in one piece, for which torch.compile makes other code.
+        slots = capacity + (BLOCK if self.fixed else 0)
+        return like.new_zeros(parts, len(self.lengths), like.shape[1], slots, like.shape[-1])
+
+    def make_room(self, capacity: int) -> None:
+        """Move all keys and values, buffer after buffer, to buffers of at least `capacity` slots."""
+        self.capacity = max(capacity, self.capacity)
+        for number, old in enumerate(self.buffers):
+            new = self._buffer(len(old), old[0], self.capacity)
+            kept = min(old.shape[3], new.shape[3])
+            new[:, :, :, :kept] = old[:, :, :, :kept]
+            self.buffers[number] = new
+
+    def restart(self) -> None:
+        """Begin with empty rows, for other texts; the buffers stay where they are.
+
+        No earlier text may remain in them: a masked NaN would still reach the output, as 0 x NaN."""
+        self.cut([0] * len(self.lengths))
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    def release(self) -> None:
+        """Free the memory of all keys and values, until the next forward."""
+        self.capacity = 0
+        self.buffers = [buffer[:, :, :, :0].clone() for buffer in self.buffers]
 
     def select(self, rows: list[int]) -> None:
         """Keep only the rows with the indices `rows`, because the texts of the other rows have ended."""
-        index, filled = torch.tensor(rows), [layer for layer in self.tree_layers if layer.is_initialized]
-        for layer in filled:
-            del layer.keys, layer.values  # these views would keep the memory of all old buffers until the last copy
-        for arena in self.arenas:
-            arena.keep(index)
-        for layer in filled:
-            layer.bind()
-        self._set([self.lengths[row] for row in rows])
+        index = torch.tensor(rows)
+        for number, buffer in enumerate(self.buffers):
+            self.buffers[number] = buffer.index_select(1, index.to(buffer.device))
+        self.filled = self.filled[index.to(self.filled.device)]
+        self.lengths = [self.lengths[row] for row in rows]
+        self.slots = None
 
     def join(self, other: TreeCache) -> None:
         """Append the rows of another cache of the same model, as new texts join; the other cache is used up."""
-        self.capacity = max(self.capacity, other.capacity)
-        self.arenas, rows = [], len(self.lengths) + len(other.lengths)
-        moving = list(zip(self.tree_layers, other.tree_layers, strict=True))
-        for mine, _ in moving:
-            mine.is_initialized = False
-        for mine, theirs in moving:
-            mine.join(theirs, rows, self.longest)
-        self._set(self.lengths + other.lengths)
+        mine, theirs = self.lengths, other.lengths
+        self.lengths, self.capacity = mine + theirs, max(self.capacity, other.capacity)
+        for layer, of_other in zip(self.tree_layers, other.tree_layers, strict=True):
+            if not layer.is_initialized and of_other.is_initialized:
+                layer.lazy_initialization(*(other.buffers[place.buffer][place.part] for place in of_other.places))
+        for number, old in enumerate(self.buffers):
+            new = self._buffer(len(old), old[0], self.capacity)
+            new[:, : len(mine), :, : old.shape[3]] = old[:, : len(mine)]
+            self.buffers[number] = new
+        for layer, of_other in zip(self.tree_layers, other.tree_layers, strict=True):
+            for (number, part), place in zip(layer.places, of_other.places, strict=True):
+                held = other.buffers[place.buffer][place.part, :, :, : other.longest]
+                self.buffers[number][part, len(mine) :, :, : other.longest] = held
+        self.filled, self.slots = torch.cat([self.filled, other.filled]), None
+
+
+def rounded(slots: int) -> int:
+    """Round a number of slots up to the next number that buffers and windows of compiled steps may have.
+
+    It is a multiple of 256, and from 2048 on it grows by up to an eighth, so that few graphs are recorded."""
+    step = max(BLOCK, (1 << (slots - 1).bit_length()) // 16)
+    return -(-slots // step) * step

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from decode.accept import Truncation, passes_of
 from decode.arguments import (
     require_batch,
     require_mask,
@@ -31,8 +32,7 @@ from decode.draft import NoDraft
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
-from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run
-from decode.reference import PlainStepper
+from decode.loop import Step, Stepper, Timer, run
 from decode.request import in_effect, prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
 from decode.session import Session
@@ -59,7 +59,7 @@ class Decoding:
     @cached_property
     def steps(self) -> Generator[Step, None, None]:
         """Decodes the texts step by step."""
-        return run(self.session.sequences, self.stepper, self.timer)
+        return run(self.stepper, self.timer)
 
     def finish(self) -> None:
         """Decode all texts to their ends."""
@@ -102,39 +102,38 @@ def stepper_for(
     drafter holds the drafts that it verified. `compile` may also be one of `decode.settings.CUDA_GRAPHS`, which says
     how compiled steps use CUDA graphs; `True` means "own". Raise a `RequestError` if the acceptance rule, the drafter
     or the amateur does not fit, or steps cannot be compiled."""
-    acceptor, config = Acceptor(*rule), requests[0].config
+    config, is_walk = requests[0].config, passes_of(rule) is None
     if factory is not None:
-        if acceptor.passes is not None and (config.output_scores or config.output_logits):
+        if not is_walk and (config.output_scores or config.output_logits):
             exact = "rejection" if config.do_sample else "greedy"
-            raise RequestError(f"acceptance {acceptor.name!r} gives no output_scores or output_logits; use {exact!r}")
+            raise RequestError(f"acceptance {rule.name!r} gives no output_scores or output_logits; use {exact!r}")
         kept = next((one for request in requests for one in request.processors if isinstance(one, STATEFUL)), None)
-        if acceptor.passes is not None and kept is not None:
+        if not is_walk and kept is not None:
             why = f"{type(kept).__name__} (of guidance_scale or watermarking_config) must read a text in order"
-            raise RequestError(f"{why}, and acceptance {acceptor.name!r} scores all drafted tokens; use 'greedy'")
-        if acceptor.draft == "sample" and not factory.can_draw:
+            raise RequestError(f"{why}, and acceptance {rule.name!r} scores all drafted tokens; use 'greedy'")
+        if rule.draft == "sample" and not factory.can_draw:
             raise RequestError(
                 "this drafter cannot draw its guesses; use draft topk (a draft model: leave confidence out)"
             )
         require_tree_forward(model)
-        if factory.num_nodes == 1 and acceptor.rule in LOSSLESS:  # the same text, without the cost of a tree
+        if factory.num_nodes == 1 and rule.rule in LOSSLESS:  # the same text, without the cost of a tree
             factory = None
     if compile and keep_drafts:
         raise RequestError("compiled steps keep no drafts; leave out compile or keep_drafts")
     if amateur is not None:
         amateur.require_fitting(model, requests, bool(compile))
+    fixed = bool(compile)
     if factory is None:
-        session = Session(model, requests, slack=int(bool(compile)), keep_hidden=keep_hidden, verifiers=amateur)
-        acceptor = Acceptor("rejection" if requests[0].do_sample else "greedy")
+        rule = AcceptanceRule("rejection" if requests[0].do_sample else "greedy")
+        session = Session(model, requests, int(fixed), None, keep_hidden, None, amateur, fixed)
     else:
-        session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
+        truncation = Truncation(rule.epsilon, rule.delta) if rule.rule == "typical-sampled" else None
+        session = Session(model, requests, factory.num_nodes, truncation, keep_hidden, factory.heads, amateur, fixed)
     if compile:
-        return CompiledStepper(session, acceptor, factory, CUDA_GRAPHS[0] if compile is True else compile)
-    if factory is not None:
-        drafter = factory.start(session, drawn=acceptor.draft == "sample")
-        return TreeStepper(session, drafter, acceptor, keep_drafts)
-    if amateur is not None:
-        return TreeStepper(session, NoDraft(session.backbone.device), acceptor)
-    return PlainStepper(session)
+        return CompiledStepper(session, rule, factory, CUDA_GRAPHS[0] if compile is True else compile)
+    drawn = rule.draft == "sample"
+    drafter = NoDraft(session.backbone.device) if factory is None else factory.start(session, drawn)
+    return Stepper(session, drafter, rule, keep_drafts and factory is not None)
 
 
 @listing_options()

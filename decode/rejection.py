@@ -33,13 +33,15 @@ def accept_sampled(
     *tries, last = draws.uniforms(walk.rows, sum(widths) + 1).split([*widths, 1], dim=1)
     found: list[Tensor] = []  # distributions, from some of which the next roots are drawn
     left, known, shared = torch.zeros_like(walk.rows), 0, False  # `left` [B]: the index of each row's distribution
-    for depth in walk.depths():
+    for depth in range(draft.topology.max_depth + 1):
+        if not len(walk.rows):
+            break
         scores, index = target(walk.rows, walk.nodes, depth)
         shared |= len(scores) < len(index)
         residuals = Residuals(scores.softmax(-1), q, index, of_children[walk.rows, walk.nodes], shared)
         child = torch.full_like(walk.rows, -1)
         if depth < draft.topology.max_depth:
-            child, residuals = _first_accepted(draft, walk, residuals, tries[depth].index_select(0, walk.rows))
+            child, residuals = _first_accepted(draft, walk, depth, residuals, tries[depth].index_select(0, walk.rows))
         left[walk.rows] = torch.where(walk.walking, known + residuals.p_of, left[walk.rows])
         known += len(residuals.p)
         found.append(residuals.p)
@@ -48,11 +50,13 @@ def accept_sampled(
     return ended_at(draft, walk.end, invert(cumulative(torch.cat(found)[used]), own, last[:, 0]))
 
 
-def _first_accepted(draft: Draft, walk: TreeWalk, residuals: Residuals, u: Tensor) -> tuple[Tensor, Residuals]:
+def _first_accepted(
+    draft: Draft, walk: TreeWalk, depth: int, residuals: Residuals, u: Tensor
+) -> tuple[Tensor, Residuals]:
     """Return the node index of the child that each row accepts [R], -1 for none, and the new residuals.
 
     `u` [R, most children at this depth]: a uniform random number for each trial."""
-    accepted, children, most = torch.full_like(walk.rows, -1), walk.children(), u.shape[1]
+    accepted, children, most = torch.full_like(walk.rows, -1), walk.children(depth), u.shape[1]
     for place in range(most):  # each row's first child, then each row's second, ...
         child = children[:, place]
         trying = (child >= 0) & (accepted < 0)

@@ -10,11 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.accept import Truncation
-from decode.draft import Frontier
 from decode.heads_cache import HeadsCache
+from decode.reader import ReaderFactory
 from decode.sequences import Request, Sequences
 from decode.target import Target
-from decode.verify import VerifierFactory
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.context_kv import AttendsToText
@@ -35,65 +34,54 @@ class Session:
         truncation: Truncation | None = None,
         keep_hidden: bool = False,
         heads: MedusaHeads | None = None,
-        verifiers: VerifierFactory | None = None,
+        readers: ReaderFactory | None = None,
+        fixed: bool = False,
     ) -> None:
-        """Make a session with empty caches; `verifiers` makes its verifier, by default one that runs only the backbone.
+        """Make a session with empty caches; `readers` makes its reader, by default one that runs only the backbone.
 
         Caches and text buffers have room for a draft of up to `slack` nodes after each text's end. With `keep_hidden`,
         hidden states of all tokens are recorded in `kept_hidden`. `heads` get caches if they look back at the text.
-        Raise RequestError if heads read several layers, so that there are no last hidden states to record."""
+        `fixed` caches can be used by compiled steps. Raise RequestError if heads read several layers, so that there are
+        no last hidden states to record."""
         layers = None if heads is None else heads.config.feature_layers
         if keep_hidden and layers is not None:
             reading = "these heads read hidden states of several layers"
             raise RequestError(f"{reading}, and --record keeps the last ones; record by plain decoding (--plain)")
         self.backbone = Backbone(model, layers)
         self.target = Target(requests, truncation)
-        verifiers = verifiers or VerifierFactory()
-        self.sequences = Sequences(requests, verifiers.context(self.backbone), self.backbone.device, slack)
+        readers = readers or ReaderFactory()
+        self.sequences = Sequences(requests, readers.context(self.backbone), self.backbone.device, slack)
         longest = max(len(request.prompt) for request in requests)
         capacity = longest + min(max(request.max_new_tokens for request in requests), AHEAD) + slack + 1
-        self.verifier = verifiers.create(self.backbone, self.sequences, capacity)
+        self.reader = readers.create(self.backbone, self.sequences, capacity, fixed)
         self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
         """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""
         self.heads_cache: HeadsCache | None = None  # other heads read only the current hidden state
         if heads is not None and (heads.prefix is not None or isinstance(heads, AttendsToText)):
-            self.heads_cache = HeadsCache(heads, self.backbone, len(requests), capacity)
+            self.heads_cache = HeadsCache(heads, self.backbone, len(requests), capacity, fixed)
 
-    def prefill(self, most_probable_first: bool = False) -> Frontier:
-        """Read the prompts, and decide the first token of each text; `most_probable_first` forbids a random draw."""
-        prompts, device = self.sequences.prompts, self.backbone.device
+    def prefill(self, most_probable_first: bool = False) -> tuple[Tensor, Tensor]:
+        """Read the prompts; returns the first token of each text [B], and the hidden states [B, H] before them.
+
+        `most_probable_first` forbids a random draw."""
+        prompts = self.sequences.prompts
         lengths = [len(prompt) for prompt in prompts]
-        ids = self.sequences.buffer[:, : max(lengths)]
         records = self.heads_cache is not None or self.kept_hidden is not None
-        readout = self.verifier.prefill(ids, lengths, self._on_hidden if records else None)
+        ids = self.sequences.buffer[:, : max(lengths)]
+        readout = self.reader.prefill(ids, lengths, self._on_hidden if records else None)
         if self.heads_cache is not None:
             self.heads_cache.cut(lengths)
-        rows = list(range(len(prompts)))
-        root = self.target.next(rows, self.sequences, readout.logits, most_probable_first).to(device)
-        return self.frontier(root, readout.hidden, rows)
-
-    def frontier(self, root: Tensor, hidden: Tensor, rows: list[int]) -> Frontier:
-        """The state before a step of texts `rows`: last tokens `root` [B], `hidden` [B, H] of the token before each."""
-        return Frontier(root, hidden, rows, None if self.heads_cache is None else self.heads_cache.context_kv())
-
-    def select(self, left: list[int]) -> None:
-        """Keep only the texts at the batch indices `left` in all caches of the session, and drop the other texts."""
-        self.verifier.select(left)
-        if self.heads_cache is not None:
-            self.heads_cache.select(left)
+        root = self.target.next(list(range(len(prompts))), self.sequences, readout.logits, most_probable_first)
+        return root.to(self.backbone.device), readout.hidden
 
     def join(self, other: Session, places: Sequence[int], running: Sequence[int]) -> None:
-        """Take over the texts and caches of `other`, whose prompts are read, for the rows `places`.
+        """Take over the texts of `other`, whose prompts are read, for the rows `places`; `other` is used up.
 
-        `running` are the own rows in the caches, in their order; the rows `places` follow them there. `places` are rows
-        of ended texts, or new ones at the end. Both sessions are of the same models and options, and keep no hidden
-        states. `other` is used up."""
+        `running` are the own rows in the caches, in their order. `places` are rows of ended texts, or new ones at the
+        end. Both sessions are of the same models and options, and keep no hidden states."""
         assert self.kept_hidden is None
         self.sequences.take(other.sequences, places)
         self.target.take(other.target, places, running)
-        self.verifier.join(other.verifier)
-        if self.heads_cache is not None and other.heads_cache is not None:
-            self.heads_cache.join(other.heads_cache)
 
     def _on_hidden(self, hidden: Tensor, next_ids: Tensor, start: int) -> Tensor:
         """Record `hidden` [B, C, H] from position `start` (next tokens: `next_ids` [B, C]); return what heads read."""

@@ -8,10 +8,9 @@ root alone), C the most children of a node, X any number of nodes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,15 +27,13 @@ class Topology:
     ancestors: Tensor  # [R, N, N] True at [_, i, j] where node j is node i itself or an ancestor of node i
     paths: Tensor  # [R, N, D + 1] nodes from the root to each node, padded with -1
     max_children: int  # C as a number on the host, so that reading it does not wait for the device
-    static_non_ancestors: Tensor | None = None  # `non_ancestors`, if all steps share the topology
 
     @staticmethod
     @lru_cache(maxsize=8)
     def of(tree: Tree) -> Topology:
         """Make the topology of a static tree, which all rows share; it is stored for the next texts."""
         most = tree.children.shape[1]
-        topology = Topology(tree.parent[None], tree.depth[None], tree.ancestors[None], tree.paths[None], most)
-        return replace(topology, static_non_ancestors=topology.non_ancestors)
+        return Topology(tree.parent[None], tree.depth[None], tree.ancestors[None], tree.paths[None], most)
 
     @classmethod
     def from_parents(cls, parent: Tensor, depth: Tensor, max_depth: int, max_children: int) -> Topology:
@@ -76,10 +73,6 @@ class Topology:
         )
 
     @property
-    def is_static(self) -> bool:
-        return self.static_non_ancestors is not None
-
-    @property
     def is_shared(self) -> bool:
         return self.parent.shape[0] == 1  # `len` of a tensor is a function in Python, which takes longer
 
@@ -100,96 +93,28 @@ class Topology:
         """A mask [R, N, N], True at [_, i, j] where the token of node j cannot affect whether node i is accepted.
 
         That is every j that is neither i nor an ancestor of i, and also the root, which is already decided."""
-        if self.static_non_ancestors is not None:
-            return self.static_non_ancestors
         root = torch.arange(self.num_nodes, device=self.parent.device) == 0
         return ~self.ancestors | root
-
-    @cached_property
-    def place(self) -> Tensor:
-        """The index of each node among its siblings, [R, N] in R trees of N nodes; 0 for the root."""
-        return self.find_place()
-
-    @cached_property
-    def children(self) -> Tensor:
-        """Indices of each node's children, at most C, [R, N, C] in R trees of N nodes; ascending, padded with -1."""
-        return self.find_children(self.place)
-
-    @cached_property
-    def on_host(self) -> list[tuple[list[int], list[int]]]:
-        """The parents and the depths of the nodes in each of R trees, as numbers on the host, which waits for them."""
-        return list(zip(self.parent.tolist(), self.depth.tolist(), strict=True))
 
     @cached_property
     def widths(self) -> list[int]:
         """The most children of a node at each depth from 0 to D - 1, as numbers on the host, which waits for them."""
         most = torch.zeros(self.max_depth + 1, dtype=torch.long, device=self.parent.device)
-        place = self.place.expand_as(self.depth).flatten()
+        place = self.places().expand_as(self.depth).flatten()
         return most.scatter_reduce_(0, self.depth.flatten(), place + 1, "amax")[1:].tolist()
 
-    def find_place(self) -> Tensor:
-        """Compute `place`, each node's index among its siblings; torch.compile cannot trace the cached property."""
+    def places(self) -> Tensor:
+        """The index of each node among its siblings, [R, N] in R trees of N nodes; 0 for the root."""
         siblings = self.parent[:, 1:, None] == self.parent[:, None, 1:]
         return F.pad(siblings.tril(-1).sum(-1), (1, 0))
 
-    def find_children(self, place: Tensor) -> Tensor:
-        """Compute `children` from `place` [R, N], without the cached property, which torch.compile cannot trace."""
+    def children(self) -> Tensor:
+        """Indices of each node's children, at most C, [R, N, C] in R trees of N nodes; ascending, padded with -1."""
         (rows, nodes), device = self.parent.shape, self.parent.device
         table = torch.full((rows, nodes * self.max_children), -1, device=device)
-        slot = self.parent * self.max_children + place
+        slot = self.parent * self.max_children + self.places()
         table.scatter_(1, slot[:, 1:], torch.arange(1, nodes, device=device).expand(rows, -1))
         return table.view(rows, nodes, self.max_children)
-
-
-class HostTopology(Topology):
-    """The topology of R trees of N nodes that the host has grown, on a CPU. Tensors are made when they are read.
-
-    For trees that only one step has: a greedy step on a CPU reads few of the tensors."""
-
-    deepest: int
-
-    def __init__(self, parents: list[list[int]], depths: list[list[int]], max_depth: int) -> None:
-        """Connect nodes by their parents and depths [R][N], in trees of at most `max_depth`."""
-        deepest, most = max_depth, len(parents[0]) - 1
-        vars(self).update(on_host=list(zip(parents, depths, strict=True)), deepest=deepest, max_children=most)
-
-    @cached_property
-    def parent(self) -> Tensor:
-        return torch.tensor([parents for parents, _ in self.on_host])
-
-    @cached_property
-    def depth(self) -> Tensor:
-        return torch.tensor([depths for _, depths in self.on_host])
-
-    @cached_property
-    def ancestors(self) -> Tensor:
-        found = np.zeros((len(self.on_host), self.num_nodes, self.num_nodes), bool)
-        for its_ancestors, (parents, _) in zip(found, self.on_host, strict=True):
-            for node, parent in enumerate(parents):
-                its_ancestors[node] = its_ancestors[parent]
-                its_ancestors[node, node] = True
-        return torch.from_numpy(found)
-
-    @cached_property
-    def paths(self) -> Tensor:
-        found = np.full((len(self.on_host), self.num_nodes, self.max_depth + 1), -1)
-        for its_paths, (parents, depths) in zip(found, self.on_host, strict=True):
-            for node, (parent, depth) in enumerate(zip(parents, depths, strict=True)):
-                its_paths[node] = its_paths[parent]
-                its_paths[node, depth] = node
-        return torch.from_numpy(found)
-
-    @property
-    def is_shared(self) -> bool:
-        return len(self.on_host) == 1
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.on_host[0][0])
-
-    @property
-    def max_depth(self) -> int:
-        return self.deepest
 
 
 @lru_cache(maxsize=256)

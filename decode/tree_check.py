@@ -26,9 +26,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.ops.fast_linear import prepare_linear
-from decode.prefill import prefill
+from decode.reader import Reader
 from decode.topology import Topology
-from decode.verify import Verifier
 from medusa.backbone import Backbone, by_value, require_tree_support
 from medusa.errors import RequestError
 from medusa.tree import Tree
@@ -167,14 +166,14 @@ def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[l
     prompts. After each step, the cache keeps the nodes `KEPT`, as if they had been accepted."""
     topology, device = Topology.of(TREE.to(backbone.device)), backbone.device
     lengths = [len(prompt) for prompt in prompts]
-    cache = TreeCache(backbone.model.config, len(prompts), capacity=lengths[0] + 2 * TREE.num_nodes)
+    cache = TreeCache(backbone.model.config, len(prompts), lengths[0] + 2 * TREE.num_nodes, device)
+    reader = Reader(backbone, cache)
     padded = torch.tensor([prompt + [0] * (lengths[0] - len(prompt)) for prompt in prompts], device=device)
-    prefill(backbone, cache, padded, lengths)
-    verifier = Verifier(backbone, cache)
+    reader.prefill(padded, lengths)
     logits = []
     for draft in drafts:
-        logits.append(verifier(Draft(torch.tensor(draft, device=device), topology)).logits.cpu().double())
-        cache.commit(torch.tensor([kept + [0] * (len(KEPT[0]) - len(kept)) for kept in KEPT]), [*map(len, KEPT)])
+        logits.append(reader(Draft(torch.tensor(draft, device=device), topology)).logits.cpu().double())
+        cache.keep([*map(len, KEPT)], KEPT)
     return torch.cat(logits)
 
 

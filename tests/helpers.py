@@ -25,10 +25,11 @@ import tiny_models
 from decode.draft import Draft, Drafter, Frontier
 from decode.drafters.heads import HeadsDrafter
 from decode.generation import unpadded
-from decode.loop import Acceptor, Step, Timer, TreeStepper, run
+from decode.loop import Step, Stepper, Timer, run
+from decode.ops.grouped_attention import grouped
 from decode.request import prepare
 from decode.session import Session
-from decode.settings import DecodingOptions
+from decode.settings import AcceptanceRule, DecodingOptions
 from decode.topology import Topology
 from medusa import MedusaHeads, Tree
 from medusa.config import VARIANTS
@@ -148,8 +149,9 @@ def rename_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     AttentionInterface.register("sdpa_renamed", sdpa_attention_forward)
     AttentionMaskInterface.register("sdpa_renamed", sdpa_mask)
 
-    class Renamed:
-        def __init__(self, config: PretrainedConfig) -> None:
+    class Renamed(grouped):
+        def __init__(self, config: PretrainedConfig, masks: object = None) -> None:
+            super().__init__(config)
             self.config = config
 
         def __enter__(self) -> None:
@@ -158,8 +160,7 @@ def rename_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *error: object) -> None:
             self.config._attn_implementation = "sdpa"
 
-    for place in ("decode.verify", "decode.prefill"):
-        monkeypatch.setattr(f"{place}.grouped", Renamed)
+    monkeypatch.setattr("decode.reader.grouped", Renamed)
 
 
 def left_padded(prompts: list[list[int]], pad: int = 0) -> dict[str, Tensor]:
@@ -248,15 +249,15 @@ def decode_with(
     """Run the loop with the given drafter; returns the finished session and its steps."""
     input_ids = torch.as_tensor(input_ids)
     requests = prepare(model, unpadded(input_ids, kwargs.pop("attention_mask", None)), **kwargs)
-    session = Session(model, requests, slack=drafter.tree.num_nodes, verifiers=amateur)
+    session = Session(model, requests, slack=drafter.tree.num_nodes, readers=amateur)
     drafter.sequences = session.sequences
     rule = DecodingOptions(acceptance=acceptance).rule_for(requests[0].do_sample)
-    return session, run_steps(session, drafter, Acceptor(*rule))
+    return session, run_steps(session, drafter, rule)
 
 
-def run_steps(session: Session, drafter: Drafter, acceptor: Acceptor) -> list[Step]:
+def run_steps(session: Session, drafter: Drafter, rule: AcceptanceRule) -> list[Step]:
     """All steps of a session with this drafter."""
-    return list(run(session.sequences, TreeStepper(session, drafter, acceptor), Timer()))
+    return list(run(Stepper(session, drafter, rule), Timer()))
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from decode import generate, request, steps
 from decode.bench.methods import plain_method
 from decode.generation import decoding
-from decode.loop import Acceptor
+from decode.settings import AcceptanceRule
 from decode.request import prepare
 from decode.settings import Settings
 from medusa import Tree
@@ -627,7 +627,7 @@ def test_models_that_read_the_text_again_at_the_longrope_boundary(family: str) -
 def plain_steps(model: Any, prompt: list[int]) -> Any:
     """Steps of the package's plain decoding."""
     requests = prepare(model, [prompt], max_new_tokens=NEW, do_sample=False)
-    return decoding(model, None, requests, Acceptor("greedy")).steps
+    return decoding(model, None, requests, AcceptanceRule("greedy")).steps
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "phi"])

@@ -19,7 +19,7 @@ from decode.bench.compare import Sample, interval
 from decode.bench.figures import AcceptedNode, MethodFigures, PositionFigures, PromptFigures, Rate
 from decode.bench.machine import Moment
 from decode.bench.methods import DrafterMethod, Method
-from decode.compiled.fixed_cache import STEP
+from decode.cache import BLOCK
 from decode.loop import Timer
 from decode.results import Result, mean_tau, prompt_seeds, tau
 from medusa.heads.guesses import MISSED
@@ -128,8 +128,8 @@ def warm_up_batches(
     """Choose the batches of a warm-up, after which compiled methods have nothing left to prepare while time counts.
 
     Each batch size is another compiled step. So the batches of one size are chosen by their longest prompt: the
-    longest, the shortest, and between them one for each `STEP`. The longest comes first, because compiled steps drop
-    their CUDA graphs when their caches grow. With `everything`, all batches are chosen: each `STEP` tokens of text are
+    longest, the shortest, and between them one for each `BLOCK`. The longest comes first, because compiled steps drop
+    their CUDA graphs when their caches grow. With `everything`, all batches are chosen: each `BLOCK` tokens of text are
     another CUDA graph, and only decoding shows how long a text gets."""
 
     def longest(batch: Sequence[Sequence[int]]) -> int:
@@ -141,7 +141,7 @@ def warm_up_batches(
         chosen.append(first)
         for batch in others:
             shorter = longest(chosen[-1]) - longest(batch)
-            if everything or shorter >= STEP or (shorter and batch is others[-1]):
+            if everything or shorter >= BLOCK or (shorter and batch is others[-1]):
                 chosen.append(batch)
     return chosen
 

@@ -14,30 +14,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from decode.accept import at_end, pack
-from decode.cache import TreeCache
-from decode.compiled.direct import DirectStep, RecordingBackend
-from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, static, window_of
+from decode.cache import BLOCK, TreeCache
 from decode.compiled.graphs import GraphedStep
-from decode.compiled.sampler import FixedSampler
-from decode.draft import Drafter, Frontier, KeepsProducts
-from decode.heads_cache import HeadsCache
-from decode.masks import visible_slots
+from decode.draft import Drafter, KeepsProducts
+from decode.drafters.layouts import Layout
+from decode.ops.draws import BlockDraws
 from decode.ops.fast_linear import fast_linear
 from decode.ops.grouped_attention import grouped
-from medusa.backbone import Backbone, by_value
-from medusa.memory import bytes_of, plain_tensors, total_memory
-from medusa.tree_support import LayerKinds, additive
+from decode.step import Judge, State, step
+from medusa.backbone import by_value
+from medusa.memory import plain_tensors, total_memory
 
 KEPT = 32
 """Maximum number of compiled regions that a model keeps; the least recently used region is dropped first."""
 SHARE = 1 / 8
 """Part of the device's memory that the caches of kept regions may fill; the least recently used are freed first."""
-SMALL = 1 << 26
-"""For backbones up to this size in bytes, the code that calls the kernels on a CPU is C++ instead of Python.
-
-A step of stories260K then takes a fifth to a quarter less time, and compiling takes 23 instead of 28 s. With 24 layers
-and 300 MB, compiling takes 93 instead of 66 s, and a step hardly less time."""
 STORED = "_medusa_regions"
 """The attribute of a model that holds its regions. They refer to the model, so that they must live and end with it."""
 COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
@@ -47,174 +38,127 @@ Key = tuple[object, ...]
 
 
 class Region:
-    """A compiled step for one batch size, tree and sampler, with the caches and state of its rows."""
+    """A step (`decode.step`) compiled for one batch size, tree, rule and set of options, with the state of its rows."""
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        cache: FixedCache,
-        heads_cache: FixedHeadsCache | None,
-        drafter: Drafter,
-        sampler: FixedSampler,
-        frontier: Frontier,
-        max_depth: int,
-        graphs: str,
-        heads: nn.Module | None = None,
-    ) -> None:
-        """Make a compiled region for drafts of `max_depth` D, without cache slots (see `make_room`).
+    judge: Judge  # of the session whose texts are decoded
 
-        `frontier` shows the shape and dtype of the state between steps; `graphs` is one of `CUDA_GRAPHS`. `heads` are
-        those of the drafter, if it has any."""
-        self.backbone, self.cache, self.heads_cache = backbone, cache, heads_cache
-        self.drafter, self.sampler = drafter, sampler
-        self.drafted = False  # whether an eager draft has been made
-        self.config, self.layers = backbone.config, LayerKinds(backbone.config)
-        self.caches = [cache, *([] if heads_cache is None else heads_cache.caches)]
-        self.root, self.hidden = static(torch.zeros_like(frontier.root)), static(torch.zeros_like(frontier.hidden))
-        self.alive = static(torch.ones_like(frontier.root))  # 0 for rows that have ended
-        self.end = 1 << 62 if backbone.context is None else backbone.context
-        self.u = static(torch.zeros(cache.rows, max_depth + 1, dtype=torch.float64, device=backbone.device))
+    def __init__(self, state: State, drafter: Drafter, tree: Layout, graphs: str, heads: nn.Module | None) -> None:
+        """Compile steps on `state`, whose prompts are read, with drafts that fill `tree`.
+
+        `graphs` is one of `CUDA_GRAPHS`. `heads` are those of the drafter, if it has any."""
+        self.state, self.drafter = state, drafter
+        self.backbone = state.reader.backbone
+        heads_caches = [] if state.heads_cache is None else state.heads_cache.caches
+        self.caches = [*state.reader.caches, *heads_caches]
+        max_depth = tree.max_depth
+        self.nodes = [tree.num_nodes] * len(state.reader.caches) + [max_depth + 1] * len(heads_caches)
+        """Slots that a step writes in each of the caches."""
+        device, rows = self.backbone.device, len(state.root)
+        state.root, state.hidden, state.alive = map(static, (state.root, state.hidden, state.alive))
+        self.u = static(torch.zeros(rows, max_depth + 1, dtype=torch.float64, device=device))
         """Input [B, D + 1] of a step: a uniform random number for each token that the step can write."""
+        for cache in self.caches:
+            static(cache.filled)
+        if state.heads_cache is not None:
+            state.heads_cache.chain(max_depth + 1)  # torch.compile cannot trace its first call
+        drafter.propose(state.frontier())  # fills tables that a tree keeps, for the same reason
+        self.modules = [self.backbone.model, *([] if heads is None else [heads])]
+        self.addresses = addresses(self.modules)
         # Torch 2.13 may write a result into part of a finished `cat`, and still reuse that memory. A recurrent head
         # then read the next token's embedding instead of its state.
-        settings: dict[str, Any] = {"inplace_buffers": False, "triton.cudagraphs": graphs == "torch"}
-        on_cpu = backbone.device.type == "cpu"
-        if on_cpu and bytes_of(backbone.model) <= SMALL:
-            settings["cpp_wrapper"] = True
-        self.runner: GraphedStep | DirectStep | None = None
-        backend = None
-        if graphs == "own":
-            self.runner = GraphedStep(self._as_compiled, backbone.device)
-        elif on_cpu:
-            backend = RecordingBackend(settings)
-            self.runner = DirectStep(self._as_compiled, backend)
-        self.compiled = compiled(self._step, settings, backend)
-        self.modules = [backbone.model, *([] if heads is None else [heads])]
-        self.addresses: list[int] = []  # of the tensors of these modules, which our own graphs hold
+        settings = {"inplace_buffers": False, "triton.cudagraphs": graphs == "torch"}
+        self.compiled = compiled(self._step, settings)
+        self.graphed = GraphedStep(self._as_compiled, device) if graphs == "own" else None
 
-    def __call__(self) -> list[list[int]]:
-        """Run one decoding step; returns its decisions as lists of numbers, which `decode.loop.unpack` reads."""
-        packed = self._as_compiled() if self.runner is None else self.runner(self.cache.width)
-        return packed.tolist()
+    def __call__(self) -> Tensor:
+        """Run one decoding step; returns `Decided.packed`."""
+        return self._as_compiled() if self.graphed is None else self.graphed(self.caches[0].width)
 
     def _as_compiled(self) -> Tensor:
-        """Run one decoding step by torch.compile."""
-        with grouped(self.config), fast_linear(self.backbone.head_weight, 2 * self.cache.rows), self.backbone.watched():
+        # torch.compile cannot enter the contexts of this thread, so they are open before.
+        reader = self.state.reader
+        linear = fast_linear(self.backbone.head_weight, 2 * len(self.u))
+        with grouped(self.backbone.config), linear, reader.backbone.watched():
             return self.compiled()
 
-    @property
-    def capacity(self) -> int:
-        """The number of cache slots that a text and a draft after it may take."""
-        return self.cache.capacity
+    def _step(self) -> Tensor:
+        return step(self.state, self.drafter, self.judge, BlockDraws(self.u), nothing).packed
+
+    def begin(self, judge: Judge, root: Tensor, hidden: Tensor) -> None:
+        """Decode the texts of another session, whose prompts the caches hold; for `root` and `hidden` see `State`."""
+        self.judge, state = judge, self.state
+        for cache in self.caches:
+            cache.block = BLOCK
+        state.rows = list(range(len(root)))
+        state.alive.fill_(1)
+        state.begin(root, hidden)
+        # `model.to` and some adapters move weights to other memory without a change of the key.
+        if (now := addresses(self.modules)) != self.addresses:
+            self.forget_graphs()
+            self.addresses = now
+        if isinstance(self.drafter, KeepsProducts):
+            self.drafter.refresh()
+
+    def open(self) -> None:
+        """Make room for the next step, and let it see all texts."""
+        for cache, nodes in zip(self.caches, self.nodes, strict=True):
+            window, moved = cache.window, cache.open(nodes, self.state.rows)
+            if moved or not self.marked(cache):
+                for buffer in cache.buffers:
+                    torch._dynamo.mark_dynamic(static(buffer), 3)
+                self.forget_graphs()
+            if window is not cache.window:
+                torch._dynamo.mark_dynamic(static(cache.window), 0)
+
+    def marked(self, cache: TreeCache) -> bool:
+        """Whether torch.compile knows that the cache's buffers stay where they are."""
+        return all(hasattr(buffer, "_dynamo_static_input_type") for buffer in cache.buffers)
+
+    def end(self) -> None:
+        """Read prompts again, and keep nothing of the texts that were decoded."""
+        for cache in self.caches:
+            cache.block = 1
+        del self.judge
+
+    def release(self) -> None:
+        """Free the memory of the KV caches. The compiled code stays."""
+        self.forget_graphs()
+        for cache in self.caches:
+            cache.release()
+
+    def forget_graphs(self) -> None:
+        if self.graphed is not None:
+            self.graphed.clear()
 
     @property
     def num_bytes(self) -> int:
         """The memory of all KV caches in bytes."""
         return sum(cache.num_bytes for cache in self.caches)
 
-    def make_room(self, slots: int, keep: bool = True) -> None:
-        """Replace the KV caches by larger ones of `slots` cache slots per row; `keep`: with the text in them."""
-        self._clear_runner()
-        for cache in self.caches:
-            cache.make_room(slots, keep)
 
-    def look_at(self, slots: int) -> None:
-        """Make attention read the first `slots` cache slots, which must hold the longest text and a draft after it."""
-        if slots != self.cache.width:
-            window = window_of(slots, self.root.device)
-            for cache in self.caches:
-                cache.window = window
-
-    def release(self) -> None:
-        """Free the memory of the KV caches. The compiled code stays."""
-        self._clear_runner()
-        for cache in self.caches:
-            cache.release()
-
-    def _clear_runner(self) -> None:
-        if self.runner is not None:
-            self.runner.clear()
-
-    def _step(self) -> Tensor:
-        cache, lengths = self.cache, self.cache.lengths
-        draft = self.drafter.propose(self.frontier())
-        topology = draft.topology
-        positions = (lengths[:, None] + topology.depth).clamp_max(self.end - 1)
-        cache.append_next(topology.num_nodes)
-        masks = self.layers.masks(
-            lambda kind: additive(visible_slots(topology, lengths, cache.width, kind), self.backbone.dtype)[:, None]
-        )
-        readout = self.backbone.forward(draft.ids, cache, position_ids=positions, attention_mask=masks)
-        accepted = self.sampler.accept(draft, readout.logits, self.u, self.end - 1 - lengths)
-        if topology.max_children > 1:
-            cache.move(accepted.path.clamp_min(0))
-        packed, counts = pack(draft, accepted), accepted.length * self.alive  # rows that have ended do not grow
-        if self.heads_cache is None:
-            hidden = at_end(readout.hidden, accepted)
-        else:
-            path = accepted.path.clamp_min(0)
-            on_path = path[:, :, None].expand(-1, -1, readout.hidden.shape[-1])
-            states, ids = readout.hidden.gather(1, on_path).to(self.hidden.dtype), draft.ids.gather(1, path)
-            hidden = self.heads_cache.path(self.hidden, states, ids, accepted.length - 1, counts)
-        self.hidden.copy_(hidden)
-        self.root.copy_(accepted.next_root)
-        lengths.add_(counts)
-        for each in self.caches:
-            each.end_step()
-        return packed
-
-    def frontier(self) -> Frontier:
-        """The last decided tokens (roots) and the hidden states before them, from which the next step drafts."""
-        context_kv = None if self.heads_cache is None else self.heads_cache.context_kv()
-        return Frontier(self.root, self.hidden, list(range(self.cache.rows)), context_kv)
-
-    def load(self, cache: TreeCache, heads_cache: HeadsCache | None, frontier: Frontier, alive: list[bool]) -> None:
-        """Copy both caches' keys and values and the `frontier` into the region; `alive` marks unfinished rows."""
-        self.cache.load(cache)
-        if self.heads_cache is not None and heads_cache is not None:
-            self.heads_cache.load(heads_cache)
-        self.root.copy_(frontier.root)
-        self.hidden.copy_(frontier.hidden)
-        self.end_rows(alive)
-        # `model.to` and some adapters move weights to other memory without a change of the key.
-        if isinstance(self.runner, GraphedStep) and self.addresses != (now := addresses(self.modules)):
-            self._clear_runner()
-            self.addresses = now
-        if not self.drafted:
-            self.drafter.propose(self.frontier())  # fills the tables that a tree caches, which compiled steps cannot do
-            self.drafted = True
-        elif isinstance(self.drafter, KeepsProducts):
-            self.drafter.refresh()
-
-    def end_text(self) -> None:
-        """Hold no inputs of direct calls between texts, when weights may be replaced."""
-        if isinstance(self.runner, DirectStep):
-            self.runner.clear()
-
-    def end_rows(self, alive: list[bool]) -> None:
-        """Freeze the rows that are not `alive`: they stay in the batch, but their texts no longer grow."""
-        self.alive.copy_(torch.tensor(alive))
+def nothing(stage: str) -> None:
+    """The laps of a compiled step, which has no stages."""
 
 
-def compiled(
-    step: Callable[[], Tensor], settings: dict[str, Any], backend: RecordingBackend | None
-) -> Callable[[], Tensor]:
+def static(tensor: Tensor) -> Tensor:
+    """Mark a tensor as one whose address never changes, so that CUDA graphs can update it in place; returns it."""
+    torch._dynamo.mark_static_address(tensor)
+    return tensor
+
+
+def compiled(step: Callable[[], Tensor], settings: dict[str, Any]) -> Callable[[], Tensor]:
     """Compile the bound method `step` as one graph, which no other object of its class shares.
 
-    `backend` makes machine code of the graph; `None`: inductor, PyTorch's compiler, with these `settings`.
-
-    Only torch.compile's guards on tensors and on the sizes of caches and windows are kept, because guards on a thousand
-    modules take longer than a step of a small model. Instead, each session checks once, by `modules_key`, that no
-    module has changed."""
+    `settings` are those of inductor, PyTorch's compiler. Only torch.compile's guards on tensors and on the sizes of
+    caches and windows are kept, because guards on a thousand modules take longer than a step of a small model. Instead,
+    each session checks once, by `modules_key`, that no module has changed."""
     method = cast(MethodType, step)
     function = cast(FunctionType, method.__func__)
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)  # shares no compiled code
     guards: dict[str, Any] = {
         "guard_filter_fn": lambda found: [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for guard in found]
     }
-    bound = MethodType(own, method.__self__)
-    how: dict[str, Any] = {"options": guards | settings} if backend is None else {"options": guards, "backend": backend}
-    return torch.compile(bound, fullgraph=True, dynamic=False, **how)
+    return torch.compile(MethodType(own, method.__self__), fullgraph=True, dynamic=False, options=guards | settings)
 
 
 class Regions(list[tuple[Key, Region]]):

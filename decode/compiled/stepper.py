@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PretrainedConfig
 
-from decode.compiled.fixed_cache import FixedCache, FixedHeadsCache, rounded
 from decode.compiled.graphs import graphs_for
 from decode.compiled.region import Key, Region, Regions, modules_key
-from decode.compiled.sampler import FixedSampler
-from decode.draft import Frontier, NoDraft
+from decode.draft import NoDraft
 from decode.drafters.base import DrafterFactory
 from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation_config import text_options, told, way_out
-from decode.loop import Acceptor, StepOutcome, Stepper, Timer, unpack
-from decode.session import AHEAD, Session
-from decode.settings import ONE_SHAPE
-from decode.target import WARPERS
+from decode.loop import StepOutcome, Stepper, Timer, unpack
+from decode.session import Session
+from decode.settings import ONE_SHAPE, AcceptanceRule
+from decode.step import Judge, State
+from decode.target import WARPERS, Target, settings_of
 from medusa.backbone import Backbone
 from medusa.errors import NotCompilableError, RequestError
 from medusa.tree import Tree
@@ -31,7 +31,7 @@ from medusa.tree_support import rope_kinds
 class CompiledStepper(Stepper):
     """Decodes the texts of a session by compiled steps."""
 
-    def __init__(self, session: Session, acceptor: Acceptor, factory: DrafterFactory | None, graphs: str) -> None:
+    def __init__(self, session: Session, rule: AcceptanceRule, factory: DrafterFactory | None, graphs: str) -> None:
         """Make a stepper for the texts of `session`, with drafts by `factory`; `None`: drafts of the root alone.
 
         `graphs`, one of `CUDA_GRAPHS`, says how steps on a GPU use CUDA graphs. The thread that reads the prompts must
@@ -42,7 +42,8 @@ class CompiledStepper(Stepper):
                 "only steps of heads can be compiled, as other drafters work on the host; leave one of them out"
             )
         _require_compilable(session)
-        self.session, self.acceptor, self.factory = session, acceptor, factory
+        super().__init__(session, NoDraft(session.backbone.device), rule)
+        self.factory = factory
         heads = None if factory is None else factory.heads
         self.tree: Layout = Tree.chain(0) if factory is None else factory.tree
         tree = self.tree
@@ -57,39 +58,45 @@ class CompiledStepper(Stepper):
         self.key: Key = (
             len(session.sequences),
             (*shape, *nodes.parent.tolist(), *nodes.rank.tolist()),
-            FixedSampler.key(session.target, acceptor),
+            option_key(session.target, rule),
             torch.get_num_threads(),
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             modules_key(backbone.model),
             (heads, modules_key(heads)) if heads is not None else (),  # with the heads, so that no others get their id
         )
-        self.lengths = [len(prompt) for prompt in session.sequences.prompts]
 
-    def start(self) -> tuple[list[int], list[int]]:
-        session, sequences = self.session, self.session.sequences
-        frontier = session.prefill(most_probable_first=self.acceptor.rule == "typical")
-        root, self.rows = frontier.root, frontier.rows
-        self.region = self._region(frontier)
-        ahead = max(self.lengths) + min(max(sequences.limits), AHEAD) + self.tree.num_nodes
-        if ahead > self.region.capacity:
-            self.region.make_room(rounded(ahead), keep=False)
-        self.region.look_at(rounded(max(self.lengths) + self.tree.num_nodes))
-        self.region.load(session.verifier.cache, session.heads_cache, frontier, self._alive())
-        return self.rows, root.tolist()
+    def start(self) -> None:
+        session = self.session
+        self.graphs = graphs_for(self.graphs, session.backbone.device)
+        self.key = (self.graphs, *self.key)
+        region = self.taken = self.regions.take(self.key)
+        if region is not None:  # the prompts go into its caches
+            session.reader, session.heads_cache = region.state.reader, region.state.heads_cache
+            for cache in region.caches:
+                cache.restart()
+        root, hidden = self._prefill()
+        if region is None:
+            state = State(session.reader, session.heads_cache, root.clone(), hidden.clone())
+            drafter = self.drafter if self.factory is None else self.factory.start(session)
+            heads = None if self.factory is None else self.factory.heads
+            region = self.taken = Region(state, drafter, self.tree, self.graphs, heads)
+        self.region, self.state, self.roots = region, region.state, root.tolist()
+        self._settle()
+        region.begin(self.judge, root, hidden)
+
+    def _settle(self) -> None:
+        self.judge = Judge(self.rule, self.session.target, self.session.sequences, lazy=False)
 
     def step(self, timer: Timer) -> StepOutcome:
         """Run one compiled step; `timer` books all its time, drafting included, as the stage `verify`.
 
-        Raise a `RequestError` if torch.compile fails on this model."""
+        Raise a `NotCompilableError` if torch.compile fails on this model."""
         region, target = self.region, self.session.target
-        slots = rounded(max(self.lengths[row] for row in self.rows) + self.tree.num_nodes)
-        if slots > region.capacity:
-            region.make_room(rounded(max(slots, region.capacity * 3 // 2)))
-        region.look_at(slots)
+        region.open()
         if target.do_sample:
             region.u.copy_(target.draws.block(region.u.shape[1], region.u.device))
         try:
-            packed = region()
+            packed = region().tolist()
         except TorchDynamoException as error:
             self.taken = None
             name, cause = type(self.session.backbone.model).__name__, getattr(error, "inner_exception", error)
@@ -97,40 +104,41 @@ class CompiledStepper(Stepper):
             raise NotCompilableError(f"torch.compile fails on {name} ({reason})") from error
         timer.lap("verify")
         outcome = unpack([packed[row] for row in self.rows])
-        for row, length in zip(self.rows, outcome.lengths, strict=True):
-            self.lengths[row] += length
+        self.state.count(outcome.lengths)
+        self.roots = outcome.roots
         return outcome
 
-    def keep(self, left: list[int]) -> None:
-        self.rows = [self.rows[place] for place in left]
-        self.region.end_rows(self._alive())
+    def join(self, other: Stepper, places: Sequence[int]) -> None:
+        """Compiled steps have a fixed number of rows, so that no text can join."""
+        raise RuntimeError("texts cannot join a compiled batch, whose number of rows is fixed")
 
     def close(self) -> None:
         """Give the compiled region of this session back to the model, which keeps it for reuse."""
         if self.taken is not None:
-            self.taken.end_text()
+            self.taken.end()
             self.regions.put_back(self.key, self.taken)
             self.taken = None
 
-    def _alive(self) -> list[bool]:
-        return [row in self.rows for row in range(len(self.lengths))]
 
-    def _region(self, frontier: Frontier) -> Region:
-        """Take a kept region, or make one without cache slots."""
-        session = self.session
-        graphs = graphs_for(self.graphs, session.backbone.device)
-        self.key = (graphs, *self.key)
-        region = self.regions.take(self.key)
-        if region is None:
-            sampler = FixedSampler(session.target, self.acceptor)
-            drafter = NoDraft(session.backbone.device) if self.factory is None else self.factory.start(session)
-            heads_cache = session.heads_cache
-            fixed = None if heads_cache is None else FixedHeadsCache(heads_cache, self.tree.max_depth)
-            cache, depth = FixedCache(session.verifier.cache), self.tree.max_depth
-            heads = None if self.factory is None else self.factory.heads
-            region = Region(session.backbone, cache, fixed, drafter, sampler, frontier, depth, graphs, heads)
-        self.taken = region
-        return region
+def option_key(target: Target, rule: AcceptanceRule) -> Key:
+    """The options of acceptance and sampling, as part of the key under which a compiled step is kept.
+
+    Raise a `RequestError` if a logits processor reads the text, rows differ in options, or scores or sampled drafts
+    are requested."""
+    others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, WARPERS)]
+    if others:
+        raise RequestError(
+            f"--compile cannot be combined with {others[0]}, which reads the text; use only temperature, top-k, "
+            "top-p, min-p and the like, or leave out --compile"
+        )
+    kinds = [settings_of(row) for row in target.processors]
+    if any(kind != kinds[0] for kind in kinds):
+        raise RequestError("--compile needs the same sampling options in all rows of a batch")
+    if target.kept_scores is not None or target.kept_logits is not None:
+        raise RequestError("a compiled step gives no output_scores or output_logits; leave out --compile")
+    if rule.draft == "sample":
+        raise RequestError("--compile cannot be combined with draft sample; use draft topk")
+    return (*rule, target.truncation, target.do_sample, kinds[0])
 
 
 def why_rope_not_compiled(config: PretrainedConfig) -> str:

@@ -9,36 +9,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decode.draft import Draft, Frontier, Proposal
-from decode.drafters.best_first import grown_on_host, grows_on_host
 from decode.drafters.layouts import DynamicTree, Layout, require_draftable
 from decode.ops.draws import Draws, draw_distinct
-from decode.ops.fast_topk import searches_blocks, top_k
+from decode.ops.fast_topk import top_k
 from decode.target import Target
 from decode.topology import Topology, chosen_part
 from medusa.backbone import Backbone
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import SelectedRows, lm_head_for, over_all, token_ids
-
-
-class GuessBuffer:
-    """The roots of B texts and the guesses below them in one piece of a CPU's memory, into which top-k writes.
-
-    A draft of the smallest models takes 6 us less than with new tensors, of 130 us outside of forward and heads."""
-
-    def __init__(self, sources: Tensor, logits: Tensor, top: int) -> None:
-        """Prepare for drafts whose nodes [B, N] are at `sources` in the piece, and for `logits` [k, B, V]."""
-        heads, texts = logits.shape[:2]
-        self.sources, self.top = sources.flatten(), top
-        self.ids = sources.new_empty(texts * (1 + heads * top))
-        self.roots, guesses = self.ids[:texts], self.ids[texts:].view(heads, texts, top)
-        self.best = logits.new_empty(heads, texts, top), guesses
-
-    def filled(self, root: Tensor, logits: Tensor) -> Tensor:
-        """Fill the draft below the roots [B] with the best guesses by `logits`; returns its tokens [B, N]."""
-        self.roots.copy_(root)
-        torch.topk(logits, self.top, out=self.best)
-        return self.ids.index_select(0, self.sources).view(root.shape[0], -1)
 
 
 class HeadsDrafter:
@@ -59,11 +38,7 @@ class HeadsDrafter:
         self.topology, self.depth, self.top = Topology.of(static), static.max_depth, static.max_rank + 1
         # Node n > 0 holds guess rank[n] of head depth[n]; this is its place in the flattened [k, top] table of guesses.
         self.place = (static.depth[1:] - 1) * self.top + static.rank[1:]
-        self._sources: dict[int, Tensor] = {}
-        self._buffers: dict[tuple[int, torch.dtype], GuessBuffer | None] = {}
         self.device, self.dtype = heads.device, heads.dtype
-        on_host = self.device.type == backbone.device.type == "cpu"
-        self.uses_buffers = on_host and heads.vocabulary is None and not isinstance(self.tree, DynamicTree)
 
     def refresh(self) -> None:
         if isinstance(self.lm_head, SelectedRows):
@@ -79,44 +54,15 @@ class HeadsDrafter:
         logits = self.logits(frontier)
         if isinstance(self.tree, DynamicTree):
             logits = self.tree.log_confidences(logits)
-        if (buffer := self.buffer(logits)) is not None:
-            return Draft(buffer.filled(root, logits), self.topology)
         best = top_k(logits, self.top)
         indices = best.indices if self.heads.vocabulary is None else token_ids(self.heads, best.indices)
-        if isinstance(self.tree, DynamicTree) and grows_on_host(root, self.tree):
-            confidences, places = best.values.tolist(), range(self.top)
-            return grown_on_host(
-                root, self.tree, indices.tolist(), lambda row, depth, place: (confidences[depth][row], places)
-            )
-        indices = indices.to(root.device)
+        guesses = indices.to(root.device).transpose(0, 1).flatten(1)  # [B, k * top]
         if not isinstance(self.tree, DynamicTree):
-            return Draft(torch.cat([root, indices.flatten()]).take(self.sources(root.shape[0])), self.topology)
-        guesses = indices.transpose(0, 1).flatten(1)  # [B, k * top]
+            return Draft(torch.cat([root[:, None], guesses.index_select(1, self.place)], dim=1), self.topology)
         log_probs = self.tree.path_log_probs(best.values.transpose(0, 1).to(root.device))
         chosen = self.tree.most_probable(log_probs)
         ids = guesses.gather(1, self.place[chosen[:, 1:] - 1])
         return Draft(torch.cat([root[:, None], ids], dim=1), chosen_part(self.tree.candidates, chosen))
-
-    def buffer(self, logits: Tensor) -> GuessBuffer | None:
-        """Get the memory for the guesses of a static tree from `logits` [k, B, V]; `None` where it cannot be used."""
-        if not self.uses_buffers or not logits.is_cpu or torch.compiler.is_compiling():
-            return None
-        if not torch.is_inference_mode_enabled():  # a buffer made in it cannot be written to outside of it
-            return None
-        batch = logits.shape[1]
-        key = batch, logits.dtype
-        if key not in self._buffers:
-            buffer = None if searches_blocks(logits, self.top) else GuessBuffer(self.sources(batch), logits, self.top)
-            self._buffers[key] = buffer
-        return self._buffers[key]
-
-    def sources(self, batch: int) -> Tensor:
-        """Find each node's place [B, N] in a list of B = `batch` roots, followed by the guesses [k, B, top]."""
-        if batch not in self._sources:
-            rows = torch.arange(batch, device=self.place.device)[:, None]
-            head, rank = self.place // self.top, self.place % self.top
-            self._sources[batch] = torch.cat([rows, batch + (head * batch + rows) * self.top + rank], dim=1)
-        return self._sources[batch]
 
     def logits(self, frontier: Frontier) -> Tensor:
         """Logits [k, B, V] of the first k heads for B texts. k is the tree's depth, V the heads' vocabulary size."""
@@ -145,7 +91,7 @@ def sampled_draft(root: Tensor, topology: Topology, q: Tensor, context: Tensor, 
         F.pad(draw_distinct(q[:, depth], context, u[depth]), (0, most - u[depth].shape[1])) for depth in range(len(u))
     ]
     depths = topology.depth[0]
-    of_node = (depths[1:] - 1) * most + topology.place[0, 1:]  # the guess that each node holds
+    of_node = (depths[1:] - 1) * most + topology.places()[0, 1:]  # the guess that each node holds
     ids = torch.cat([root[:, None], torch.cat(drawn, dim=1).index_select(1, of_node)], dim=1)
     # The children of a node of depth d are drawn from head d + 1, which is row d of q.
     of_children = context[:, None] * q.shape[1] + depths.clamp_max(topology.max_depth - 1)

@@ -121,13 +121,6 @@ class DynamicTree:
             return log_probs.shape[1]
         return int((log_probs >= math.log(self.min_probability)).sum(1).max())  # waits for the device
 
-    def num_worthwhile_on_host(self, log_probs: Sequence[float]) -> int:
-        """Count the nodes of one text with path probability of at least `min_probability`, of `log_probs` [M]."""
-        if not self.min_probability:
-            return len(log_probs)
-        least = math.log(self.min_probability)
-        return sum(log_p >= least for log_p in log_probs)
-
     def most_probable(self, log_probs: Tensor) -> Tensor:
         """Choose the N nodes to draft in each of B texts: ascending indices [B, N], root included.
 

@@ -23,14 +23,12 @@ from decode.drafters.levelwise import Guesses, LevelwiseDrafter, selected
 from decode.drafters.small_model import load_small_model, require_same_vocabulary, small_model_path
 from decode.masks import grown_masks
 from decode.ops.fast_topk import top_k
-from decode.ops.grouped_attention import grouped, sharing
 from decode.ops.transfer import on_device
-from decode.prefill import prefill
+from decode.reader import Reader
 from decode.session import Session
 from decode.target import Target
 from decode.topology import chain
 from decode.tree_check import require_tree_forward
-from decode.verify import Verifier
 from medusa.argmax import argmax
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
@@ -121,10 +119,10 @@ class ModelDrafter(LevelwiseDrafter):
         self.backbone = Backbone(source.model)
         self.device = self.backbone.device
         super().__init__(source.tree.to(self.device), self.backbone.vocab_size, target)
-        self.source, self.sequences, self.capacity = source, session.sequences, session.verifier.cache.capacity
+        self.source, self.sequences, self.capacity = source, session.sequences, session.reader.cache.capacity
         self.layers = LayerKinds(self.backbone.config)
         self.is_chain = isinstance(self.tree, Tree) and self.tree.max_rank == 0 and target is None
-        self.cache, self.rows = self._cache(0), list[int]()  # the rows of the texts that the cache holds
+        self.reader, self.rows = self._reader(0), list[int]()  # the rows of the texts that the cache holds
         self.text_lengths: list[int] = []  # root included; the last draft starts at these slots of the cache
         # For each level of the last draft: tokens [B, W], and the slots of their parents [B, W] (-1: the root).
         self.levels_read: list[tuple[Tensor, Tensor]] = []
@@ -139,8 +137,12 @@ class ModelDrafter(LevelwiseDrafter):
     def forget(self, rows: Sequence[int]) -> None:
         self._select([row for row in self.rows if row not in rows])
 
-    def _cache(self, count: int) -> TreeCache:
-        return TreeCache(self.source.model.config, count, self.capacity)
+    @property
+    def cache(self) -> TreeCache:
+        return self.reader.cache
+
+    def _reader(self, count: int) -> Reader:
+        return Reader(self.backbone, TreeCache(self.source.model.config, count, self.capacity, self.device))
 
     def _follow(self, rows: list[int]) -> None:
         """Keep what was read of the texts `rows`, and read those that have joined, except their last tokens."""
@@ -149,11 +151,11 @@ class ModelDrafter(LevelwiseDrafter):
         self._keep_accepted()
         joined = [self.sequences.tail(row, 0)[:-1] for row in rows if row not in known]
         if not known:  # `_read_new_text` reads all texts
-            self.cache = self._cache(len(rows))
+            self.reader = self._reader(len(rows))
         elif joined:
-            new = self._cache(len(joined))
-            prefill(self.backbone, new, self._padded(joined), list(map(len, joined)))
-            self.cache.join(new)
+            new = self._reader(len(joined))
+            new.prefill(self._padded(joined), list(map(len, joined)))
+            self.cache.join(new.cache)
         self.rows = list(rows)
 
     def _select(self, rows: list[int]) -> None:
@@ -175,10 +177,10 @@ class ModelDrafter(LevelwiseDrafter):
         if not self.text_lengths or max(counts) > MAX_NEW:
             self.cache.cut([0] * len(rows))
             texts = [self.sequences.tail(row, 0) for row in rows]
-            return prefill(self.backbone, self.cache, self._padded(texts), list(map(len, texts))).logits
+            return self.reader.prefill(self._padded(texts), list(map(len, texts))).logits
         draft = Draft(self._padded(news), chain(max(counts), self.device))
-        logits = Verifier(self.backbone, self.cache)(draft).logits
-        self.cache.commit_prompt(counts)
+        logits = self.reader(draft).logits
+        self.cache.keep(counts)
         last = on_device(counts, logits.device) - 1
         return logits[torch.arange(len(rows), device=logits.device), last]
 
@@ -201,8 +203,8 @@ class ModelDrafter(LevelwiseDrafter):
                 path.append(1 + at)
                 first += width
             kept.append(path)
-        self.cache.reopen([length - 1 for length in self.text_lengths])
-        self.cache.commit(kept, [len(path) for path in kept])
+        self.cache.cut([length - 1 for length in self.text_lengths])
+        self.cache.keep([len(path) for path in kept], kept)
 
     def _padded(self, lines: list[list[int]]) -> Tensor:
         width = max(map(len, lines))
@@ -242,13 +244,12 @@ class ModelDrafter(LevelwiseDrafter):
         slot = above[:, :, -1] if above.shape[-1] else torch.full_like(tokens, -1)
         self.levels_read.append((tokens, slot))
         seen = torch.cat([above, itself], dim=-1)  # [B, W, A + 1]
-        positions = on_device(self.text_lengths, self.device)[:, None] + (depth - 1)
-        masks = self._masks(seen)
-        with grouped(self.backbone.config), sharing(masks):
-            logits = self.backbone.forward(
-                tokens, self.cache, position_ids=positions.expand(-1, width), attention_mask=masks
-            ).logits
-        self.cache.commit_prompt([width] * rows)
+        self.cache.open(width)
+        self.cache.append(width)
+        starts = on_device(self.text_lengths, self.device)
+        positions = (starts[:, None] + (depth - 1)).expand(-1, width)
+        logits = self.reader.forward(tokens, positions, self._masks(seen, starts)).logits
+        self.cache.keep([width] * rows)
         return Guesses(self._candidates(logits), (seen,))
 
     def _candidates(self, logits: Tensor) -> Tensor:
@@ -258,13 +259,13 @@ class ModelDrafter(LevelwiseDrafter):
         limit = top_k(logits, self.source.topk).values[..., -1:]
         return logits.masked_fill(logits < limit, -torch.inf)
 
-    def _masks(self, seen: Tensor) -> Mask | None:
+    def _masks(self, seen: Tensor, starts: Tensor) -> Mask | None:
         """Make attention masks [B, 1, W, S] of W nodes over S cache slots; `None` if a causal mask is enough.
 
-        A node sees the text and the slots `seen` [B, W, A + 1] of its A drafted ancestors and itself."""
-        if self.layers.is_full and self.cache.is_even and self.is_chain:
+        A node sees the text up to `starts` [B], and the slots `seen` [B, W, A + 1] of its A ancestors and itself."""
+        if self.layers.is_full and self.cache.even is not None and self.is_chain:
             return None
         depth = torch.full(seen.shape[:2], seen.shape[-1] - 1, device=self.device)
         depths = [level for level, (tokens, _) in enumerate(self.levels_read) for _ in range(tokens.shape[1])]
         of_all = on_device(depths, self.device)
-        return grown_masks(self.layers, self.backbone.dtype, self.text_lengths, seen, depth, of_all)
+        return grown_masks(self.layers, self.backbone.dtype, starts, seen, depth, of_all, self.cache.width)

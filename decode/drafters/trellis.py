@@ -6,9 +6,8 @@ tables [M, M] of logits describe them (a trellis, as in Viterbi decoding), which
 
                  root ── C_1 ══ C_2 ══ C_3        ══ a table of M x M logits
 
-The rest is `LevelwiseDrafter` with a step that looks up a row. The LM head is read once, whatever the tree. On a CPU,
-one operation fills static trees (`decode.ops.trellis_fill`). `PathDrafter` drafts with the same heads without
-shortlists, and is the oracle.
+The rest is `LevelwiseDrafter` with a step that looks up a row. The LM head is read once, whatever the tree.
+`PathDrafter` drafts with the same heads without shortlists, and is the oracle.
 
 Shapes: B texts, K heads (as many as the tree is deep), M candidates of a head, W nodes, H hidden size, R the rank of
 the path term, V the heads' vocabulary."""
@@ -23,12 +22,9 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Frontier
-from decode.drafters.best_first import Ranked, grown_on_host, grows_on_host
-from decode.drafters.layouts import TOP, DynamicTree, Layout, shortlist_of
+from decode.drafters.layouts import DynamicTree, Layout, shortlist_of
 from decode.drafters.levelwise import Guesses, Level, PathDrafter
-from decode.drafters.path_rows import PathRows
 from decode.ops.fast_topk import TopK, top_k
-from decode.ops.trellis_fill import FILLED_IN, has_trellis_fill, plan_of, trellis_fill
 from decode.target import Target
 from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
@@ -91,36 +87,14 @@ class TrellisDrafter(PathDrafter):
         wanted = max(shortlist_of(tree), tree.candidates.max_rank + 1)
         self.shortlist = min(wanted, heads.config.draft_vocab_size(backbone.vocab_size))  # M
         self.depth = self.tree.max_depth  # K
-        self.kept = PathRows.of(heads, backbone)
-        self.plan: Tensor | None = None  # of the tree, where one operation fills it
         if self.depth and not isinstance(self.tree, DynamicTree):
             self.look_ups = LookUps(self.levels, self.shortlist)
-            if self.fills_at_once():
-                self.plan = plan_of(self.tree)
-
-    def fills_at_once(self) -> bool:
-        """Whether `trellis_fill` can fill the tree: not drawn, on a CPU, in a dtype that it has, from kept products.
-
-        A larger model, whose products are not kept, would gain little, because a draft is a small part of its steps."""
-        kept, device = self.kept, self.backbone.device
-        if self.target is not None or kept is None or device.type != "cpu" or device != kept.paths.device:
-            return False
-        return self.dtype == kept.paths.dtype and self.dtype in FILLED_IN and has_trellis_fill()
-
-    def refresh(self) -> None:
-        super().refresh()
-        self._refresh_products()
-
-    def _refresh_products(self) -> None:
-        if self.kept is not None:
-            self.kept.refresh(self.heads, self.backbone)
 
     def independent(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """The hidden states [B, H], and the logits [K, B, V] of the heads' independent parts after them."""
-        if not torch.compiler.is_compiling():
-            self._refresh_products()
         hidden = frontier.hidden.to(self.device, self.dtype)
-        features = self.heads.independent(hidden, self.known(frontier.root), slice(self.depth))
+        known = self.heads.known(self.heads.embed(frontier.root, self.backbone.embed), slice(self.depth))
+        features = self.heads.independent(hidden, known, slice(self.depth))
         return hidden, self.heads.logits(features, self.lm_head)
 
     def begin(self, frontier: Frontier) -> Trellis:
@@ -143,26 +117,17 @@ class TrellisDrafter(PathDrafter):
         the heads' vocabulary."""
         num_heads, texts = ids.shape[:2]
         values, guesses = self.path_rows(ids, best.indices)
-        later = None if num_heads == self.heads.config.num_heads else slice(num_heads - 1)  # slices take time, too
-        codes = self.heads.gates(hidden, later).flatten(0, 1)[:, None] * values
+        codes = self.heads.gates(hidden, slice(num_heads - 1)).flatten(0, 1)[:, None] * values
         alone, columns = best.values.flatten(0, 1)[texts:, None], guesses.transpose(1, 2)
         if alone.dtype != codes.dtype:  # the heads and a shared LM head can have different ones
             dtype = torch.promote_types(alone.dtype, codes.dtype)
             alone, codes, columns = alone.to(dtype), codes.to(dtype), columns.to(dtype)
         return torch.baddbmm(alone, codes, columns).unflatten(0, (-1, texts))
 
-    def known(self, root: Tensor) -> Tensor:
-        """What the heads know of the roots [B], [K, B, H]."""
-        if self.kept is not None:
-            return self.kept.known(root, self.depth)
-        return self.heads.known(self.heads.embed(root, self.backbone.embed), slice(self.depth))
-
     def path_rows(self, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of candidates before a guess and as guesses, both [(K - 1) B, M, R] (`PathRows`).
+        """The rows of candidates before a guess and as guesses, both [(K - 1) B, M, R].
 
         The product of two such rows with a gate between them is a path term. `ids` and `places`: [K, B, M]."""
-        if self.kept is not None:
-            return self.kept.path_rows(places)
         heads, before, places, later = self.heads, ids[:-1], places[1:], slice(ids.shape[0] - 1)
         embedded = heads.embed(before, self.backbone.embed)
         values = heads.values(embedded.flatten(1, 2), later).unflatten(1, before.shape[1:])
@@ -176,30 +141,8 @@ class TrellisDrafter(PathDrafter):
 
     def _static(self, frontier: Frontier) -> Draft:
         hidden, logits = self.independent(frontier)
-        plan, kept = self.plan, self.kept
-        # The LM head and autocast can give the logits another dtype than the heads have.
-        if plan is not None and kept is not None and logits.dtype == self.dtype:
-            heads, inputs = self.heads, (frontier.root, hidden, logits)
-            weights = heads.gate, heads.gate_bias, kept.paths
-            ids = trellis_fill(*inputs, *weights, plan, heads.vocabulary, self.shortlist)
-            return Draft(ids, self.topology)
         ids, _, tables = self.trellis(frontier, hidden, logits)
         return Draft(self.look_ups.filled(frontier.root, ids, tables), self.topology)
-
-    def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
-        if not grows_on_host(frontier.root, tree):
-            return super()._dynamic(frontier, tree)
-        ids, first, tables = self.begin(frontier)
-        count = min(TOP, tree.num_nodes - 1, first.shape[-1])
-        of_root, order = first[:, 0, :count].tolist(), top_k(tables, count)
-        confidences, places = order.values.detach().numpy(), order.indices.numpy()
-
-        def guesses(row: int, depth: int, place: int) -> Ranked:
-            if depth == 0:
-                return of_root[row], range(count)  # the candidates are in order
-            return confidences[depth - 1, row, place].tolist(), places[depth - 1, row, place].tolist()
-
-        return grown_on_host(frontier.root, tree, ids.tolist(), guesses)
 
     def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
         """Look up the rows of nodes in a table. Except in draws, `tokens` are indices of candidates (see `named`)."""

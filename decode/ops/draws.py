@@ -82,6 +82,20 @@ class RewoundDraws(RowDraws):
                 self.sources[row].set_state(self.states[count][row])
 
 
+class BlockDraws:
+    """Draws of compiled steps: the uniform numbers `u` [B, D + 1] are drawn before, one for each depth of a walk."""
+
+    def __init__(self, u: Tensor) -> None:
+        self.columns = iter(u.unbind(1))
+
+    def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
+        """Draw the next token of each row by inverse transform sampling: `rows` is everyone, and `index` in order."""
+        return invert_each(cumulative(p), next(self.columns))
+
+    def uniforms(self, rows: Tensor, count: int) -> Tensor:
+        raise NotImplementedError("compiled steps draw no drafts")
+
+
 class SharedDraws:
     """The draws of `RowDraws`, with one generator for all rows; fast for very many rows that share distributions."""
 
@@ -96,7 +110,7 @@ class SharedDraws:
         return torch.rand(len(rows), count, dtype=torch.float64, generator=self.generator, device=rows.device)
 
 
-Draws = RowDraws | SharedDraws
+Draws = RowDraws | SharedDraws | BlockDraws
 
 
 def default_generator(device: torch.device) -> torch.Generator:

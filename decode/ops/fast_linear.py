@@ -9,8 +9,7 @@ Shapes: M tokens, K inputs, N outputs of a linear layer."""
 
 from __future__ import annotations
 
-import math
-from contextlib import AbstractContextManager, nullcontext
+import threading
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,6 @@ from torch import library as operators
 from torch.nn import functional as F
 
 from decode.ops.packed_weights import PLAIN_TYPES, pack, packed
-from decode.ops.shared_setting import Restore, SharedSetting
 from medusa.cpu import cpuinfo
 
 MIN_PRODUCTS = 2**20
@@ -33,7 +31,7 @@ STOCK = F.linear
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute what `torch.nn.functional.linear` computes: `input` [..., K] times `weight` [N, K], plus `bias` [N]."""
     products = input.numel() * len(weight)
-    if products < MIN_PACKED or products == weight.numel() or torch.is_grad_enabled():
+    if not _HERE.depth or products < MIN_PACKED or products == weight.numel() or torch.is_grad_enabled():
         return STOCK(input, weight, bias)
     if torch.is_autocast_enabled("cpu") or not is_plain(input) or not _is_usual(weight, bias):
         return STOCK(input, weight, bias)
@@ -78,39 +76,35 @@ def _is_usual(weight: Tensor, bias: Tensor | None) -> bool:
     return is_plain(bias) and bias.shape == weight.shape[:1] and bias.is_contiguous()
 
 
-def _replace() -> Restore:
-    if F.linear is STOCK:  # a function that somebody else has put there stays
-        F.linear = linear
-    return _put_back
+class _Here(threading.local):
+    """Whether this thread is in a forward that takes `linear`."""
+
+    depth = 0
 
 
-def _put_back() -> None:
-    if F.linear is linear:
-        F.linear = STOCK
+_HERE = _Here()
 
 
-_LINEAR, _NOTHING = SharedSetting(_replace), nullcontext()
+class fast_linear:
+    """While the context is open, this thread computes large products of linear layers by oneDNN, where it is faster.
 
+    It is for a forward over `tokens` tokens in a model whose largest weight is about the size of `largest`. The first
+    context puts `linear` in the place of `torch.nn.functional.linear`, which other threads do not notice."""
 
-class FastLinear:
-    """Opens contexts in which large products of linear layers are computed by oneDNN, where it is faster.
+    def __init__(self, largest: Tensor, tokens: int) -> None:
+        """Decide whether it pays."""
+        plain = PREFERS_ONEDNN and largest.is_cpu and largest.dtype == torch.float32
+        self.pays = plain and tokens >= max(2, MIN_PRODUCTS / largest.numel())
 
-    They are for forwards in a model whose largest weight is about the size of `largest`. Forwards over fewer than
-    `least` tokens stay as they are. A context replaces `torch.nn.functional.linear`, also for other threads; their
-    results stay equal up to rounding, and their gradients the same."""
+    def __enter__(self) -> None:
+        if self.pays:
+            if F.linear is STOCK:  # a function that somebody else has put there stays
+                F.linear = linear
+            _HERE.depth += 1
 
-    def __init__(self, largest: Tensor) -> None:
-        pays = PREFERS_ONEDNN and largest.is_cpu and largest.dtype == torch.float32
-        self.least = max(2, -(-MIN_PRODUCTS // largest.numel())) if pays else math.inf
-
-    def __call__(self, tokens: int) -> AbstractContextManager[None]:
-        """The context of a forward over so many tokens."""
-        return _LINEAR if tokens >= self.least else _NOTHING
-
-
-def fast_linear(largest: Tensor, tokens: int) -> AbstractContextManager[None]:
-    """The context of a single forward over `tokens` tokens; see `FastLinear`."""
-    return FastLinear(largest)(tokens)
+    def __exit__(self, *error: object) -> None:
+        if self.pays:
+            _HERE.depth -= 1
 
 
 def prepare_linear(model: nn.Module) -> None:

@@ -5,16 +5,16 @@ until the host asks for more. A copy from ordinary (pageable) memory to the GPU 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from threading import Lock
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from decode.ops.shared_setting import Restore, SharedSetting
-
+Restore = Callable[[], None]
 Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]]
 
 
@@ -28,6 +28,28 @@ def host_waits(device: torch.device) -> bool:
 
     Not for a CPU. Not for Apple's GPU either, whose random generator PyTorch does not show."""
     return device.type not in ("cpu", "mps")
+
+
+class SharedSetting:
+    """A context that changes a setting, also for other threads. It may be open several times, in several threads.
+
+    The first opening changes the setting, and the last one that ends restores it."""
+
+    def __init__(self, change: Callable[[], Restore]) -> None:
+        """`change` changes the setting, and returns the function that restores it."""
+        self._change, self._lock, self._open = change, Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._open:
+                self._restore = self._change()
+            self._open += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._restore()
 
 
 def _turn_checks_off() -> Restore:

@@ -6,7 +6,6 @@ held an ended text is used again, so memory does not grow with the number of tex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self, runtime_checkable
 
 import torch
 
@@ -19,27 +18,20 @@ UNDEFINED, ENDED = "undefined", "ended"
 """
 
 
-@runtime_checkable
-class GrowingStepper(Stepper, Protocol):
-    """A stepper that can take over the texts of another one. Compiled steppers cannot, as their rows are fixed."""
-
-    def join(self, other: Self, places: list[int]) -> None:
-        """Take over all texts of `other`, which has just started, as the rows `places` (`decode.session.Session.join`).
-
-        Both steppers have the same models and options."""
-
-
 class RunningBatch:
     """Texts that are decoded together, each of which is the text of its request alone."""
 
     def __init__(self, stepper_for: Callable[[Sequence[Request]], Stepper]) -> None:
         """Make an empty batch; `stepper_for` makes the steppers of new texts, all with the same models and options.
 
-        Unless it makes `GrowingStepper`s, texts must not join before all running texts have ended."""
+        If it makes compiled ones, texts must not join before all running texts have ended."""
         self.stepper_for = stepper_for
         self.stepper: Stepper | None = None
-        self.rows: list[int] = []
-        self.roots: list[int] = []  # the next token of each of the rows, which is decided, but not written yet
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of the running texts."""
+        return [] if self.stepper is None else self.stepper.rows
 
     @property
     def sequences(self) -> Sequences:
@@ -52,24 +44,27 @@ class RunningBatch:
         """Read the prompts of new texts; returns the row of each of them in all later steps, until it has ended.
 
         An error while prompts are read changes nothing for the running texts; a later error drops all texts."""
-        if not self.rows:
-            self.clear()  # before the new stepper starts, so that it can use the compiled step of the last one
-            self.stepper = self.stepper_for(requests)
-            self.rows, self.roots = map(list, self.stepper.start())
+        new = None
+        try:
+            if not self.rows:
+                self.clear()  # before the new stepper starts, so that it can use the compiled step of the last one
+            new = self.stepper_for(requests)
+            new.start()
+        except BaseException:
+            if new is not None:
+                new.close()
+            raise
+        if self.stepper is None:
+            self.stepper = new
             return list(self.rows)
-        new = self.stepper_for(requests)
-        assert isinstance(self.stepper, GrowingStepper), "its number of rows is fixed"
-        assert isinstance(new, GrowingStepper), "it is made like the running one"
-        rows, roots = new.start()
-        unused = [row for row in range(len(self.sequences)) if row not in self.rows]
-        places = [*unused, *range(len(self.sequences), len(self.sequences) + len(rows))][: len(rows)]
+        count, running = len(new.rows), self.rows
+        unused = [row for row in range(len(self.sequences)) if row not in running]
+        places = [*unused, *range(len(self.sequences), len(self.sequences) + count)][:count]
         try:
             self.stepper.join(new, places)
         except BaseException:
             self.clear()
             raise
-        self.rows += places
-        self.roots += roots
         return places
 
     @torch.inference_mode()
@@ -79,15 +74,14 @@ class RunningBatch:
         The reason is `UNDEFINED` if its next token could not be drawn; the other texts go on. An error drops all texts.
         """
         assert self.stepper is not None, "no text has joined yet"
-        for row, root in zip(self.rows, self.roots, strict=True):
+        for row, root in zip(self.rows, self.stepper.roots, strict=True):
             if root == NO_TOKEN:
                 self.sequences.finish_reason[row] = UNDEFINED
         try:
-            step, self.rows, self.roots = advance(self.sequences, self.stepper, self.rows, self.roots, Timer())
+            return advance(self.stepper, Timer())
         except BaseException:
             self.clear()
             raise
-        return step
 
     def end(self, row: int) -> None:
         """End the text of a row before the next step, for example because its client has left."""
@@ -97,4 +91,4 @@ class RunningBatch:
         """Drop all texts and their caches."""
         if self.stepper is not None:
             self.stepper.close()
-        self.stepper, self.rows, self.roots = None, [], []
+        self.stepper = None

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from decode.cache import TreeCache
-from decode.ops.grouped_attention import grouped
+from decode.reader import Reader
 from medusa.backbone import Backbone
 
 PIECE = 256  # tokens of one forward, so that memory holds the logits of one piece only
@@ -34,7 +34,8 @@ def scored(backbone: Backbone, ids: Sequence[int], start: int, count: int) -> li
     decoded."""
     if start >= len(ids):
         return []
-    cache = TreeCache(backbone.model.config, 1, len(ids))
+    cache = TreeCache(backbone.model.config, 1, len(ids), backbone.device)
+    reader = Reader(backbone, cache)
     text = torch.tensor([list(ids)], device=backbone.device)
     # longrope rotates a forward by its longest position, so a text that may pass the boundary is read in one forward.
     size = PIECE if backbone.rope_boundary is None else len(ids)
@@ -42,9 +43,10 @@ def scored(backbone: Backbone, ids: Sequence[int], start: int, count: int) -> li
     for first in range(0, len(ids) - 1, size):
         last = min(first + size, len(ids) - 1)  # a piece's last token predicts the token `last`
         positions = torch.arange(first, last, device=text.device)[None]
-        with grouped(backbone.config):
-            logits = backbone.forward(text[:, first:last], cache, position_ids=positions).logits[0]
-        cache.commit_prompt([last - first])
+        cache.open(last - first)
+        cache.append(last - first)
+        logits = reader.forward(text[:, first:last], positions).logits[0]
+        cache.keep([last - first])
         wanted = max(first, start - 1)
         if wanted >= last:
             continue

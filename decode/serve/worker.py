@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from transformers import StoppingCriteriaList
 
+from decode.compiled.stepper import CompiledStepper
 from decode.generation import stepper_for
-from decode.loop import NOT_DEFINED, Stepper, TreeStepper
+from decode.loop import NOT_DEFINED, Stepper
 from decode.request import prepare
 from decode.sequences import Request
 from decode.serve.adaptive import AdaptiveStepper, drafts_of, may_adapt
@@ -111,9 +112,8 @@ class BatchWorker:
 
     def _stepper_for(self, requests: Sequence[Request]) -> Stepper:
         stepper = stepper_for(self.generator.model, self.generator.source, requests, *self.how)
-        if self.drafts and isinstance(stepper, TreeStepper) and may_adapt(stepper.acceptor):
-            return AdaptiveStepper(stepper, self.drafts, self.pace)
-        return stepper
+        adapts = self.drafts and not isinstance(stepper, CompiledStepper) and may_adapt(stepper.rule)
+        return AdaptiveStepper(stepper.session, stepper.rule, self.drafts, self.pace) if adapts else stepper
 
     def start(self, warm_up: Callable[[], object]) -> None:
         """Start the thread, and wait until it has called `warm_up`. An error in `warm_up` is raised to the caller."""

@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 from decode.cache import TreeCache
 from decode.masks import grown_masks
 from decode.ops.fast_topk import top_k
-from decode.ops.grouped_attention import grouped, sharing
-from decode.prefill import prefill
+from decode.reader import Reader
 from decode.request import require_fitting
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone
@@ -80,14 +79,15 @@ class OnTree:
 
     def __init__(self, backbone: Backbone, prompt: list[int]) -> None:
         self.backbone, self.start = backbone, prompt
-        self.cache = TreeCache(backbone.model.config, 1, len(prompt) + 256)
+        self.cache = TreeCache(backbone.model.config, 1, len(prompt) + 256, backbone.device)
+        self.reader = Reader(backbone, self.cache)
         self.layers = LayerKinds(backbone.config)
         self.depths: list[int] = []  # position, from 0 after the prompt, of the token in each slot after the prompt
 
     def __call__(self, partials: Sequence[Partial]) -> Tensor:
         backbone, device, prompt_length = self.backbone, self.backbone.device, len(self.start)
         if not partials[0].ids:  # the root, which is read alone
-            return prefill(backbone, self.cache, torch.tensor([self.start], device=device), [prompt_length]).logits
+            return self.reader.prefill(torch.tensor([self.start], device=device), [prompt_length]).logits
         for slot, partial in enumerate(partials, len(self.depths)):
             partial.slots = (*partial.slots, slot)
         self.depths += [len(partial.ids) - 1 for partial in partials]
@@ -96,15 +96,13 @@ class OnTree:
         # Shorter paths repeat their own slot as padding.
         paths = [[p.slots + p.slots[-1:] * (deepest - len(p.slots)) for p in partials]]
         seen, of_slot = torch.tensor(paths, device=device), torch.tensor(self.depths, device=device)
-        masks = grown_masks(self.layers, backbone.dtype, [prompt_length], seen, depth, of_slot)
-        with grouped(backbone.config), sharing(masks):
-            logits = backbone.forward(
-                torch.tensor([[partial.ids[-1] for partial in partials]], device=device),
-                self.cache,
-                position_ids=prompt_length + depth,
-                attention_mask=masks,
-            ).logits
-        self.cache.commit_prompt([len(partials)])
+        self.cache.open(len(partials))
+        self.cache.append(len(partials))
+        start = torch.tensor([prompt_length], device=device)
+        masks = grown_masks(self.layers, backbone.dtype, start, seen, depth, of_slot, self.cache.width)
+        ids = torch.tensor([[partial.ids[-1] for partial in partials]], device=device)
+        logits = self.reader.forward(ids, prompt_length + depth, masks).logits
+        self.cache.keep([len(partials)])
         return logits[0]
 
 

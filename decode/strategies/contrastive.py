@@ -17,15 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
-from decode.cache import Paths
+from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.drafters.small_model import require_same_vocabulary
-from decode.prefill import OnHidden
+from decode.reader import OnHidden, Reader, ReaderFactory
 from decode.request import require_fitting, require_longrope_alone
 from decode.sequences import Request, Sequences
 from decode.strategies.options import ContrastOptions, require_uncontrasted
 from decode.tree_check import require_tree_forward
-from decode.verify import Verifier, VerifierFactory
 from medusa.backbone import Backbone, Readout
 from medusa.errors import RequestError
 
@@ -62,7 +61,7 @@ class Contrast(ContrastOptions, kw_only=False):
 
 
 @dataclass(frozen=True)
-class Amateur(VerifierFactory):
+class Amateur(ReaderFactory):
     """The small model of contrastive decoding, with the function that scores tokens by it and the backbone."""
 
     model: PreTrainedModel
@@ -82,10 +81,10 @@ class Amateur(VerifierFactory):
         contexts = (backbone.context, Backbone(self.model).context)
         return min((context for context in contexts if context is not None), default=None)
 
-    def create(self, backbone: Backbone, sequences: Sequences, capacity: int) -> ContrastVerifier:
+    def create(self, backbone: Backbone, sequences: Sequences, capacity: int, fixed: bool = False) -> ContrastReader:
         models = (backbone, Backbone(self.model))
-        expert, amateur = (super(Amateur, self).create(model, sequences, capacity) for model in models)
-        return ContrastVerifier(expert, amateur, self.contrast)
+        expert, amateur = (super(Amateur, self).create(model, sequences, capacity, fixed) for model in models)
+        return ContrastReader(expert, amateur, self.contrast)
 
     def require_fitting(self, model: PreTrainedModel, requests: Sequence[Request], compile: bool = False) -> None:
         """Raise a `RequestError` if the amateur does not fit the model or the requests, or steps are to be compiled."""
@@ -103,14 +102,18 @@ class Amateur(VerifierFactory):
 AmateurLike = Amateur | PreTrainedModel | None
 
 
-class ContrastVerifier(Verifier):
-    """Verifies drafts by contrastive decoding: both models read each draft, and their caches keep the same nodes."""
+class ContrastReader(Reader):
+    """Reads by contrastive decoding: both models read each prompt and draft, and their caches keep the same nodes."""
 
-    def __init__(self, expert: Verifier, amateur: Verifier, contrast: Contrast) -> None:
+    def __init__(self, expert: Reader, amateur: Reader, contrast: Contrast) -> None:
         super().__init__(expert.backbone, expert.cache, expert.sequences)
         self.amateur, self.contrast = amateur, contrast
 
-    def prefill(self, ids: Tensor, lengths: list[int], on_hidden: OnHidden | None = None) -> Readout:
+    @property
+    def caches(self) -> list[TreeCache]:
+        return [self.cache, self.amateur.cache]
+
+    def prefill(self, ids: Tensor, lengths: Sequence[int], on_hidden: OnHidden | None = None) -> Readout:
         return self._contrasted(super().prefill(ids, lengths, on_hidden), self.amateur.prefill(ids, lengths))
 
     def read(self, draft: Draft) -> Readout:
@@ -123,19 +126,6 @@ class ContrastVerifier(Verifier):
     def depth_limit(self, draft: Draft) -> Tensor | None:
         limits = [limit for limit in (super().depth_limit(draft), self.amateur.depth_limit(draft)) if limit is not None]
         return torch.stack(limits).amin(0) if limits else None
-
-    def commit(self, path: Paths, counts: list[int]) -> None:
-        super().commit(path, counts)
-        self.amateur.commit(path, counts)
-
-    def select(self, rows: list[int]) -> None:
-        super().select(rows)
-        self.amateur.select(rows)
-
-    def join(self, other: Verifier) -> None:
-        assert isinstance(other, ContrastVerifier)
-        super().join(other)
-        self.amateur.join(other.amateur)
 
 
 class ContrastProcessor(LogitsProcessor):

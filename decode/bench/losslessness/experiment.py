@@ -16,19 +16,19 @@ import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
-from decode.accept import Acceptance, Truncation, accept_longest, accept_walk, ended_at, typical
+from decode.accept import Acceptance, Truncation, accept_longest, accept_walk, ended_at, passes_of, typical
 from decode.bench.losslessness.cases import MAX_CHILDREN, WHOLE_SHARE, Case, Rule
 from decode.bench.losslessness.chi2 import combined, goodness_of_fit
-from decode.draft import Draft
+from decode.draft import Draft, Frontier
 from decode.drafters.base import DrafterFactory
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.levelwise import LevelwiseDrafter
-from decode.loop import Acceptor, TreeStepper
 from decode.ops.draws import SharedDraws
 from decode.rejection import accept_sampled
 from decode.request import prepare
 from decode.session import Session
-from decode.settings import Settings
+from decode.settings import AcceptanceRule, Settings
+from decode.step import State
 from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
@@ -74,29 +74,35 @@ class FixedContext:
         if self.amateur is not None:
             self.amateur.require_fitting(model, requests)
         slack = max(source.num_nodes, STAR)
-        self.session = Session(model, requests, slack=slack, heads=source.heads, verifiers=self.amateur)
+        self.session = Session(model, requests, slack=slack, heads=source.heads, readers=self.amateur)
         self.drafter = source.start(self.session)
-        self.frontier = self.session.prefill(most_probable_first=True)
-        self.session.sequences.extend(0, self.frontier.root.tolist())
+        root, hidden = self.session.prefill(most_probable_first=True)
+        self.state = State(self.session.reader, self.session.heads_cache, root, hidden)
+        self.session.sequences.extend(0, root.tolist())
         self._warm_up(source.warm_up)
-        self.root = int(self.frontier.root)
+        self.root = int(self.state.root)
         self.text = self.session.sequences.tail(0, 0)
+
+    @property
+    def frontier(self) -> Frontier:
+        """What drafters read."""
+        return self.state.frontier()
 
     def _warm_up(self, steps: int) -> None:
         """Take at least `steps` greedy steps of one token each, and more (up to a limit) until the drafter drafts."""
         session, sequences = self.session, self.session.sequences
-        stepper = TreeStepper(session, self.drafter, Acceptor("greedy"))
         room = (session.backbone.context or 1 << 30) - 2
         for step in range(steps * PATIENCE):
             draft = self.drafter.propose(self.frontier)
             ready = step >= steps and draft.topology.num_nodes > 1
             if ready or sequences.finish_reason[0] is not None or sequences.lengths[0] > room:
                 return
-            readout, stepper.frontier = session.verifier(draft), self.frontier
+            readout = session.reader(draft)
             root = session.target.next([0], sequences, readout.logits[:, 0], most_probable_only=True)
             accepted = ended_at(draft, draft.ids.new_zeros(1), root.to(draft.ids.device))
-            self.frontier = stepper.compact(draft, readout, accepted, [1])
-            sequences.extend(0, self.frontier.root.tolist())
+            self.state.compact(draft, readout, accepted)
+            self.state.count([1])
+            sequences.extend(0, self.state.root.tolist())
 
     def first_head(self) -> Tensor | None:
         """Compute the first head's distribution after the root, [V tokens] on the CPU; `None` if there are no heads."""
@@ -136,8 +142,9 @@ class FixedContext:
     def scores_of_nodes(self, draft: Draft) -> Tensor:
         """Compute the target's scores [N, V] after each node of a draft for one text. The KV cache drops the draft."""
         session = self.session
-        logits = session.verifier(draft).logits[0]
-        session.verifier.commit(draft.ids.new_zeros(1, 1), [0])
+        logits = session.reader(draft).logits[0]
+        for cache in session.reader.caches:
+            cache.keep([0])
         paths = [path[path >= 0] for path in draft.topology.paths[0, :, 1:]]
         prefixes = [session.sequences.prefix(0, draft.ids[0, path]) for path in paths]
         return torch.cat([session.target.scores(0, *pair) for pair in zip(prefixes, logits, strict=True)])
@@ -233,7 +240,7 @@ class Experiment:
 
     def _chosen(self, rule: Rule, draft: Draft, scores: Tensor) -> Take:
         """Make a function that samples steps on one draft of best guesses, which has N nodes with `scores` [N, V]."""
-        passes = Acceptor(rule.acceptance, self.settings.epsilon, self.settings.delta).passes
+        passes = passes_of(AcceptanceRule(rule.acceptance, self.settings.epsilon, self.settings.delta))
 
         def of_nodes(rows: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor]:
             return scores, nodes

@@ -1,0 +1,183 @@
+"""One decoding step: propose a draft, verify it, accept some of its nodes, and compact the KV caches.
+
+All ways of decoding run `step`: eager, compiled, plain (the draft is the root alone), and the server's running batch.
+It uses tensors only. The host reads its result, `Decided.packed`, when it is done, and keeps the books (`decode.loop`).
+
+Shapes: B rows of the batch, N nodes of a draft, D its depth, H hidden size, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decode.accept import Acceptance, accept_greedy, accept_longest, accept_walk, at_end, pack, passes_of
+from decode.draft import Draft, Drafter, Frontier
+from decode.heads_cache import HeadsCache
+from decode.ops.draws import Draws
+from decode.ops.fast_topk import most_probable
+from decode.ops.transfer import on_device
+from decode.reader import Reader
+from decode.rejection import accept_sampled
+from decode.sequences import Sequences
+from decode.settings import AcceptanceRule
+from decode.target import Target
+from medusa.backbone import Readout
+
+PART = 1 << 24
+"""Scores of nodes that a lossy rule reads at once, which limits the memory that it takes."""
+
+
+class Decided(NamedTuple):
+    """What a step decided, on the device."""
+
+    packed: Tensor  # [B, 2 + D + 1]: each row's path length, next root and token ids of the path
+    draft: Draft
+    accepted: Acceptance
+    hidden: Tensor  # [B, N, H] the hidden states of all nodes
+
+
+def step(state: State, drafter: Drafter, judge: Judge, draws: Draws, lap: Callable[[str], object]) -> Decided:
+    """Decode one step of all rows; `lap` is called with the name of each stage when it ends."""
+    draft = drafter.propose(state.frontier())
+    lap("propose")
+    readout = state.reader(draft)
+    lap("verify")
+    accepted = judge(draft, readout.logits, draws, state)
+    packed = pack(draft, accepted)
+    lap("accept")
+    state.compact(draft, readout, accepted)
+    lap("compact")
+    return Decided(packed, draft, accepted, readout.hidden)
+
+
+class State:
+    """What a step reads and changes: the caches of the live rows, and what follows their texts.
+
+    In compiled steps the tensors stay at their addresses, and rows that have ended stay in the batch."""
+
+    def __init__(self, reader: Reader, heads_cache: HeadsCache | None, root: Tensor, hidden: Tensor) -> None:
+        """Begin after prompts: `root` [B] are the first tokens, `hidden` [B, H] the states that heads read."""
+        self.reader, self.heads_cache = reader, heads_cache
+        self.root, self.hidden = root, hidden
+        self.rows = list(range(len(root)))
+        """The session's index of each live row."""
+        self.alive = torch.ones_like(root)  # [B], 0 for rows that have ended
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.reader.cache.is_compiled
+
+    def frontier(self) -> Frontier:
+        """What drafters read: the last decided tokens, and the hidden states before them."""
+        context_kv = None if self.heads_cache is None else self.heads_cache.context_kv()
+        return Frontier(self.root, self.hidden, self.rows, context_kv)
+
+    def compact(self, draft: Draft, readout: Readout, accepted: Acceptance) -> None:
+        """Keep the accepted path of each row in the caches, and make its end the next frontier."""
+        counts = accepted.length * self.alive
+        path = accepted.path if draft.topology.max_children > 1 else None  # in a chain no node moves
+        for cache in self.reader.caches:
+            cache.commit(path, counts)
+        if self.heads_cache is None:
+            hidden = at_end(readout.hidden, accepted)
+        else:
+            nodes = accepted.path.clamp_min(0)
+            on_path = nodes[:, :, None].expand(-1, -1, readout.hidden.shape[-1]).to(readout.hidden.device)
+            states, ids = readout.hidden.gather(1, on_path), draft.ids.gather(1, nodes)
+            hidden = self.heads_cache.path(self.hidden, states, ids, counts)
+        self.begin(accepted.next_root, hidden)
+
+    def begin(self, root: Tensor, hidden: Tensor) -> None:
+        """Set the last decided tokens [B], and the hidden states [B, H] before them."""
+        if self.is_compiled:
+            self.root.copy_(root)
+            self.hidden.copy_(hidden)
+        else:
+            self.root, self.hidden = root, hidden
+
+    def count(self, lengths: Sequence[int]) -> None:
+        """Tell the caches how many nodes of each live row a step has committed, which the host knows now."""
+        places = self.rows if self.is_compiled else None
+        for cache in self.reader.caches:
+            cache.count(lengths, places)
+        if self.heads_cache is not None:
+            self.heads_cache.count(lengths, places)
+
+    def keep(self, left: Sequence[int]) -> None:
+        """Keep only the live rows at the places `left`, because the texts of the others have ended."""
+        self.rows = [self.rows[place] for place in left]
+        if self.is_compiled:  # all rows stay in the batch, and some no longer grow
+            self.alive.copy_(torch.tensor([row in self.rows for row in range(len(self.alive))]))
+            return
+        if not left:  # nothing follows
+            return
+        index = on_device(left, self.root.device)
+        self.root, self.alive = self.root[index], self.alive[index]
+        self.hidden = self.hidden[index.to(self.hidden.device)]
+        for cache in (*self.reader.caches, *([] if self.heads_cache is None else self.heads_cache.caches)):
+            cache.select(list(left))
+
+    def join(self, other: State, places: Sequence[int]) -> None:
+        """Append the rows of `other`, whose texts become the rows `places` of the session; `other` is used up."""
+        for mine, theirs in zip(self.reader.caches, other.reader.caches, strict=True):
+            mine.join(theirs)
+        if self.heads_cache is not None and other.heads_cache is not None:
+            for mine, theirs in zip(self.heads_cache.caches, other.heads_cache.caches, strict=True):
+                mine.join(theirs)
+        self.root, self.hidden = torch.cat([self.root, other.root]), torch.cat([self.hidden, other.hidden])
+        self.alive, self.rows = torch.cat([self.alive, other.alive]), [*self.rows, *places]
+
+
+class Judge:
+    """Decides which nodes of drafts are accepted: an acceptance rule, applied to the target of a session's texts."""
+
+    def __init__(self, rule: AcceptanceRule, target: Target, sequences: Sequences, lazy: bool) -> None:
+        """Apply `rule`; `lazy`: whether walks stop where they end (`decode.accept.TreeWalk`)."""
+        self.rule, self.target, self.sequences, self.lazy = rule, target, sequences, lazy
+        self.passes = passes_of(rule)
+
+    def __call__(self, draft: Draft, logits: Tensor, draws: Draws, state: State) -> Acceptance:
+        """Decide on a draft of the live rows, from the `logits` [B, N, V] after its nodes."""
+        target, depth_limit = self.target, state.reader.depth_limit(draft)
+        if self.passes is not None:
+            return accept_longest(draft, self._scores_of_nodes(draft, logits, state.rows), self.passes, depth_limit)
+        if target.is_argmax:
+            return accept_greedy(draft, most_probable(logits).to(draft.ids.device), depth_limit)
+        scores = partial(self._scores, draft, logits, state.rows)
+        if draft.proposal is not None:
+            return accept_sampled(draft, scores, draws, depth_limit, self.lazy)
+        return accept_walk(draft, scores, partial(target.decide, draws), depth_limit, self.lazy)
+
+    def _scores(
+        self, draft: Draft, logits: Tensor, live: Sequence[int], rows: Tensor, nodes: Tensor, depth: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the target's scores [R, V] after node `nodes[i]` of row `rows[i]`, and their indices 0 to R - 1."""
+        target, sequences = self.target, self.sequences
+        at = logits[rows.to(logits.device), nodes.to(logits.device)]
+        index = torch.arange(len(nodes), device=nodes.device)
+        if target.is_textless:
+            return target.scores_of(at, nodes.device), index
+        # The root is written already. A row whose walk ended above `depth` gets other tokens, which changes nothing.
+        below = draft.topology.at(draft.topology.paths, rows, nodes)[:, 1 : depth + 1].clamp_min(0)
+        tokens, found = draft.ids[rows[:, None], below], []
+        for place, row in enumerate(rows.tolist() if self.lazy else range(len(rows))):
+            prefix = sequences.prefix(live[row], tokens[place])
+            found.append(target.scores(live[row], prefix, at[place]))
+        return torch.cat(found), index
+
+    def _scores_of_nodes(self, draft: Draft, logits: Tensor, live: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the target's scores [b, N, V] after all nodes of the draft, for b rows at a time."""
+        target, device = self.target, draft.ids.device
+        if target.is_textless:
+            for part in logits.split(max(1, PART // logits[0].numel())):
+                yield target.scores_of(part.flatten(0, 1), device).view_as(part)
+            return
+        lines = [[[n for n in line if n >= 0] for line in lines] for lines in draft.topology.paths.tolist()]
+        for place, row in enumerate(live):
+            paths = lines[0 if draft.topology.is_shared else place]
+            prefix = self.sequences.prefix(row)
+            yield target.scores_of_nodes(row, prefix, draft.ids[place], paths, logits[place])[None]
