@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from decode.cache import BLOCK, TreeCache
+from decode.cache import TreeCache
 from decode.compiled.graphs import GraphedStep
 from decode.draft import Drafter, KeepsProducts
 from decode.drafters.layouts import Layout
@@ -88,7 +88,7 @@ class Region:
         """Decode the texts of another session, whose prompts the caches hold; for `root` and `hidden` see `State`."""
         self.judge, state = judge, self.state
         for cache in self.caches:
-            cache.block = BLOCK
+            cache.for_steps(compiled=True)
         state.rows = list(range(len(root)))
         state.alive.fill_(1)
         state.begin(root, hidden)
@@ -117,7 +117,7 @@ class Region:
     def end(self) -> None:
         """Read prompts again, and keep nothing of the texts that were decoded."""
         for cache in self.caches:
-            cache.block = 1
+            cache.for_steps(compiled=False)
         del self.judge
 
     def release(self) -> None:

@@ -73,7 +73,7 @@ class CompiledStepper(Stepper):
         if region is not None:  # the prompts go into its caches
             session.reader, session.heads_cache = region.state.reader, region.state.heads_cache
             for cache in region.caches:
-                cache.restart()
+                cache.restart(session.capacity)
         root, hidden = self._prefill()
         if region is None:
             state = State(session.reader, session.heads_cache, root.clone(), hidden.clone())

@@ -17,15 +17,13 @@ from torch._inductor import compile_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from decode import generate
+from decode import cache, generate, session
 from decode.bench import methods
 from decode.bench.benchmark import Contender, run_rounds
 from decode.bench.methods import DrafterMethod, plain_method
-from decode.compiled import fixed_cache, graphs, stepper
-from decode.compiled.direct import DirectStep
+from decode.compiled import graphs
 from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Regions
-from decode.drafters import best_first, trellis
 from decode.ops import fast_topk
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
 from medusa import argmax
@@ -138,14 +136,12 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     for module in (graphs, methods):
         monkeypatch.setattr(module, "possible", lambda device: True)
     run_as_written(monkeypatch)
-    monkeypatch.setattr(fixed_cache, "BLOCK", 4)
-    monkeypatch.setattr(fixed_cache, "STEP", 16)
-    monkeypatch.setattr(stepper, "AHEAD", 4)
+    monkeypatch.setattr(cache, "BLOCK", 16)
+    monkeypatch.setattr(cache, "MIN_GROWTH", 16)
+    monkeypatch.setattr(session, "AHEAD", 4)
     # A replay repeats operations of PyTorch, and nothing else.
     for module in (argmax, fast_topk):
         monkeypatch.setattr(module, "numpy_can_read", lambda values: False)
-    monkeypatch.setattr(best_first, "MOST_NODES", 0)
-    monkeypatch.setattr(trellis, "has_trellis_fill", lambda: False)
     return FakeGraph
 
 
@@ -206,7 +202,6 @@ def test_every_input_of_a_step_stays_where_it_is(
         return recorded
 
     monkeypatch.setattr(compile_fx, "compile_fx", backend)
-    monkeypatch.setattr(DirectStep, "__call__", lambda direct, window: direct.step())  # every step finds its inputs
     model = tiny_model("llama", num_hidden_layers=1)
     tree, heads = random_tree(6, max_depth=3), random_heads(model, kind=kind)
     texts(model, heads, [random_ids(6)], tree, max_new_tokens=30, compile=True, **options)
@@ -345,7 +340,7 @@ def test_no_graph_is_captured_while_time_counts(fake_cuda: type[FakeGraph], monk
         return found
 
     monkeypatch.setattr(DrafterMethod, "__call__", counted)
-    monkeypatch.setattr(stepper, "AHEAD", 64)
+    monkeypatch.setattr(session, "AHEAD", 64)
     method = plain_method(model, Settings(max_new_tokens=28, **OWN))
     run_rounds([Contender("plain", method)], batches, rounds=1)
     assert sum(captured[:3]) > 1
