@@ -501,8 +501,9 @@ def test_nothing_of_an_earlier_text_remains(llama: Any, monkeypatch: pytest.Monk
         found = texts(llama, heads, [random_ids(length)], TREES["chain"], **options)
         assert found == [plain(llama, random_ids(length), **options)]
         [(_, kept)] = Regions.of(llama)
-        for buffer in kept.caches[0].buffers:
-            buffer.fill_(torch.nan)
+        with torch.inference_mode():
+            for buffer in kept.caches[0].buffers:
+                buffer.fill_(torch.nan)
 
 
 @pytest.mark.usefixtures("traced")
