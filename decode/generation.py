@@ -7,9 +7,8 @@ out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=hea
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,122 +18,27 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from decode.arguments import (
+from decode.drafters import drafter_factory
+from decode.drafters.base import DrafterContext, DrafterLike
+from decode.drafters.layouts import TreeLike
+from decode.loop import Step, Timer
+from decode.request import (
+    in_effect,
+    prepare,
+    requests_of,
     require_batch,
     require_mask,
     require_model,
     require_no_pads,
-    require_nothing_dropped,
+    unpadded,
+    with_generators,
 )
-from decode.compiled.stepper import CompiledStepper
-from decode.draft import NoDraft
-from decode.drafters import drafter_factory
-from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
-from decode.drafters.layouts import TreeLike
-from decode.loop import Acceptor, Step, Stepper, Timer, TreeStepper, run
-from decode.reference import PlainStepper
-from decode.request import in_effect, prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
-from decode.session import Session
-from decode.settings import CUDA_GRAPHS, LOSSLESS, AcceptanceRule, DecodingOptions, listing_options, python_words
+from decode.settings import DecodingOptions, listing_options, python_words
 from decode.strategies.contrastive import Amateur, AmateurLike
-from decode.target import STATEFUL
-from decode.tree_check import require_tree_forward
+from decode.texts import Decoding, decoding
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """A decoding run, whose stepper holds the session: iterate over `steps`, or call `finish`."""
-
-    stepper: Stepper
-    timer: Timer
-
-    @property
-    def session(self) -> Session:
-        """The texts, as far as they are decoded."""
-        return self.stepper.session
-
-    @cached_property
-    def steps(self) -> Generator[Step, None, None]:
-        """Decodes the texts step by step."""
-        return run(self.session.sequences, self.stepper, self.timer)
-
-    def finish(self) -> None:
-        """Decode all texts to their ends."""
-        for _ in self.steps:
-            pass
-
-
-def decoding(
-    model: PreTrainedModel,
-    factory: DrafterFactory | None,
-    requests: Sequence[Request],
-    rule: AcceptanceRule,
-    compile: bool | str = False,
-    amateur: Amateur | None = None,
-    timer: Timer | None = None,
-    keep_hidden: bool = False,
-    keep_drafts: bool = False,
-) -> Decoding:
-    """Start tree decoding with the drafter that `factory` makes; `None` means plain decoding, one token per step.
-
-    For the arguments and errors see `stepper_for`."""
-    stepper = stepper_for(model, factory, requests, rule, compile, amateur, keep_hidden, keep_drafts)
-    return Decoding(stepper, timer or Timer())
-
-
-def stepper_for(
-    model: PreTrainedModel,
-    factory: DrafterFactory | None,
-    requests: Sequence[Request],
-    rule: AcceptanceRule,
-    compile: bool | str = False,
-    amateur: Amateur | None = None,
-    keep_hidden: bool = False,
-    keep_drafts: bool = False,
-) -> Stepper:
-    """Make the stepper of requests, with a new session; `factory` makes its drafter, and `None` means plain decoding.
-
-    The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding ignores
-    `rule`. With `keep_hidden`, the session records the hidden states of all tokens. With `keep_drafts`, each step of a
-    drafter holds the drafts that it verified. `compile` may also be one of `decode.settings.CUDA_GRAPHS`, which says
-    how compiled steps use CUDA graphs; `True` means "own". Raise a `RequestError` if the acceptance rule, the drafter
-    or the amateur does not fit, or steps cannot be compiled."""
-    acceptor, config = Acceptor(*rule), requests[0].config
-    if factory is not None:
-        if acceptor.passes is not None and (config.output_scores or config.output_logits):
-            exact = "rejection" if config.do_sample else "greedy"
-            raise RequestError(f"acceptance {acceptor.name!r} gives no output_scores or output_logits; use {exact!r}")
-        kept = next((one for request in requests for one in request.processors if isinstance(one, STATEFUL)), None)
-        if acceptor.passes is not None and kept is not None:
-            why = f"{type(kept).__name__} (of guidance_scale or watermarking_config) must read a text in order"
-            raise RequestError(f"{why}, and acceptance {acceptor.name!r} scores all drafted tokens; use 'greedy'")
-        if acceptor.draft == "sample" and not factory.can_draw:
-            raise RequestError(
-                "this drafter cannot draw its guesses; use draft topk (a draft model: leave confidence out)"
-            )
-        require_tree_forward(model)
-        if factory.num_nodes == 1 and acceptor.rule in LOSSLESS:  # the same text, without the cost of a tree
-            factory = None
-    if compile and keep_drafts:
-        raise RequestError("compiled steps keep no drafts; leave out compile or keep_drafts")
-    if amateur is not None:
-        amateur.require_fitting(model, requests, bool(compile))
-    if factory is None:
-        session = Session(model, requests, slack=int(bool(compile)), keep_hidden=keep_hidden, verifiers=amateur)
-        acceptor = Acceptor("rejection" if requests[0].do_sample else "greedy")
-    else:
-        session = Session(model, requests, factory.num_nodes, acceptor.truncation, keep_hidden, factory.heads, amateur)
-    if compile:
-        return CompiledStepper(session, acceptor, factory, CUDA_GRAPHS[0] if compile is True else compile)
-    if factory is not None:
-        drafter = factory.start(session, drawn=acceptor.draft == "sample")
-        return TreeStepper(session, drafter, acceptor, keep_drafts)
-    if amateur is not None:
-        return TreeStepper(session, NoDraft(session.backbone.device), acceptor)
-    return PlainStepper(session)
 
 
 @listing_options()
@@ -230,13 +134,29 @@ def medusa_generate(
     or `assistant_model` to a custom decoding method, and prepares processors for the padded batch. So pass
     `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches. Raise a `RequestError`
     as `generate` does, and if `model.generate` got a `streamer` or an `assistant_model`."""
-    require_nothing_dropped()
+    _require_nothing_dropped()
     with python_words(prefix="medusa_"):
         options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
         requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
         requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
         begun = _start(context, requests, options, medusa_drafter, medusa_amateur)
         return _finished(begun, medusa_streamer, input_ids, generation_config)
+
+
+def _require_nothing_dropped() -> None:
+    """Raise a `RequestError` if `model.generate`, the caller's caller, got an argument that it does not pass on.
+
+    transformers passes no `streamer` and no `assistant_model` to a custom decoding method, and says nothing. Only the
+    local variables of its frame still hold them."""
+    caller = sys._getframe(2)
+    if caller.f_globals.get("__name__") != "transformers.generation.utils":
+        return
+    for name, way in (
+        ("streamer", "pass medusa_streamer=, or use decode.generate, which takes a streamer"),
+        ("assistant_model", 'leave it out, or use decode.generate with drafter="model:NAME"'),
+    ):
+        if caller.f_locals.get(name) is not None:
+            raise RequestError(f"transformers passes no {name} to custom_generate; {way}")
 
 
 def _prompts(

@@ -21,8 +21,8 @@ from decode.bench.prediction import Prediction
 from decode.drafters.base import DrafterContext
 from decode.drafters.small_model import load_small_model
 from decode.drafters.trained_heads import TrainedHeads
-from decode.results import Result, prompt_seeds
 from decode.settings import LOSSY, Settings
+from decode.texts import Result, prompt_seeds
 from medusa import __version__
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError

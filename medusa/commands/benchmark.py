@@ -213,14 +213,11 @@ def run(options: BenchmarkOptions) -> None:
 def require_same_prompts(options: BenchmarkOptions, records: Sequence[Record], earlier: Earlier) -> None:
     """Raise a `RequestError` if an earlier benchmark decoded other prompts. This loads the tokenizer but no weights."""
     from decode.bench.measure import prompts_hash
-    from medusa.commands.models import form_of
-    from medusa.commands.prompting import fitting, limits_of
-    from medusa.loading import load_tokenizer
+    from medusa.commands.models import form_of, limits_of
+    from medusa.commands.prompting import fitting
 
-    tokenizer = load_tokenizer(options.models.backbone, options.load)
-    ids = form_of(options, tokenizer).ids(records, tokenizer)
-    limits = limits_of(options.models.backbone, options.load, options.contrasting.amateur)
-    _, prompts = fitting(records, ids, limits, options.prompts.skip_long, lambda line: None)
+    ids = form_of(options).ids(records, options.files.tokenizer)
+    _, prompts = fitting(records, ids, limits_of(options), options.prompts.skip_long, lambda line: None)
     fingerprint = prompts_hash(prompts)
     for name, result in earlier:
         if result.settings.prompts_sha256 != fingerprint:

@@ -76,7 +76,7 @@ def run(options: CalibrateOptions) -> None:
     from decode.bench.measure import prompts_hash
     from decode.bench.methods import medusa_method, one_by_one
     from decode.bench.report.terminal import print_calibration
-    from decode.results import tau
+    from decode.texts import tau
     from medusa.commands import models
 
     output, seed = options.output, options.runtime.seed
