@@ -205,7 +205,9 @@ def test_evaluate_continues_a_conversation_after_its_first_question(
     from decode.texts import TextGenerator
 
     asked, write = list[list[int]](), TextGenerator.__call__
-    monkeypatch.setattr(TextGenerator, "__call__", lambda self, prompts: (asked.extend(prompts), write(self, prompts))[1])
+    monkeypatch.setattr(
+        TextGenerator, "__call__", lambda self, prompts: (asked.extend(prompts), write(self, prompts))[1]
+    )
     talk = [("system", "z"), ("user", "bcd"), ("assistant", "x" * 40), ("user", "efg"), ("assistant", "y")]
     rows = [{"messages": [{"role": role, "content": said} for role, said in talk]}, {"text": "b" * 40}]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
