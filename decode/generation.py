@@ -34,7 +34,7 @@ from decode.request import (
     with_generators,
 )
 from decode.sequences import Request
-from decode.settings import DecodingOptions, listing_options, python_words
+from decode.settings import DecodingOptions, listing_options
 from decode.strategies.contrastive import Amateur, AmateurLike
 from decode.texts import Decoding, decoding
 from medusa.errors import RequestError
@@ -59,10 +59,9 @@ def steps(
 
     `keep_drafts`: each `Step` also holds its drafts with the accepted nodes (`Step.drafts`), which costs a copy to the
     host per step. `kwargs` are those of `model.generate`; for the other arguments see `generate`."""
-    with python_words():
-        options = DecodingOptions.taken_from(kwargs)
-        requests = prepare(model, _prompts(model, input_ids, attention_mask, kwargs), **kwargs)
-        return _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer, keep_drafts).steps
+    options = DecodingOptions.taken_from(kwargs)
+    requests = prepare(model, _prompts(model, input_ids, attention_mask, kwargs), **kwargs)
+    return _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer, keep_drafts).steps
 
 
 @listing_options()
@@ -103,14 +102,13 @@ def generate(
         RequestError: prompts that are no token ids or are padded on the right, heads of another shape, a tree deeper
             than the heads, a model without tree attention, an amateur that does not fit, or an option that tree
             decoding does not support."""
-    with python_words():
-        options = DecodingOptions.taken_from(kwargs)
-        if (inputs is None) == (input_ids is None):
-            raise RequestError("pass the prompt either as inputs or as input_ids")
-        ids = require_batch(inputs, "inputs") if inputs is not None else require_batch(input_ids)
-        requests = prepare(model, _prompts(model, ids, attention_mask, kwargs), **kwargs)
-        begun = _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur)
-        return _finished(begun, streamer, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
+    options = DecodingOptions.taken_from(kwargs)
+    if (inputs is None) == (input_ids is None):
+        raise RequestError("pass the prompt either as inputs or as input_ids")
+    ids = require_batch(inputs, "inputs") if inputs is not None else require_batch(input_ids)
+    requests = prepare(model, _prompts(model, ids, attention_mask, kwargs), **kwargs)
+    begun = _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur)
+    return _finished(begun, streamer, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
 
 @listing_options(prefix="medusa_")
@@ -135,12 +133,11 @@ def medusa_generate(
     `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches. Raise a `RequestError`
     as `generate` does, and if `model.generate` got a `streamer` or an `assistant_model`."""
     _require_nothing_dropped()
-    with python_words(prefix="medusa_"):
-        options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
-        requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-        requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
-        begun = _start(context, requests, options, medusa_drafter, medusa_amateur)
-        return _finished(begun, medusa_streamer, input_ids, generation_config)
+    options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
+    requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+    requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
+    begun = _start(context, requests, options, medusa_drafter, medusa_amateur)
+    return _finished(begun, medusa_streamer, input_ids, generation_config)
 
 
 def _require_nothing_dropped() -> None:

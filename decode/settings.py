@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -22,7 +20,7 @@ from decode.generation_config import (
     unused,
 )
 from decode.strategies.options import require_no_compiled_grammar, require_uncontrasted
-from medusa.errors import NotCompilableError, RequestError, choose_one_of
+from medusa.errors import NotCompilableError, OptionError, RequestError, choose_one_of
 from medusa.options import Options, count, option, share
 
 if TYPE_CHECKING:
@@ -43,8 +41,8 @@ CUDA_GRAPHS = ("own", "torch", "off")
 """How compiled steps use CUDA graphs on a GPU: our own, those of torch.compile, or none."""
 ACCEPTANCES = (*LOSSLESS, *LOSSY, *(f"{name}:{letter}" for name, (letter, _) in LOSSY_GREEDY.items()))
 Function = TypeVar("Function", bound=Callable[..., object])
+ONE_SHAPE = "needs steps of one shape, and stop_drafting changes the shape; leave one out"
 IGNORES = f"leave out the penalties, banned and forced tokens, and stop strings of the checkpoint's {FILE}"
-ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the shape; leave one out"
 
 
 class AcceptanceRule(NamedTuple):
@@ -92,15 +90,15 @@ class DecodingOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compile and self.stop_drafting:
-            raise RequestError(ONE_SHAPE)
+            raise OptionError("compile", ONE_SHAPE)
         if self.cuda_graphs not in CUDA_GRAPHS:
-            raise RequestError(f"cuda-graphs is {self.cuda_graphs!r}; {choose_one_of(self.cuda_graphs, CUDA_GRAPHS)}")
+            raise OptionError("cuda_graphs", f"is {self.cuda_graphs!r}; {choose_one_of(self.cuda_graphs, CUDA_GRAPHS)}")
         if self.cuda_graphs != CUDA_GRAPHS[0] and not self.compile:
-            raise RequestError("--cuda-graphs is for compiled steps; add --compile, or leave it out")
+            raise OptionError("cuda_graphs", "is for compiled steps; ask for them (compile), or leave it out")
         if self.compile and rule_and_limit(self.acceptance)[0] in LOSSY_GREEDY:
-            raise RequestError(f"acceptance {self.acceptance!r} cannot be compiled; leave out --compile")
+            raise NotCompilableError(f"acceptance {self.acceptance!r} cannot be compiled")
         if self.compile and self.draft == "sample":
-            raise RequestError("--compile cannot be combined with draft sample; use draft topk")
+            raise OptionError("compile", "cannot be combined with draft sample; use draft topk")
 
     @property
     def compiled(self) -> str | Literal[False]:
@@ -140,12 +138,11 @@ class DecodingOptions(Options):
         if sampled and not do_sample:
             raise RequestError("draft 'sample' needs a temperature above 0 (do_sample=True); at 0 use draft 'topk'")
         if sampled and self.stop_drafting:
-            raise RequestError("stop-drafting prunes by the drafted tokens, which would bias samples; use draft topk")
+            raise OptionError("stop_drafting", "prunes by the drafted tokens, which would bias samples; use draft topk")
         if self.stop_drafting and (rule == "typical" or rule in LOSSY_GREEDY):
             instead = "typical-sampled" if do_sample else "greedy"
-            raise RequestError(
-                f"with stop-drafting, acceptance {self.acceptance!r} would depend on the batch; use {instead}"
-            )
+            problem = f"lets texts of acceptance {self.acceptance!r} depend on the batch; use {instead}"
+            raise OptionError("stop_drafting", problem)
         return AcceptanceRule(rule, self.epsilon, self.delta, self.draft, limit)
 
 
@@ -194,7 +191,7 @@ class Settings(DecodingOptions):
         if any(not stop for stop in self.stop or ()):
             raise RequestError("a stop string is empty; give at least one character")
         if self.compile and self.repetition_penalty not in (None, 1):
-            raise RequestError("compiled steps do not read the text, as --repetition-penalty does; leave out --compile")
+            raise NotCompilableError("compiled steps do not read the text, as a repetition penalty does")
         require_uncontrasted(self.compile, self.amateur)
         if self.grammar is not None:
             require_no_compiled_grammar(self.compile, self.ignore_eos)
@@ -316,24 +313,3 @@ def listing_options(prefix: str = "") -> Callable[[Function], Function]:
         return function
 
     return decorate
-
-
-ARGUMENTS = ("tree", "heads", "drafter", "amateur", *(field.name for field in fields(DecodingOptions)))
-"""The arguments that have the same names as options of the command line."""
-TYPED = re.compile(rf"--({'|'.join(name.replace('_', '-') for name in ARGUMENTS)})(?![\w-])")
-DASHED = re.compile(rf"(?<![\w-])({'|'.join(name.replace('_', '-') for name in ARGUMENTS if '_' in name)})(?![\w-])")
-
-
-@contextlib.contextmanager
-def python_words(prefix: str = "") -> Iterator[None]:
-    """Write options in errors as Python's arguments: `--stop-drafting` becomes `stop_drafting=`.
-
-    The names get the `prefix` of the function's arguments. Other options, such as those of commands, stay."""
-    try:
-        yield
-    except RequestError as error:
-        told = TYPED.sub(lambda found: f"{prefix}{found[1].replace('-', '_')}=", str(error))
-        told = DASHED.sub(lambda found: prefix + found[1].replace("-", "_"), told)
-        if told == str(error):
-            raise
-        raise RequestError(told) from error

@@ -14,7 +14,7 @@ from decode.loop import Acceptor
 from decode.ops.draws import cumulative, invert_each
 from decode.ops.fast_topk import most_probable
 from decode.target import WARPERS, Target, processed
-from medusa.errors import RequestError
+from medusa.errors import NotCompilableError, OptionError
 
 
 class FixedSampler:
@@ -32,17 +32,15 @@ class FixedSampler:
         are requested."""
         others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, WARPERS)]
         if others:
-            raise RequestError(
-                f"--compile cannot be combined with {others[0]}, which reads the text; use only temperature, top-k, "
-                "top-p, min-p and the like, or leave out --compile"
-            )
+            way_out = "use only temperature, top-k, top-p, min-p and the like, or leave it out"
+            raise OptionError("compile", f"cannot be combined with {others[0]}, which reads the text; {way_out}")
         kinds = [[(type(p), _values(p)) for p in row] for row in target.processors]
         if any(kind != kinds[0] for kind in kinds):
-            raise RequestError("--compile needs the same sampling options in all rows of a batch")
+            raise OptionError("compile", "needs the same sampling options in all rows of a batch")
         if target.kept_scores is not None or target.kept_logits is not None:
-            raise RequestError("a compiled step gives no output_scores or output_logits; leave out --compile")
+            raise NotCompilableError("a compiled step gives no output_scores or output_logits")
         if acceptor.draft == "sample":
-            raise RequestError("--compile cannot be combined with draft sample; use draft topk")
+            raise OptionError("compile", "cannot be combined with draft sample; use draft topk")
         return (*acceptor, target.truncation, target.do_sample, kinds[0])
 
     def accept(self, draft: Draft, logits: Tensor, u: Tensor, depth_limit: Tensor) -> Acceptance:

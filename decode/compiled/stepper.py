@@ -23,7 +23,7 @@ from decode.session import AHEAD, Session
 from decode.settings import ONE_SHAPE
 from decode.target import WARPERS
 from medusa.backbone import Backbone
-from medusa.errors import NotCompilableError, RequestError
+from medusa.errors import NotCompilableError, OptionError, RequestError
 from medusa.tree import Tree
 from medusa.tree_support import rope_kinds
 
@@ -47,7 +47,7 @@ class CompiledStepper(Stepper):
         self.tree: Layout = Tree.chain(0) if factory is None else factory.tree
         tree = self.tree
         if tree.min_probability:
-            raise RequestError(ONE_SHAPE)
+            raise OptionError("compile", ONE_SHAPE)
         self.regions = Regions.of(session.backbone.model)  # before the key, which lists the model's attributes
         self.taken: Region | None = None
         nodes = tree.candidates

@@ -193,7 +193,7 @@ def test_the_plan_of_fit_knows_that_steps_cannot_be_compiled(own: Own, monkeypat
     assert why_not_decoded(loaded, ignoring) == ""
     loaded = load_backbone(own.folder)  # without the step that worked
     assert why_not_decoded(loaded, ignoring) == "torch.compile fails on LlamaForCausalLM (TorchDynamoException: no way)"
-    with pytest.raises(RequestError, match=r"--compile is not possible: .*repetition_penalty=1\.8"):
+    with pytest.raises(RequestError, match=r"compile is not possible: .*repetition_penalty=1\.8"):
         make_plan(options(compile=True), replace(PROBE, not_compiled=reason), COSTS, 100, 20)
 
 

@@ -295,7 +295,7 @@ LINES = {
 --epsilon 0.2 -> --epsilon 0.2 has an effect only with typical acceptance
 --temperature 1 --delta 0.2 -> --delta 0.2 has an effect only with typical acceptance
 --temperature 1 --draft sample --temperatures 0,1 -> with 'greedy' use draft 'topk'
---tree dynamic:16 --stop-drafting 0.1 --lossy -> would depend on the batch; use typical
+--tree dynamic:16 --stop-drafting 0.1 --lossy -> depend on the batch; use typical
 --top-p 0.9 --temperatures 0 -> --top-p has no effect
 """,
     "verify": HEADS
