@@ -103,7 +103,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """The models and files. To save time, the command reads weights once and calibrates no dynamic trees."""
     place = Place(tmp_path)
     monkeypatch.setattr("medusa.loading.BackboneFiles.load", lambda files: place.loaded(files.name, files.options))
-    monkeypatch.setattr("medusa.commands.models.own_texts", lambda *given: [([1], [2])])
+    monkeypatch.setattr("medusa.commands.trees.own_texts", lambda *given: [([1], [2])])
     return place
 
 

@@ -239,26 +239,17 @@ def measure(
 
     options.require_measurable()
     require_settings(options.settings, options.temperatures, options.lossy)
-    output, specs = options.output, options.drafters
-    records = options.prompts.read()
+    output, records = options.output, options.prompts.read()
     if earlier:
         require_same_prompts(options, records, earlier)  # before the weights are loaded and a tree is calibrated
-    opened = models.open_models(options, records, specs, calibrates, options.prompts.skip_long)
+    opened = models.open_models(options, records, options.drafters, calibrates, options.prompts.skip_long)
     source, *others = opened.drafters
     models.hint_at_bfloat16(opened.loaded, output)
     with output.progress_bars() as start_progress:
         job = BenchmarkJob(
-            loaded=opened.loaded,
-            source=source,
-            settings=opened.settings,
-            prompts=opened.prompts,
+            **opened.job(),
             categories=[record.category for record in opened.records],
-            heads=options.models.heads,
-            drafter=specs[0] or "heads",
-            tree=models.tree_json(source),
             rounds=options.rounds,
-            batch_size=options.batch_size,
-            seed=options.runtime.seed,
             command=output.command_line,
             start_progress=start_progress,
         )
@@ -274,7 +265,7 @@ def measure_all(options: BenchmarkOptions, job: BenchmarkJob, others: dict[str, 
     from decode.bench import measure
     from decode.bench.benchmark import Contender
     from decode.bench.calibration.stored import files_for
-    from medusa.commands.models import heads_folder
+    from medusa.commands.trees import heads_folder
 
     further = []
     if "prompt-lookup" in options.against:

@@ -1,4 +1,4 @@
-"""Check and load the models of a command: the backbone, the heads with their tree, and other drafters.
+"""What a command decodes with, resolved once: the backbone, the heads, other drafters, prompts and settings.
 
 This module imports torch and transformers, so commands import it only when they run: `--help` stays fast."""
 
@@ -7,25 +7,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decode.bench.calibration import calibrate
-from decode.bench.calibration.recording import own_texts
-from decode.bench.calibration.stored import TooFewStepsError, files_for, situation, store, stored, stored_fit
 from decode.compiled.stepper import require_compilable, why_not_compiled, why_rope_not_compiled
 from decode.drafters import drafter_factory, parse, small_model
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
 from decode.drafters.layouts import (
-    DynamicTree,
-    Layout,
     TreeLike,
-    default_tree,
     require_draftable,
     require_sizes,
-    resolve_tree,
 )
 from decode.drafters.trained_heads import HeadsDrafterConfig
 from decode.generation_config import FILE as GENERATION_CONFIG
@@ -33,11 +26,11 @@ from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast
 from decode.strategies.grammar import Grammars
 from decode.texts import Result, TextGenerator
-from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone, require_tree_support
 from medusa.commands.options import CommandOptions, Output, warn
 from medusa.commands.prompting import PromptForm, fitting, prompt_form
 from medusa.commands.structured import Structured
+from medusa.commands.trees import choose_tree, tree_json
 from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
 from medusa.fingerprint import differs
@@ -98,7 +91,7 @@ class Opened:
 
     def __init__(self, command: CommandOptions, drafters: Sequence[str | None] = (), calibrates: bool = True) -> None:
         """Check a command's models, and choose the form of its prompts; see `open_models`."""
-        self.command, self.calibrates = command, calibrates
+        self.command, self.specs, self.calibrates = command, drafters, calibrates
         self.configs = [_drafter_config(command, drafter, len(drafters) == 1) for drafter in drafters]
         self.given_heads = check_models(command, self.configs)
         command.runtime.prepare()
@@ -172,6 +165,18 @@ class Opened:
     def generator(self) -> TextGenerator:
         """What writes texts with the first drafter, or without one."""
         return TextGenerator(self.loaded.model, self.settings, self.loaded.tokenizer, self.source)
+
+    def job(self) -> dict[str, Any]:
+        """Return the fields of a `decode.bench.methods.Job` with the first drafter."""
+        command, source = self.command, self.source
+        fields: dict[str, Any] = {
+            "loaded": self.loaded,
+            "source": source,
+            "settings": self.settings,
+            "prompts": self.prompts,
+        }
+        fields |= {"heads": command.models.heads, "drafter": self.specs[0] or "heads", "tree": tree_json(source)}
+        return fields | {"batch_size": command.batch_size, "seed": command.runtime.seed}
 
     def structure(self, structured: Structured, use: str) -> None:
         """Let the texts follow the grammar that the options choose, if there is one; errors name the `use`.
@@ -271,69 +276,6 @@ def fitted_heads(heads: MedusaHeads, loaded: Loaded) -> MedusaHeads:
             "weights; the text stays correct, but few guesses will be accepted"
         )
     return heads.to(device=backbone.head_weight.device, dtype=backbone.dtype)
-
-
-def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, settings: Settings) -> Layout:
-    """Return the tree of --tree, else the tree saved with the heads, else `auto`, a tree calibrated on this machine.
-
-    Without a stored calibration, `auto` calibrates on texts that the backbone generates, never on the prompts. If these
-    texts are too short for a calibration, the default tree is used (`default_tree`), and nothing is stored. For
-    compiled steps, a calibration with compiled steps is needed; without one, a note says that eager ones decide.
-    Raise RequestError if the tree does not exist, or needs more heads or more guesses of a head than there are."""
-    asked: DynamicTree | None = None
-    if command.models.tree != "auto" and (command.models.tree is not None or heads.config.tree):
-        tree = resolve_tree(command.models.tree, heads)
-        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-        tree.candidates.require_fit(heads.config.num_heads, heads.config.draft_vocab_size(vocab_size))
-        if not isinstance(tree, DynamicTree):
-            return tree
-        asked = tree
-    require_tree_forward(loaded.model)
-    name = command.models.heads  # of the folder that `medusa calibrate` takes; a model's own layer has none
-    files = files_for(heads_folder(name))
-    if asked is not None and (fitted := stored_fit(asked, files, heads)) is not None:
-        return fitted
-    note, kept = command.output.note, ""
-    layer = f"--backbone {command.models.backbone} --drafter mtp:{heads.config.num_heads}"
-    calibrating = f"medusa calibrate {name or layer}"
-    found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
-    if found is None and settings.compile:
-        note(
-            "no calibration with compiled steps, so the tree is the one that is fastest in eager steps; "
-            f"{calibrating} --compile finds the fastest in compiled steps (takes minutes)"
-        )
-        settings = replace(settings, compile=False)
-        found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
-    if found is None:
-        try:
-            with command.output.stage("choosing a tree"):
-                texts = own_texts(loaded.model, settings, loaded.bos_token_id)
-                found = calibrate.calibrate(loaded.model, heads, texts, settings, command.batch_size, rounds=2)
-        except TooFewStepsError:
-            tree = asked or default_tree(heads)
-            note(
-                f"tree: {tree.num_nodes} nodes, not calibrated, because the backbone's own texts are too short; "
-                f"{calibrating} --prompts FILE calibrates with other texts"
-            )
-            return tree
-        kept = f"; calibrated now, saved in {store(files, found)}"
-    if asked is not None:  # a calibration also fits the temperatures of dynamic trees and the number of candidates
-        note(f"tree: dynamic, {asked.num_nodes} nodes{kept}")
-        return found.fit(asked)
-    best, kind = found.best, "dynamic, " if found.best.dynamic else ""
-    note(f"tree: {kind}{best.nodes} nodes, predicted tau {best.tau:.2f}{kept}")
-    return found.tree
-
-
-def heads_folder(name: str | None) -> Path | None:
-    """Return the local folder of the heads `name`, or `None` for the demo heads and heads on the Hub."""
-    return Path(name) if name is not None and name != "demo" and Path(name).is_dir() else None
-
-
-def tree_json(source: DrafterFactory | None) -> object:
-    """Return the tree of a drafter as JSON for the results of --json, or `None` for a drafter without a tree."""
-    tree = getattr(source, "tree", None)
-    return None if tree is None else tree.to_json()
 
 
 def results_json(command: CommandOptions, opened: Opened, results: Sequence[Result]) -> dict[str, object]:
