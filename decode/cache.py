@@ -121,7 +121,7 @@ class TreeCache(Cache):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compiled steps write to the cache now, so that windows are whole blocks, which the host has opened."""
+        """Whether compiled steps write to the cache now: the host has opened it before, with whole blocks."""
         return self.block > 1
 
     def for_steps(self, compiled: bool) -> None:

@@ -36,7 +36,8 @@ from decode.session import Session
 from decode.settings import Settings
 from measuring import GENERATION, MeasuringOptions, open_measured, show, take_turns, without_folder
 from medusa.arguments import parse
-from medusa.commands.models import choose_tree, heads_folder, open_heads
+from medusa.commands.models import open_heads
+from medusa.commands.trees import choose_tree, heads_folder
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded

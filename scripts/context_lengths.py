@@ -35,8 +35,8 @@ from decode.draft import Frontier
 from decode.drafters.layouts import resolve_tree
 from decode.drafters.trained_heads import heads_drafter
 from decode.heads_cache import HeadsCache
-from decode.results import Result, tau
 from decode.settings import Settings
+from decode.texts import Result, tau
 from medusa import MedusaHeads
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError

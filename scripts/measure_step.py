@@ -25,6 +25,7 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
+from decode.prefill import prefill
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -34,14 +35,13 @@ from decode.cache import TreeCache
 from decode.draft import Draft, Frontier
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import resolve_tree
-from decode.generation import stepper_for
 from decode.loop import Acceptor, Timer, TreeStepper, advance
 from decode.masks import TreeMasks
 from decode.ops.fast_linear import fast_linear
 from decode.ops.grouped_attention import grouped, sharing
-from decode.prefill import prefill
 from decode.request import prepare
 from decode.session import Session
+from decode.texts import stepper_for
 from decode.topology import Topology
 from measuring import MeasuringOptions, open_measured, peak_meter, show
 from medusa import MedusaHeads, RequestError, Tree

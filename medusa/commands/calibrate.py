@@ -76,8 +76,9 @@ def run(options: CalibrateOptions) -> None:
     from decode.bench.measure import prompts_hash
     from decode.bench.methods import medusa_method, one_by_one
     from decode.bench.report.terminal import print_calibration
-    from decode.results import tau
+    from decode.texts import tau
     from medusa.commands import models
+    from medusa.commands.trees import heads_folder
 
     output, seed = options.output, options.runtime.seed
     records = options.prompts.read() if options.prompts.prompts else []
@@ -110,7 +111,7 @@ def run(options: CalibrateOptions) -> None:
     if asked := options.prompts.prompts:
         found.texts.source = Path(asked).name if Path(asked).exists() else asked
         found.texts.prompts_sha256 = prompts_hash(prompts)
-    place = store(files_for(models.heads_folder(options.models.heads)), found)
+    place = store(files_for(heads_folder(options.models.heads)), found)
     print_calibration(output.console, found, measured, place)
     if options.plot:
         from decode.bench.report.plots import calibration_plot

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 
 from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
-from decode.results import Result, tau
 from decode.settings import Settings
+from decode.texts import Result, tau
 from medusa import Tree
 from medusa.config import KINDS
 from medusa.heads.independent import MedusaHeads

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from decode.compiled.fixed_cache import rounded, static
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -18,7 +19,6 @@ from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decode.bench.methods import Method
-from decode.compiled.fixed_cache import rounded, static
 from decode.compiled.graphs import GraphedStep, possible
 from decode.ops.fast_topk import most_probable
 from decode.ops.grouped_attention import grouped

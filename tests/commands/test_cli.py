@@ -24,7 +24,7 @@ from decode.bench.methods import Job
 from decode.compiled import region
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
-from decode.results import Result
+from decode.texts import Result
 from medusa.__main__ import COMMANDS, main
 from medusa.backbone import Backbone
 from medusa.commands import generate as generate_command
@@ -1015,7 +1015,7 @@ def test_other_prompts_are_rejected_before_the_backbone_is_loaded(
     """Loading a large backbone, and choosing a tree for heads without one, may take minutes."""
     file = tmp_path / "a.json"
     assert medusa(*benchmark(place, "--json", file)).status == 0
-    monkeypatch.setattr("medusa.commands.models.load_backbone", None)
+    monkeypatch.setattr("medusa.loading.BackboneFiles.load", None)
     done = medusa(*benchmark(place, "--max-prompts", "2", "--tree", "auto", "--compare", file))
     assert done.status == 2
     assert done.err.rstrip().endswith(

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from decode.reference import PlainStepper
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,7 +46,6 @@ from decode.drafters.ngram import NgramConfig
 from decode.drafters.trained_heads import TrainedHeads
 from decode.loop import Acceptor, Stepper, Timer, TreeStepper
 from decode.ops import transfer
-from decode.reference import PlainStepper
 from decode.sequences import Request
 from decode.session import Session
 from decode.topology import Topology

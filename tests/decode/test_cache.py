@@ -8,13 +8,13 @@ from weakref import WeakSet, finalize
 
 import pytest
 import torch
+from decode.verify import Verifier
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig
 
 from decode.cache import MAX_GROWTH, MIN_GROWTH, SMALL_BYTES, TreeCache
 from decode.draft import Draft
 from decode.topology import Topology
-from decode.verify import Verifier
 from medusa import Tree
 from medusa.backbone import Backbone
 from tests.helpers import path_logits, random_ids, random_tree, tiny_model

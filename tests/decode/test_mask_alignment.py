@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode.verify import Verifier
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
@@ -17,7 +18,6 @@ from decode.draft import Draft
 from decode.drafters.model import DraftModel
 from decode.masks import TreeMasks
 from decode.topology import Topology
-from decode.verify import Verifier
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.tree import load_tree

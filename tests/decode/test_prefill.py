@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from decode.prefill import prefill
 
 from decode import prefill as prefill_module
 from decode.cache import TreeCache
 from decode.generation import decoding
 from decode.loop import Acceptor
-from decode.prefill import prefill
 from decode.request import prepare
 from medusa.backbone import Backbone, Readout
 from tests.helpers import FAMILIES, plain, random_ids, tiny_model

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from decode.verify import Verifier
 from transformers import LlamaConfig
 
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.masks import MOST_KEPT, TreeMasks, visible
 from decode.topology import HostTopology, Topology
-from decode.verify import Verifier
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.tree_support import LayerKind, LayerKinds

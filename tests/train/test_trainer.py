@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from decode.bench.methods import medusa_method, plain_method
-from decode.results import tau
 from decode.settings import Settings
+from decode.texts import tau
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.fingerprint import differs, fingerprint

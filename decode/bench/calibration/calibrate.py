@@ -35,10 +35,8 @@ from decode.bench.machine import stopwatch
 from decode.bench.methods import medusa_method
 from decode.drafters.layouts import TOP, DynamicTree, Layout, with_shortlist
 from decode.drafters.trained_heads import TrainedHeads
-from decode.generation import decoding
-from decode.request import prepare
-from decode.results import Result, tau
 from decode.settings import Settings
+from decode.texts import Result, TextGenerator, tau
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
@@ -223,13 +221,13 @@ def time_steps(
     Trees that are not `PROMISING` are timed in one round only; `taus` are the mean numbers of tokens per step, `None`
     where unknown. The batch holds the first `batch_size` prompts, repeated if there are fewer. RequestError: they leave
     no room."""
-    kwargs = settings.generate_kwargs() | {"max_new_tokens": 8 * steps, "eos_token_id": None}
+    endless = replace(settings, max_new_tokens=8 * steps, ignore_eos=True)
     batch, clock = [prompts[row % len(prompts)] for row in range(batch_size)], stopwatch(model.device)
 
     def times_of(tree: Layout) -> list[float]:
-        requests = prepare(model, batch, list(range(batch_size)), **kwargs)
+        begun = TextGenerator(model, endless, None, TrainedHeads(heads, tree)).start(batch, range(batch_size))
         times, last = [], clock()
-        for step in decoding(model, TrainedHeads(heads, tree), requests, *settings.how).steps:
+        for step in begun:
             now = clock()
             if len(step.ids) == batch_size:  # finished rows would make the step cheaper
                 times.append(now - last)

@@ -85,11 +85,12 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     from medusa.commands.fit.probe import Probe, probe, why_not_decoded
     from medusa.commands.models import require_compilable_files
     from medusa.commands.options import warn
-    from medusa.loading import load_backbone
+    from medusa.loading import BackboneFiles
     from medusa.memory import devices_of
 
     settings = Settings(compile=bool(options.compile), ignore_generation_config=options.ignore_generation_config)
-    require_compilable_files(options.model, options.load, settings)
+    files = BackboneFiles(options.model, options.load)
+    require_compilable_files(files, settings)
     held = state.stages.get("plan")
     if held is not None:
         found = Probe(**held["probe"])
@@ -100,7 +101,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     else:
         options.runtime.prepare()
         with options.output.stage("loading and timing the model"):
-            loaded = load_backbone(options.model, options.load)
+            loaded = files.load()
             found = probe(loaded)
             if compiled_steps(options, found):  # the plan must know, not a stage after text and training
                 found = replace(found, not_compiled=why_not_decoded(loaded, settings))

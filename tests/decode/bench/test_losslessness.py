@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import decode.verify
 import pytest
 import torch
 from transformers import LogitsProcessorList
 
 import decode.rejection
-import decode.verify
 from decode.accept import TreeWalk
 from decode.bench.losslessness.cases import FALSE_ALARM, RULES, Case, Rule, passes, rules_for, threshold
 from decode.bench.losslessness.experiment import Experiment, narrowed
@@ -20,8 +20,8 @@ from decode.bench.losslessness.verify import Verification, compare_greedy, tie_b
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads
-from decode.results import Result
 from decode.settings import Settings
+from decode.texts import Result
 from medusa import Tree
 from medusa.errors import RequestError
 from medusa.loading import Loaded
@@ -301,7 +301,7 @@ def test_no_gap_is_allowed_in_float64() -> None:
 def test_verify_compares_with_generate_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of our forwards changes our plain decoding alike, so comparing with it shows nothing."""
     rename_attention(monkeypatch)
-    monkeypatch.setattr("decode.generation.require_tree_forward", lambda model: None)  # or decoding would refuse
+    monkeypatch.setattr("decode.texts.require_tree_forward", lambda model: None)  # or decoding would refuse
     falcon = tiny_model("falcon")
     assert compare_greedy(falcon, *methods(falcon), [PROMPT]).passed
     for model, equal in ((falcon, 0), (tiny_model("llama"), 1)):

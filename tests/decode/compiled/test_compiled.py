@@ -133,7 +133,10 @@ def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
     requests = prepare(llama, prompts, max_new_tokens=40, do_sample=False, eos_token_id=stop)
     factory = TrainedHeads(heads, resolve_tree(TREES[tree], heads))
     eager, fixed = (
-        [(step.ids, step.lengths) for step in decoding(llama, factory, requests, AcceptanceRule("greedy"), compile=c).steps]
+        [
+            (step.ids, step.lengths)
+            for step in decoding(llama, factory, requests, AcceptanceRule("greedy"), compile=c).steps
+        ]
         for c in (False, True)
     )
     assert eager == fixed
@@ -510,7 +513,7 @@ def test_nothing_of_an_earlier_text_remains(llama: Any, monkeypatch: pytest.Monk
 def test_a_model_that_cannot_be_captured_is_refused_in_one_line() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = tiny_model("llama", rope_parameters=rope)
-    with pytest.raises(RequestError, match=r"^compile= is not possible.* LlamaForCausalLM \(.*\); leave it out$"):
+    with pytest.raises(RequestError, match=r"^compile is not possible.* LlamaForCausalLM \(.*\); leave it out$"):
         texts(model, random_heads(model), [random_ids(4)], TREES["chain"], max_new_tokens=4, do_sample=False)
     assert not Regions.of(model)
 

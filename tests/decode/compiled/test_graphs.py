@@ -18,14 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from decode import cache, generate, session
-from decode.bench import methods
+from decode.bench import benchmark
 from decode.bench.benchmark import Contender, run_rounds
-from decode.bench.methods import DrafterMethod, plain_method
+from decode.bench.methods import plain_method
 from decode.compiled import graphs
 from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Regions
 from decode.ops import fast_topk
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
+from decode.texts import TextGenerator
 from medusa import argmax
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, run_as_written, tiny_model
 
@@ -133,7 +134,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[0])
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: streams.__setitem__(0, stream))
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    for module in (graphs, methods):
+    for module in (graphs, benchmark):
         monkeypatch.setattr(module, "possible", lambda device: True)
     run_as_written(monkeypatch)
     monkeypatch.setattr(cache, "BLOCK", 16)
@@ -332,14 +333,14 @@ def test_no_graph_is_captured_while_time_counts(fake_cuda: type[FakeGraph], monk
     ends = [next(token for token in text if token not in written[2]) for text in written[:2]]
     model.generation_config.eos_token_id = ends
     assert all(text.index(end) < 8 for text, end in zip(written, ends, strict=False))
-    captured, stock = list[int](), DrafterMethod.__call__
+    captured, stock = list[int](), TextGenerator.__call__
 
     def counted(self: Any, prompts: Any, on_step: Any = None, seeds: Any = None) -> Any:
         before, found = len(fake_cuda.made), stock(self, prompts, on_step, seeds)
         captured.append(len(fake_cuda.made) - before)
         return found
 
-    monkeypatch.setattr(DrafterMethod, "__call__", counted)
+    monkeypatch.setattr(TextGenerator, "__call__", counted)
     monkeypatch.setattr(session, "AHEAD", 64)
     method = plain_method(model, Settings(max_new_tokens=28, **OWN))
     run_rounds([Contender("plain", method)], batches, rounds=1)

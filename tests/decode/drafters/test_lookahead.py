@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode.verify import Verifier
 
 from decode import generate, steps
 from decode.bench.losslessness.cases import RULES, passes
@@ -23,7 +24,6 @@ from decode.sequences import Sequences
 from decode.session import Session
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
-from decode.verify import Verifier
 from medusa.backbone import Readout
 from medusa.tree_support import LayerKind
 from tests.decode.drafters.test_drafters import PROMPTS, repetitive

@@ -18,10 +18,10 @@ from decode.drafters.trained_heads import heads_drafter
 from decode.loop import Acceptor
 from decode.ops.draws import SharedDraws
 from decode.request import prepare, with_generators
-from decode.results import tau
 from decode.session import Session
 from decode.settings import Settings
 from decode.target import Target
+from decode.texts import tau
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig

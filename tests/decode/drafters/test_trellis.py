@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode.ops.trellis_fill import has_trellis_fill
 from torch import Tensor
 
 from decode.bench.calibration.calibrate import calibrate
@@ -20,7 +21,6 @@ from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
 from decode.drafters.trellis import TrellisDrafter
 from decode.ops.draws import SharedDraws
-from decode.ops.trellis_fill import has_trellis_fill
 from decode.request import prepare, with_generators
 from decode.settings import Settings
 from decode.target import Target

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from decode.prefill import prefill
+from decode.verify import Verifier
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
@@ -15,9 +17,7 @@ from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.masks import visible
 from decode.ops.grouped_attention import SDPA, grouped, sdpa_grouped
-from decode.prefill import prefill
 from decode.topology import Topology
-from decode.verify import Verifier
 from medusa.backbone import Backbone
 from medusa.tree_support import LayerKind, additive
 from tests.helpers import FIRST_TRANSFORMERS, random_ids, random_tree, tiny_model

@@ -15,9 +15,9 @@ from decode.bench.losslessness.experiment import Experiment
 from decode.bench.losslessness.verify import compare_greedy
 from decode.bench.methods import medusa_method, plain_method, transformers_method
 from decode.drafters.trained_heads import TrainedHeads
-from decode.results import Result
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast, ContrastVerifier
+from decode.texts import Result
 from medusa import Tree
 from medusa.errors import RequestError
 from tests.helpers import (

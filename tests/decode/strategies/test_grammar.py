@@ -21,15 +21,15 @@ import jsonschema
 from decode import generate
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
-from decode.generation import stepper_for
 from decode.request import prepare
-from decode.results import text_of
 from decode.serve.batch import RunningBatch
 from decode.settings import AcceptanceRule
 from decode.strategies.grammar import Grammar, GrammarProcessor, Grammars, json_schema_source, lark_source
+from decode.texts import stepper_for
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
+from medusa.records.pieces import text_of
 from tests.helpers import LETTERS, left_padded, random_heads, random_ids, shared_model
 
 END = LETTERS.index("8")
