@@ -27,8 +27,9 @@ from decode.generation import unpadded
 from decode.loop import Step, Stepper, Timer, run
 from decode.ops.grouped_attention import grouped
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.session import Session
-from decode.settings import AcceptanceRule, DecodingOptions
+from decode.settings import DecodingOptions
 from decode.topology import Topology
 from medusa import MedusaHeads, Tree
 from medusa.config import VARIANTS

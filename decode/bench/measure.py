@@ -21,6 +21,7 @@ from decode.bench.prediction import Prediction
 from decode.drafters.base import DrafterContext
 from decode.drafters.small_model import load_small_model
 from decode.drafters.trained_heads import TrainedHeads
+from decode.rules import RULES
 from decode.settings import Settings
 from decode.texts import Result, prompt_seeds
 from medusa import __version__

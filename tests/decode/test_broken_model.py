@@ -12,8 +12,8 @@ import decode.loop
 from decode import steps
 from decode.loop import Step
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.serve.batch import UNDEFINED, RunningBatch
-from decode.settings import AcceptanceRule
 from decode.texts import stepper_for
 from medusa.backbone import Backbone
 from medusa.errors import RunError

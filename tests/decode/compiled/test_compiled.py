@@ -33,8 +33,8 @@ from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import decoding, steps
 from decode.ops.draws import BlockDraws
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.sequences import Request
-from decode.settings import AcceptanceRule
 from decode.target import Target
 from decode.topology import Topology
 from medusa import Tree

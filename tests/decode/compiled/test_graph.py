@@ -22,7 +22,7 @@ from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import decoding
 from decode.ops.draws import cumulative, invert_each
 from decode.request import prepare
-from decode.settings import AcceptanceRule
+from decode.rules import AcceptanceRule
 from medusa import Tree
 from tests.helpers import random_heads, random_ids, random_tree, tiny_model
 

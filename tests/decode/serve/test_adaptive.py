@@ -14,11 +14,12 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory
 from decode.drafters.layouts import DynamicTree, smaller, with_shortlist
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.serve.adaptive import AdaptiveStepper, drafts_of
 from decode.serve.batch import RunningBatch
 from decode.serve.pace import Pace
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
-from decode.settings import AcceptanceRule, Settings
+from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
 from decode.texts import TextGenerator, stepper_for
 from medusa.tree import Tree, named_trees

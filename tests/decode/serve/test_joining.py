@@ -15,9 +15,10 @@ from decode.compiled.region import Regions
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.serve.batch import RunningBatch
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
-from decode.settings import AcceptanceRule, Settings
+from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
 from decode.texts import TextGenerator, stepper_for
 from medusa.backbone import Backbone

@@ -22,8 +22,8 @@ from decode import generate
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.serve.batch import RunningBatch
-from decode.settings import AcceptanceRule
 from decode.strategies.grammar import Grammar, GrammarProcessor, Grammars, json_schema_source, lark_source
 from decode.texts import stepper_for
 from medusa.errors import RequestError
