@@ -6,8 +6,7 @@
 In each round, plain decoding and all heads with all trees decode all prompts, in turns. Figures are medians over the
 rounds, and a speedup is the median of the ratios within the rounds. With one thread, CPU time is measured. The cost of
 a step is counted, not timed: floating point operations of matrix products and attention, and the bytes that they read
-and write, in one step of one text after `--context` tokens. The heads of `scripts/reproduce_stories260k.py` can be
-compared without changes.
+and write, in one step of one text after `--context` tokens. `medusa benchmark` compares the drafters of one set.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from decode.bench.benchmark import Contender, run_rounds, summarize
 from decode.bench.calibration.stored import files_for, situation, stored
-from decode.bench.machine import machine
+from decode.bench.figures import MethodFigures
+from decode.bench.machine import machine, stopwatch
 from decode.bench.methods import Method, medusa_method, plain_method
 from decode.compiled import region
 from decode.drafters.layouts import Layout, with_shortlist
@@ -34,9 +36,10 @@ from decode.drafters.trellis import TrellisDrafter
 from decode.request import prepare
 from decode.session import Session
 from decode.settings import Settings
-from measuring import GENERATION, MeasuringOptions, open_measured, show, take_turns, without_folder
+from decode.tree_check import require_tree_forward
 from medusa.arguments import parse
-from medusa.commands.models import choose_tree, heads_folder, open_heads
+from medusa.commands.models import Opened, choose_tree, heads_folder, open_heads, open_models
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
@@ -52,12 +55,20 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch'
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_linear_pointwise", "scaled_dot_product_attention"}
 
 
-class KindsOptions(MeasuringOptions):
-    """Options of compare_kinds.py."""
+class KindsOptions(CommandOptions):
+    """Options of compare_kinds.py: greedy decoding, continued after EOS."""
 
-    settings: Settings = group(Settings, "generation", only=("max_new_tokens", "compile"), **GENERATION)
+    by_position = ()
+
+    models: Models = group(Models, "models", only=("backbone",), backbone=REQUIRED)
+    prompts: Prompts = group(Prompts, "prompts")
+    settings: Settings = group(
+        Settings, "generation", only=("max_new_tokens", "compile"), max_new_tokens=128, ignore_eos=True
+    )
+    contrasting: Contrasting = NO_CONTRAST
     heads: tuple[str, ...] = option(REQUIRED, "compare these heads", metavar="NAME=FOLDER", nargs="+")
     trees: tuple[str, ...] = option(("dynamic:64",), TREES, metavar="TREE", nargs="+")
+    rounds: int = count(3, "decode all prompts N times")
     context: int = count(256, "count the step after N tokens")
     batch_size: int = count(1, "decode N prompts together; the cost of a step stays that of one text")
 
@@ -131,9 +142,29 @@ def tree_for(options: KindsOptions, loaded: Loaded, heads: MedusaHeads) -> Layou
     return with_shortlist(Tree.from_paths(paths[nodes]), found.shortlist_for(int(nodes)))
 
 
+def take_turns(options: KindsOptions, opened: Opened, methods: dict[str, Method]) -> dict[str, MethodFigures]:
+    """Decode all prompts with all methods, which take turns, and return the figures of each method.
+
+    The first method must be `plain`, plain decoding. With one CPU thread, CPU time is measured, else wall time."""
+    contenders, size = [Contender(*named) for named in methods.items()], options.batch_size
+    batches = [opened.prompts[start : start + size] for start in range(0, len(opened.prompts), size)]
+    with options.output.progress_bars() as start_progress:
+        advance = start_progress("measuring", options.rounds * len(batches))
+        clock = stopwatch(opened.loaded.model.device)
+        run_rounds(contenders, batches, options.rounds, advance, options.runtime.seed, clock)
+    contenders.append(replace(contenders[0], name="transformers"))  # `summarize` needs it for a speedup over `generate`
+    return summarize(contenders, [record.category for record in options.prompts.read()])
+
+
+def without_folder(place: str) -> str:
+    """Return the last part of a local folder, because results name no folders of a machine; other names stay."""
+    return Path(place).resolve().name if Path(place).is_dir() else place
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(KindsOptions, script_parser(__doc__), argv)
-    measured, settings = open_measured(options), options.settings
+    measured, settings = open_models(options, options.prompts.read()), options.settings
+    require_tree_forward(measured.loaded.model)
     loaded, text = measured.loaded, list(islice(cycle(measured.prompts[0]), options.context))
     methods: dict[str, Method] = {"plain": plain_method(loaded.model, settings)}
     rows: dict[str, dict[str, object]] = {}
@@ -158,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     formats |= {"tokens_per_second": ".0f", "speedup": ".2f", "equal_to_plain": ".0%"}
     head = ["heads", "tree", "parameters", "draft MFLOP", "MB", "tau", "tokens/s", "x plain", "same text"]
     lines = [[row["heads"], row["tree"], *(format(row[k], to) for k, to in formats.items())] for row in rows.values()]
-    show(options, markdown_table(head, lines))
+    options.output.console.print(markdown_table(head, lines), markup=False, highlight=False, soft_wrap=True)
     about = {"backbone": without_folder(loaded.name), "compile": settings.compile, "prompts": len(measured.prompts)}
     about |= {
         "max_new_tokens": settings.max_new_tokens,

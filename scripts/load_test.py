@@ -23,14 +23,14 @@ from tempfile import TemporaryFile
 
 import psutil
 
-from check_clients import Stock, demo_server, served
-from load_clients import Client, Found, Wanted, ask
+from load_clients import Client, Found, Wanted
 from medusa.arguments import parse
 from medusa.commands.options import Output
 from medusa.files import ASSETS, Json
 from medusa.options import Options, count, group, option
 from medusa.records.sources import read_records
 from script_tools import markdown_table, run_script, script_parser
+from servers import Stock, ask, demo_server, served
 
 GROWTH = 1.05  # the memory at the end may be so many times that after the warm-up
 JUDGED_MINUTES = 5.0  # in shorter runs the memory is not judged

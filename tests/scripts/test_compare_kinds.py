@@ -12,7 +12,6 @@ import pytest
 import compare_kinds as script
 from decode.bench.calibration.stored import FILE, Calibration, CalibrationPoint, RecordedTexts, situation, store
 from decode.settings import Settings
-from measuring import without_folder
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.commands.options import Models
@@ -110,4 +109,4 @@ def test_results_name_no_folder_of_a_machine(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "backbone").mkdir()
     monkeypatch.chdir(tmp_path)
     places = [str(tmp_path / "backbone"), "backbone", "./backbone/", "demo", "org/model"]
-    assert [without_folder(place) for place in places] == ["backbone"] * 3 + ["demo", "org/model"]
+    assert [script.without_folder(place) for place in places] == ["backbone"] * 3 + ["demo", "org/model"]
