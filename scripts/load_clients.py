@@ -16,9 +16,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from servers import PATIENCE, ask
-
 COPIES = 8  # texts in a request whose client stops reading, so that the answer outgrows the buffers of its connection
+PATIENCE = 300.0  # seconds to wait for an answer; a longer wait is an error
 PAUSE = 1.0, 8.0  # shortest and longest time in seconds for which a client stops reading
 
 
@@ -167,6 +166,14 @@ class Client:
         assert texts, "no text"
         assert all(text == wanted.text for text in texts), "a text differs from the one written alone"
         self.found.add(self.found.compared, "texts", len(texts))
+
+
+def ask(address: tuple[str, int], body: dict[str, Any], path: str = "/v1/completions") -> tuple[int, Any]:
+    """Send a request for a text; returns the status and the JSON of the answer."""
+    with closing(http.client.HTTPConnection(*address, timeout=PATIENCE)) as connection:
+        connection.request("POST", path, json.dumps(body))
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
 
 
 def events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -38,12 +38,16 @@ def write_jsonl(path: Path, key: str, values: Iterable[object]) -> Path:
     return path
 
 
-def read_documents(
-    source: str, separator: str = DOCUMENT_SEPARATOR, limit: int | None = None, split: str = "train"
-) -> list[str]:
+def read_documents(source: str, limit: int | None = None) -> list[str]:
     """Read the first `limit` documents of a file, a folder or a Hub dataset; empty documents are left out."""
-    records = islice(read_records(source, split=split, separator=separator), limit)
+    records = islice(read_records(source, separator=DOCUMENT_SEPARATOR), limit)
     return [text for record in records if (text := (record.text or "").strip())]
+
+
+def write_page(description: str | None, page: Path, content: Callable[[], str], argv: Sequence[str] | None) -> None:
+    """Write a generated page; such a script has no options but --help."""
+    script_parser(description).parse_args(argv)
+    write_text(page, content())
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

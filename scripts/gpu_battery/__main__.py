@@ -37,18 +37,7 @@ from scripts.gpu_battery.bench import MAIN_KIND, benchmark, kinds, verify
 from scripts.gpu_battery.curves import curves
 from scripts.gpu_battery.models import backbone, text, train
 from scripts.gpu_battery.report import write_report
-from scripts.gpu_battery.run import (
-    FIGURES,
-    START_SECONDS,
-    Figure,
-    Stage,
-    append,
-    finished_stages,
-    kill,
-    processes,
-    run_stages,
-    start,
-)
+from scripts.gpu_battery.run import FIGURES, START_SECONDS, Run, Stage, finished_stages, run_stages
 
 BATTERY_SECONDS = 570
 REHEARSAL_FACTOR = 5  # for a slow or busy CPU
@@ -90,30 +79,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_battery(args: argparse.Namespace) -> int:
-    """Run the requested stages, or those that are left; return 0 if all finished."""
+    """Describe the machine, and run the requested stages or those that are left; return 0 if all finished."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # which the stages' processes read when they import
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    about = {"stage": "machine", "event": "start", "toy": args.rehearse, "date": date, "commit": args.commit}
-    describing = processes(args.device).Process(target=describe_machine, args=(args.output, about))
-    start(describing)  # in a process of its own, because forked processes could not use a GPU that this one has used
-    describing.join(START_SECONDS)
-    if describing.exitcode is None:
-        kill(describing)
-        append(args.output, about | {"error": f"describing the machine took more than {START_SECONDS} s"})
-    done = finished_stages(args.output)
-    stages = {name: STAGES[name] for name in args.stage or [name for name in STAGES if name not in done]}
+    finished = finished_stages(args.output)
+    asked = args.stage or [name for name in STAGES if name not in finished]
+    stages = {"machine": Stage(partial(describe, commit=args.commit), START_SECONDS)}
+    stages |= {name: STAGES[name] for name in asked}
     limits = (REHEARSAL_FACTOR * args.seconds, REHEARSAL_FACTOR) if args.device == "cpu" else (args.seconds, 1)
     outcomes = run_stages(stages, args.output, args.rehearse, args.device, *limits)
-    return 0 if all(outcome["status"] == "done" for outcome in outcomes.values()) else 1
+    return 0 if all(outcomes[name]["status"] == "done" for name in asked) else 1
 
 
-def describe_machine(output: Path, about: Figure) -> None:
-    """Record the machine; if it cannot be described, the reason."""
-    try:
-        about |= asdict(machine())
-    except Exception as error:  # whatever a driver or a library raises: the figures are worth having without it
-        about["error"] = f"{type(error).__name__}: {error}"
-    append(output, about)
+def describe(run: Run, commit: str | None) -> None:
+    """Record the machine, and what runs on it."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    run.keep(toy=run.toy, date=date, commit=commit, **asdict(machine()))
 
 
 if __name__ == "__main__":

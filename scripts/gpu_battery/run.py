@@ -78,7 +78,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.end = time.monotonic() + self.seconds
-        self.on_gpu = self.device != "cpu"
+        self.on_gpu, self.toy = self.device != "cpu", self.scale is TOY
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.backbone, self.prompts = self.output / "backbone", self.output / "prompts.jsonl"

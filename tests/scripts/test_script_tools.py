@@ -39,7 +39,7 @@ WRONG = {
     "../.ci/check_wheel": ["--fast"],
     "../notebooks/run": ["no.ipynb"],
 }
-SHARED = {"script_tools", "tiny_models", "servers", "fuzz_cases", "fuzz_models", "load_clients", "chat_families"}
+SHARED = {"script_tools", "tiny_models", "fuzz_cases", "fuzz_models", "load_clients", "chat_families"}
 
 
 def test_every_script_is_listed() -> None:
