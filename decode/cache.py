@@ -132,20 +132,18 @@ class TreeCache(Cache):
     def num_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def open(self, count: int, rows: Sequence[int] | None = None) -> bool:
-        """Make room for `count` nodes after each text, and let attention see them; returns whether buffers moved.
+    def open(self, count: int, rows: Sequence[int] | None = None) -> None:
+        """Make room for `count` nodes after each text, and let attention see them.
 
         `rows` are those that still grow, by default all; what is written to the others does not matter."""
         lengths = self.lengths if rows is None else [self.lengths[row] for row in rows]
         longest = max(lengths, default=0)
         end = rounded(longest + count) if self.is_compiled else longest + count
-        moved = end > self.capacity
-        if moved:
+        if end > self.capacity:
             self.make_room(max(end + MIN_GROWTH, self.capacity + min(self.capacity, MAX_GROWTH)))
         if end != self.width:
             self.window = torch.empty(end // self.block, device=self.window.device)
         self.even = longest if not self.is_compiled and longest == min(lengths, default=0) else None
-        return moved
 
     def append(self, count: int) -> Tensor:
         """Reserve the `count` slots after each text for the next forward; returns their positions [B, count]."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from medusa.files import Json, write_text
-from script_tools import run_script, script_parser
+from medusa.files import Json
+from script_tools import markdown_table, run_script, write_page
 from train.arguments import MedusaTrainingArguments, training_section
 from train.config import AdapterConfig, DataConfig, HeadsConfig, TrainConfig
 from train.sections import Section
@@ -96,10 +96,8 @@ def _training_rows(meanings: Mapping[str, str]) -> Iterable[tuple[str, str, str,
 
 
 def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key, kind, default, meaning in rows:
-        lines.append(f"| `{key}` | {kind} | {default} | {' '.join(meaning.split())} |")
-    return "\n".join(lines) + "\n"
+    cells = ((f"`{key}`", kind, default, " ".join(meaning.split())) for key, kind, default, meaning in rows)
+    return markdown_table(["key", "type", "default", "meaning"], cells) + "\n"
 
 
 def _kind(schema: Json) -> str:
@@ -150,9 +148,7 @@ def _own_meanings() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page; there are no options."""
-    script_parser(__doc__).parse_args(argv)
-    write_text(PAGE, recipe_page())
+    write_page(__doc__, PAGE, recipe_page, argv)
 
 
 if __name__ == "__main__":
