@@ -1,4 +1,4 @@
-"""scripts/gpu_battery: every stage runs at toy size on a CPU, every figure is kept, and no stage harms another."""
+"""scripts/gpu_battery: stages run at toy size on a CPU, every figure is kept, and no stage harms another."""
 
 from __future__ import annotations
 
@@ -41,19 +41,51 @@ def rehearsing(words: Sequence[str]) -> int:
     return exit_status("gpu_battery", lambda: battery.main(["--rehearse", *words]))
 
 
-@pytest.mark.slow
-def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
-    """In a copy of this process, as the battery changes its environment."""
-    told = tmp_path / "told"
+SHORT = ("backbone", "text", "train markov", "benchmark")  # from texts to a speedup
+
+
+@pytest.fixture(scope="module")
+def rehearsal(full: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a rehearsal of the stages in `SHORT`, or of all; all of them must succeed.
+
+    In a copy of this process, as the battery changes its environment."""
+    output = tmp_path_factory.mktemp("rehearsal")
+    words = ["--output", str(output), *([] if full else ["--stage", *SHORT])]
+    told = output / "told"
     with told.open("w") as file:
-        process = forked_command(["--output", str(tmp_path)], file.fileno(), file.fileno(), rehearsing)
+        process = forked_command(words, file.fileno(), file.fileno(), rehearsing)
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    figures = run.read_figures(tmp_path)
-    states = {name: (figures[name][-1]["status"], figures[name][-1].get("error")) for name in STAGES}
-    assert states == dict.fromkeys(STAGES, ("done", None)), told.read_text()
+    figures = run.read_figures(output)
+    stages = STAGES if full else SHORT
+    states = {name: (figures[name][-1]["status"], figures[name][-1].get("error")) for name in stages}
+    assert states == dict.fromkeys(stages, ("done", None)), told.read_text()
     assert status == 0
     assert [figure["error"] for kept in figures.values() for figure in kept if "error" in figure] == []
+    return output
 
+
+def test_a_rehearsal_keeps_the_figures_of_a_benchmark(rehearsal: Path) -> None:
+    figures = run.read_figures(rehearsal)["benchmark"]
+    methods = {figure["method"]: figure for figure in figures if "method" in figure}
+    assert {"plain, compiled", "generate, eager", "generate, static cache", "generate, compiled"} < set(methods)
+    assert all(figure["equal_texts"] == "2 of 2" for figure in methods.values())
+    assert methods["markov, 7 nodes, compiled"]["tau"] > 1
+    (compared,) = [figure for figure in figures if "compared" in figure]
+    forwards = compared["forward_of_1_ms"] / compared["forward_ms"]
+    assert compared["target"] == pytest.approx(0.9 * compared["tau"] * forwards)
+    assert compared["met"] == (compared["speedup"] >= compared["target"])
+    traces = {figure["traced"]: rehearsal / figure["trace"] for figure in figures if "trace" in figure}
+    assert set(traces) == {"markov, 7 nodes, compiled", "plain, compiled"}
+    assert all(place.is_file() for place in traces.values())
+
+    page = (rehearsal / REPORT).read_text()
+    assert all(f"## {name}\n" in page for name in SHORT)
+    assert f"{methods['markov, 7 nodes, compiled']['tau']:.4g}" in page
+
+
+@pytest.mark.full
+def test_the_other_stages_keep_their_figures(rehearsal: Path) -> None:
+    figures = run.read_figures(rehearsal)
     for name in TOY.kv_heads:
         timed = [figure for figure in figures[name] if "ms" in figure]
         assert [(figure["how"], figure["batch"], figure["nodes"]) for figure in timed] == [
@@ -64,25 +96,12 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     made = {figure["check"] for figure in figures["checks"] if "check" in figure}
     assert made == {"other_threads", "ending_rows", "waits", "cudnn", "mask_offsets"}
     assert {figure["backend"] for figure in figures["losses"] if "backend" in figure} == {"plain", "chunked"}
-    methods = {figure["method"]: figure for figure in figures["benchmark"] if "method" in figure}
-    assert {"plain, compiled", "generate, eager", "generate, static cache", "generate, compiled"} < set(methods)
-    assert all(figure["equal_texts"] == "2 of 2" for figure in methods.values())
-    assert methods["markov, 7 nodes, compiled"]["tau"] > 1
-    (compared,) = [figure for figure in figures["benchmark"] if "compared" in figure]
-    forwards = compared["forward_of_1_ms"] / compared["forward_ms"]
-    assert compared["target"] == pytest.approx(0.9 * compared["tau"] * forwards)
-    assert compared["met"] == (compared["speedup"] >= compared["target"])
-    traces = {figure["traced"]: tmp_path / figure["trace"] for figure in figures["benchmark"] if "trace" in figure}
-    assert set(traces) == {"markov, 7 nodes, compiled", "plain, compiled"}
-    assert all(place.is_file() for place in traces.values())
     assert [figure["passed"] for figure in figures["verify"] if "passed" in figure] == [True, True]
     for kind in KINDS:
         assert any(figure.get("method", "").startswith(f"{kind}, ") for figure in figures["kinds"])
-
-    page = (tmp_path / REPORT).read_text()
+    page = (rehearsal / REPORT).read_text()
     assert all(f"## {name}\n" in page for name in STAGES)
     assert "T(n)/T(1)" in page
-    assert f"{methods['markov, 7 nodes, compiled']['tau']:.4g}" in page
 
 
 def test_the_battery_starts_from_the_sources(tmp_path: Path) -> None:
@@ -341,6 +360,7 @@ def test_cuda_is_used_after_a_fork_only_if_it_can_be(
     assert run.processes(device).get_start_method() == way
 
 
+@pytest.mark.full
 def test_a_stage_reaches_a_new_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds the packages and scripts from the root of the repository, as `python -m scripts.gpu_battery` does."""
     monkeypatch.setattr(sys, "path", [place for place in sys.path if Path(place).name != "scripts"])
@@ -380,7 +400,7 @@ HOLDING = {"a": "training", "b": "training", "c": "alone", "d": "training"}
 def counting(stage: Run) -> None:
     """Count in a child process, as a compiler works, until the stage is ended; the file holds one byte for each."""
     place = stage.output / "count"
-    work = "import sys, time\nwhile True: open(sys.argv[1], 'ab').write(b'.'); time.sleep(0.002)"
+    work = "import sys, time\nwhile True: open(sys.argv[1], 'ab').write(b'.'); time.sleep(0.005)"
     subprocess.run([sys.executable, "-c", work, str(place)], check=True)
 
 
@@ -445,7 +465,7 @@ def test_the_end_of_a_stage_wakes_nobody_while_another_one_times(
 ) -> None:
     on_a_gpu(monkeypatch)
     stages = {"waiting": Stage(waiting, 60), "timing": Stage(timing_while_another_ends, 60)}
-    stages |= {"counting": Stage(counting, 8)}
+    stages |= {"counting": Stage(counting, 6)}
     outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
     assert [outcomes[name]["status"] for name in stages] == ["failed", "done", "cut off"]
     lines = [json.loads(line) for line in (tmp_path / run.FIGURES).read_text().splitlines()]
