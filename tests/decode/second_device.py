@@ -79,6 +79,8 @@ RULES: dict[str, tuple[bool, list[Any], Acceptor]] = {
     "topk": (False, [], Acceptor("topk", limit=3)),
     "distance": (False, [], Acceptor("distance", limit=3)),
 }
+DRAWN = ("markov", "recurrent", "eagle-3, variants")
+SIMILAR = ("eagle-1,", "eagle-3, topk", "eagle-3, compiled")
 OTHERS = ("plain", "ngram", "trie", "lookahead", "model", "model tree", "mix")  # drafters
 MODELS: dict[str, dict[str, Any]] = {"MHA": {"num_key_value_heads": 4}, "GQA": {"num_key_value_heads": 2}}
 PLANTED: dict[str, Callable[[Tensor], object]] = {
@@ -258,14 +260,17 @@ def other(drafter: str, rule: str, rows: int) -> tuple[Session, Stepper]:
 
 
 def is_repeated(name: str) -> bool:
-    """Whether another case has the same rule or drafter, for three rows."""
-    return ", 1 rows" in name and name.partition(",")[0] in {*RULES, *OTHERS}
+    """Whether another case has the same rule or drafter for three rows, or draws from heads of a similar form."""
+    kind = name.removesuffix(", drawn, 3 rows")
+    if kind != name:
+        return kind not in DRAWN
+    return (", 1 rows" in name and name.partition(",")[0] in {*RULES, *OTHERS}) or name.startswith(SIMILAR)
 
 
 def outcomes(full: bool) -> dict[str, dict[str, Any]]:
     """The faults of each case, and how many values the host read from the device; changes the process for good.
 
-    Cases that repeat another one for a single row run only if `full`."""
+    Cases that repeat another one run only if `full`."""
     _setup_privateuseone_for_python_backend("gpu")
     for name, module in list(sys.modules.items()):
         if name.startswith("decode.") and hasattr(module, "on_device") and module is not transfer:
