@@ -855,7 +855,7 @@ def test_verify_in_full_tries_more_temperatures(
     monkeypatch.setenv("COLUMNS", "60")
     done, _ = verify(medusa, place, tmp_path, "--full", "--draws", "500", "--sampled-prompts", "1")
     assert done.status == 0, done.out
-    assert max(map(len, done.out.splitlines())) <= 60
+    assert max(len(line) for line in done.out.splitlines() if str(tmp_path) not in line) <= 60
     assert "top-p" in done.out
     assert "\u2026" not in done.out, "a column was cut off"
     content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
