@@ -258,14 +258,13 @@ def test_samples_follow_the_masked_distribution(letters: Grammars, draft: str) -
 def test_json_is_always_valid(demo: Any, demo_json: Grammar, temperature: float, options: dict[str, Any]) -> None:
     heads, tokenizer = MedusaHeads.from_pretrained("demo"), demo.tokenizer
     rows = [tokenizer(text)["input_ids"] for text in ("Once upon a time", "Tom", "A person as JSON: ")]
-    sampling = {"do_sample": True, "temperature": temperature, "seeds": range(6)} if temperature else {}
+    sampling = {"do_sample": True, "temperature": temperature, "seeds": range(3)} if temperature else {}
     out = generate(
         demo.model,
         heads,
         **left_padded(rows, pad=tokenizer.eos_token_id),
         grammar=demo_json,
         max_new_tokens=120,
-        num_return_sequences=2 if temperature else 1,
         **sampling,
         **options,
     )

@@ -5,10 +5,11 @@ The tests send nothing to the Hub. Repositories are local folders, or a cache in
 
 from __future__ import annotations
 
+import builtins
 import functools
 import json
+import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,7 @@ from tests.helpers import (
     random_tree,
     tiny_model,
 )
+from tests.train.processes import forked
 
 # Every token stands at depth 1, so that each step accepts at least one; below that, guesses are right now and then.
 WIDE = (
@@ -309,34 +311,30 @@ def test_a_text_beyond_the_longrope_boundary_is_rejected(tmp_path: Path) -> None
 
 # ------------------------------------------------------------------------------------------- without anything of ours
 
-ALONE = """
-import builtins, json, sys
 
-real = builtins.__import__
-def guarded(name, *args, **kwargs):
-    if name.split(".")[0] in ("medusa", "train", "decode"):
-        raise ImportError(f"{name} must not be needed")
-    return real(name, *args, **kwargs)
-builtins.__import__ = guarded
+def alone(jobs: list[dict[str, Any]], results: Path) -> None:
+    """Write the texts and step lengths of `jobs`, with plain transformers only."""
+    real = builtins.__import__
 
-import torch
-from transformers import AutoModelForCausalLM
+    def guarded(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] in ("medusa", "train", "decode"):
+            raise ImportError(f"{name} must not be needed")
+        return real(name, *args, **kwargs)
 
-torch.set_num_threads(1)
-results = []
-for job in json.loads(sys.argv[1]):
-    model = AutoModelForCausalLM.from_pretrained(job["backbone"], dtype="float32")
-    for settings in job["settings"]:
-        torch.manual_seed(3)
-        lengths = []
-        out = model.generate(
-            torch.tensor([job["prompt"]]), custom_generate=job["heads"], trust_remote_code=True, **settings,
-            max_new_tokens=48, medusa_step_lengths=lengths,
-        )
-        results.append([out[0, len(job["prompt"]):].tolist(), lengths])
-assert not {"medusa", "train", "decode"} & set(sys.modules)
-print(json.dumps(results))
-"""
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("medusa", "train", "decode"):
+            del sys.modules[name]
+    builtins.__import__ = guarded
+    found = []
+    for job in jobs:
+        model = AutoModelForCausalLM.from_pretrained(job["backbone"], dtype="float32")
+        for settings in job["settings"]:
+            torch.manual_seed(3)
+            lengths: list[int] = []
+            out = by_hub(model, job["heads"], job["prompt"], **settings, max_new_tokens=48, medusa_step_lengths=lengths)
+            found.append([out[0, len(job["prompt"]) :].tolist(), lengths])
+    assert not {"medusa", "train", "decode"} & set(sys.modules)
+    results.write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +351,9 @@ def demo_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_repositories_run_without_the_packages(demo_heads: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Heads for the embedded backbone, and the original's own heads for stories260K, exported by the command."""
+    """Heads for the embedded backbone, and the original's own heads for stories260K, exported by the command.
+
+    In a copy of this process that forgets the packages."""
     pairs = [("demo", str(DEMO_BACKBONE), demo_heads, [0, 403, 378])]
     try:
         models = request.getfixturevalue("shared") / "models"
@@ -368,25 +368,15 @@ def test_repositories_run_without_the_packages(demo_heads: str, tmp_path: Path, 
         words = ["export", "--heads", heads, "--to", "hub", "--output", output, "--backbone", name]
         assert main([*words, "--quiet"]) == 0
         jobs.append({"backbone": folder, "heads": output, "prompt": prompt, "settings": settings})
-        from transformers import AutoModelForCausalLM
-
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
         ours = MedusaHeads.from_pretrained(output, dtype=torch.float32)
         for chosen in settings:
             torch.manual_seed(3)
             found = [s.ids[0] for s in steps(model, ours, torch.tensor([prompt]), max_new_tokens=48, **chosen)]
             expected.append([[token for ids in found for token in ids], [len(ids) for ids in found]])
-    (tmp_path / "elsewhere").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", ALONE, json.dumps(jobs)],
-        cwd=tmp_path / "elsewhere",
-        env={"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == expected
+    process = forked(lambda: alone(jobs, tmp_path / "results"), tmp_path / "errors")
+    assert os.waitpid(process, 0)[1] == 0, (tmp_path / "errors").read_text()
+    assert json.loads((tmp_path / "results").read_text()) == expected
     assert all(max(lengths) > 1 for _, lengths in expected), "heads that fit are right now and then"
 
 
