@@ -31,8 +31,8 @@ from medusa.heads.inputs import HeadInputs
 from medusa.loading import LoadOptions
 from script_tools import markdown_table, run_script, script_parser
 from train.loss.heads import head_losses
-from train.loss.teacher import BackboneTeacher
-from train.loss.weighting import Weighting
+from train.loss.objectives import Weighting
+from train.loss.targets import BackboneTeacher
 
 PASSES = 3
 COMMON = ("heads", "hidden_size", "vocab_size", "device")  # fields that all variants of a run share

@@ -58,7 +58,7 @@ from tests.commands.test_cli import Place
 from tests.helpers import LETTERS
 from train.architecture import BackboneSizes, choose
 from train.config import HeadsConfig
-from train.footprint import HeadsSize, heads_size
+from train.hardware import HeadsSize, heads_size
 
 OPENINGS = ASSETS / "openings.jsonl"
 PROBE = Probe(

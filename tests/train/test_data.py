@@ -22,7 +22,7 @@ from train.config import DataConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.data.packing import Example, positions_of
 from train.data.reader import to_examples
-from train.loss.labels import IGNORE, head_labels
+from train.loss.targets import IGNORE, head_labels
 
 
 def example(*ids: int, taught: str | None = None) -> Example:

@@ -20,7 +20,7 @@ from medusa.shipped import shipped_configs
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
 from tests.train.processes import forked
 from train.checkpoints import size_on_disk
-from train.footprint import CARDS, HeadsSize, fits, heads_size, training_bytes
+from train.hardware import CARDS, HeadsSize, fits, heads_size, training_bytes
 from train.recipe import load_recipe, parse_recipe
 from train.run import train
 

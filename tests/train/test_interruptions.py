@@ -24,8 +24,8 @@ from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids, tiny_model
 from tests.train.processes import as_two_ranks, forked, forked_command
 from train.checkpoints import RESCUE, remove_rescues, whole_checkpoints
-from train.interruptions import SAVE_TIMES, RescueClock, Signals
 from train.recipe import parse_recipe
+from train.rescue import SAVE_TIMES, RescueClock
 from train.run import train
 from train.trainer import MedusaTrainer
 
@@ -238,16 +238,6 @@ def test_other_threads_get_no_handlers(recipe: Any, tmp_path: Path) -> None:
     assert figures[0].steps == 2
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Signals():
-            send(signal.SIGINT)()
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_two_processes_end_at_the_same_step(recipe: Any, at: Any, tmp_path: Path) -> None:
     """Only one of them gets the signal."""
     out = tmp_path / "out"
@@ -291,7 +281,7 @@ def test_the_command_that_continues(typed: str, resumable: bool, printed: str) -
 
 def test_the_clock_waits_for_the_minutes_or_for_twenty_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("train.interruptions.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("train.rescue.time.monotonic", lambda: now[0])
     clock = RescueClock(minutes=1.0)
     now[0] += 59
     assert not clock.due()

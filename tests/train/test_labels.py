@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from medusa.heads.inputs import following_ids
-from train.loss.labels import FIRST_OFFSET, IGNORE, head_labels
+from train.loss.targets import FIRST_OFFSET, IGNORE, head_labels
 
 
 def drawn(ids: str, documents: str, mask: str | None = None, num_heads: int = 2) -> list[str]:

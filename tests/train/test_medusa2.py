@@ -33,7 +33,7 @@ from train.config import AdapterConfig, HeadsConfig
 from train.data.datasets import PackedDataset
 from train.data.packing import Example
 from train.heads import new_heads
-from train.loss.labels import IGNORE, NEXT, head_labels
+from train.loss.targets import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import adapt, adapter_disabled
 from train.medusa2.lm_loss import lm_loss, perplexity, tilt_towards
 from train.medusa2.trainer import HeadsAndAdapter, lambda_0_at

@@ -32,7 +32,7 @@ from train.data.datasets import PackedDataset
 from train.data.packing import Example
 from train.evaluate import OwnText, head_accuracy
 from train.heads import describe, new_heads
-from train.loss.weighting import Weighting
+from train.loss.objectives import Weighting
 from train.recipe import parse_recipe
 from train.run import train
 

@@ -18,7 +18,7 @@ from medusa.files import Json, free_bytes, readable
 from medusa.loading import Loaded
 from medusa.memory import total_memory
 from train.config import HeadsConfig
-from train.footprint import CARDS, HeadsSize, fits, heads_size, training_bytes
+from train.hardware import CARDS, HeadsSize, fits, heads_size, training_bytes
 from train.heads import new_config
 
 TRAINING_SHARE = 2.0  # seconds of training for each second of generating text
