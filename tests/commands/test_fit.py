@@ -207,23 +207,18 @@ def test_a_slow_model_measures_fewer_prompts() -> None:
 
 
 @pytest.mark.parametrize("lacks", [True, False])
-def test_a_run_that_needs_more_memory_than_there_is_warns(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spread", [True, False])
+def test_a_run_that_needs_more_memory_than_there_is_warns(
+    lacks: bool, spread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several GPUs have their memory together."""
     plan = make_plan(options(), PROBE, COSTS, train_prompts=100, test_prompts=20)
-    needed = max(plan.memory_bytes, plan.decoding_bytes)
-    monkeypatch.setattr(plan_module, "total_memory", lambda device: needed - lacks)
-    warning = plan_module.lacking_memory(plan, {torch.device("cpu")})
+    devices, names = (devices_of(Spread()), "cuda:0 and cuda:1 have") if spread else ({torch.device("cpu")}, "cpu has")
+    each = -(-max(plan.memory_bytes, plan.decoding_bytes) // len(devices))
+    monkeypatch.setattr(plan_module, "total_memory", lambda device: each - lacks)
+    warning = plan_module.lacking_memory(plan, devices)
     assert bool(warning) == lacks
-    assert not warning or ("cpu has" in warning and "--quantization int8" in warning)
-
-
-@pytest.mark.parametrize("lacks", [True, False])
-def test_several_gpus_have_their_memory_together(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan(options(), PROBE, COSTS, train_prompts=100, test_prompts=20)
-    half = (max(plan.memory_bytes, plan.decoding_bytes) + 1) // 2
-    monkeypatch.setattr(plan_module, "total_memory", lambda device: half - lacks)
-    warning = plan_module.lacking_memory(plan, devices_of(Spread()))
-    assert bool(warning) == lacks
-    assert not warning or "cuda:0 and cuda:1 have" in warning
+    assert not warning or (names in warning and "--quantization int8" in warning)
 
 
 class Spread(torch.nn.Module):
