@@ -390,7 +390,7 @@ def test_the_steps_may_change_until_a_tree_is_found(
         asked.append(run.plan.compiled)
         raise RunError("stopped")
 
-    monkeypatch.setattr(stages, "calibration_stage", stop)
+    monkeypatch.setattr(stages, "text_stage", stop)  # the first stage, so that no work is done
     assert main(command()) == 1
     state = tmp_path / "heads" / "fit.json"
     content = json.loads(state.read_text())
@@ -582,18 +582,28 @@ def test_a_run_that_is_stopped_in_every_stage(
     capsys: pytest.CaptureFixture[str],
     before: Callable[[Callable[[str], None]], None],
 ) -> None:
-    """SIGTERM in each stage; the same command continues, and no finished stage runs twice."""
-    folder, ran, names = tmp_path / "heads", list[str](), ["text", "train markov", "calibrate markov", "benchmark"]
-    for stopped in names:
+    """SIGTERM in each stage; the same command continues, and no finished stage runs twice.
+
+    Training is not repeated, even if the signal comes before the state is written."""
+    folder, ran = tmp_path / "heads", list[str]()
+    state, weights = folder / "fit.json", folder / "stages" / "markov" / WEIGHTS
+    for stopped in ("text", "train markov", "calibrate markov", "benchmark"):
         before(lambda name, stopped=stopped: (ran.append(name), name == stopped and stop()))  # type: ignore[misc]
         assert main(command()) == 143
         told = capsys.readouterr().err
         assert f"this command continues: medusa fit {place.backbone} --prompts" in told
+        if stopped == "calibrate markov":
+            content, written = json.loads(state.read_text()), weights.stat().st_mtime_ns
+            figures = content["stages"].pop("train markov")
+            state.write_text(json.dumps(content))
+    assert json.loads(state.read_text())["stages"]["train markov"] == figures
+    assert weights.stat().st_mtime_ns == written
     before(ran.append)
     report = tmp_path / "fit.json"
     assert main(command("--json", str(report))) == 0
     told = capsys.readouterr()
-    assert ran == [name for name in names for _ in range(2)]
+    first, again = ["text", "text", "train markov", "train markov", "calibrate markov"], ["train markov"]
+    assert ran == [*first, *again, "calibrate markov", "benchmark", "benchmark"]
 
     figures = json.loads(report.read_text())
     assert figures["benchmark"]["methods"]["medusa"]["equal_to_plain"] == 1
@@ -606,21 +616,6 @@ def test_a_run_that_is_stopped_in_every_stage(
     assert main(command()) == 0
     assert "is finished; --overwrite starts again" in capsys.readouterr().err
     assert not ran
-
-
-@pytest.mark.usefixtures("short_fit")
-def test_a_training_run_that_ended_before_the_signal_is_not_repeated(
-    command: Callable[..., list[str]], tmp_path: Path, before: Callable[[Callable[[str], None]], None]
-) -> None:
-    before(lambda name: name.startswith("calibrate") and stop())  # type: ignore[func-returns-value, arg-type]
-    assert main(command()) == 143
-    weights, state = tmp_path / "heads" / "stages" / "markov" / WEIGHTS, tmp_path / "heads" / "fit.json"
-    written, content = weights.stat().st_mtime_ns, json.loads(state.read_text())
-    figures = content["stages"].pop("train markov")
-    state.write_text(json.dumps(content))  # as if the signal had come before the state was written
-    assert main(command()) == 143
-    assert weights.stat().st_mtime_ns == written
-    assert json.loads(state.read_text())["stages"]["train markov"] == figures
 
 
 def test_the_plan_alone_writes_nothing(
