@@ -18,7 +18,7 @@ from medusa.heads.markov import MarkovHeads
 from train.architecture import OVERHEAD, TREE, BackboneSizes
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.features.files import PER_TOKEN, Features
-from train.loss.labels import IGNORE, head_labels
+from train.loss.targets import IGNORE, head_labels
 
 ROWS = 1024  # rows whose labels are counted at a time
 CHAIN = 0.75  # assumed share of right guesses where all earlier guesses are right; gives tau 3.1 with 4 heads

@@ -25,6 +25,7 @@ from medusa.commands.options import (
 )
 from medusa.errors import RequestError
 from medusa.files import (
+    Json,
     read_json,
     replacing_folder,
     require_absent,
@@ -170,6 +171,11 @@ class BenchmarkOptions(CommandOptions):
 
 
 def run(options: BenchmarkOptions) -> None:
+    benchmark(options)
+
+
+def benchmark(options: BenchmarkOptions) -> Json:
+    """Measure or compare what the options ask for, print and write the results, and return them."""
     from decode.bench.compare import compare
     from decode.bench.figures import BenchmarkResult
     from decode.bench.report.terminal import print_comparison, print_headline
@@ -208,6 +214,7 @@ def run(options: BenchmarkOptions) -> None:
                     write_json(folder / "benchmark.json", content)
     finally:  # afterwards, because the report may replace the folder of this file; also if the report fails
         options.output.write(content)
+    return content
 
 
 def require_same_prompts(options: BenchmarkOptions, records: Sequence[Record], earlier: Earlier) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decode.settings import Settings
 from medusa.commands.effects import require_distinct
@@ -29,6 +30,9 @@ from medusa.commands.options import (
 from medusa.errors import RequestError
 from medusa.files import replacing, require_picture
 from medusa.options import count, group, option
+
+if TYPE_CHECKING:
+    from decode.bench.calibration.stored import Calibration
 
 DRAFTING = ("acceptance", "draft", "stop_drafting", "epsilon", "delta")
 
@@ -70,6 +74,11 @@ def require_enough(prompts: int, max_new_tokens: int) -> None:
 
 
 def run(options: CalibrateOptions) -> None:
+    find_tree(options)
+
+
+def find_tree(options: CalibrateOptions) -> Calibration:
+    """Find, store and print the fastest tree. Raise TooFewStepsError if the texts are too few or too short."""
     from decode.bench.calibration.calibrate import calibrate
     from decode.bench.calibration.recording import continued_texts, own_texts
     from decode.bench.calibration.stored import files_for, store
@@ -120,3 +129,4 @@ def run(options: CalibrateOptions) -> None:
         with replacing(picture) as temporary:
             calibration_plot(found).savefig(temporary, format=kind, dpi=140, bbox_inches="tight")
     output.write(asdict(found) | {"measured_tau": measured, "kept_in": str(place)})
+    return found

@@ -19,7 +19,7 @@ from medusa.commands.effects import require_of_kind, require_revisions
 from medusa.commands.options import Output, warn
 from medusa.errors import RequestError, RunError, choose_one_of
 from medusa.export import FORMATS
-from medusa.files import readable, replacing_folder, require_absent, require_writable_folder
+from medusa.files import Json, readable, replacing_folder, require_absent, require_writable_folder
 from medusa.options import DTYPE_NAMES, REQUIRED, LoadOptions, Options, group, option
 
 if TYPE_CHECKING:
@@ -79,6 +79,11 @@ class ExportOptions(Options):
 
 
 def run(options: ExportOptions) -> None:
+    export(options)
+
+
+def export(options: ExportOptions) -> Json:
+    """Export the heads, print and write what was exported, and return it."""
     from decode.bench.calibration.stored import calibrations_of
     from medusa.checkpoints.folder import find_folder, load
     from medusa.export.base import Export, Written
@@ -112,12 +117,14 @@ def run(options: ExportOptions) -> None:
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     notes = [*written.notes, *([unchecked] if unchecked and options.backbone not in recorded else [])]
-    about = {"format": options.to, "folder": options.out, "files": files}
-    options.output.write(about | {"serve": written.serve, "lost": written.lost, "notes": notes})
+    about: Json = {"format": options.to, "folder": options.out, "files": files}
+    about |= {"serve": written.serve, "lost": written.lost, "notes": notes}
+    options.output.write(about)
     lines = [f"{place}:", *(f"  {name}  {readable(size)}" for name, size in files.items())]
     lines += ["read again: the same weights, bit for bit", f"serve:  {written.serve}", f"limitations:  {written.lost}"]
     for line in [*lines, *(f"note:  {note}" for note in notes)]:
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
+    return about
 
 
 def _facts(options: ExportOptions) -> Facts:

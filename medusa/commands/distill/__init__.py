@@ -100,8 +100,10 @@ class DistillFigures:
     failed: int
     """The answers that could not be generated; `failed_path` lists the reasons."""
     failed_path: Path
+    tokens: int
+    """The tokens of all answers in the file. The answers of a server's chat are text, and count 0."""
     new_tokens: int
-    """The tokens that this run generated. The answers of a server's chat are text, and count 0."""
+    """Those that this run generated."""
     seconds: float
     """The seconds of decoding in this run."""
     finish_reasons: dict[str, int]
@@ -167,6 +169,7 @@ def distill(options: DistillOptions) -> DistillFigures:
         texts=len(journal.done),
         failed=journal.total - len(journal.done),
         failed_path=journal.failed_path,
+        tokens=journal.tokens,
         new_tokens=journal.new_tokens,
         seconds=seconds,
         finish_reasons=dict(sorted(journal.reasons.items())),

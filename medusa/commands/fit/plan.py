@@ -10,15 +10,14 @@ from pathlib import Path
 import torch
 
 from decode.bench.calibration.calibrate import SHORTLISTS, compiled_on_gpu, sizes_for
-from medusa.commands.fit.choices import HeadsChoice
-from medusa.commands.fit.options import FitOptions
+from medusa.commands.fit.options import FitOptions, HeadsChoice
 from medusa.commands.fit.probe import Probe
 from medusa.errors import NotCompilableError
 from medusa.files import Json, free_bytes, readable
 from medusa.loading import Loaded
 from medusa.memory import total_memory
 from train.config import HeadsConfig
-from train.footprint import CARDS, HeadsSize, fits, heads_size, training_bytes
+from train.hardware import CARDS, HeadsSize, fits, heads_size, training_bytes
 from train.heads import new_config
 
 TRAINING_SHARE = 2.0  # seconds of training for each second of generating text
@@ -129,11 +128,16 @@ def compiling(kind: str, probe: Probe) -> tuple[int, float]:
     return trees, (COMPILING + COMPILING_LAYER * probe.layers) * (2 if kind in LEVEL_BY_LEVEL else 1)
 
 
+def answer_tokens(options: FitOptions, probe: Probe) -> int:
+    """Return the number of tokens that the model writes as an answer, at most; at least one must fit before them."""
+    return min(options.tokens, probe.context - 1) if probe.context else options.tokens
+
+
 def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_prompts: int, test_prompts: int) -> Plan:
     """Plan a run from the probe of its model, the costs of each kind of heads, and the numbers of prompts.
 
     NotCompilableError: compiled steps are asked for, and are not possible."""
-    tokens = min(options.tokens, probe.context - 1) if probe.context else options.tokens
+    tokens = answer_tokens(options, probe)
     slowest = max(cost.token_seconds for cost in costs)
     one_text = tokens * probe.batch_step_seconds / probe.batch_size
     learning = min(TRAINING_SHARE * one_text, EPOCHS * tokens * slowest)  # from one text
