@@ -150,7 +150,7 @@ def measured_heads(args: argparse.Namespace) -> dict[str, MedusaHeads]:
         if kind == "eagle":
             narrow = MedusaHeads.from_pretrained(folder).to(args.device)
             assert isinstance(narrow, EagleHeads)
-            narrow.config.window = narrow.window = WINDOW
+            narrow.config.own.window = narrow.window = WINDOW
             found[f"{kind}, rows of {length}, window after training"] = narrow
     return found
 

@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 
-from medusa.config import KINDS
 from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
+from medusa.heads import KINDS
 from medusa.loading import load_tokenizer
 from script_tools import markdown_table, medusa, read_documents, run_script, script_parser, write_jsonl
 

@@ -31,8 +31,8 @@ from decode.session import Session
 from decode.settings import DecodingOptions
 from decode.topology import Topology
 from medusa import MedusaHeads, Tree
-from medusa.config import VARIANTS
 from medusa.heads import KINDS
+from medusa.heads.eagle_layer import VARIANTS
 
 COMMON, VOCAB, REFUSED = tiny_models.COMMON, tiny_models.VOCAB, tiny_models.REFUSED
 HIDDEN: int = COMMON["hidden_size"]

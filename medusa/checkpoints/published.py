@@ -15,7 +15,7 @@ Sizes are read from the tensors, because the configs of published heads are ofte
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,10 +68,10 @@ VLLM = Names("blocks.{h}.layers.{l}.{part}", "lm_heads.{h}.weight")
 TENSORRT_LLM = Names("{h}.medusa_layers.{l}.linear.{part}", "{h}.lm_head.weight")
 
 
-def is_of_heads(name: str) -> bool:
-    """Whether a tensor with this name belongs to a block of Medusa heads in any file format of this module."""
-    bare = PREFIX.sub("", name, count=1)
-    return any(names.block_of(bare) for names in (PUBLISHED, VLLM, TENSORRT_LLM))
+def are_heads(names: Iterable[str]) -> bool:
+    """Whether one of these tensors belongs to a block of Medusa heads in any file format of this module."""
+    bare = [PREFIX.sub("", name, count=1) for name in names]
+    return any(form.block_of(name) for name in bare for form in (PUBLISHED, VLLM, TENSORRT_LLM))
 
 
 @dataclass

@@ -340,7 +340,7 @@ def test_eagles_published_layers_survive_saving_and_loading(tmp_path: Path, sett
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kind": "medusa", "feature_layers": [1]}, "feature_layers needs heads.block=gated"),
+        ({"kind": "medusa", "feature_layers": [1]}, "feature_layers belongs to kind eagle, not medusa"),
         ({"block": "gated", "feature_layers": [1], "prefix_layers": 1}, "without heads.prefix_layers"),
         ({"block": "gated", "feature_layers": []}, r"feature_layers is \[\]; give numbers"),
         ({"block": "gated", "feature_layers": [True]}, "give numbers"),
