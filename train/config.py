@@ -10,7 +10,7 @@ from pydantic_core import InitErrorDetails
 
 from medusa.config import LM_HEADS, MIN_VOCABULARY, MedusaConfig, belongs, require_block
 from medusa.errors import RequestError
-from medusa.heads import class_of, kinds_where
+from medusa.heads import HEADS, class_of, kinds_where
 from medusa.loading import DTYPES
 from medusa.options import ATTENTIONS, QUANTIZATIONS, LoadOptions
 from medusa.records.sources import DOCUMENT_SEPARATOR
@@ -80,7 +80,7 @@ class HeadsConfig(Section):
             if not owners:
                 unknown = InitErrorDetails(type="extra_forbidden", loc=(key,), input=value)
                 raise ValidationError.from_exception_data("heads", [unknown])
-            if kind not in (None, *owners):
+            if kind is not None and kind not in owners:
                 raise RequestError(belongs(key, owners, kind))
             checked = validated(own_section(kind or owners[0]), {key: value}, prefix="heads.")
             extra[key] = getattr(checked, key)
@@ -107,6 +107,12 @@ class HeadsConfig(Section):
             feature_layers=self.feature_layers,
             **self.own,
         )
+
+
+def own_key_paths() -> list[str]:
+    """Return the paths of all keys that only some kinds of heads have, such as "heads.rank"."""
+    names = (name for kind in HEADS.names() for name in class_of(kind).setting_names(recipe=True))
+    return [f"heads.{name}" for name in dict.fromkeys(names)]
 
 
 def own_section(kind: str) -> type[Section]:

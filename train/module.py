@@ -49,7 +49,9 @@ class HeadsOnBackbone(nn.Module):
             heads.path_dropout = heads.usual_path_dropout if args.path_dropout is None else args.path_dropout
         elif args.path_dropout is not None:
             kinds = " or ".join(kinds_where(lambda kind: kind.usual_path_dropout is not None))
-            raise RequestError(f"training.path_dropout is for heads.kind {kinds}, not {heads.config.kind}; leave it out")
+            raise RequestError(
+                f"training.path_dropout is for heads.kind {kinds}, not {heads.config.kind}; leave it out"
+            )
         if args.dropout:
             heads.set_dropout(args.dropout)
         if getattr(model, "hf_device_map", None):  # split over devices: the Trainer must not move the heads

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_plausible
 from medusa.checkpoints.eagle_config import read_eagle_config
+from medusa.checkpoints.stored import Form
 from medusa.config import MedusaConfig
 from medusa.files import Json
 from medusa.heads.eagle_layer import GATED, ORIGINAL_EAGLE, EagleSettings, layer_sizes
@@ -73,7 +74,7 @@ def to_eagle3(heads: Checkpoint) -> Tensors:
     return out
 
 
-def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str, asked: str = "") -> Checkpoint:
+def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str, asked: str) -> Checkpoint:
     """Make `eagle` heads from the tensors of a layer of EAGLE and the content `published` of its `config.json`.
 
     Raise RequestError if the layer differs from that of `medusa.heads.eagle`, or a tensor is wrong or missing."""
@@ -152,3 +153,6 @@ def _names(config: MedusaConfig) -> dict[str, str]:
     if EagleSettings.of(config).embeddings == "own":
         names["embedding.weight"] = "embed_tokens.weight"
     return names | {name: name for name in same}
+
+
+FORM = Form(is_eagle, from_eagle3)

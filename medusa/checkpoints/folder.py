@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple, TypedDict, Unpack
 
 from medusa.checkpoints.checkpoint import Checkpoint
-from medusa.checkpoints.eagle3 import from_eagle3, is_eagle
-from medusa.checkpoints.hydra import from_hydra, is_hydra
-from medusa.checkpoints.published import PREFIX, HeadTensors, are_heads, from_others, from_published, to_published
-from medusa.checkpoints.stored import CONFIG, HEADS_FILES, PROVENANCE, WEIGHTS, Stored, save_tensors
+from medusa.checkpoints.published import FORM, PREFIX, HeadTensors, from_published, to_published
+from medusa.checkpoints.stored import CONFIG, HEADS_FILES, PROVENANCE, WEIGHTS, Form, Stored, save_tensors
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, Json, read_json, require_absent, write_json
-from medusa.heads import class_of
+from medusa.heads import HEADS, class_of
 from medusa.places import SHIPPED, hub_keywords, may_be_on_hub, why_missing
-
-FORMS = (  # of other programs: whether stored tensors have the form, and the function that reads it
-    (is_hydra, from_hydra),
-    (is_eagle, from_eagle3),
-    (are_heads, from_others),
-)
 
 
 class HubOptions(TypedDict, total=False):
@@ -46,8 +41,7 @@ def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
     if "kind" in published:
         checkpoint = _own_format(stored, published, source)
     else:
-        read = next((read for is_of_form, read in FORMS if is_of_form(stored)), from_others)
-        checkpoint = read(stored, published, source, str(name_or_path))
+        checkpoint = (_form_of(stored) or FORM).read(stored, published, source, str(name_or_path))
     checkpoint.provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else None
     return checkpoint
 
@@ -139,7 +133,15 @@ def _stored_heads(folder: Path) -> Stored:
         if path.is_file():
             return Stored.of_files([path])
     stored = Stored.of_folder(folder)
-    if not any(is_of_form(stored) for is_of_form, _ in FORMS):
+    if _form_of(stored) is None:
         files = ", ".join(HEADS_FILES)
         raise RequestError(f"no heads in {folder}: it holds neither {files} nor a model with heads inside")
     return stored
+
+
+def _form_of(stored: Stored) -> Form | None:
+    """Find the form of other programs' files among those of all kinds of heads; `None` if they have none of them."""
+    kinds = chain(HEADS.own, (name for name in HEADS.names() if name not in HEADS.own))
+    places = (place for kind in kinds if (place := class_of(kind).published_form) is not None)
+    forms: Iterator[Form] = map(resolve_name, places)
+    return next((form for form in forms if form.recognises(stored)), None)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_plausible
-from medusa.checkpoints.stored import HYDRA_WEIGHTS, Stored
+from medusa.checkpoints.stored import HYDRA_WEIGHTS, Form, Stored
 from medusa.config import Fingerprint, MedusaConfig, PrefixSizes
 from medusa.errors import RequestError
 from medusa.files import Json
@@ -41,7 +41,7 @@ def is_hydra(stored: Stored) -> bool:
     return any(path.name == HYDRA_WEIGHTS for path in stored.paths)
 
 
-def from_hydra(stored: Mapping[str, Tensor], published: Json, source: str, asked: str = "") -> Checkpoint:
+def from_hydra(stored: Mapping[str, Tensor], published: Json, source: str, asked: str) -> Checkpoint:
     """Make `hydra` heads from the tensors of the original Hydra and the content `published` of their `config.json`.
 
     Raise RequestError if the architecture is unknown, heads read no embeddings, or a tensor is wrong or missing."""
@@ -121,3 +121,6 @@ def _prefix(base: str | None, source: str) -> PrefixSizes:
         "base": float(rope.get("rope_theta", 10_000.0)),
         "norm": True,
     }
+
+
+FORM = Form(is_hydra, from_hydra)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_plausible
+from medusa.checkpoints.stored import Form
 from medusa.config import OUR_KEYS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
@@ -214,3 +215,6 @@ def _config_of(found: HeadTensors, published: Json, source: str) -> MedusaConfig
     known["vocab_size"] = lm_head.shape[0] if lm_head is not None else published.get("vocab_size")
     known["base_model_name_or_path"] = published.get("base_model_name_or_path")
     return MedusaConfig(**known)
+
+
+FORM = Form(are_heads, from_others)

@@ -71,6 +71,7 @@ class EagleHeads(CachedAttention, SequentialHeads, AttendsToText):
     reads_layers = True
     follows_path = True
     form = "eagle"
+    published_form = "medusa.checkpoints.eagle3:FORM"
 
     @classmethod
     def check(cls, config: MedusaConfig) -> None:

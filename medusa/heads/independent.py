@@ -177,3 +177,4 @@ class IndependentHeads(MedusaHeads):
     """Heads of kind `medusa`, which other programs read and write, too (`medusa.checkpoints.published`)."""
 
     form = "medusa"
+    published_form = "medusa.checkpoints.published:FORM"

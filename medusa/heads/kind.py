@@ -41,7 +41,8 @@ class Kind:
     can_draw: ClassVar[bool] = True  # whether drafts can be sampled from the heads' distributions
 
     # Published forms
-    form: ClassVar[str | None] = None  # the form that servers read: `medusa` or `eagle` (`medusa.checkpoints`)
+    form: ClassVar[str | None] = None  # what servers take the heads for: `medusa`, `eagle`, or nothing
+    published_form: ClassVar[str | None] = None  # the place of the `Form` that reads other programs' files
 
     @classmethod
     def check(cls, config: MedusaConfig) -> None:

@@ -117,6 +117,7 @@ class HydraHeads(SequentialHeads):
 
     follows_path = True
     foreign_block_types = fixed_block_types = (ORIGINAL_HYDRA,)
+    published_form = "medusa.checkpoints.hydra:FORM"
 
     @classmethod
     def check(cls, config: MedusaConfig) -> None:

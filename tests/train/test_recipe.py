@@ -189,7 +189,7 @@ def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) 
         ("heads={kind: eagle, window: 0}", "at least 1"),
         ("heads.vocabulary=5", "at least 32, or 0 for all tokens"),
         ("heads.feature_layers=usual", "heads.feature_layers belongs to kind eagle, not medusa"),
-        ("heads={kind: eagle, block: gated, feature_layers: last}", "give usual, or a list of numbers"),
+        ("heads={kind: eagle, block: gated, feature_layers: last}", r"or usual"),
     ],
 )
 def test_invalid_values_are_rejected_with_the_allowed_values(read: Any, override: str, said: str) -> None:
