@@ -2,7 +2,6 @@
 
     python scripts/check_exports.py write --heads HEADS --backbone BACKBONE --output exported
     python scripts/check_exports.py vllm exported          in an environment with vllm 0.32, no GPU needed
-    python scripts/check_exports.py modelopt exported      with nvidia-modelopt
     python scripts/check_exports.py medusa-llm exported    with medusa-llm (FasterDecoding's, also called medusa)
     python scripts/check_exports.py vllm-eagle3 exported   with vllm, for heads of kind eagle with block gated
 
@@ -13,7 +12,6 @@ commands load the export with the named program and compare its logits. docs/for
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -39,7 +37,7 @@ def write(args: argparse.Namespace) -> None:
     from medusa.heads.inputs import HeadInputs
 
     heads, lm_head = MedusaHeads.from_pretrained(args.heads), read_lm_head(args.backbone)
-    formats = ("vllm", "sglang") if heads.config.kind == "eagle" else ("original-v1", "tgi", "vllm", "modelopt")
+    formats = ("vllm", "sglang") if heads.config.kind == "eagle" else ("original-v1", "tgi", "vllm")
     for name in formats:
         command = ["export", "--heads", args.heads, "--backbone", args.backbone, "--to", name, "--quiet", "--overwrite"]
         if status := main([*command, "--output", str(args.output / name)]):
@@ -132,30 +130,6 @@ def vllm_process() -> Iterator[Any]:
             distributed.destroy_distributed_environment()
 
 
-def modelopt(folder: Path) -> tuple[Tensor, str]:
-    """Convert the exported backbone with modelopt and load the export; return logits and modelopt's version."""
-    import modelopt
-    import modelopt.torch.speculative as mtsp
-    from transformers import AutoModelForCausalLM
-
-    place = folder / "modelopt"
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
-    about = json.loads((place / "config.json").read_text())["medusa"]
-    settings = {f"medusa_{key}".replace("medusa_num_medusa", "medusa_num"): value for key, value in about.items()}
-    mtsp.convert(model, [("medusa", settings)])
-    assert model.config.medusa == about
-    fill_with_nan(model.medusa_heads)
-    files = json.loads((place / "model.safetensors.index.json").read_text())["weight_map"]
-    held = {key: tensor for name in sorted(set(files.values())) for key, tensor in load_file(place / name).items()}
-    assert set(held) == set(files)
-    inside = {name for name in model.state_dict() if name.startswith("medusa_heads.")}
-    assert {name for name in held if name.startswith("medusa_heads.")} == inside
-    model.load_state_dict(held, strict=False)  # an LM head that is the embedding is not in the files
-    hidden = load_file(folder / EXPECTED)["hidden"]
-    with torch.no_grad():
-        return torch.stack([head(hidden) for head in model.medusa_heads]), f"nvidia-modelopt {modelopt.__version__}"
-
-
 def medusa_llm(folder: Path) -> tuple[Tensor, str]:
     """Load the export with FasterDecoding's released class; return the logits and both versions."""
     from importlib.metadata import version
@@ -171,7 +145,7 @@ def medusa_llm(folder: Path) -> tuple[Tensor, str]:
     return logits, f"medusa-llm {version('medusa-llm')}, transformers {version('transformers')}"
 
 
-CONSUMERS = {"vllm": vllm, "vllm-eagle3": vllm_eagle3, "modelopt": modelopt, "medusa-llm": medusa_llm}
+CONSUMERS = {"vllm": vllm, "vllm-eagle3": vllm_eagle3, "medusa-llm": medusa_llm}
 
 
 def check(name: str, folder: Path) -> str:

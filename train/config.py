@@ -22,17 +22,17 @@ TEACHER_TILT = 0.06  # with lambda_0 = 0.1, the perplexity rises by less than 2 
 
 
 class HeadsConfig(Section):
-    """The section `heads` of a recipe: the shape of the heads. Keys left out get values that suit the backbone.
+    """The section `heads` of a recipe: the shape of the heads. Keys left out get values that suit the backbone."""
 
-    Each kind of heads can have further keys, which its class defines (`medusa.heads.kind.Kind.Settings`)."""
+    # A kind of heads can have further keys (`Kind.Settings`), which are extra fields.
 
     model_config = ConfigDict(extra="allow")
 
     num: int | None = Field(default=None, ge=1)
     """Number of heads, by default 4; a decoding step gives at most num + 1 tokens."""
     kind: str | None = None
-    """Kind of heads (docs/kinds.md), by default medusa, which are independent heads. mtp fine-tunes the backbone's own
-    layer for multi-token prediction."""
+    """Kind of heads (docs/kinds.md): medusa (independent heads, the default), cascade, hydra, recurrent, markov, eagle,
+    mtp (fine-tunes the backbone's own layer for multi-token prediction), or a kind of another package."""
     prefix_layers: int | None = Field(default=None, ge=0)
     """Number of decoder layers between the backbone and the heads (prefix attention), usually 1; 0: none."""
     block: str | None = None

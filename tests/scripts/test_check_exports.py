@@ -17,7 +17,6 @@ from tests.helpers import random_heads, tiny_model
 INSTALLED = {
     "vllm": "vllm",
     "vllm-eagle3": "vllm",
-    "modelopt": "modelopt",
 }
 
 
@@ -38,7 +37,7 @@ def test_expected_logits_are_written_with_the_exports(exports: Path) -> None:
     independent = (exports / "tgi").is_dir()
     assert ("logits" in said) == independent
     assert sorted(path.name for path in exports.iterdir() if path.is_dir()) == (
-        ["modelopt", "original-v1", "tgi", "vllm"] if independent else ["sglang", "vllm"]
+        ["original-v1", "tgi", "vllm"] if independent else ["sglang", "vllm"]
     )
 
 

@@ -123,7 +123,7 @@ def test_it_trains_saves_loads_and_decodes_exactly(tmp_path: Path, capsys: pytes
     folder, model = tmp_path / "heads", tiny_model("llama")
     heads = MedusaHeads.from_pretrained(folder)
     assert (type(heads).__name__, heads.config.own.width, heads.down[0].out_features) == ("LowRankHeads", 5, 5)
-    assert float(heads.up[0].weight.abs().max()) > 0
+    assert heads.up[0].weight.abs().max() > 0
     assert not heads.config.servable
     assert replace(heads.config, num_heads=2).width == 5
     assert json.loads((folder / "config.json").read_text("utf-8"))["width"] == 5
