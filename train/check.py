@@ -17,12 +17,11 @@ from transformers.utils import is_flash_attn_2_available
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError, choose_one_of, first_line
 from medusa.files import Json, require_writable_folder
-from medusa.heads import NATIVE
+from medusa.heads import class_of
 from medusa.loading import head_sizes, known_classes, load_config, on_meta
-from medusa.native_layers import native_config
 from medusa.shipped import shipped_configs
 from medusa.tree import load_tree
-from train.architecture import FINE_TUNING, learning_rate
+from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
 from train.config import FLASH, NUM_HEADS, AdapterConfig, HeadsConfig, TrainConfig
@@ -67,14 +66,14 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
         held = require_startable(config.heads.start, config.heads, *sizes)
         require_adaptable(config, held)
         num_heads, kind = held.num_heads, held.kind
-    elif kind == NATIVE:
-        native_config(backbone, num_heads)  # refuses a backbone without such a layer
+    else:
+        class_of(kind or "medusa").config_from(backbone, num_heads)  # refuses a backbone without such heads
     several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if several and "RANK" not in os.environ:  # accelerate 1.15 started one process, although it was asked for several
         fault = "accelerate launch --cpu starts one process for any --num_processes"
         settings = shipped_configs() / "accelerate" / "two_processes_cpu.yaml"
         say(f"warning: {fault}; use --config_file {settings}, or torchrun")
-    rate = learning_rate(sizes[0]) * (FINE_TUNING if kind == NATIVE else 1)
+    rate = learning_rate(sizes[0]) * class_of(kind or "medusa").learning_rate_scale
     arguments = _training_arguments(config, rate, quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming reads without end; give training.max_steps or training.max_minutes")

@@ -15,17 +15,15 @@ from transformers.utils.generic import is_flash_attention_requested
 from medusa.argmax import argmax
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
+from medusa.heads import kinds_where
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs, following_ids
-from medusa.heads.markov import MarkovHeads
 from medusa.vocabulary import lm_head_for, token_ids
 from train.arguments import MedusaTrainingArguments
 from train.data.packing import Batch
 from train.heads import backbone_for
 from train.loss.heads import HeadLosses, head_losses
 from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices, chunk_rows, labels_as_tokens, taught_labels
-
-PATH_DROPOUT = 0.4  # measured on stories260K (docs/log.md)
 
 
 class LabelledPositions(NamedTuple):
@@ -47,10 +45,13 @@ class HeadsOnBackbone(nn.Module):
         if args.scheduled_sampling and not heads.follows_path:
             unable = f"training.scheduled_sampling: heads of kind {heads.config.kind} see no guesses"
             raise RequestError(f"{unable}; leave it out, or take a kind that follows the path (docs/kinds.md)")
-        if isinstance(heads, MarkovHeads):
-            heads.path_dropout = PATH_DROPOUT if args.path_dropout is None else args.path_dropout
+        if heads.usual_path_dropout is not None:
+            heads.path_dropout = heads.usual_path_dropout if args.path_dropout is None else args.path_dropout
         elif args.path_dropout is not None:
-            raise RequestError(f"training.path_dropout is for heads.kind markov, not {heads.config.kind}; leave it out")
+            kinds = " or ".join(kinds_where(lambda kind: kind.usual_path_dropout is not None))
+            raise RequestError(
+                f"training.path_dropout is for heads.kind {kinds}, not {heads.config.kind}; leave it out"
+            )
         if args.dropout:
             heads.set_dropout(args.dropout)
         if getattr(model, "hf_device_map", None):  # split over devices: the Trainer must not move the heads

@@ -3,7 +3,7 @@
   medusa export runs/heads --to vllm --output exported
   medusa export runs/heads --to hub --output repository --benchmark bench.json
 
-TGI, TensorRT-LLM and vLLM load heads of kind `medusa` with `heads.block=square`. vLLM and SGLang load kind `eagle` with
+TGI and vLLM load heads of kind `medusa` with `heads.block=square`. vLLM and SGLang load kind `eagle` with
 `heads.block=gated`. `hub` takes the kinds `medusa` and `cascade`. Heads of kind `markov`, which `medusa1` trains, run
 only here. The command prints how to serve the exported heads, and what decoding in that server lacks."""
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from medusa.commands.effects import require_of_kind, require_revisions
 from medusa.commands.options import Output, warn
 from medusa.errors import RequestError, RunError, choose_one_of
-from medusa.export import FORMATS
+from medusa.export import FORMATS, REMOVED
 from medusa.files import Json, readable, replacing_folder, require_absent, require_writable_folder
 from medusa.options import DTYPE_NAMES, REQUIRED, LoadOptions, Options, group, option
 
@@ -91,6 +91,8 @@ def export(options: ExportOptions) -> Json:
     from medusa.loading import DEMO as DEMO_BACKBONE
     from medusa.loading import DTYPES
 
+    if options.to in REMOVED:
+        raise RequestError(f"--to {options.to} is gone: {REMOVED[options.to]}")
     if options.to not in FORMATS:
         raise RequestError(f"--to is {options.to!r}; {choose_one_of(options.to, FORMATS)}")
     write: Callable[[Export], Written] = resolve_name(f"medusa.export.{FORMATS[options.to]}")

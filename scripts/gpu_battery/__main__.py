@@ -28,8 +28,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import torch
 
 from decode.bench.machine import commit, machine
-from medusa.config import KINDS
 from medusa.errors import RequestError
+from medusa.heads import KINDS
 from medusa.interruptions import interruptible
 from medusa.loading import LoadOptions
 from script_tools import run_script, script_parser

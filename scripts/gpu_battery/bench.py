@@ -13,7 +13,7 @@ from decode.bench.methods import Method, medusa_method, plain_method, transforme
 from decode.settings import Settings
 from decode.texts import Result, tau
 from medusa import Tree
-from medusa.config import KINDS
+from medusa.heads import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from medusa.records.sources import read_records

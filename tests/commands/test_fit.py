@@ -282,7 +282,7 @@ def test_steps_are_compiled_on_a_gpu(
     asked: bool | None, device: str, reason: str, compiled: bool, told: str, tmp_path: Path
 ) -> None:
     found, wanted = replace(PROBE, device=device, not_compiled=reason, layers=8), options(compile=asked)
-    trees, seconds = compiling("markov", found)
+    trees, seconds = compiling(MedusaConfig(64, 100, kind="markov"), found)
     costs = [replace(COSTS[0], compiled_trees=trees, tree_seconds=seconds)]
     plan = make_plan(wanted, found, costs, train_prompts=100, test_prompts=20)
     eager = make_plan(options(compile=False), found, costs, train_prompts=100, test_prompts=20)
@@ -447,7 +447,7 @@ def test_the_docs_show_what_the_planner_computes_for_7b(monkeypatch: pytest.Monk
     size = heads_size(config, sizes.vocab_size)
     read = size.trained + 4 * 4096 * 32000  # the shared LM head, once for each head
     learning = found.read_seconds * (1 + HEAD_COST * read / sizes.parameters)
-    costs = Costs(size, learning, *compiling(choice.heads["kind"], found))
+    costs = Costs(size, learning, *compiling(config, found))
     monkeypatch.setattr(plan_module, "free_bytes", lambda path: 10**12)
     plan = make_plan(asked, found, [costs], train_prompts=4900, test_prompts=100)
     page = (Path(__file__).parents[2] / "docs" / "start.md").read_text(encoding="utf-8")

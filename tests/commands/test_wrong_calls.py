@@ -365,7 +365,7 @@ LINES = {
 --to hub --repo-id heads -> 'heads'
 --to hub --backbone demo -> --backbone demo
 --to sglang -> eagle
---to modelopt --backbone no/model -> whole local folder
+--to tensorrt-llm --backbone demo -> --to tensorrt-llm is gone: TensorRT-LLM has deleted the engines
 --json full -> full
 --revison x -> did you mean --revision
 """,
