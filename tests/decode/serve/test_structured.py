@@ -109,8 +109,8 @@ def test_generate_follows_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--json-schema", "{tmp}/list"], "the JSON schema is invalid: Expecting object schema"),
         (["--grammar", "{tmp}/text"], "the grammar is invalid: "),
         (["--grammar", "{tmp}/good", "--json-schema", "{tmp}/list"], "leave one of them out"),
-        (["--grammar", "{tmp}/good", "--ignore-eos"], "ends where the grammar ends; leave out --ignore-eos"),
-        (["--grammar", "{tmp}/good", "--compile"], "leave out --compile"),
+        (["--grammar", "{tmp}/good", "--ignore-eos"], "--ignore-eos has no effect on a grammar"),
+        (["--grammar", "{tmp}/good", "--compile"], "--compile is not possible: a grammar"),
     ],
 )
 def test_wrong_options_are_one_line(
