@@ -11,6 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +23,8 @@ import torch
 
 from decode.settings import Settings
 from medusa.commandline import exit_status
-from medusa.errors import RequestError
 from medusa.heads import KINDS
+from medusa.errors import RequestError
 from scripts.gpu_battery import __main__ as battery
 from scripts.gpu_battery import bench, clocks, curves, run
 from scripts.gpu_battery.__main__ import BATTERY_SECONDS, STAGES
@@ -345,24 +346,145 @@ def test_a_stage_reaches_a_new_python(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "path", [place for place in sys.path if Path(place).name != "scripts"])
     spawning = multiprocessing.get_context("spawn")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: spawning)
-    outcome = run_stages({"verify": Stage(failing, 60)}, tmp_path, True, "cpu", 120)["verify"]
-    assert outcome["error"] == "ValueError: out of luck", (tmp_path / "logs" / "verify.log").read_text()
+    outcome = run_stages({"sharding": STAGES["sharding"]}, tmp_path, True, "cpu", 120)["sharding"]
+    assert outcome["status"] == "done", (tmp_path / "logs" / "sharding.log").read_text()
+    assert any("blocks" in figure for figure in run.read_figures(tmp_path)["sharding"])
 
 
-def test_a_second_call_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage for which no time is left keeps the figures that it has."""
-    for name in STAGES:
-        run.append(tmp_path, {"stage": name, "event": "end", "status": "failed" if name == "checks" else "done"})
-    run.append(tmp_path, {"stage": "checks", "ms": 3.0})
-    run.append(tmp_path, {"stage": "checks", "event": "end", "status": "cut off"})
-    asked: list[str] = []
-    monkeypatch.setattr(battery, "run_stages", lambda stages, *more: asked.extend(stages) or {})
-    monkeypatch.setattr(battery, "describe_machine", lambda *about: None)
-    assert battery.main(["--rehearse", "--output", str(tmp_path)]) == 0
-    assert asked == ["checks"]
-    before = run.read_figures(tmp_path)["checks"]
-    assert run_stages({"checks": STAGES["checks"]}, tmp_path, True, "cpu", 0)["checks"]["status"] == "skipped"
-    assert run.read_figures(tmp_path)["checks"] == before
+def test_what_is_timed_waits_for_training_and_comes_before_later_training(tmp_path: Path) -> None:
+    """`c` waits for both that train, and `d` waits behind `c`."""
+    order, ends = list[str](), {name: threading.Event() for name in "abcd"}
+
+    def hold(name: str, how: str) -> None:
+        with getattr(Run(name, tmp_path, TOY, "cpu", 60), how)():
+            order.append(name)
+            ends[name].wait(20)
+            order.append(f"{name} ended")
+
+    threads = {name: threading.Thread(target=hold, args=(name, how)) for name, how in HOLDING.items()}
+    for thread in threads.values():
+        thread.start()
+        time.sleep(0.1)
+    assert order == ["a", "b"]
+    for name in "abcd":
+        ends[name].set()
+        time.sleep(0.1)
+    for thread in threads.values():
+        thread.join()
+    assert order == ["a", "b", "a ended", "b ended", "c", "c ended", "d", "d ended"]
+
+
+HOLDING = {"a": "training", "b": "training", "c": "alone", "d": "training"}
+
+
+def counting(stage: Run) -> None:
+    """Count in a child process, as a compiler works, until the stage is ended; the file holds one byte for each."""
+    place = stage.output / "count"
+    work = "import sys, time\nwhile True: open(sys.argv[1], 'ab').write(b'.'); time.sleep(0.002)"
+    subprocess.run([sys.executable, "-c", work, str(place)], check=True)
+
+
+def timing(stage: Run) -> None:
+    """Time twice, and keep how far the other stage counted meanwhile, and that it went on between."""
+    place = stage.output / "count"
+    for _ in range(2):
+        while not place.exists() or place.stat().st_size < 20:
+            time.sleep(0.01)
+        with stage.alone():
+            before = place.stat().st_size
+            time.sleep(0.3)
+            stage.keep(counted=place.stat().st_size - before)
+        place.unlink()
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run stages side by side, as on a GPU; they compute on the CPU."""
+    monkeypatch.setattr(run, "processes", lambda device: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(run, "use_gpu", lambda device: torch.set_num_threads(1))
+    monkeypatch.setattr(Run, "clocks", lambda self: {})
+
+
+def test_other_stages_are_stopped_while_something_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch)
+    stages = {"counting": Stage(counting, 4), "timing": Stage(timing, 60)}
+    outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
+    assert {name: outcome["status"] for name, outcome in outcomes.items()} == {
+        "counting": "cut off",
+        "timing": "done",
+    }
+    assert [figure["counted"] for figure in run.read_figures(tmp_path)["timing"] if "counted" in figure] == [0, 0]
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended; its parent may not have noticed yet."""
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] in "ZX" if Path(f"/proc/{pid}").exists() else True
+
+
+def waiting(stage: Run) -> None:
+    """Do nothing until the stage is ended from outside."""
+    (stage.output / "waiting").write_text(str(os.getpid()))
+    time.sleep(3600)
+
+
+def timing_while_another_ends(stage: Run) -> None:
+    """Time until the other stage has been ended and the battery has seen it, and keep how far the third one counted."""
+    count, other = stage.output / "count", stage.output / "waiting"
+    while not (count.exists() and other.exists() and other.read_text()):
+        time.sleep(0.01)
+    with stage.alone():
+        before = count.stat().st_size
+        os.kill(int(other.read_text()), signal.SIGKILL)
+        while not ended(int(other.read_text())):
+            time.sleep(0.01)
+        time.sleep(2)  # in which the battery ends that stage
+        stage.keep(counted=count.stat().st_size - before)
+
+
+def test_the_end_of_a_stage_wakes_nobody_while_another_one_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu(monkeypatch)
+    stages = {"waiting": Stage(waiting, 60), "timing": Stage(timing_while_another_ends, 60)}
+    stages |= {"counting": Stage(counting, 8)}
+    outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
+    assert [outcomes[name]["status"] for name in stages] == ["failed", "done", "cut off"]
+    lines = [json.loads(line) for line in (tmp_path / run.FIGURES).read_text().splitlines()]
+    order = [line["stage"] for line in lines if line.get("event") == "end" or "counted" in line]
+    assert order[:2] == ["waiting", "timing"], "the stage ended while the other one timed"
+    assert [line["counted"] for line in lines if "counted" in line] == [0]
+
+
+def holding(stage: Run) -> None:
+    with stage.alone():
+        stage.keep(held=True)
+        time.sleep(3600)
+
+
+def test_a_stage_that_is_ended_while_it_times_lets_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu(monkeypatch)
+    stages = {"holding": Stage(holding, 2), "timing": Stage(timing, 60), "counting": Stage(counting, 6)}
+    outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
+    assert [outcomes[name]["status"] for name in stages] == ["cut off", "done", "cut off"]
+
+
+def test_the_lock_ends_with_its_block_though_a_child_holds_the_file(tmp_path: Path) -> None:
+    stage = Run("a", tmp_path, TOY, "cpu", 60)
+    with stage.training():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        run.start(child)
+    taken = threading.Event()
+
+    def take() -> None:
+        with stage.alone():
+            taken.set()
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    assert taken.wait(10)
+    child.kill()
+    child.join()
 
 
 def test_a_line_that_is_not_complete_is_left_out(tmp_path: Path) -> None:
