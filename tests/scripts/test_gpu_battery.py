@@ -23,8 +23,8 @@ import torch
 
 from decode.settings import Settings
 from medusa.commandline import exit_status
-from medusa.heads import KINDS
 from medusa.errors import RequestError
+from medusa.heads import KINDS
 from scripts.gpu_battery import __main__ as battery
 from scripts.gpu_battery import bench, clocks, curves, run
 from scripts.gpu_battery.__main__ import BATTERY_SECONDS, STAGES
