@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,19 +103,21 @@ def _generate(options: GenerateOptions, opened: Opened, recorder: Recorder | Non
     from decode.texts import prompt_seeds
     from medusa.records.pieces import TextStream, joined, text_of
 
-    def print_step(stream: TextStream, _row: int, ids: list[int]) -> None:
-        print(joined(stream.step(ids)), end="", flush=True)
-
     settings, tokenizer, shown = opened.settings, opened.loaded.tokenizer, not options.output.quiet
     results: list[Result] = []
     write = replace(opened.generator, keep_hidden=recorder is not None)
     for batch in batches(opened.prompts, options.batch_size):
         stream = TextStream(tokenizer, settings.stop) if shown and tokenizer and len(batch) == 1 else None
         seeds = prompt_seeds(options.runtime.seed, range(len(results), len(results) + len(batch)))
-        new = write(batch, partial(print_step, stream) if stream else None, seeds)
-        results += new
+        decoding = write.start(batch, seeds)
+        for step in decoding:
+            if stream:
+                print(joined(stream.step(step.ids[0])), end="", flush=True)
         if stream:
             print(joined(stream.end()))
+        new = decoding.results
+        del decoding  # frees its caches before the next batch
+        results += new
         for result in new:
             if shown and not stream:
                 print(text_of(result.new_ids, tokenizer, settings.stop) if tokenizer else result.new_ids)
