@@ -75,10 +75,11 @@ class BackboneFiles:
     @cached_property
     def config(self) -> PretrainedConfig:
         """The backbone's config."""
+        source = self.source
         try:
-            if self.source.gguf is not None:
-                return read_gguf(AutoConfig, self.source.gguf)
-            return AutoConfig.from_pretrained(self.source.path, **_hub(self.source.path, self.options))
+            if source.gguf is not None:
+                return read_gguf(AutoConfig, source.gguf)
+            return AutoConfig.from_pretrained(source.path, **_hub(source.path, self.options))
         except Exception as error:  # transformers raises errors of many types here
             raise _missing(self.name, error) from error
 
