@@ -23,7 +23,6 @@ from transformers.masking_utils import sdpa_mask
 
 import tiny_models
 from decode.draft import Draft, Drafter, Frontier
-from decode.drafters.heads import HeadsDrafter
 from decode.generation import unpadded
 from decode.loop import Step, Stepper, Timer, run
 from decode.ops.grouped_attention import grouped
@@ -271,8 +270,5 @@ def path_logits(model: PreTrainedModel, prefix: list[int], ids: list[int], tree:
 
 
 def run_as_written(patch: pytest.MonkeyPatch) -> None:
-    """Let compiled steps run as they are written, without torch.compile.
-
-    Drafts are filled without a buffer, as in compiled code."""
+    """Let compiled steps run as they are written, without torch.compile."""
     patch.setattr("decode.compiled.region.compiled", lambda step, *how: step)
-    patch.setattr(HeadsDrafter, "buffer", lambda drafter, logits: None)
