@@ -20,9 +20,8 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from decode import generate, request, steps
 from decode.bench.methods import plain_method
 from decode.generation import decoding
-from decode.settings import AcceptanceRule
 from decode.request import prepare
-from decode.settings import Settings
+from decode.settings import AcceptanceRule, Settings
 from medusa import Tree
 from tests.helpers import (
     FAMILIES,

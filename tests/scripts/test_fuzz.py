@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from decode.verify import Verifier
 from torch import Tensor
 
 import fuzz as script
-from decode.verify import Verifier
 from fuzz_cases import DOORS, DRAFTERS, draw_case
 from medusa.errors import RequestError, RunError
 from tiny_models import SUPPORTED

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from decode.compiled.fixed_cache import FixedCache
+from decode.compiled.sampler import FixedSampler
 from torch import Tensor
 from transformers import EtaLogitsWarper, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
@@ -24,9 +26,7 @@ from decode import generate
 from decode.accept import Truncation
 from decode.bench.losslessness.chi2 import goodness_of_fit
 from decode.compiled import fixed_cache, region, stepper
-from decode.compiled.fixed_cache import FixedCache
 from decode.compiled.region import Regions
-from decode.compiled.sampler import FixedSampler
 from decode.compiled.stepper import _has_compiler
 from decode.draft import Draft
 from decode.drafters.layouts import DynamicTree, resolve_tree

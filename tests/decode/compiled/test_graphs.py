@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode.compiled.direct import DirectStep
 from torch import Tensor
 from torch._inductor import compile_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,6 @@ from decode.bench import methods
 from decode.bench.benchmark import Contender, run_rounds
 from decode.bench.methods import DrafterMethod, plain_method
 from decode.compiled import fixed_cache, graphs, stepper
-from decode.compiled.direct import DirectStep
 from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Regions
 from decode.drafters import best_first, trellis

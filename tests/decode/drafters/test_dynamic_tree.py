@@ -87,8 +87,8 @@ def test_a_part_of_a_tree_is_the_tree_of_its_paths(seed: int) -> None:
         deep, wide = expected.max_depth + 1, expected.max_children
         assert torch.equal(part.paths[row, :, :deep], expected.paths[0])
         assert part.paths[row, :, deep:].eq(-1).all()
-        assert torch.equal(part.children[row, :, :wide], expected.children[0])
-        assert part.children[row, :, wide:].eq(-1).all()
+        assert torch.equal(part.children()[row, :, :wide], expected.children()[0])
+        assert part.children()[row, :, wide:].eq(-1).all()
 
 
 @pytest.mark.parametrize("acceptance", ["greedy", "typical", "rejection"])

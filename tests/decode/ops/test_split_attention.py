@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 from torch.nn import functional as F
+from transformers import LlamaConfig
 
 from decode.ops import grouped_attention, split_attention
 from decode.ops.split_attention import attention_in_parts, num_parts
