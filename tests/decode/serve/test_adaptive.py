@@ -104,6 +104,9 @@ def test_drafts_after_plain_steps_are_those_of_a_new_session(kind: str, factory_
         pace.choose = lambda texts, choice=choice: choice  # type: ignore[method-assign]
         before = {row: batch.sequences.tail(row, 0) for row in batch.rows}
         for row, draft in batch.step().drafts.items():
+            if choice == 1:
+                assert len(draft.ids) == 1, "a plain step"
+                continue
             fresh = RunningBatch(whole)
             fresh.join(requested(before[row], 5))
             assert draft.ids == fresh.step().drafts[0].ids, (number, row)
