@@ -19,10 +19,10 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from decode import generate, request, steps
 from decode.bench.methods import plain_method
-from decode.generation import decoding
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.settings import Settings
+from decode.texts import decoding
 from medusa import Tree
 from tests.helpers import (
     FAMILIES,

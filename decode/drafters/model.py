@@ -186,7 +186,7 @@ class ModelDrafter(LevelwiseDrafter):
 
     def _keep_accepted(self) -> None:
         """Keep the last draft's accepted nodes in the cache; `_read_new_text` then reads the rest of the text."""
-        if not self.levels_read:
+        if not self.levels_read or not self.rows:
             return
         widths = [tokens.shape[1] for tokens, _ in self.levels_read]
         both = torch.stack([torch.cat(parts, dim=1) for parts in zip(*self.levels_read, strict=True)])

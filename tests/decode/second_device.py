@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from decode.reference import PlainStepper
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,9 +33,12 @@ from transformers import (
 )
 
 import decode.loop
+import decode.step
 import medusa.tree
+from decode.accept import Truncation
 from decode.compiled import region
 from decode.compiled.stepper import CompiledStepper
+from decode.draft import NoDraft
 from decode.drafters.base import DrafterContext, DrafterFactory
 from decode.drafters.layouts import resolve_tree
 from decode.drafters.lookahead import LookaheadConfig
@@ -44,8 +46,9 @@ from decode.drafters.mix import Mix
 from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig
 from decode.drafters.trained_heads import TrainedHeads
-from decode.loop import Acceptor, Stepper, Timer, TreeStepper
+from decode.loop import Stepper, Timer
 from decode.ops import transfer
+from decode.rules import AcceptanceRule
 from decode.sequences import Request
 from decode.session import Session
 from decode.topology import Topology
@@ -66,18 +69,18 @@ HEADS: dict[str, dict[str, Any]] = {
     "mtp": MTP_FORM,
 } | EAGLE_FORMS
 ALL_PAIRS = ("independent", "eagle")  # of a tree and a stepper; the other kinds meet each tree and each stepper once
-RULES: dict[str, tuple[bool, list[Any], Acceptor]] = {
+RULES: dict[str, tuple[bool, list[Any], AcceptanceRule]] = {
     # whether tokens are drawn, the processors, and the rule
-    "greedy": (False, [], Acceptor("greedy")),
-    "greedy, penalties": (False, READERS, Acceptor("greedy")),
-    "sampled": (True, WARPERS, Acceptor("rejection")),
-    "sampled, penalties": (True, READERS + WARPERS, Acceptor("rejection")),
-    "drawn": (True, WARPERS, Acceptor("rejection", draft="sample")),
-    "typical": (True, WARPERS, Acceptor("typical")),
-    "typical, penalties": (True, READERS + WARPERS, Acceptor("typical")),
-    "typical-sampled": (True, WARPERS, Acceptor("typical-sampled")),
-    "topk": (False, [], Acceptor("topk", limit=3)),
-    "distance": (False, [], Acceptor("distance", limit=3)),
+    "greedy": (False, [], AcceptanceRule("greedy")),
+    "greedy, penalties": (False, READERS, AcceptanceRule("greedy")),
+    "sampled": (True, WARPERS, AcceptanceRule("rejection")),
+    "sampled, penalties": (True, READERS + WARPERS, AcceptanceRule("rejection")),
+    "drawn": (True, WARPERS, AcceptanceRule("rejection", draft="sample")),
+    "typical": (True, WARPERS, AcceptanceRule("typical")),
+    "typical, penalties": (True, READERS + WARPERS, AcceptanceRule("typical")),
+    "typical-sampled": (True, WARPERS, AcceptanceRule("typical-sampled")),
+    "topk": (False, [], AcceptanceRule("topk", limit=3)),
+    "distance": (False, [], AcceptanceRule("distance", limit=3)),
 }
 DRAWN = ("markov", "recurrent", "eagle-3, variants")
 SIMILAR = ("eagle-1,", "eagle-3, topk", "eagle-3, compiled")
@@ -173,19 +176,24 @@ def requests_for(rows: int, rule: str) -> list[Request]:
 
 
 def eager(model: Any, factory: DrafterFactory | None, rule: str, rows: int) -> tuple[Session, Stepper]:
-    acceptor = RULES[rule][2]
+    session = session_of(model, factory, rule, rows)
+    drafter = (
+        NoDraft(torch.device("cpu")) if factory is None else factory.start(session, RULES[rule][2].draft == "sample")
+    )
+    return session, Stepper(session, drafter, RULES[rule][2])
+
+
+def session_of(model: Any, factory: DrafterFactory | None, rule: str, rows: int, fixed: bool = False) -> Session:
+    asked = RULES[rule][2]
+    truncation = Truncation(asked.epsilon, asked.delta) if asked.rule == "typical-sampled" else None
     slack, heads = (1, None) if factory is None else (factory.num_nodes, factory.heads)
-    session = Session(model, requests_for(rows, rule), slack, acceptor.truncation, heads=heads)
-    if factory is None:
-        return session, PlainStepper(session)
-    return session, TreeStepper(session, factory.start(session, drawn=acceptor.draft == "sample"), acceptor)
+    return Session(model, requests_for(rows, rule), slack, truncation, heads=heads, fixed=fixed)
 
 
 def compiled(model: Any, factory: DrafterFactory, rule: str, rows: int) -> tuple[Session, Stepper]:
     """Compiled decoding, with a step that is not compiled."""
-    acceptor = RULES[rule][2]
-    session = Session(model, requests_for(rows, rule), factory.num_nodes, acceptor.truncation, heads=factory.heads)
-    return session, CompiledStepper(session, acceptor, factory, graphs="off")
+    session = session_of(model, factory, rule, rows, fixed=True)
+    return session, CompiledStepper(session, RULES[rule][2], factory, graphs="off")
 
 
 @torch.no_grad()
@@ -193,7 +201,7 @@ def found_in(session: Session, stepper: Stepper, mode: FakeTensorMode) -> dict[s
     """Decode two steps on the CPU, and one on the second device; returns the faults and the reads of the latter.
 
     One is enough: a step that left a tensor on the CPU behind, for the next one, has made it, which is a fault."""
-    steps = decode.loop.run.__wrapped__(session.sequences, stepper, Timer())  # type: ignore[attr-defined]
+    steps = decode.loop.run.__wrapped__(stepper, Timer())  # type: ignore[attr-defined]
     for _ in range(2):
         next(steps)
     reads: list[str] = []
@@ -279,9 +287,9 @@ def outcomes(full: bool) -> dict[str, dict[str, Any]]:
     region.compiled = lambda step, *how: step
     mode = FakeTensorMode()
     outcome = {name: outcome_of(make, mode) for name, make in cases() if full or not is_repeated(name)}
-    pack = decode.loop.pack
+    pack = decode.step.pack
     for name, fault in PLANTED.items():
-        decode.loop.pack = lambda draft, accepted, fault=fault: (fault(draft.ids), pack(draft, accepted))[1]
+        decode.step.pack = lambda draft, accepted, fault=fault: (fault(draft.ids), pack(draft, accepted))[1]
         outcome[f"planted: {name}"] = outcome_of(partial(other, "mix", "greedy", 1), mode)
     return outcome
 

@@ -13,18 +13,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from decode.accept import (
-    Acceptance,
-    Accepted,
-    HostAcceptance,
-    accept_greedy,
-    accept_greedy_on_host,
-    accept_longest,
-    accept_walk,
-    at_end,
-    pack,
-    typical,
-)
+from decode.accept import Acceptance, accept_greedy, accept_longest, accept_walk, at_end, pack, typical
 from decode.draft import Draft
 from decode.topology import Topology, chosen_part
 from medusa import Tree
@@ -104,9 +93,9 @@ def tree_of(draft: Draft, row: int) -> Topology:
     return Topology(*one, max_children=topology.max_children)
 
 
-def line_of(accepted: Accepted, row: int) -> list[int]:
+def line_of(accepted: Acceptance, row: int) -> list[int]:
     """The accepted nodes of a row; their padding must be -1."""
-    length = len(accepted.paths[row]) if isinstance(accepted, HostAcceptance) else int(accepted.length[row])
+    length = int(accepted.length[row])
     assert accepted.path[row, length:].eq(-1).all()
     return accepted.path[row, :length].tolist()
 
@@ -133,7 +122,7 @@ def test_token_zero_after_a_short_leaf_does_not_match() -> None:
 
 
 @pytest.mark.parametrize("with_room", [False, True])
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_greedy_and_walk_equal_the_slow_walk(seed: int, with_room: bool) -> None:
     draft, rng = random_draft(seed)
     rows, nodes = draft.ids.shape
@@ -148,20 +137,20 @@ def test_greedy_and_walk_equal_the_slow_walk(seed: int, with_room: bool) -> None
 
     greedy, walk = accept_greedy(draft, best, limit), walked(draft, draw, limit)
     whole = walked(draft, lambda row, path: int(best[row, path[-1]]), limit, lazy=False)
-    on_host = accept_greedy_on_host(draft, best.numpy(), limit)
-    decided = zip(map(len, on_host.paths), on_host.next_roots, on_host.ids, strict=True)
-    assert [[length, root, *ids] for length, root, ids in decided] == [
-        line[: 2 + int(line[0])] for line in pack(draft, greedy).tolist()
-    ]
-    assert on_host.next_root.equal(greedy.next_root)
     hidden = torch.randn(rows, nodes, 3)
-    assert at_end(hidden, on_host).equal(at_end(hidden, greedy))
     for row in range(rows):
         expected = slow_walk(tree_of(draft, row), draft.ids[row].tolist(), best[row].tolist(), room[row])
-        assert line_of(greedy, row) == line_of(on_host, row) == expected
+        assert line_of(greedy, row) == expected
         assert line_of(walk, row) == line_of(whole, row) == expected
         assert int(greedy.next_root[row]) == int(walk.next_root[row]) == int(best[row, expected[-1]])
         assert int(whole.next_root[row]) == int(best[row, expected[-1]])
+        assert torch.equal(at_end(hidden, greedy)[row], hidden[row, expected[-1]])
+        length, root, *ids = pack(draft, greedy)[row].tolist()
+        assert (length, root, ids[:length]) == (
+            len(expected),
+            best[row, expected[-1]],
+            draft.ids[row, expected].tolist(),
+        )
         assert visited[row] == expected, "one draw per node of the path, in order: a seed then gives the plain text"
 
 
@@ -181,7 +170,7 @@ def brute_typical(tree: Topology, tokens: list[int], p: Tensor, epsilon: float, 
     return max(found)[2]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_typical_is_the_best_of_all_paths(seed: int) -> None:
     draft, rng = random_draft(seed)
     rows = len(draft.ids)

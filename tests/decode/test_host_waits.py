@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import decode.loop
-from decode import generate, masks, steps
-from decode.drafters import best_first, trellis
+from decode import generate, steps
 from decode.drafters.base import DrafterContext
 from decode.drafters.lookahead import LookaheadConfig
 from decode.drafters.mix import Mix
@@ -83,9 +82,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode.loop, "host_waits", lambda device: True)
     for module in (argmax, fast_topk):
         monkeypatch.setattr(module, "numpy_can_read", lambda values: False)
-    monkeypatch.setattr(best_first, "MOST_NODES", 0)
-    monkeypatch.setattr(trellis, "has_trellis_fill", lambda: False)
-    monkeypatch.setattr(masks, "needs_aligned", lambda device: True)
 
 
 @pytest.fixture(scope="session")

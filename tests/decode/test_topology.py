@@ -23,7 +23,10 @@ def test_from_parents_equals_the_trees_topology(seed: int) -> None:
         assert torch.equal(found.ancestors[row], tree.ancestors)
         assert torch.equal(found.paths[row, :, : tree.max_depth + 1], tree.paths)
         assert (found.paths[row, :, tree.max_depth + 1 :] == -1).all()
-        held = [[child for child in line if child >= 0] for line in found.children[row].tolist()]
+        held = [[child for child in line if child >= 0] for line in found.children()[row].tolist()]
+        assert found.places()[row].tolist() == [
+            next((line.index(node) for line in held if node in line), 0) for node in range(tree.num_nodes)
+        ]
         assert held == [[child for child in line if child >= 0] for line in tree.children.tolist()]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from decode import generate, masks
 from decode import tree_check as capability
 from decode.cache import TreeCache
-from decode.masks import visible
+from decode.masks import visible_slots
 from decode.topology import Topology
 from decode.tree_check import TreeCheck, check_tree_forward, require_tree_forward
 from medusa import RequestError, tree_support
@@ -47,33 +47,25 @@ def test_models_with_tree_support_pass(family: str, dtype: torch.dtype) -> None:
 # Broken masks, positions and caches
 
 
-def all_visible(topology: Topology, lengths: Any, kind: LayerKind = FULL_LAYER) -> Tensor:
+def all_visible(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
     """A mask that lets every node attend to all earlier nodes."""
     line = dataclasses.replace(topology, ancestors=torch.ones_like(topology.ancestors).tril())
-    return visible(line, lengths, kind)
+    return visible_slots(line, lengths, slots, kind)
 
 
-def windows_by_slot(topology: Topology, lengths: Any, kind: LayerKind = FULL_LAYER) -> Tensor:
+def windows_by_slot(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
     """Windows that count slots, as transformers' own mask builder does."""
-    allowed, nodes = visible(topology, lengths), topology.num_nodes
-    query = torch.tensor(lengths)[:, None, None] + torch.arange(nodes)[:, None]
-    key = torch.arange(max(lengths) + nodes)
-    return kind.limited(allowed, query, key)
+    query = lengths[:, None, None] + torch.arange(topology.num_nodes)[:, None]
+    return kind.limited(visible_slots(topology, lengths, slots), query, torch.arange(slots))
 
 
-def no_windows(topology: Topology, lengths: Any, kind: LayerKind = FULL_LAYER) -> Tensor:
-    return visible(topology, lengths)
+def no_windows(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
+    return visible_slots(topology, lengths, slots)
 
 
-def one_too_wide(topology: Topology, lengths: Any, kind: LayerKind = FULL_LAYER) -> Tensor:
+def one_too_wide(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
     wider = kind._replace(window=kind.window and kind.window + 1, chunk=kind.chunk and kind.chunk + 1)
-    return visible(topology, lengths, wider)
-
-
-@pytest.fixture(autouse=True)
-def no_kept_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make all masks anew, because these tests break them."""
-    monkeypatch.setattr(masks, "kept_wide_mask", masks.wide_mask)
+    return visible_slots(topology, lengths, slots, wider)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,7 +78,7 @@ def test_wrong_masks_are_caught(broken: Any, family: str, dtype: torch.dtype, mo
     """The models include some with windows far longer than the self-test."""
     model = long_windows(family, dtype=dtype) if family in WINDOWED else tiny_model(family, dtype=dtype)
     assert check_tree_forward(model).ok
-    monkeypatch.setattr(masks, "visible", broken)
+    monkeypatch.setattr(masks, "visible_slots", broken)
     check = check_tree_forward(model)
     assert not check.ok
     assert check.error > 1.5 * check.limit
@@ -97,9 +89,9 @@ def test_wrong_masks_are_caught(broken: Any, family: str, dtype: torch.dtype, mo
 def test_positions_by_slot_are_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Backbone.forward
 
-    def by_slot(self: Backbone, ids: Tensor, cache: TreeCache, **kwargs: Any) -> Any:
+    def by_slot(self: Backbone, ids: Tensor, cache: TreeCache, *rest: Any, **kwargs: Any) -> Any:
         start = torch.tensor(cache.lengths)[:, None]
-        return forward(self, ids, cache, **kwargs | {"position_ids": start + torch.arange(ids.shape[1])})
+        return forward(self, ids, cache, *rest, **kwargs | {"position_ids": start + torch.arange(ids.shape[1])})
 
     monkeypatch.setattr(Backbone, "forward", by_slot)
     assert not check_tree_forward(tiny_model(family)).ok
@@ -110,8 +102,8 @@ def test_a_cache_that_keeps_the_wrong_nodes_is_caught(family: str, monkeypatch: 
     """The second tree reads the nodes kept from the first."""
     commit = TreeCache.commit
 
-    def first_nodes(self: TreeCache, path: torch.Tensor, counts: list[int]) -> None:
-        commit(self, torch.arange(path.shape[1]).expand_as(path), counts)
+    def first_nodes(self: TreeCache, path: Tensor, counts: Tensor) -> None:
+        commit(self, None, counts)
 
     monkeypatch.setattr(TreeCache, "commit", first_nodes)
     check = check_tree_forward(tiny_model(family))

@@ -18,14 +18,13 @@ from decode.bench.calibration.recording import record
 from decode.bench.losslessness.cases import Rule, passes
 from decode.bench.losslessness.experiment import Experiment
 from decode.draft import Draft, Frontier
-from decode.drafters import path_rows
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads, heads_drafter
-from decode.generation import decoding
-from decode.loop import Acceptor
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.settings import Settings
 from decode.target import Target
+from decode.texts import decoding
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.checkpoints.stored import CONFIG, WEIGHTS
@@ -139,14 +138,13 @@ def test_rows_are_those_of_the_lm_head_at_the_time(llama: Any, change: str) -> N
 def test_drafts_follow_changes_of_the_lm_head(kind: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a kept region, which keeps its drafter. A rule that accepts everything shows the drafts."""
     run_as_written(monkeypatch)
-    monkeypatch.setattr(path_rows, "LIMIT", 0)  # PyTorch does not count the change, so products would stay
     model = tiny_model("llama")
     _, some = pair(model, kind)
     sampled = {"do_sample": True, "temperature": 1e3, "top_k": 0, "max_new_tokens": 12, "eos_token_id": None}
     requests = prepare(model, [random_ids(5)], **sampled)
 
     def drafted(heads: MedusaHeads, compile: bool) -> list[Any]:
-        factory, rule = TrainedHeads(heads, Tree.chain(HEADS)), Acceptor("typical", 1e-9, 1e-9)
+        factory, rule = TrainedHeads(heads, Tree.chain(HEADS)), AcceptanceRule("typical", epsilon=1e-9, delta=1e-9)
         return [step.ids for step in decoding(model, factory, requests, rule, compile=compile).steps]
 
     before = drafted(some, compile)

@@ -20,6 +20,8 @@ from decode.bench.losslessness.verify import Verification, compare_greedy, tie_b
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads
+from decode.masks import tree_masks
+from decode.reader import Reader
 from decode.settings import Settings
 from decode.texts import Result
 from medusa import Tree
@@ -95,14 +97,14 @@ def test_rounding_that_differs_between_forwards_is_no_evidence(
     model: Any, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Below float32, logits depend on the other nodes of a forward; here by far more than a sample overlooks."""
-    verify = decode.verify.Verifier.__call__
+    read = Reader.__call__
 
     def rounded(self: Any, draft: Any) -> Any:
-        found = verify(self, draft)
+        found = read(self, draft)
         tilt = torch.linspace(0, 0.02 * draft.topology.num_nodes, VOCAB, dtype=found.logits.dtype)
         return found._replace(logits=found.logits + tilt)
 
-    monkeypatch.setattr(decode.verify.Verifier, "__call__", rounded)
+    monkeypatch.setattr(Reader, "__call__", rounded)
     assert passes([experiment(tiny_model("llama", dtype=torch.bfloat16, initializer_range=0.15)).run(rule, 0, DRAWS)])
     assert not passes([experiment(model).run(rule, 0, DRAWS)]), "the difference is too small to be seen: no power"
 
@@ -153,8 +155,7 @@ def test_a_missing_warper_in_the_tree_fails(model: Any, monkeypatch: pytest.Monk
 
 def test_a_mask_that_hides_no_node_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target comes from plain forwards, so a wrong forward of the tree is found too."""
-    masks = decode.verify.TreeMasks.__call__
-    monkeypatch.setattr(decode.verify.TreeMasks, "__call__", lambda self, *asked: masks(self, *asked) * 0)
+    monkeypatch.setattr("decode.reader.tree_masks", lambda *asked: tree_masks(*asked) * 0)
     assert not passes([experiment(model).run(RULES[0], 0, DRAWS)])
 
 

@@ -16,7 +16,6 @@ from decode import steps
 from decode.bench.report.plots import INK
 from decode.bench.report.trellis_plot import STRONG, line_width, trellis_figure
 from decode.bench.trellis_steps import TrellisStep, trellis_steps
-from decode.drafters import path_rows
 from decode.drafters.layouts import DynamicTree, with_shortlist
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
@@ -40,16 +39,6 @@ def recorded(request: pytest.FixtureRequest) -> tuple[Any, list[TrellisStep]]:
     tree = with_shortlist(TREES[request.param], M)
     found = trellis_steps(shared_model(), heads_of("markov"), PROMPT, tree=tree, max_new_tokens=40)
     return tree, list(found)
-
-
-def test_no_products_of_weights_are_needed(
-    recorded: tuple[Any, list[TrellisStep]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a large vocabulary none are kept."""
-    tree, found = recorded
-    monkeypatch.setattr(path_rows, "LIMIT", 0)
-    again = list(trellis_steps(shared_model(), heads_of("markov"), PROMPT, tree=tree, max_new_tokens=40))
-    assert [step.draft for step in again] == [step.draft for step in found]
 
 
 def test_the_steps_are_those_of_ordinary_decoding(recorded: tuple[Any, list[TrellisStep]]) -> None:

@@ -30,12 +30,13 @@ from decode.compiled.stepper import _has_compiler, option_key
 from decode.draft import Draft
 from decode.drafters.layouts import DynamicTree, resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
-from decode.generation import decoding, steps
+from decode.generation import steps
 from decode.ops.draws import BlockDraws
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.sequences import Request
 from decode.target import Target
+from decode.texts import decoding
 from decode.topology import Topology
 from medusa import Tree
 from medusa.errors import RequestError

@@ -19,10 +19,10 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from decode.drafters.trained_heads import TrainedHeads
-from decode.generation import decoding
 from decode.ops.draws import cumulative, invert_each
 from decode.request import prepare
 from decode.rules import AcceptanceRule
+from decode.texts import decoding
 from medusa import Tree
 from tests.helpers import random_heads, random_ids, random_tree, tiny_model
 

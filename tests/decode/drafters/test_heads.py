@@ -15,28 +15,9 @@ from tests.helpers import random_heads, random_tree
 
 
 @pytest.mark.parametrize("vocabulary", [None, 40])
-@pytest.mark.parametrize("decoding", [torch.no_grad, torch.inference_mode])
-def test_every_node_holds_the_guess_of_its_rank(llama: Any, decoding: Any, vocabulary: int | None) -> None:
-    """One drafter drafts for batches of several sizes, as rows end, and no draft changes an earlier one.
-
-    In inference mode, in which texts are decoded, the drafts of a whole vocabulary are filled from a buffer."""
-    with decoding():
-        check_nodes(llama, vocabulary)
-
-
 @torch.inference_mode()
-def test_buffers_are_for_guesses_on_the_cpu_and_of_one_dtype(llama: Any) -> None:
-    """In a model spread over devices, the embeddings can be on the CPU and the LM head elsewhere."""
-    drafter = HeadsDrafter(random_heads(llama), Backbone(llama), random_tree(9, seed=3, max_depth=3))
-    sizes = drafter.depth, 1, llama.config.vocab_size
-    assert drafter.buffer(torch.zeros(sizes, device="meta")) is None
-    for dtype in (torch.float32, torch.bfloat16):  # autocast can change the dtype between two steps
-        buffer = drafter.buffer(torch.zeros(sizes, dtype=dtype))
-        assert buffer is not None
-        assert buffer.best[0].dtype == dtype
-
-
-def check_nodes(llama: Any, vocabulary: int | None) -> None:
+def test_every_node_holds_the_guess_of_its_rank(llama: Any, vocabulary: int | None) -> None:
+    """One drafter drafts for batches of several sizes, as rows end, and no draft changes an earlier one."""
     heads, backbone = random_heads(llama, vocabulary=vocabulary), Backbone(llama)
     if vocabulary is not None:
         assert heads.vocabulary is not None

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from decode.verify import Verifier
 
 from decode import generate, steps
 from decode.bench.losslessness.cases import RULES, passes
@@ -17,14 +16,14 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.drafters.lookahead import LookaheadConfig, LookaheadDrafter, Pool, window_topology
 from decode.drafters.tries import Trie, chain, draft_of
-from decode.loop import Acceptor, TreeStepper
-from decode.masks import visible
+from decode.masks import visible_slots
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.sequences import Sequences
 from decode.session import Session
 from decode.settings import Settings
+from decode.step import Judge
 from decode.strategies.contrastive import Amateur
-from medusa.backbone import Readout
 from medusa.tree_support import LayerKind
 from tests.decode.drafters.test_drafters import PROMPTS, repetitive
 from tests.decode.drafters.test_ngram import Request
@@ -80,8 +79,9 @@ def test_worked_example_of_a_window_with_a_draft() -> None:
         "xx x...x.x",  # b1
     ]
     expected = [[mark == "x" for mark in line.replace(" ", "")] for line in seen]
-    assert visible(whole.topology, [2])[0].tolist() == expected
-    assert visible(whole.topology, [2], LayerKind(window=2))[0].tolist() == [
+    lengths = torch.tensor([2])
+    assert visible_slots(whole.topology, lengths, 9)[0].tolist() == expected
+    assert visible_slots(whole.topology, lengths, 9, LayerKind(window=2))[0].tolist() == [
         [mark == "x" for mark in line.replace(" ", "")]
         for line in (".x x......", ".. xx.....", ".. .xx....", ".. .x.x...", ".. x...x..", ".. x....x.", ".. ....x.x")
     ], "a window of two positions: itself and the one before"
@@ -175,7 +175,7 @@ def test_drafts_equal_plain_jacobi_iteration(family: str) -> None:
                     oracle.step(text)
             return draft
 
-    for _ in run_steps(session, Watched(), Acceptor("greedy")):
+    for _ in run_steps(session, Watched(), AcceptanceRule("greedy")):
         pass
     assert session.sequences.new_ids == [plain(model, prompt, max_new_tokens=NEW) for prompt in prompts]
     assert checked > 50, "hardly anything was drafted: no power"
@@ -191,7 +191,7 @@ def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
     text = plain_method(llama, Settings(max_new_tokens=NEW, amateur=amateur))([PROMPTS[0]])[0].new_ids
     assert (text == plain(llama, PROMPTS[0], max_new_tokens=NEW)) != contrasted
     requests = prepare(llama, [PROMPTS[0]], max_new_tokens=NEW, do_sample=False)
-    session = Session(llama, requests, slack=99, verifiers=amateur)
+    session = Session(llama, requests, slack=99, readers=amateur)
     heard: list[torch.Tensor] = []
 
     class Knows:
@@ -201,7 +201,7 @@ def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
             aside = SideBranch(torch.tensor([line]), chain(5, CPU), heard.append)
             return Draft(frontier.root[:, None], chain(1, CPU), side_branches=(aside,))
 
-    taken = run_steps(session, Knows(), Acceptor("greedy"))
+    taken = run_steps(session, Knows(), AcceptanceRule("greedy"))
     assert [step.lengths[0] for step in taken] == [1] * NEW
     assert session.sequences.new_ids[0] == text
     answers = [logits.argmax(-1)[0].tolist() for logits in heard]
@@ -213,16 +213,16 @@ def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
 def test_windows_are_removed_before_acceptance(llama: Any, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Acceptance sees only the draft's nodes, and the cache keeps nothing else."""
     sizes = []
-    inner = TreeStepper.decide
+    inner = Judge.__call__
 
-    def watched(self: TreeStepper, draft: Draft, readout: Readout, *rest: Any) -> Any:
-        accepted, decided = inner(self, draft, readout, *rest)
-        assert readout.logits.shape[1] == readout.hidden.shape[1] == draft.topology.num_nodes
+    def watched(self: Judge, draft: Draft, logits: torch.Tensor, *rest: Any) -> Any:
+        accepted = inner(self, draft, logits, *rest)
+        assert logits.shape[1] == draft.topology.num_nodes
         assert int(accepted.path.max()) < draft.topology.num_nodes
         sizes.append(draft.topology.num_nodes)
-        return accepted, decided
+        return accepted
 
-    monkeypatch.setattr(TreeStepper, "decide", watched)
+    monkeypatch.setattr(Judge, "__call__", watched)
     sampled = {"do_sample": True, "temperature": 0.7} if rule in ("rejection", "typical") else {"do_sample": False}
     generate(llama, None, **left_padded(PROMPTS), drafter="lookahead", max_new_tokens=NEW, acceptance=rule, **sampled)
     assert max(sizes) > 4
@@ -278,8 +278,8 @@ def test_repeated_proposals_are_equal(llama: Any) -> None:
     first, second = (made.context.drafter.propose(made.context.frontier) for _ in range(2))
     with torch.inference_mode():
         made.context.verified()
-        Verifier(made.context.session.backbone, made.context.session.verifier.cache)(second)
-        made.context.session.verifier.cache.commit(torch.zeros(1, 1, dtype=torch.long), [0])
+        made.context.session.reader(second)
+        made.context.session.reader.cache.keep([0])
     third = made.context.drafter.propose(made.context.frontier)
     assert first.ids.tolist() == second.ids.tolist() == third.ids.tolist()
     assert first.side_branches[0].ids.tolist() == third.side_branches[0].ids.tolist()

@@ -17,8 +17,8 @@ from decode.drafters.base import DrafterContext
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.model import DraftModel, DraftModelConfig
 from decode.drafters.small_model import require_same_tokenizer
-from decode.loop import Acceptor
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.session import Session
 from decode.settings import Settings
 from decode.topology import chain
@@ -78,7 +78,7 @@ def test_nodes_equal_the_draft_models_predictions(family: str, shape: str, monke
         return draft
 
     monkeypatch.setattr(drafter, "propose", watched)
-    steps = run_steps(session, drafter, Acceptor("greedy"))
+    steps = run_steps(session, drafter, AcceptanceRule("greedy"))
     lengths = [length for step in steps for length in step.lengths.values()]
     assert max(lengths) > 2, "hardly anything was accepted: no power"
     assert checked > 40
@@ -88,7 +88,7 @@ def test_a_row_keeps_its_accepted_nodes_when_another_leaves(llama: Any, monkeypa
     """Nodes compared with another row's would be read again, which shows only in the time of a step."""
     source = DraftModel(draft_model(llama), Tree.chain(4))
     session = Session(llama, prepare(llama, PROMPTS[:2], max_new_tokens=30, do_sample=False), source.num_nodes)
-    drafter, frontier = source.start(session), session.prefill()
+    drafter, frontier = source.start(session), Frontier(*session.prefill(), [0, 1])
     for row, root in enumerate(frontier.root.tolist()):
         session.sequences.extend(row, [root])
     session.sequences.extend(1, [*drafter.propose(frontier).ids[1, 1:].tolist(), 7])
@@ -135,7 +135,7 @@ def test_a_long_text_is_caught_up_without_large_masks(monkeypatch: pytest.Monkey
     )
     for count in (3, 40, 150):
         session = Session(llama, prepare(llama, PROMPTS[:1], max_new_tokens=200, do_sample=False), source.num_nodes)
-        drafter, frontier = source.start(session), session.prefill()
+        drafter, frontier = source.start(session), Frontier(*session.prefill(), [0])
         session.sequences.extend(0, frontier.root.tolist())
         drafter.propose(frontier)
         session.sequences.extend(0, random_ids(count))

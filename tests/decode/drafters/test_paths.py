@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode import generate, prefill
+from decode import generate, reader
 from decode.bench.calibration.calibrate import calibrate
 from decode.bench.methods import medusa_method, plain_method
 from decode.draft import Draft, Frontier
@@ -15,9 +15,9 @@ from decode.drafters import levelwise
 from decode.drafters.layouts import DynamicTree, resolve_tree
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
-from decode.loop import Acceptor
 from decode.ops.draws import SharedDraws
 from decode.request import prepare, with_generators
+from decode.rules import AcceptanceRule
 from decode.session import Session
 from decode.settings import Settings
 from decode.target import Target
@@ -193,8 +193,8 @@ def test_prefix_attention_is_the_same_in_decoding_and_training(
     kind: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every step of a ragged batch with chunked prompts, the heads' inputs equal those from whole texts."""
-    monkeypatch.setattr(prefill, "PIECE_TOKENS", 6)
-    monkeypatch.setattr(prefill, "MIN_PIECE_ROW", 3)
+    monkeypatch.setattr(reader, "PIECE_TOKENS", 6)
+    monkeypatch.setattr(reader, "MIN_PIECE_ROW", 3)
     model = tiny_model(family)
     heads = random_heads(model, 3, kind=kind, lm_head="shared", prefix_layers=1)
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_prefix_attention_is_the_same_in_decoding_and_training(
         return propose(frontier)
 
     monkeypatch.setattr(drafter, "propose", watched)
-    steps = run_steps(session, drafter, Acceptor("greedy"))
+    steps = run_steps(session, drafter, AcceptanceRule("greedy"))
     assert max(length for step in steps for length in step.lengths.values()) > 1, "nothing was accepted: no power"
     for rows, lengths, hidden in seen:
         for row, length, got in zip(rows, lengths, hidden, strict=True):
@@ -241,8 +241,8 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
 
     The texts are read without a cache, as in training, so the test checks the heads' caches after acceptance.
     """
-    monkeypatch.setattr(prefill, "PIECE_TOKENS", 6)
-    monkeypatch.setattr(prefill, "MIN_PIECE_ROW", 3)
+    monkeypatch.setattr(reader, "PIECE_TOKENS", 6)
+    monkeypatch.setattr(reader, "MIN_PIECE_ROW", 3)
     model = tiny_model(family)
     heads = heads_for(model, kind, seed=2 if kind in EAGLE_FORMS else 0, scale=0.5, prefix_layers=prefix_layers)
     layout = resolve_tree(tree, heads)
@@ -276,7 +276,7 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
         return draft
 
     monkeypatch.setattr(drafter, "propose", watched)
-    steps = run_steps(session, drafter, Acceptor("greedy"))
+    steps = run_steps(session, drafter, AcceptanceRule("greedy"))
     lengths = [length for step in steps for length in step.lengths.values()]
     assert max(lengths) > 1, "nothing was accepted: no power"
     assert min(lengths) < max(lengths), "rows never differed: no power"

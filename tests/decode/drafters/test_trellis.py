@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from decode.ops.trellis_fill import has_trellis_fill
 from torch import Tensor
 
 from decode.bench.calibration.calibrate import calibrate
 from decode.bench.calibration.stored import store, stored
 from decode.bench.methods import plain_method
 from decode.draft import Draft, Frontier
-from decode.drafters import best_first, levelwise, path_rows, trellis
+from decode.drafters import levelwise
 from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
@@ -38,16 +37,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "vocabulary": {"lm_head": "shared", "vocabulary": 40},
     "own vocabulary": {"lm_head": "own", "vocabulary": 40, "rank": 5},
 }
-# Of the backbone and the heads. Heads of a smaller dtype than the backbone's guess equal values, in any order.
-DTYPES = [
-    (torch.float64, torch.float64),
-    (torch.float32, torch.float64),
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.float64),
-    (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float16),
-]
 
 
 def markov(model: Any, num_heads: int = K, **settings: Any) -> MarkovHeads:
@@ -108,11 +97,8 @@ def path_to(draft: Draft, row: int, node: int) -> list[int]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kept", [True, False])
-def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any) -> None:
     """The oracle reads the LM head for every node. Scores agree to 1e-12 in float64, and trees are equal."""
-    monkeypatch.setattr(path_rows, "LIMIT", path_rows.LIMIT if kept else 0)
-    monkeypatch.setattr(best_first, "MOST_NODES", 0)  # dynamic trees grow by tensor operations, as those of the oracle
     start = frontier(double)
     trees: list[Layout] = [*(random_tree(14, seed, max_depth=K) for seed in range(3)), Tree.chain(1), Tree.chain(2)]
     trees += [DynamicTree.over_heads(nodes, K, (0.7, 1.0, 1.5)) for nodes in (2, 9, 40)]
@@ -126,7 +112,6 @@ def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any, kept: bool, m
             assert torch.equal(fast.ids, slow.ids)
             assert torch.equal(fast.topology.parent, slow.topology.parent)
         drafter = TrellisDrafter(heads, Backbone(double), with_shortlist(Tree.chain(K), VOCAB))
-        assert (drafter.kept is not None) == kept
         ids, first, tables = drafter.begin(start)
         for row in range(ROWS):
             root = [int(start.root[row])]
@@ -138,130 +123,6 @@ def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any, kept: bool, m
                     path = [*before, int(ids[head - 1, row, place])]
                     expected = logits_after(double, heads, start.hidden[row], path)[ids[head, row]]
                     torch.testing.assert_close(tables[head - 1, row, place], expected, rtol=0, atol=1e-12)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("form", FORMS)
-def test_kept_products_follow_changes_of_the_weights(double: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that were written to, replaced or converted, before a drafter is made and after."""
-    model, tree, start = copy.deepcopy(double), with_shortlist(random_tree(14, 1, max_depth=K), 8), frontier(double)
-    heads, backbone = markov(model, **FORMS[form]), Backbone(model)
-    drafter = TrellisDrafter(heads, backbone, tree)
-
-    def check(made: bool) -> None:
-        drafters = [drafter] * made + [TrellisDrafter(heads, backbone, tree)]
-        with monkeypatch.context() as patch:
-            patch.setattr(path_rows, "LIMIT", 0)
-            expected = TrellisDrafter(heads, backbone, tree).propose(start)
-        for found in (each.propose(start) for each in drafters):
-            assert torch.equal(found.ids, expected.ids)
-
-    check(made=True)
-    # A reduced vocabulary reads a copy of the backbone's LM head, which follows only other weights, not their changes.
-    lm_head = heads.lm_heads if heads.vocabulary is not None else backbone.head_weight
-    for weight in (heads.root, heads.token, heads.out, model.get_input_embeddings().weight, lm_head, heads.lm_heads):
-        if weight is None:
-            continue
-        with torch.no_grad():
-            weight.mul_(-1)
-        check(made=True)
-    with torch.inference_mode():
-        heads.token.mul_(torch.linspace(-1, 1, heads.token.shape[-1]))
-        check(made=True)
-    heads.out = torch.nn.Parameter(-heads.out)
-    check(made=False)
-    if heads.vocabulary is not None:
-        heads.vocabulary = heads.vocabulary.flip(0)
-        check(made=False)
-    heads.float()
-    check(made=False)
-
-
-def test_products_of_weights_that_count_no_changes_are_kept(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch counts no changes of tensors that were made in inference mode."""
-    start, made, products = frontier(double), list[bool](), path_rows.products
-
-    def counted(*given: Any) -> dict[str, Tensor]:
-        made.append(True)
-        return products(*given)
-
-    monkeypatch.setattr(path_rows, "products", counted)
-    with torch.inference_mode():
-        heads = MarkovHeads(markov(double, **FORMS["shared"]).config).double()
-        heads.out.normal_(generator=torch.Generator().manual_seed(1))
-        assert heads.out.is_inference()
-        drafter = TrellisDrafter(heads, Backbone(double), Tree.chain(K))
-        assert drafter.kept is not None
-        drafter.propose(start)
-        heads.out.mul_(-1)
-        drafter.propose(start)
-    assert made == [True], "the products were computed again"
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("model_dtype", "heads_dtype"), DTYPES)
-def test_one_operation_fills_a_tree_like_look_ups(
-    double: Any, model_dtype: torch.dtype, heads_dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32 and float64, if all numbers have this dtype; otherwise, tensors look up. Both give the same trees."""
-    model, heads = copy.deepcopy(double).to(model_dtype), markov(double, **FORMS[form]).to(heads_dtype)
-    filled = noted(monkeypatch, trellis, "trellis_fill")
-    trees = [random_tree(14, seed, max_depth=K) for seed in range(8)] + [Tree.chain(K), Tree.chain(1)]
-    for rows in (1, ROWS):
-        start = frontier(double, rows)
-        start = start._replace(hidden=start.hidden.to(model_dtype))
-        for tree in trees:
-            filled.clear()
-            draft = TrellisDrafter(heads, Backbone(model), with_shortlist(tree, 8)).propose(start)
-            alone = FORMS[form]["lm_head"] == "own" or model_dtype == heads_dtype
-            assert len(filled) == (has_trellis_fill() and alone and heads_dtype.itemsize >= 4)
-            with monkeypatch.context() as patch:
-                patch.setattr(trellis, "has_trellis_fill", lambda: False)
-                filled.clear()
-                expected = TrellisDrafter(heads, Backbone(model), with_shortlist(tree, 8)).propose(start)
-            assert not filled
-            assert torch.equal(draft.ids, expected.ids)
-            assert torch.equal(draft.topology.parent, expected.topology.parent)
-
-
-def noted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
-    """Note the arguments of each call of a function."""
-    calls, function = list[Any](), getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *given: calls.append(given) or function(*given))
-    return calls
-
-
-@torch.no_grad()
-def test_draws_large_vocabularies_and_dynamic_trees_take_other_operations(
-    double: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    filled, heads, start = noted(monkeypatch, trellis, "trellis_fill"), markov(double, **FORMS["own"]), frontier(double)
-    TrellisDrafter(heads, Backbone(double), DynamicTree.over_heads(9, K)).propose(start)
-    prepared = prepare(double, [[1, 2]], [0], max_new_tokens=4, do_sample=True)
-    target = Target(with_generators(double, ROWS * prepared, range(ROWS)))
-    drawn = TrellisDrafter(heads, Backbone(double), Tree.chain(K), target)
-    drawn.propose(start)
-    assert drawn.plan is None, "nothing is built for it"
-    monkeypatch.setattr(path_rows, "LIMIT", 0)
-    TrellisDrafter(heads, Backbone(double), Tree.chain(K)).propose(start)
-    assert not filled
-
-
-@torch.no_grad()
-def test_autocast_takes_other_operations(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of bfloat16 beside heads of float32."""
-    filled = noted(monkeypatch, trellis, "trellis_fill")
-    model, heads = copy.deepcopy(double).float(), markov(double, **FORMS["shared"]).float()
-    start = frontier(double)
-    start = start._replace(hidden=start.hidden.float())
-    drafter = TrellisDrafter(heads, Backbone(model), Tree.chain(K))
-    expected = drafter.propose(start)
-    assert len(filled) == has_trellis_fill()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        draft = drafter.propose(start)
-    assert len(filled) == has_trellis_fill()
-    assert torch.equal(draft.ids[:, 0], expected.ids[:, 0])
 
 
 @torch.no_grad()
@@ -284,15 +145,9 @@ STATIC = {  # trees for five heads, with the number of candidates that is asked 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", ["one operation", "look-ups", "look-ups, nothing kept"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_static_tree_holds_the_best_candidates_of_each_path(
-    double: Any, form: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_static_tree_holds_the_best_candidates_of_each_path(double: Any, form: str) -> None:
     """The usual number of candidates is 16; a tree with greater ranks gets as many as it needs."""
-    if way != "one operation":
-        monkeypatch.setattr(trellis, "has_trellis_fill", lambda: False)
-    monkeypatch.setattr(path_rows, "LIMIT", 0 if "nothing" in way else path_rows.LIMIT)
     heads, start, row = markov(double, 5, **FORMS[form]), frontier(double, 2), 1
     for paths, shortlist in STATIC.values():
         tree = Tree.from_paths(paths)
@@ -306,15 +161,13 @@ def test_a_static_tree_holds_the_best_candidates_of_each_path(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("nodes", [2, 6, 15])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_dynamic_tree_holds_the_most_probable_paths(
-    double: Any, form: str, nodes: int, on_host: bool, monkeypatch: pytest.MonkeyPatch
+    double: Any, form: str, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared with a search over all paths of candidates, which share what they hold in the independent part."""
     monkeypatch.setattr(levelwise, "width_of", lambda tree: tree.num_nodes)
-    monkeypatch.setattr(best_first, "MOST_NODES", best_first.MOST_NODES if on_host else 0)
     heads, start, temperatures = markov(double, **FORMS[form]), frontier(double), (0.7, 1.0, 1.5)
     tree = with_shortlist(DynamicTree.over_heads(nodes, K, temperatures), 15)
     draft = heads_drafter(heads, Backbone(double), tree).propose(start)

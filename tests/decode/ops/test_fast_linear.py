@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ class ByOneDNN(TorchDispatchMode):
 @pytest.mark.parametrize("weight", [WEIGHT, torch.randn(256, 1024).T], ids=["a parameter", "a transposed weight"])
 @torch.no_grad()
 def test_products_equal_those_of_pytorch(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    with ByOneDNN() as used:
+    with fast_linear(WEIGHT, 8), ByOneDNN() as used:
         found = linear(x, weight, bias)
     assert used.count == 1
     exact = STOCK(x.double(), weight.double(), None if bias is None else bias.double())
@@ -55,7 +56,7 @@ def test_products_equal_those_of_pytorch(x: Tensor, weight: Tensor, bias: Tensor
 
 def test_everything_else_is_left_to_pytorch() -> None:
     x, one, few = torch.randn(8, 256), torch.randn(1, 256), torch.randn(MIN_PRODUCTS // WEIGHT.numel() - 1, 256)
-    with ByOneDNN() as used:
+    with fast_linear(WEIGHT, 8), ByOneDNN() as used:
         linear(x, WEIGHT).sum().backward()
         assert WEIGHT.grad is not None
         with torch.no_grad():
@@ -71,28 +72,55 @@ def test_everything_else_is_left_to_pytorch() -> None:
 def test_unusual_weights_and_biases_are_left_to_pytorch() -> None:
     """oneDNN reads a bias as 1024 numbers that lie side by side, and fails for other weights."""
     x, many = torch.randn(8, 256), torch.randn(2048, 1024)
-    for bias in (torch.tensor(3.0), torch.randn(1), torch.randn(2048)[::2], torch.randn(8, 1024)):
-        assert torch.equal(linear(x, WEIGHT, bias), STOCK(x, WEIGHT, bias))
-    assert torch.equal(linear(many, many[0]), STOCK(many, many[0]))
+    with fast_linear(WEIGHT, 8):
+        for bias in (torch.tensor(3.0), torch.randn(1), torch.randn(2048)[::2], torch.randn(8, 1024)):
+            assert torch.equal(linear(x, WEIGHT, bias), STOCK(x, WEIGHT, bias))
+        assert torch.equal(linear(many, many[0]), STOCK(many, many[0]))
 
 
-def test_pytorchs_function_is_replaced_only_in_the_context_of_large_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def used_in(weight: Tensor, tokens: int) -> int:
+    """The products that oneDNN computes of 8 tokens, in a context for a forward over so many `tokens`."""
+    with torch.no_grad(), fast_linear(weight, tokens), ByOneDNN() as used:
+        F.linear(torch.randn(8, 256), WEIGHT)
+    return used.count
+
+
+def test_it_works_only_in_the_context_of_large_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         with fast_linear(WEIGHT, 8):
-            with fast_linear(WEIGHT, 8):
-                assert F.linear is linear
-            assert F.linear is linear
+            assert used_in(WEIGHT, 8) == 1
+            assert used_in(WEIGHT, 1) == 1, "the outer context goes on"
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    assert F.linear is STOCK
     for weight, tokens in ((WEIGHT, 1), (WEIGHT, 2), (WEIGHT.bfloat16(), 64), (WEIGHT.to("meta"), 64)):
-        with fast_linear(weight, tokens):
-            assert F.linear is STOCK
+        assert not used_in(weight, tokens)
     monkeypatch.setattr(module, "PREFERS_ONEDNN", False)
-    with fast_linear(WEIGHT, 64):
-        assert F.linear is STOCK
+    assert not used_in(WEIGHT, 64)
+
+
+@torch.no_grad()
+def test_other_threads_do_not_notice() -> None:
+    """Each thread has its own context: one that opens and closes it leaves this one's open, too."""
+    x = torch.randn(8, 256)
+
+    def elsewhere() -> tuple[int, int, bool]:
+        with torch.no_grad(), ByOneDNN() as before:
+            same = torch.equal(F.linear(x, WEIGHT), STOCK(x, WEIGHT))
+        return before.count, used_in(WEIGHT, 8), same
+
+    with ThreadPoolExecutor(1) as other:
+        with fast_linear(WEIGHT, 8):
+            assert other.submit(elsewhere).result() == (0, 1, True)
+            with ByOneDNN() as used:
+                F.linear(x, WEIGHT)
+            assert used.count == 1
+            running = other.submit(fast_linear(WEIGHT, 8).__enter__)
+            running.result()
+        with ByOneDNN() as used:
+            F.linear(x, WEIGHT)
+        assert not used.count, "the other thread's open context is not ours"
 
 
 def test_a_custom_function_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

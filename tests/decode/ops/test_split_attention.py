@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import LlamaConfig
 
 from decode.ops import grouped_attention, split_attention
 from decode.ops.split_attention import attention_in_parts, num_parts
@@ -111,6 +112,7 @@ def test_layers_attend_in_parts(heads: int, key_heads: int, monkeypatch: pytest.
         called = []
         stock = split_attention.attention_in_parts
         monkeypatch.setattr(grouped_attention, "attention_in_parts", lambda *args: called.append(args) or stock(*args))
-        found = grouped_attention.sdpa_grouped(module, query, key, value, mask, scaling=0.25)[0]
+        with grouped_attention.grouped(LlamaConfig(attn_implementation="sdpa")):
+            found = grouped_attention.sdpa_grouped(module, query, key, value, mask, scaling=0.25)[0]
     assert called
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

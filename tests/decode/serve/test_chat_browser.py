@@ -16,13 +16,13 @@ import pytest
 
 pytest.importorskip("nicegui", reason="needs the extra web")
 
-from decode.loop import StepOutcome, Timer, TreeStepper
+from decode.loop import StepOutcome, Stepper, Timer
 from decode.serve.chat_options import NO_DRAFTER
 from medusa.__main__ import main
 from tests.train.processes import forked_command
 
 pytestmark = pytest.mark.slow
-STEP = TreeStepper.step
+STEP = Stepper.step
 TOKENS = re.compile(r"^24$")  # the number of tokens; as plain text it would match a time of 0.24 s, too
 
 
@@ -32,7 +32,7 @@ def free_port() -> int:
         return int(trial.getsockname()[1])
 
 
-def slow_step(self: TreeStepper, timer: Timer) -> StepOutcome:
+def slow_step(self: Stepper, timer: Timer) -> StepOutcome:
     """A step that takes 20 ms longer."""
     time.sleep(0.02)
     return STEP(self, timer)
@@ -47,7 +47,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
     def outside_pytest(words: Sequence[str]) -> int:
         del os.environ["PYTEST_CURRENT_TEST"]  # with which NiceGUI serves in another way
-        TreeStepper.step = slow_step  # a text shall not end before the browser can stop it
+        Stepper.step = slow_step  # a text shall not end before the browser can stop it
         return main(words)
 
     with told.open("w") as file:

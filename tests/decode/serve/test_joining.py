@@ -6,11 +6,9 @@ import random
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 
-from decode.cache import TreeCache
 from decode.compiled.region import Regions
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
@@ -21,7 +19,6 @@ from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
 from decode.texts import TextGenerator, stepper_for
-from medusa.backbone import Backbone
 from tests.decode.serve.server_tools import PROMPTS, expected
 from tests.helpers import FAMILIES, plain, random_heads, random_ids, shared_model, tiny_model
 
@@ -159,31 +156,6 @@ def test_compiled_texts_follow_each_other_in_one_region() -> None:
     assert len(Regions.of(model)) == 1
 
 
-def test_caches_of_other_capacity_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large cache has several arenas, and a small one has one."""
-    model = shared_model("deepseek_v3")  # keys and values of different shape
-    backbone, texts = Backbone(model), [random_ids(9, seed=1), random_ids(4, seed=2)]
-    made = []
-    for text, capacity, small in zip(texts, (12, 40), (0, 1 << 30), strict=True):
-        monkeypatch.setattr("decode.cache.SMALL_BYTES", small)
-        cache = TreeCache(model.config, 1, capacity)
-        with torch.inference_mode():
-            backbone.forward(torch.tensor([text]), cache, position_ids=torch.arange(len(text))[None])
-        cache.commit_prompt([len(text)])
-        made.append(cache)
-    kept = [[(layer.keys.clone(), layer.values.clone()) for layer in cache.tree_layers] for cache in made]
-    joined, other = made
-    with torch.inference_mode():
-        joined.join(other)
-    assert (joined.lengths, joined.capacity) == ([9, 4], 40)
-    for layer, *parts in zip(joined.tree_layers, *kept, strict=True):
-        assert layer.keys.shape[0] == layer.values.shape[0] == 2
-        for row, (keys, values) in enumerate(parts):
-            length = len(texts[row])
-            assert torch.equal(layer.keys[row, :, :length], keys[0, :, :length])
-            assert torch.equal(layer.values[row, :, :length], values[0, :, :length])
-
-
 def test_a_failed_prefill_leaves_the_running_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = shared_model()
     request = {"max_new_tokens": 9, "do_sample": False}
@@ -192,7 +164,7 @@ def test_a_failed_prefill_leaves_the_running_texts(monkeypatch: pytest.MonkeyPat
     batch.step()
     second = prepare(model, [[4, 5]], **request)
     with monkeypatch.context() as broken:
-        broken.setattr("decode.reference.PlainStepper.start", lambda self: 1 // 0)
+        broken.setattr("decode.loop.Stepper.start", lambda self: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             batch.join(second)
     while batch.rows:

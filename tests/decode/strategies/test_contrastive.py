@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from decode.bench.losslessness.verify import compare_greedy
 from decode.bench.methods import medusa_method, plain_method, transformers_method
 from decode.drafters.trained_heads import TrainedHeads
 from decode.settings import Settings
-from decode.strategies.contrastive import Amateur, Contrast, ContrastVerifier
+from decode.strategies.contrastive import Amateur, Contrast, ContrastReader
 from decode.texts import Result
 from medusa import Tree
 from medusa.errors import RequestError
@@ -230,21 +231,20 @@ def test_a_fault_is_found(expert: Any, small: Any, fault: str, monkeypatch: pyte
     amateur = Amateur(small, Contrast(alpha=0.2))
     made = experiment(expert, amateur)
     if fault == "amateur forgets the tree":
-        everything = torch.zeros
+        amateurs = made.context.session.reader.amateur  # type: ignore[attr-defined]
         monkeypatch.setattr(
-            made.context.session.verifier.amateur,  # type: ignore[attr-defined]
-            "masks",
-            lambda lengths, topology: everything(1, 1, topology.num_nodes, lengths[0] + topology.num_nodes),
+            amateurs, "_masks", lambda topology: torch.zeros(1, 1, topology.num_nodes, amateurs.cache.width)
         )
     elif fault == "no plausibility":
         monkeypatch.setattr(Contrast, "margin", lambda self, expert: torch.zeros_like(expert))
     else:
 
-        def forgets_the_amateur(self: ContrastVerifier, path: Any, counts: list[int]) -> None:
-            self.cache.commit(path, counts)
-            self.amateur.commit(None, [1] * len(counts))
+        def forgetting(self: ContrastReader) -> list[Any]:
+            cache = self.amateur.cache
+            first = SimpleNamespace(commit=lambda path, counts: cache.commit(None, counts), count=cache.count)
+            return [self.cache, first]
 
-        monkeypatch.setattr(ContrastVerifier, "commit", forgets_the_amateur)
+        monkeypatch.setattr(ContrastReader, "caches", property(forgetting))
         settings = Settings(max_new_tokens=NEW, amateur=amateur)
         forgetful = medusa_method(expert, random_heads(expert), settings, tree="topk:3,2")
         texts = [[Result(prompt, obvious(expert, amateur, prompt))] for prompt in PROMPTS]
