@@ -1,6 +1,6 @@
 """Try the wheel where no sources are: build it from the sdist, install it in a new environment, use it elsewhere.
 
-    python .ci/check_wheel.py                  # with this environment's dependencies: seconds; a test runs it
+    python .ci/check_wheel.py                  # with this environment's dependencies: a minute
     python .ci/check_wheel.py --full           # dependencies from the index as well: minutes and gigabytes
     python .ci/check_wheel.py --output dist    # keep sdist and wheel
 
@@ -68,11 +68,16 @@ for words in json.loads(sys.argv[1]):
 def build(place: Path, isolated: bool) -> Path:
     """Build sdist and wheel of a copy of the sources, without what earlier builds left; returns the wheel."""
     copy = place / "sources"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    copy_sources(copy)
     how = [] if isolated else ["--no-isolation"]
     run([sys.executable, "-m", "build", *how, "--outdir", str(place / "dist"), str(copy)], cwd=place)
     (wheel,) = (place / "dist").glob("*.whl")
     return wheel
+
+
+def copy_sources(place: Path) -> None:
+    """Copy the sources, without what earlier builds left."""
+    shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(*LEFT_OUT))
 
 
 def require_all_files(wheel: Path) -> None:

@@ -10,15 +10,13 @@ or more of the R rows, V vocabulary, D the depth of the tree, C the most childre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decode.draft import Draft
-
-if TYPE_CHECKING:
-    from decode.settings import AcceptanceRule
+from decode.rules import AcceptanceRule
 
 Scores = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(rows [R], nodes [R], their depth) -> scores [M, V] whose softmax is the target, each row's index into scores [R]."""

@@ -96,10 +96,10 @@ class TreeCache(Cache):
         """Make an empty cache of `capacity` slots per row; it is copied to larger tensors when a text needs more.
 
         The numbers of slots are on `device`, as the tokens are. Layers may be on other devices. A `fixed` cache is for
-        compiled steps: while `block` is `BLOCK`, its windows are whole blocks, and never as wide as its buffers."""
+        compiled steps: after `for_steps`, its windows are whole blocks, and never as wide as its buffers."""
         self.buffers: list[Tensor] = []  # [parts, B, H, S, D] each; a part is one layer's keys or values
         self.used: list[int] = []  # parts of each buffer that a layer has taken
-        self.capacity, self.fixed, self.block = capacity, fixed, 1
+        self.capacity, self.fixed, self.block = rounded(capacity) if fixed else capacity, fixed, 1
         self.lengths = [0] * batch_size
         """Slots of each row that hold text, as far as the host knows: without what was committed, but not counted."""
         self.filled = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -121,28 +121,29 @@ class TreeCache(Cache):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compiled steps write to the cache now, so that windows are whole blocks, which the host has opened."""
+        """Whether compiled steps write to the cache now: the host has opened it before, with whole blocks."""
         return self.block > 1
+
+    def for_steps(self, compiled: bool) -> None:
+        """Let compiled steps write to the cache, or eager forwards."""
+        self.block = BLOCK if compiled else 1
 
     @property
     def num_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def open(self, count: int, rows: Sequence[int] | None = None) -> bool:
-        """Make room for `count` nodes after each text, and let attention see them; returns whether buffers moved.
+    def open(self, count: int, rows: Sequence[int] | None = None) -> None:
+        """Make room for `count` nodes after each text, and let attention see them.
 
         `rows` are those that still grow, by default all; what is written to the others does not matter."""
         lengths = self.lengths if rows is None else [self.lengths[row] for row in rows]
         longest = max(lengths, default=0)
         end = rounded(longest + count) if self.is_compiled else longest + count
-        moved = end > self.capacity
-        if moved:
-            larger = max(end + MIN_GROWTH, self.capacity + min(self.capacity, MAX_GROWTH))
-            self.make_room(rounded(larger) if self.is_compiled else larger)
+        if end > self.capacity:
+            self.make_room(max(end + MIN_GROWTH, self.capacity + min(self.capacity, MAX_GROWTH)))
         if end != self.width:
             self.window = torch.empty(end // self.block, device=self.window.device)
         self.even = longest if not self.is_compiled and longest == min(lengths, default=0) else None
-        return moved
 
     def append(self, count: int) -> Tensor:
         """Reserve the `count` slots after each text for the next forward; returns their positions [B, count]."""
@@ -247,20 +248,22 @@ class TreeCache(Cache):
 
     def make_room(self, capacity: int) -> None:
         """Move all keys and values, buffer after buffer, to buffers of at least `capacity` slots."""
-        self.capacity = max(capacity, self.capacity)
+        self.capacity = max(rounded(capacity) if self.fixed else capacity, self.capacity)
         for number, old in enumerate(self.buffers):
             new = self._buffer(len(old), old[0], self.capacity)
             kept = min(old.shape[3], new.shape[3])
             new[:, :, :, :kept] = old[:, :, :, :kept]
             self.buffers[number] = new
 
-    def restart(self) -> None:
-        """Begin with empty rows, for other texts; the buffers stay where they are.
+    def restart(self, capacity: int) -> None:
+        """Begin with empty rows, for other texts; buffers that have `capacity` slots stay where they are.
 
         No earlier text may remain in them: a masked NaN would still reach the output, as 0 x NaN."""
         self.cut([0] * len(self.lengths))
         for buffer in self.buffers:
             buffer.zero_()
+        if capacity > self.capacity:
+            self.make_room(capacity)
 
     def release(self) -> None:
         """Free the memory of all keys and values, until the next forward."""

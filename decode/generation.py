@@ -7,9 +7,8 @@ out = model.generate(**inputs, custom_generate=medusa_generate, medusa_heads=hea
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,121 +18,27 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from decode.accept import Truncation, passes_of
-from decode.arguments import (
+from decode.drafters import drafter_factory
+from decode.drafters.base import DrafterContext, DrafterLike
+from decode.drafters.layouts import TreeLike
+from decode.loop import Step, Timer
+from decode.request import (
+    in_effect,
+    prepare,
+    requests_of,
     require_batch,
     require_mask,
     require_model,
     require_no_pads,
-    require_nothing_dropped,
+    unpadded,
+    with_generators,
 )
-from decode.compiled.stepper import CompiledStepper
-from decode.draft import NoDraft
-from decode.drafters import drafter_factory
-from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
-from decode.drafters.layouts import TreeLike
-from decode.loop import Step, Stepper, Timer, run
-from decode.request import in_effect, prepare, requests_of, unpadded, with_generators
 from decode.sequences import Request
-from decode.session import Session
-from decode.settings import CUDA_GRAPHS, LOSSLESS, AcceptanceRule, DecodingOptions, listing_options, python_words
+from decode.settings import DecodingOptions, listing_options
 from decode.strategies.contrastive import Amateur, AmateurLike
-from decode.target import STATEFUL
-from decode.tree_check import require_tree_forward
+from decode.texts import Decoding, decoding
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """A decoding run, whose stepper holds the session: iterate over `steps`, or call `finish`."""
-
-    stepper: Stepper
-    timer: Timer
-
-    @property
-    def session(self) -> Session:
-        """The texts, as far as they are decoded."""
-        return self.stepper.session
-
-    @cached_property
-    def steps(self) -> Generator[Step, None, None]:
-        """Decodes the texts step by step."""
-        return run(self.stepper, self.timer)
-
-    def finish(self) -> None:
-        """Decode all texts to their ends."""
-        for _ in self.steps:
-            pass
-
-
-def decoding(
-    model: PreTrainedModel,
-    factory: DrafterFactory | None,
-    requests: Sequence[Request],
-    rule: AcceptanceRule,
-    compile: bool | str = False,
-    amateur: Amateur | None = None,
-    timer: Timer | None = None,
-    keep_hidden: bool = False,
-    keep_drafts: bool = False,
-) -> Decoding:
-    """Start tree decoding with the drafter that `factory` makes; `None` means plain decoding, one token per step.
-
-    For the arguments and errors see `stepper_for`."""
-    stepper = stepper_for(model, factory, requests, rule, compile, amateur, keep_hidden, keep_drafts)
-    return Decoding(stepper, timer or Timer())
-
-
-def stepper_for(
-    model: PreTrainedModel,
-    factory: DrafterFactory | None,
-    requests: Sequence[Request],
-    rule: AcceptanceRule,
-    compile: bool | str = False,
-    amateur: Amateur | None = None,
-    keep_hidden: bool = False,
-    keep_drafts: bool = False,
-) -> Stepper:
-    """Make the stepper of requests, with a new session; `factory` makes its drafter, and `None` means plain decoding.
-
-    The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding ignores
-    `rule`. With `keep_hidden`, the session records the hidden states of all tokens. With `keep_drafts`, each step of a
-    drafter holds the drafts that it verified. `compile` may also be one of `decode.settings.CUDA_GRAPHS`, which says
-    how compiled steps use CUDA graphs; `True` means "own". Raise a `RequestError` if the acceptance rule, the drafter
-    or the amateur does not fit, or steps cannot be compiled."""
-    config, is_walk = requests[0].config, passes_of(rule) is None
-    if factory is not None:
-        if not is_walk and (config.output_scores or config.output_logits):
-            exact = "rejection" if config.do_sample else "greedy"
-            raise RequestError(f"acceptance {rule.name!r} gives no output_scores or output_logits; use {exact!r}")
-        kept = next((one for request in requests for one in request.processors if isinstance(one, STATEFUL)), None)
-        if not is_walk and kept is not None:
-            why = f"{type(kept).__name__} (of guidance_scale or watermarking_config) must read a text in order"
-            raise RequestError(f"{why}, and acceptance {rule.name!r} scores all drafted tokens; use 'greedy'")
-        if rule.draft == "sample" and not factory.can_draw:
-            raise RequestError(
-                "this drafter cannot draw its guesses; use draft topk (a draft model: leave confidence out)"
-            )
-        require_tree_forward(model)
-        if factory.num_nodes == 1 and rule.rule in LOSSLESS:  # the same text, without the cost of a tree
-            factory = None
-    if compile and keep_drafts:
-        raise RequestError("compiled steps keep no drafts; leave out compile or keep_drafts")
-    if amateur is not None:
-        amateur.require_fitting(model, requests, bool(compile))
-    fixed = bool(compile)
-    if factory is None:
-        rule = AcceptanceRule("rejection" if requests[0].do_sample else "greedy")
-        session = Session(model, requests, int(fixed), None, keep_hidden, None, amateur, fixed)
-    else:
-        truncation = Truncation(rule.epsilon, rule.delta) if rule.rule == "typical-sampled" else None
-        session = Session(model, requests, factory.num_nodes, truncation, keep_hidden, factory.heads, amateur, fixed)
-    if compile:
-        return CompiledStepper(session, rule, factory, CUDA_GRAPHS[0] if compile is True else compile)
-    drawn = rule.draft == "sample"
-    drafter = NoDraft(session.backbone.device) if factory is None else factory.start(session, drawn)
-    return Stepper(session, drafter, rule, keep_drafts and factory is not None)
 
 
 @listing_options()
@@ -154,10 +59,9 @@ def steps(
 
     `keep_drafts`: each `Step` also holds its drafts with the accepted nodes (`Step.drafts`), which costs a copy to the
     host per step. `kwargs` are those of `model.generate`; for the other arguments see `generate`."""
-    with python_words():
-        options = DecodingOptions.taken_from(kwargs)
-        requests = prepare(model, _prompts(model, input_ids, attention_mask, kwargs), **kwargs)
-        return _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer, keep_drafts).steps
+    options = DecodingOptions.taken_from(kwargs)
+    requests = prepare(model, _prompts(model, input_ids, attention_mask, kwargs), **kwargs)
+    return _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer, keep_drafts).steps
 
 
 @listing_options()
@@ -198,14 +102,13 @@ def generate(
         RequestError: prompts that are no token ids or are padded on the right, heads of another shape, a tree deeper
             than the heads, a model without tree attention, an amateur that does not fit, or an option that tree
             decoding does not support."""
-    with python_words():
-        options = DecodingOptions.taken_from(kwargs)
-        if (inputs is None) == (input_ids is None):
-            raise RequestError("pass the prompt either as inputs or as input_ids")
-        ids = require_batch(inputs, "inputs") if inputs is not None else require_batch(input_ids)
-        requests = prepare(model, _prompts(model, ids, attention_mask, kwargs), **kwargs)
-        begun = _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur)
-        return _finished(begun, streamer, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
+    options = DecodingOptions.taken_from(kwargs)
+    if (inputs is None) == (input_ids is None):
+        raise RequestError("pass the prompt either as inputs or as input_ids")
+    ids = require_batch(inputs, "inputs") if inputs is not None else require_batch(input_ids)
+    requests = prepare(model, _prompts(model, ids, attention_mask, kwargs), **kwargs)
+    begun = _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur)
+    return _finished(begun, streamer, ids.repeat_interleave(len(requests) // len(ids), dim=0), requests[0].config)
 
 
 @listing_options(prefix="medusa_")
@@ -229,13 +132,28 @@ def medusa_generate(
     or `assistant_model` to a custom decoding method, and prepares processors for the padded batch. So pass
     `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches. Raise a `RequestError`
     as `generate` does, and if `model.generate` got a `streamer` or an `assistant_model`."""
-    require_nothing_dropped()
-    with python_words(prefix="medusa_"):
-        options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
-        requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-        requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
-        begun = _start(context, requests, options, medusa_drafter, medusa_amateur)
-        return _finished(begun, medusa_streamer, input_ids, generation_config)
+    _require_nothing_dropped()
+    options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
+    requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+    requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
+    begun = _start(context, requests, options, medusa_drafter, medusa_amateur)
+    return _finished(begun, medusa_streamer, input_ids, generation_config)
+
+
+def _require_nothing_dropped() -> None:
+    """Raise a `RequestError` if `model.generate`, the caller's caller, got an argument that it does not pass on.
+
+    transformers passes no `streamer` and no `assistant_model` to a custom decoding method, and says nothing. Only the
+    local variables of its frame still hold them."""
+    caller = sys._getframe(2)
+    if caller.f_globals.get("__name__") != "transformers.generation.utils":
+        return
+    for name, way in (
+        ("streamer", "pass medusa_streamer=, or use decode.generate, which takes a streamer"),
+        ("assistant_model", 'leave it out, or use decode.generate with drafter="model:NAME"'),
+    ):
+        if caller.f_locals.get(name) is not None:
+            raise RequestError(f"transformers passes no {name} to custom_generate; {way}")
 
 
 def _prompts(

@@ -16,8 +16,8 @@ import torch
 from decode.draft import Drafter, DraftRecord, forget
 from decode.ops.draws import NO_TOKEN, RewoundDraws
 from decode.ops.transfer import host_waits
+from decode.rules import AcceptanceRule
 from decode.session import Session
-from decode.settings import AcceptanceRule
 from decode.step import Decided, Judge, State, step
 from medusa.errors import RunError
 

@@ -52,7 +52,7 @@ class Session:
         readers = readers or ReaderFactory()
         self.sequences = Sequences(requests, readers.context(self.backbone), self.backbone.device, slack)
         longest = max(len(request.prompt) for request in requests)
-        capacity = longest + min(max(request.max_new_tokens for request in requests), AHEAD) + slack + 1
+        self.capacity = capacity = longest + min(max(request.max_new_tokens for request in requests), AHEAD) + slack + 1
         self.reader = readers.create(self.backbone, self.sequences, capacity, fixed)
         self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
         """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from decode.generation_config import (
     FILE,
@@ -21,8 +19,9 @@ from decode.generation_config import (
     told,
     unused,
 )
+from decode.rules import DELTA, EPSILON, AcceptanceRule, rule_and_limit
 from decode.strategies.options import require_no_compiled_grammar, require_uncontrasted
-from medusa.errors import NotCompilableError, RequestError, choose_one_of
+from medusa.errors import NotCompilableError, OptionError, RequestError, choose_one_of
 from medusa.options import Options, count, option, share
 
 if TYPE_CHECKING:
@@ -31,35 +30,12 @@ if TYPE_CHECKING:
     from decode.strategies.contrastive import Amateur
     from decode.strategies.grammar import Grammar
 
-EPSILON, DELTA = 0.09, 0.3
-"""Default constants of typical acceptance (Medusa paper, section 2.3.1)."""
-LOSSLESS = ("greedy", "rejection")
-LOSSY = ("typical", "typical-sampled")
-"""Lossy rules for a temperature above 0."""
-LOSSY_GREEDY = {"topk": ("K", 1), "distance": ("D", 0)}
-"""Lossy rules for temperature 0, written `NAME:NUMBER`: the number's letter in help texts, and its minimum."""
 DRAFTS = ("topk", "sample")
 CUDA_GRAPHS = ("own", "torch", "off")
 """How compiled steps use CUDA graphs on a GPU: our own, those of torch.compile, or none."""
-ACCEPTANCES = (*LOSSLESS, *LOSSY, *(f"{name}:{letter}" for name, (letter, _) in LOSSY_GREEDY.items()))
 Function = TypeVar("Function", bound=Callable[..., object])
+ONE_SHAPE = "needs steps of one shape, and stop_drafting changes the shape; leave one out"
 IGNORES = f"leave out the penalties, banned and forced tokens, and stop strings of the checkpoint's {FILE}"
-ONE_SHAPE = "--compile needs steps of one shape, and --stop-drafting changes the shape; leave one out"
-
-
-class AcceptanceRule(NamedTuple):
-    """An acceptance rule, its constants (`limit`: the NUMBER of `NAME:NUMBER`), and its kind of drafts (`draft`)."""
-
-    rule: str
-    epsilon: float = EPSILON
-    delta: float = DELTA
-    draft: str = "topk"  # topk: the drafter's best guesses; sample: draws from its distributions
-    limit: int | None = None  # the NUMBER of the rules topk:NUMBER and distance:NUMBER
-
-    @property
-    def name(self) -> str:
-        """The acceptance rule as a user writes it, `NAME` or `NAME:NUMBER`."""
-        return self.rule if self.limit is None else f"{self.rule}:{self.limit}"
 
 
 class DecodingOptions(Options):
@@ -92,15 +68,15 @@ class DecodingOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compile and self.stop_drafting:
-            raise RequestError(ONE_SHAPE)
+            raise OptionError("compile", ONE_SHAPE)
         if self.cuda_graphs not in CUDA_GRAPHS:
-            raise RequestError(f"cuda-graphs is {self.cuda_graphs!r}; {choose_one_of(self.cuda_graphs, CUDA_GRAPHS)}")
+            raise OptionError("cuda_graphs", f"is {self.cuda_graphs!r}; {choose_one_of(self.cuda_graphs, CUDA_GRAPHS)}")
         if self.cuda_graphs != CUDA_GRAPHS[0] and not self.compile:
-            raise RequestError("--cuda-graphs is for compiled steps; add --compile, or leave it out")
-        if self.compile and rule_and_limit(self.acceptance)[0] in LOSSY_GREEDY:
-            raise RequestError(f"acceptance {self.acceptance!r} cannot be compiled; leave out --compile")
+            raise OptionError("cuda_graphs", "is for compiled steps; ask for them (compile), or leave it out")
+        if self.compile and self.acceptance is not None and not rule_and_limit(self.acceptance)[0].compiles:
+            raise NotCompilableError(f"acceptance {self.acceptance!r} cannot be compiled")
         if self.compile and self.draft == "sample":
-            raise RequestError("--compile cannot be combined with draft sample; use draft topk")
+            raise OptionError("compile", "cannot be combined with draft sample; use draft topk")
 
     @property
     def compiled(self) -> str | Literal[False]:
@@ -117,36 +93,31 @@ class DecodingOptions(Options):
         """The acceptance rule that the options choose; by default rejection if `do_sample`, else greedy.
 
         Raise a `RequestError` if `acceptance` or `draft` is unknown or does not fit the other options."""
-        rule, limit = rule_and_limit(self.acceptance)
+        rule, limit = rule_and_limit(self.acceptance or ("rejection" if do_sample else "greedy"))
         if self.draft not in DRAFTS:
             raise RequestError(f"draft is {self.draft!r}; {choose_one_of(self.draft, DRAFTS)}")
-        rule = rule or ("rejection" if do_sample else "greedy")
-        if rule == "greedy" and do_sample:
+        written, sampled = self.acceptance or rule.name, self.draft == "sample"
+        if do_sample and not rule.samples:
+            problem = "writes no samples" if rule.lossless else "draws nothing"
+            raise RequestError(f"acceptance {written!r} {problem}; use temperature 0 (do_sample=False) or 'rejection'")
+        if rule.samples and not rule.lossless and not do_sample:
             raise RequestError(
-                "acceptance 'greedy' writes no samples; use temperature 0 (do_sample=False) or 'rejection'"
+                f"acceptance {written!r} needs a temperature above 0 (do_sample=True); at 0 use 'greedy'"
             )
-        if rule in LOSSY_GREEDY and do_sample:
-            raise RequestError(
-                f"acceptance {self.acceptance!r} draws nothing; use temperature 0 (do_sample=False) or 'rejection'"
-            )
-        if rule in LOSSY and not do_sample:
-            raise RequestError(f"acceptance {rule!r} needs a temperature above 0 (do_sample=True); at 0 use 'greedy'")
-        sampled = self.draft == "sample"
-        if sampled and rule not in ("rejection", "typical-sampled"):
+        if sampled and not rule.draws:
             raise RequestError(
                 "draft 'sample' needs a temperature above 0 and acceptance 'rejection' or 'typical-sampled'; "
-                f"with {rule!r} use draft 'topk'"
+                f"with {rule.name!r} use draft 'topk'"
             )
         if sampled and not do_sample:
             raise RequestError("draft 'sample' needs a temperature above 0 (do_sample=True); at 0 use draft 'topk'")
         if sampled and self.stop_drafting:
-            raise RequestError("stop-drafting prunes by the drafted tokens, which would bias samples; use draft topk")
-        if self.stop_drafting and (rule == "typical" or rule in LOSSY_GREEDY):
+            raise OptionError("stop_drafting", "prunes by the drafted tokens, which would bias samples; use draft topk")
+        if self.stop_drafting and not rule.walks:
             instead = "typical-sampled" if do_sample else "greedy"
-            raise RequestError(
-                f"with stop-drafting, acceptance {self.acceptance!r} would depend on the batch; use {instead}"
-            )
-        return AcceptanceRule(rule, self.epsilon, self.delta, self.draft, limit)
+            problem = f"lets texts of acceptance {written!r} depend on the batch; use {instead}"
+            raise OptionError("stop_drafting", problem)
+        return AcceptanceRule(rule.name, self.epsilon, self.delta, self.draft, limit)
 
 
 class Settings(DecodingOptions):
@@ -194,7 +165,7 @@ class Settings(DecodingOptions):
         if any(not stop for stop in self.stop or ()):
             raise RequestError("a stop string is empty; give at least one character")
         if self.compile and self.repetition_penalty not in (None, 1):
-            raise RequestError("compiled steps do not read the text, as --repetition-penalty does; leave out --compile")
+            raise NotCompilableError("compiled steps do not read the text, as a repetition penalty does")
         require_uncontrasted(self.compile, self.amateur)
         if self.grammar is not None:
             require_no_compiled_grammar(self.compile, self.ignore_eos)
@@ -274,30 +245,6 @@ class Settings(DecodingOptions):
         return values | {"acceptance": self.rule.name, "amateur": amateur, "grammar": grammar}
 
 
-def rule_and_limit(acceptance: str | None) -> tuple[str | None, int | None]:
-    """Split an acceptance rule `NAME` or `NAME:NUMBER` into its name and its number; each is `None` if not given.
-
-    Raise a `RequestError` if there is no such rule, or it lacks its number."""
-    if acceptance in (None, *LOSSLESS, *LOSSY):
-        return acceptance, None
-    name, _, number = acceptance.partition(":")
-    if name not in LOSSY_GREEDY:
-        *most, last = [name for name in ACCEPTANCES if is_lossy(name)]
-        lossy = f"{', '.join(most)} and {last}: lossy"
-        advice = choose_one_of(acceptance, ACCEPTANCES)
-        raise RequestError(f"acceptance is {acceptance!r}; {advice} ({lossy})")
-    least = LOSSY_GREEDY[name][1]
-    if not number.isdecimal() or int(number) < least:
-        example = f"{name}:{max(least, 2)}"
-        raise RequestError(f"acceptance {acceptance!r} needs a whole number of at least {least}, as in {example}")
-    return name, int(number)
-
-
-def is_lossy(acceptance: str) -> bool:
-    """Whether an acceptance rule `NAME` or `NAME:NUMBER` can change the text or the distribution of samples."""
-    return acceptance.partition(":")[0] in (*LOSSY, *LOSSY_GREEDY)
-
-
 def listing_options(prefix: str = "") -> Callable[[Function], Function]:
     """Decorate a function that takes the fields of `DecodingOptions` in its `kwargs`: its signature then lists them.
 
@@ -316,24 +263,3 @@ def listing_options(prefix: str = "") -> Callable[[Function], Function]:
         return function
 
     return decorate
-
-
-ARGUMENTS = ("tree", "heads", "drafter", "amateur", *(field.name for field in fields(DecodingOptions)))
-"""The arguments that have the same names as options of the command line."""
-TYPED = re.compile(rf"--({'|'.join(name.replace('_', '-') for name in ARGUMENTS)})(?![\w-])")
-DASHED = re.compile(rf"(?<![\w-])({'|'.join(name.replace('_', '-') for name in ARGUMENTS if '_' in name)})(?![\w-])")
-
-
-@contextlib.contextmanager
-def python_words(prefix: str = "") -> Iterator[None]:
-    """Write options in errors as Python's arguments: `--stop-drafting` becomes `stop_drafting=`.
-
-    The names get the `prefix` of the function's arguments. Other options, such as those of commands, stay."""
-    try:
-        yield
-    except RequestError as error:
-        told = TYPED.sub(lambda found: f"{prefix}{found[1].replace('-', '_')}=", str(error))
-        told = DASHED.sub(lambda found: prefix + found[1].replace("-", "_"), told)
-        if told == str(error):
-            raise
-        raise RequestError(told) from error

@@ -22,8 +22,8 @@ from decode.ops.fast_topk import most_probable
 from decode.ops.transfer import on_device
 from decode.reader import Reader
 from decode.rejection import accept_sampled
+from decode.rules import AcceptanceRule
 from decode.sequences import Sequences
-from decode.settings import AcceptanceRule
 from decode.target import Target
 from medusa.backbone import Readout
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from medusa.commandline import width
 from medusa.errors import RequestError, choose_one_of
-from medusa.options import REQUIRED, OptionError, Options, argument_name
+from medusa.options import REQUIRED, Options, argument_name
 
 Made = TypeVar("Made", bound=Options)
 WORDS = "words"  # the arguments without `--` whose meaning depends on the other arguments
@@ -196,14 +196,11 @@ def _name_words(kind: type[Options], args: argparse.Namespace) -> None:
 
 
 def _make(make: Callable[..., Made], options: Sequence[Field[object]], args: argparse.Namespace) -> Made:
-    """Make options from the arguments that the user gave; an error names the invalid argument as the user types it."""
+    """Make options from the arguments that the user gave."""
     names = {option.name: argument_name(option) for option in options}
     values = {name: getattr(args, typed.replace("-", "_"), argparse.SUPPRESS) for name, typed in names.items()}
     given = {name: value for name, value in values.items() if value is not argparse.SUPPRESS}
-    try:
-        made = make(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
-    except OptionError as error:
-        raise RequestError(f"--{error}") from None
+    made = make(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
     made.check_given([names[name] for name in given])
     return made
 

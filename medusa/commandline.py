@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from medusa.errors import Interrupted, RequestError, RunError, did_you_mean
+from medusa.errors import Interrupted, OptionError, RequestError, RunError, did_you_mean
 from medusa.files import is_full
 
 LONGEST = 1000  # characters of an error; of a longer one, the beginning and the end are printed
@@ -62,7 +62,8 @@ def exit_status(program: str, run: Callable[[], int | None]) -> int:
     try:
         return run() or 0
     except RequestError as error:
-        print(f"{program}: error: {_one_line(error)}", file=sys.stderr)
+        told = error.typed if isinstance(error, OptionError) else error
+        print(f"{program}: error: {_one_line(told)}", file=sys.stderr)
         return 2
     except RunError as error:
         print(f"{program}: failed: {_one_line(error)}", file=sys.stderr)

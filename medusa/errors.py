@@ -13,11 +13,20 @@ class RequestError(ValueError):
     The command line prints the message and exits with status 2. In Python it is a `ValueError`."""
 
 
-class NotCompilableError(RequestError):
-    """Compiled steps (`--compile`) are not possible with this model, on this machine."""
+class OptionError(RequestError):
+    """A wrong option. The message begins with the option's name, which the command line writes as it is typed there."""
+
+    def __init__(self, option: str, problem: str) -> None:
+        """Name the `option` as in Python."""
+        super().__init__(f"{option} {problem}")
+        self.typed = f"--{option.replace('_', '-')} {problem}"
+
+
+class NotCompilableError(OptionError):
+    """Compiled steps (the option `compile`) are not possible with this model, on this machine or with other options."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"--compile is not possible: {reason}; leave it out")
+        super().__init__("compile", f"is not possible: {reason}; leave it out")
         self.reason = reason
 
 

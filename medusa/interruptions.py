@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -12,30 +13,56 @@ from medusa.errors import Interrupted
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-@contextmanager
-def interruptible(saved: Callable[[], str]) -> Iterator[None]:
-    """Raise `Interrupted` inside this context at Ctrl-C and SIGTERM; `saved` then says what is kept.
+class Signals:
+    """What `interruptible` has received: a signal raises `Interrupted` at once, or within `deferred` sets `number`."""
 
-    A second signal acts as it did before this context, so that it can end a hanging cleanup. A signal that the process
-    ignores, such as SIGINT in the background of a script, stays ignored. Only the main thread receives signals."""
-    is_main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
-    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    def __init__(self) -> None:
+        self.number = 0  # of the first signal; 0: none
+        self._notice: Callable[[], None] | None = None  # what to call at the first signal, if it only sets `number`
+        self._process = os.getpid()
+        is_main = threading.current_thread() is threading.main_thread()
+        handlers = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
+        self._before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+        for number in self._before:
+            signal.signal(number, self._receive)
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    @contextmanager
+    def deferred(self, notice: Callable[[], None]) -> Iterator[None]:
+        """Context in which the first signal only sets `number` and calls `notice`; a second one raises at once."""
+        self._notice = notice
+        try:
+            yield
+        finally:
+            self._notice = None
 
-    def stop(number: int, frame: object) -> None:
-        restore()
+    def _receive(self, number: int, frame: object) -> None:
+        if os.getpid() != self._process:  # a forked worker; the main process ends it
+            return
+        first, self.number = not self.number, self.number or number
+        if first and self._notice is not None:
+            self._notice()
+            return
+        self.restore()
         raise Interrupted(number)
 
-    for number in before:
-        signal.signal(number, stop)
+    def restore(self) -> None:
+        """Put back the handlers that were there before."""
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def interruptible(saved: Callable[[], str]) -> Iterator[Signals]:
+    """Raise `Interrupted` inside this context at Ctrl-C and SIGTERM; `saved` then says what is kept.
+
+    After that, a signal acts as it did before this context, so that it can end a hanging cleanup. A signal that the
+    process ignores, such as SIGINT in the background of a script, stays ignored. Only the main thread receives signals,
+    and in other threads this context does nothing."""
+    signals = Signals()
     try:
-        yield
+        yield signals
     except KeyboardInterrupt as stopped:
         number = getattr(stopped, "number", signal.SIGINT)
         raise Interrupted(number, getattr(stopped, "saved", "") or saved()) from None
     finally:
-        restore()
+        signals.restore()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,44 +58,108 @@ def bos_token_id(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedCo
     return config.get_text_config(decoder=True).bos_token_id if begin is None else begin
 
 
-def load_backbone(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> Loaded:
-    """Load a backbone in eval mode: `demo` (the built-in model), a folder (of a model or peft adapter), a GGUF file or
-    a Hub id.
+@dataclass(frozen=True)
+class BackboneFiles:
+    """The files of a backbone. Each is read once, when it is first needed; RequestError if it is missing or damaged.
 
-    Raise RequestError if there is no such model, a file is damaged, or no layer can be quantised as `options` ask."""
-    source, config = _source(name_or_path), load_config(name_or_path, options)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device).type
-    placed = _placement(name_or_path, config, options, device, kind)
-    try:
-        keywords: dict[str, object] = {
-            "dtype": _dtype(options, kind),
-            "attn_implementation": options.attention,
-            **placed,
-            **_hub(source.path, options),
-        }
+    The name is `demo` (the built-in model), a folder (of a model or peft adapter), a GGUF file or a Hub id."""
+
+    name: str
+    options: LoadOptions = LOAD_DEFAULTS
+
+    @cached_property
+    def source(self) -> Source:
+        """Where transformers finds the files."""
+        return _source(self.name)
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """The backbone's config."""
+        try:
+            if self.source.gguf is not None:
+                return read_gguf(AutoConfig, self.source.gguf)
+            return AutoConfig.from_pretrained(self.source.path, **_hub(self.source.path, self.options))
+        except Exception as error:  # transformers raises errors of many types here
+            raise _missing(self.name, error) from error
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        """The backbone's generation config, as its model will have it."""
+        source = self.source
+        keywords: dict[str, Any] = {"revision": self.options.revision, **hub_keywords(source.path)}
+        try:
+            try:
+                return GenerationConfig.from_pretrained(source.path, **keywords)
+            except OSError:  # there is no such file: old checkpoints have these options in the model's config
+                if source.gguf is not None:
+                    return GenerationConfig.from_model_config(read_gguf(AutoConfig, source.gguf))
+                keywords |= {"config_file_name": "config.json", "_from_model_config": True}
+                return GenerationConfig.from_pretrained(source.path, **keywords)
+        except Exception as error:  # wrong values raise errors of several types
+            raise _missing(self.name, error) from error
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The backbone's tokenizer; `None` if it has none."""
+        source, config = self.source, self.config
+        if source.gguf is None:
+            return _tokenizer((source.adapter or source.path, config._name_or_path), self.options)
+        try:
+            return read_gguf(AutoTokenizer, source.gguf)
+        except Exception as error:
+            raise _broken_tokenizer(self.name, error) from error
+
+    def load(self) -> Loaded:
+        """Load the backbone in eval mode; RequestError also if no layer can be quantised as the options ask."""
+        source, config, options = self.source, self.config, self.options
+        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        kind = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device).type
+        placed = _placement(self, device, kind)
+        try:
+            keywords: dict[str, object] = {
+                "dtype": _dtype(options, kind),
+                "attn_implementation": options.attention,
+                **placed,
+                **_hub(source.path, options),
+            }
+            if source.gguf is not None:
+                # The config is read again, because transformers changes it.
+                keywords |= {"gguf_file": source.gguf.name, "config": read_gguf(AutoConfig, source.gguf)}
+                keywords["quantization_config"] = GgufConfig(dequantize=True)  # to an ordinary model
+            if offline := hub_keywords(source.path):
+                keywords["adapter_kwargs"] = offline  # transformers also looks for an adapter of peft
+            place = source.path if source.gguf is not None else source.adapter or source.path
+            loaded: Any = auto_class(config).from_pretrained(place, output_loading_info=True, **keywords)
+        except Exception as error:  # transformers raises errors of many types here
+            raise _missing(self.name, error) from error
+        model, info = loaded
+        # transformers only warns about missing weights, and initialises them at random.
+        lacking = sorted(info.get("missing_keys") or ()) or sorted(str(k) for k in info.get("mismatched_keys") or ())
+        if lacking:
+            raise RequestError(f"no backbone at {self.name}: its files lack the weights {lacking[0]}")
+        if options.quantization is not None and not quantized_layers(model):
+            raise RequestError(f"--quantization {options.quantization} changes no layer of {self.name}; leave it out")
         if source.gguf is not None:
-            keywords |= {"gguf_file": source.gguf.name, "config": config}
-            keywords["quantization_config"] = GgufConfig(dequantize=True)  # to an ordinary model
-        if offline := hub_keywords(source.path):
-            keywords["adapter_kwargs"] = offline  # transformers also looks for an adapter of peft
-        place = source.path if source.gguf is not None else source.adapter or source.path
-        loaded: Any = auto_class(config).from_pretrained(place, output_loading_info=True, **keywords)
-    except Exception as error:  # transformers raises errors of many types here
-        raise _missing(name_or_path, error) from error
-    model, info = loaded
-    # transformers only warns about missing weights, and initialises them at random.
-    lacking = sorted(info.get("missing_keys") or ()) or sorted(str(k) for k in info.get("mismatched_keys") or ())
-    if lacking:
-        raise RequestError(f"no backbone at {name_or_path}: its files lack the weights {lacking[0]}")
-    if options.quantization is not None and not quantized_layers(model):
-        raise RequestError(f"--quantization {options.quantization} changes no layer of {name_or_path}; leave it out")
-    if source.gguf is not None:
-        model.config.name_or_path = str(source.gguf)
-        if source.adapter is not None:
-            model.load_adapter(source.adapter)
-    model = model.eval() if placed else model.eval().to(device)
-    return Loaded(model, load_tokenizer(name_or_path, options), name_or_path, options.revision)
+            model.config.name_or_path = str(source.gguf)
+            if source.adapter is not None:
+                model.load_adapter(source.adapter)
+        model = model.eval() if placed else model.eval().to(device)
+        return Loaded(model, self.tokenizer, self.name, options.revision)
+
+
+def load_backbone(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Loaded:
+    """Load a backbone with its tokenizer; see `BackboneFiles.load`."""
+    return BackboneFiles(name, options).load()
+
+
+def load_config(name: str, options: LoadOptions = LOAD_DEFAULTS) -> PretrainedConfig:
+    """Load only the config of a backbone; raise RequestError if there is no such model."""
+    return BackboneFiles(name, options).config
+
+
+def load_tokenizer(name: str, options: LoadOptions = LOAD_DEFAULTS) -> PreTrainedTokenizerBase | None:
+    """Load only the tokenizer of a backbone; return `None` if the backbone has no tokenizer."""
+    return BackboneFiles(name, options).tokenizer
 
 
 def _dtype(options: LoadOptions, kind: str) -> torch.dtype | str:
@@ -107,12 +172,13 @@ def _dtype(options: LoadOptions, kind: str) -> torch.dtype | str:
     return torch.float32 if kind == "cpu" else torch.bfloat16 if packed else "auto"
 
 
-def _placement(name: str, config: PretrainedConfig, options: LoadOptions, device: str, kind: str) -> dict[str, object]:
+def _placement(files: BackboneFiles, device: str, kind: str) -> dict[str, object]:
     """Return the keywords of `from_pretrained` for quantisation and devices; none if a plain model goes to `device`.
 
     Quantised weights are packed while they are loaded, on the device where they stay."""
+    name, config, options = files.name, files.config, files.options
     stored = getattr(config, "quantization_config", None)
-    if options.quantization is not None and (stored is not None or _source(name).gguf is not None):
+    if options.quantization is not None and (stored is not None or files.source.gguf is not None):
         raise RequestError(f"the weights of {name} are quantised already; leave out --quantization")
     if options.quantization == "int4":
         try:
@@ -147,33 +213,6 @@ def on_meta(config: PretrainedConfig, options: LoadOptions = LOAD_DEFAULTS) -> P
     """Make a backbone without weights, for the names and shapes of its parameters."""
     with torch.device("meta"):
         return auto_class(config).from_config(config, trust_remote_code=options.trust_remote_code)
-
-
-def load_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PretrainedConfig:
-    """Load only the config of a backbone; raise RequestError if there is no such model."""
-    source = _source(name_or_path)
-    try:
-        if source.gguf is not None:
-            return read_gguf(AutoConfig, source.gguf)
-        return AutoConfig.from_pretrained(source.path, **_hub(source.path, options))
-    except Exception as error:  # transformers raises errors of many types here
-        raise _missing(name_or_path, error) from error
-
-
-def load_generation_config(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> GenerationConfig:
-    """Load only the generation config of a backbone, as its model will have it; RequestError if the file is damaged."""
-    source = _source(name_or_path)
-    keywords: dict[str, Any] = {"revision": options.revision, **hub_keywords(source.path)}
-    try:
-        try:
-            return GenerationConfig.from_pretrained(source.path, **keywords)
-        except OSError:  # there is no such file: old checkpoints have these options in the file of the model's config
-            if source.gguf is not None:
-                return GenerationConfig.from_model_config(read_gguf(AutoConfig, source.gguf))
-            keywords |= {"config_file_name": "config.json", "_from_model_config": True}
-            return GenerationConfig.from_pretrained(source.path, **keywords)
-    except Exception as error:  # wrong values raise errors of several types
-        raise _missing(name_or_path, error) from error
 
 
 class Source(NamedTuple):
@@ -236,17 +275,6 @@ def text_limits(config: PretrainedConfig) -> TextLimits:
     """Return the context length and the vocabulary size of a backbone."""
     text = config.get_text_config(decoder=True)
     return TextLimits(getattr(text, "max_position_embeddings", None), text.vocab_size)
-
-
-def load_tokenizer(name_or_path: str, options: LoadOptions = LOAD_DEFAULTS) -> PreTrainedTokenizerBase | None:
-    """Load only the tokenizer of a backbone; return `None` if the backbone has no tokenizer."""
-    config, source = load_config(name_or_path, options), _source(name_or_path)
-    if source.gguf is None:
-        return _tokenizer((source.adapter or source.path, config._name_or_path), options)
-    try:
-        return read_gguf(AutoTokenizer, source.gguf)
-    except Exception as error:
-        raise _broken_tokenizer(name_or_path, error) from error
 
 
 def _holds_tokenizer(place: str, revision: str | None) -> bool:

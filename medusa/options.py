@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform
 
-from medusa.errors import RequestError, choose_one_of, did_you_mean
+from medusa.errors import OptionError, RequestError, choose_one_of, did_you_mean
 
 REQUIRED = MISSING  # the default of an option that the user must give
 DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
@@ -67,10 +67,6 @@ def argument_name(known: Field[object]) -> str:
     return (known.metadata["name"] or known.name).replace("_", "-")
 
 
-class OptionError(RequestError):
-    """An invalid value of an option. The message begins with the option's name."""
-
-
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True)
 class Options:
@@ -90,7 +86,8 @@ class Options:
         for known in fields(self):
             check, value = known.metadata.get("check"), getattr(self, known.name)
             if check is not None and value is not None and not check(value):
-                raise OptionError(f"{argument_name(known)} is {value}; it must be {known.metadata['allowed']}")
+                name = known.metadata["name"] or known.name
+                raise OptionError(name, f"is {value}; it must be {known.metadata['allowed']}")
 
     @classmethod
     def filled_by_position(cls, given: Collection[str]) -> Sequence[str]:

@@ -71,9 +71,6 @@ CONSUMERS = {
     "speculators": Consumer(
         "speculators==0.9.0 torch==2.13.0+cpu", {"speculators": EAGLES[2:]}, "torchvision torchaudio"
     ),
-    "modelopt": Consumer(
-        "nvidia-modelopt==0.47.0 torch==2.13.0+cpu transformers==5.23.0 accelerate requests", {"modelopt": MEDUSAS}
-    ),
     "transformers": Consumer("torch==2.13.0+cpu transformers==5.23.0", {"hub": [*MEDUSAS, "cascade"]}),
 }
 

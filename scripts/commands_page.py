@@ -12,8 +12,7 @@ from pathlib import Path
 
 from medusa.__main__ import COMMANDS, build_parser
 from medusa.arguments import WORDS
-from medusa.files import write_text
-from script_tools import markdown_table, run_script, script_parser
+from script_tools import markdown_table, run_script, write_page
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 DEFAULT = re.compile(r"^(.*?),? \(default:? (.*)\)$", re.DOTALL)
@@ -90,9 +89,7 @@ def _linked(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page; there are no options."""
-    script_parser(__doc__).parse_args(argv)
-    write_text(PAGE, commands_page())
+    write_page(__doc__, PAGE, commands_page, argv)
 
 
 if __name__ == "__main__":

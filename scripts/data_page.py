@@ -13,12 +13,11 @@ from chat_families import CONVERSATIONS, TEMPLATES, family_tokenizer
 from decode.serve.fields import ALIASES, IGNORED, UNLIMITED, UNSUPPORTED
 from decode.serve.schema import ChatRequest, CompletionRequest, GenerationRequest
 from medusa.errors import RequestError
-from medusa.files import write_text
 from medusa.records.messages import KEYS, ROLES
 from medusa.records.record import ENDED, LAYOUTS, parse_record
 from medusa.records.replies import FORMATS
 from medusa.records.template import THOUGHTS, template_switches
-from script_tools import markdown_table, run_script, script_parser
+from script_tools import markdown_table, run_script, write_page
 from train.data.reader import to_examples
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "data.md"
@@ -130,9 +129,7 @@ def _json(value: object) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page; there are no options."""
-    script_parser(__doc__).parse_args(argv)
-    write_text(PAGE, data_page())
+    write_page(__doc__, PAGE, data_page, argv)
 
 
 if __name__ == "__main__":

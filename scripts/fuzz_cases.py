@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from medusa.config import VARIANTS
 from medusa.heads import KINDS, NATIVE
+from medusa.heads.eagle_layer import VARIANTS
 from medusa.tree import named_trees
 from tiny_models import COMMON, SUPPORTED, VOCAB
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 COPIES = 8  # texts in a request whose client stops reading, so that the answer outgrows the buffers of its connection
-PAUSE = 1.0, 8.0  # shortest and longest time in seconds for which a client stops reading
 PATIENCE = 300.0  # seconds to wait for an answer; a longer wait is an error
+PAUSE = 1.0, 8.0  # shortest and longest time in seconds for which a client stops reading
 
 
 class Wanted(NamedTuple):

@@ -13,20 +13,27 @@ memory grows more.
 from __future__ import annotations
 
 import random
+import socket
+import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from tempfile import TemporaryFile
+from typing import IO
 
 import psutil
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from check_clients import Stock, demo_server, served
 from load_clients import Client, Found, Wanted, ask
 from medusa.arguments import parse
 from medusa.commands.options import Output
+from medusa.errors import RunError
 from medusa.files import ASSETS, Json
 from medusa.options import Options, count, group, option
 from medusa.records.sources import read_records
@@ -49,12 +56,12 @@ class LoadOptions(Options):
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(LoadOptions, script_parser(__doc__), argv)
-    stock, prompts = Stock(ASSETS / "backbone"), [str(record.text) for record in read_records("demo")]
-    with TemporaryFile("w+", encoding="utf-8") as log, served(demo_server(ASSETS, options.batch_size), log) as server:
-        memory = psutil.Process(server.pid).memory_info
-        pool = requests(prompts, options.requests, options.seed, stock.written, server.address)
-        result = load(server.address, pool, options, lambda: memory().rss)
-        result |= {"texts_left": texts_left(server.address)}
+    prompts = [str(record.text) for record in read_records("demo")]
+    with TemporaryFile("w+", encoding="utf-8") as log, served(options.batch_size, log) as (address, process):
+        pool = requests(prompts, options.requests, options.seed, stock(), address)
+        memory = psutil.Process(process.pid).memory_info
+        result = load(address, pool, options, lambda: memory().rss)
+        result |= {"texts_left": texts_left(address)}
         log.seek(0)
         printed = Counter(line for line in log.read().splitlines() if line and not line.startswith(PRINTED))
         result["errors"] |= {f"printed by the server: {line}"[:200]: number for line, number in printed.items()}
@@ -71,6 +78,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failed:
         print("load_test: failed: " + ", ".join(failed), file=sys.stderr)
     return int(bool(failed))
+
+
+@contextmanager
+def served(batch_size: int, log: IO[str]) -> Iterator[tuple[tuple[str, int], subprocess.Popen[bytes]]]:
+    """Run `medusa serve demo` at a free port, with its messages in `log`; yield its address and its process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+    words = f"serve demo --name demo --batch-size {batch_size} --device cpu --quiet --port {address[1]}"
+    process = subprocess.Popen([sys.executable, "-m", "medusa", *words.split()], stderr=log)
+    try:
+        while True:
+            if process.poll() is not None:
+                raise RunError(f"the server ended with status {process.returncode}")
+            with suppress(urllib.error.URLError, ConnectionError):
+                urllib.request.urlopen(f"http://{address[0]}:{address[1]}/health").close()
+                break
+            time.sleep(0.2)
+        yield address, process
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def stock() -> Callable[[str, int], str]:
+    """Return transformers' own `generate` of the served model: it turns a prompt into a greedy text of N tokens."""
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "backbone", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "backbone")
+
+    def written(prompt: str, tokens: int) -> str:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    return written
 
 
 def requests(

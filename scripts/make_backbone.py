@@ -5,51 +5,69 @@
         --teacher backbone --no-save-tokenizer --output draft --minutes 30 \\
         --row-length 512 --batch-size 4 --adamw-lr 0.01 --warmup-steps 100
     python scripts/make_backbone.py --evaluate-only backbone --eval eval.txt
+
+Documents are shuffled, laid end to end and cut into rows. Muon trains the matrices of the layers, AdamW the rest. The
+learning rate rises during the warm-up, and falls to 2 % in the second half of the training.
+
+Shapes: B rows in a batch, T tokens in a row, V tokens in the vocabulary, K most probable tokens of the teacher.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 import random
+import sys
+import time
 from argparse import BooleanOptionalAction
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
-from transformers.utils import SAFE_WEIGHTS_NAME
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from backbone_training import BackboneTrainer, Recipe, Score, Teacher, cut_rows, encode, evaluate
 from medusa.arguments import parse
 from medusa.commands.options import RuntimeOptions
 from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
-from medusa.files import read_json, write_json, write_text
+from medusa.files import require_absent
 from medusa.loading import load_backbone, load_tokenizer
-from medusa.options import LoadOptions, Options, count, group, option
-from medusa.records.sources import DOCUMENT_SEPARATOR
-from script_tools import markdown_table, read_documents, run_script, script_parser
-from train.checkpoints import remove_checkpoints, whole_checkpoints
+from medusa.options import LoadOptions, Options, count, group, option, share
+from script_tools import read_documents, run_script, script_parser
 
-SETTINGS = "training.json"  # in the output folder until the training run is finished
 SHAPES = {
     "backbone": {"hidden_size": 256, "layers": 6, "heads": 8, "kv_heads": 4, "intermediate_size": 704},
     # Two layers, because each drafted token costs a pass through all layers.
     "draft": {"hidden_size": 80, "layers": 2, "heads": 5, "kv_heads": 5, "intermediate_size": 224},
 }
 CONFIG_NAMES = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
-VOCAB_SIZE = 4096  # of both presets
-CARD = Path(__file__).with_name("backbone_card.md")
+VOCAB_SIZE, TOLD = 4096, 100  # of both presets; steps from one line of progress to the next
+
+
+class Recipe(Options):
+    """Hyperparameters of a training run."""
+
+    row_length: int = count(384, "cut the text into rows of N tokens")
+    batch_size: int = count(10, "rows in a batch")
+    muon_lr: float = option(0.02, "learning rate of matrices", "above 0", lambda value: value > 0, "LR")
+    adamw_lr: float = option(3e-3, "learning rate of the rest", "above 0", lambda value: value > 0, "LR")
+    warmup_steps: int = option(30, "raise the learning rate over the first N steps", metavar="N")
+    teacher_weight: float = share(0.9, "weight of the teacher in the loss", "W")
+    teacher_top: int = count(32, "keep the N most probable tokens of the teacher")  # K
+    bf16: bool | None = option(None, "bfloat16 autocast (default: if the device is fast)", action=BooleanOptionalAction)
+    steps: int | None = count(None, "train for this many steps")
+    minutes: float | None = option(
+        None, "train for this long; the schedule follows the clock", "above 0", lambda value: value > 0, type=float
+    )
 
 
 class BackboneOptions(Options):
     """Options of make_backbone.py. The options that a preset sets are None unless they are given."""
 
     data: str | None = option(None, "train on a file, a folder or a Hub dataset id (roneneldan/TinyStories)")
-    document_separator: str = option(DOCUMENT_SEPARATOR, "line between two documents", metavar="LINE")
-    split: str = option("train", "split of a Hub dataset")
-    max_documents: int | None = count(None, "read the first N documents only")
     eval: str | None = option(None, "text to evaluate on", metavar="FILE")
     tokenizer: str | None = option(None, "use this tokenizer instead of training one", metavar="FOLDER")
     preset: str = option("backbone", "sizes of the model, unless they are given", choices=SHAPES)
@@ -60,22 +78,13 @@ class BackboneOptions(Options):
     intermediate_size: int | None = count(None, "default: backbone 704, draft 224")
     vocab_size: int | None = count(None, f"default: {VOCAB_SIZE}, or the tokenizer's")
     context: int = count(512, "longest text of the model, in tokens")
-    steps: int | None = count(None, "train for this many steps")
-    minutes: float | None = option(
-        None, "train for this long; the schedule follows the clock", "above 0", lambda value: value > 0, type=float
-    )
     recipe: Recipe = group(Recipe, "training")
     teacher: str | None = option(None, "also train on this model's distribution (same vocabulary)", metavar="FOLDER")
-    bf16: bool | None = option(None, "bfloat16 autocast (default: if the device is fast)", action=BooleanOptionalAction)
     load: LoadOptions = group(LoadOptions, "loading", only=("device",))
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime")
     output: Path | None = option(None, "write the model here", metavar="FOLDER", type=Path)
-    overwrite: bool = option(False, "replace the content of the output folder")
-    resume: bool = option(False, "continue from the checkpoint in the output folder")
-    checkpoint_every: int = count(100, "steps from one checkpoint to the next", "STEPS")
+    overwrite: bool = option(False, "replace the model in the output folder")
     save_tokenizer: bool = option(True, "write the tokenizer too", action=BooleanOptionalAction)
-    data_name: str | None = option(None, "for the model card (default: the name of --data)")
-    data_licence: str = option("CDLA-Sharing-1.0", "for the model card")
     evaluate_only: str | None = option(None, "only print the figures of this model on --eval", metavar="FOLDER")
 
     @property
@@ -86,19 +95,12 @@ class BackboneOptions(Options):
     def autocast(self) -> bool:
         """Whether to train with bfloat16 autocast."""
         is_fast = has_fast_bfloat16 if self.device == "cpu" else torch.cuda.is_bf16_supported
-        return is_fast() if self.bf16 is None else self.bf16
+        return is_fast() if self.recipe.bf16 is None else self.recipe.bf16
 
     @property
     def shape(self) -> dict[str, int]:
         """The sizes of the preset, or those that the user gave instead."""
         return {name: getattr(self, name) or default for name, default in SHAPES[self.preset].items()}
-
-    @property
-    def decisive(self) -> dict[str, object]:
-        """The settings that determine the result of a training run, by name."""
-        settings = {"data": self.data_name or Path(self.data).name} | self.shape
-        settings |= {"context": self.context, "vocab_size": self.vocab_size, "seed": self.runtime.seed}
-        return settings | asdict(self.recipe) | ({} if self.teacher else {"teacher_weight": 0.0})
 
 
 def require(allowed: object, message: str) -> None:
@@ -109,23 +111,18 @@ def require(allowed: object, message: str) -> None:
 
 def check_training(options: BackboneOptions) -> None:
     """Raise RequestError for options that cannot work together in a training run."""
+    recipe = options.recipe
     require(options.data and options.output, "a training needs --data and --output")
-    require(bool(options.steps) != bool(options.minutes), "give --steps or --minutes, not both: how long to train")
+    require(bool(recipe.steps) != bool(recipe.minutes), "give --steps or --minutes, not both: how long to train")
     own_tokens = options.preset == "backbone" and not options.teacher and options.save_tokenizer
     needing = "--preset draft, --teacher and --no-save-tokenizer"
     require(options.tokenizer or own_tokens, f"{needing} need --tokenizer FOLDER: the backbone's")
     size, heads, kv_heads = (options.shape[name] for name in ("hidden_size", "heads", "kv_heads"))
-    even = not size % heads and not size // heads % 2
-    require(even, f"--hidden-size {size} over --heads {heads} must give an even size for each head")
+    require(not size % (2 * heads), f"--hidden-size {size} over --heads {heads} must give an even size for each head")
     require(not heads % kv_heads, f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
-    length, context, folder = options.recipe.row_length, options.context, options.output
+    length, context = recipe.row_length, options.context
     require(2 <= length <= context, f"--row-length is {length}; it must lie between 2 and --context {context}")
-    require((folder / SETTINGS).is_file() or not options.resume, f"nothing to resume: {folder} holds no {SETTINGS}")
-    number = options.device.partition(":")[2]
-    way = f"set CUDA_VISIBLE_DEVICES={number} and give --device cuda"
-    require(number in ("", "0"), f"--device is {options.device}, and training uses the first GPU; {way}")
-    free = not folder.exists() or options.overwrite or options.resume or not any(folder.iterdir())
-    require(free, f"{folder} is not empty; add --overwrite, or --resume to continue a training")
+    require_absent(options.output / "config.json", options.overwrite)
 
 
 def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
@@ -142,63 +139,107 @@ def open_model(folder: str, dtype: str, device: str) -> PreTrainedModel:
     return load_backbone(folder, LoadOptions(dtype, device)).model
 
 
-def open_teacher(options: BackboneOptions, dtype: str, vocabulary: int) -> PreTrainedModel | None:
-    """Load the teacher, if any; raise RequestError unless it fits a tokenizer of `vocabulary` tokens and reads rows."""
-    if not options.teacher:
-        return None
-    name, teacher = options.teacher, open_model(options.teacher, dtype, options.device)
-    known, most = teacher.config.vocab_size, teacher.config.max_position_embeddings
-    fits = known >= vocabulary if options.evaluate_only else known == vocabulary  # a loss compares all tokens
-    require(fits, f"--teacher {name} has {known} tokens, the tokenizer {vocabulary}; give another teacher")
-    length = 0 if options.evaluate_only else options.recipe.row_length
-    require(length <= most, f"--teacher {name} reads {most} tokens; --row-length is {length}; give {most} or less")
-    return teacher
+def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Iterator[Tensor]:
+    """Yield the token ids [T] of each document, with BOS at their start."""
+    bos = tokenizer.bos_token_id
+    for start in range(0, len(documents), 1000):  # verbose would warn about documents longer than the context
+        for ids in tokenizer(list(documents[start : start + 1000]), verbose=False)["input_ids"]:
+            yield torch.tensor(ids if ids[:1] == [bos] else [bos, *ids], dtype=torch.int32)
 
 
-def training_arguments(options: BackboneOptions) -> TrainingArguments:
-    """Make the Trainer's arguments from the command line."""
-    arguments = TrainingArguments(
-        output_dir=str(options.output),
-        max_steps=options.steps or 2**31,  # or the time budget ends the training
-        per_device_train_batch_size=options.recipe.batch_size,
-        bf16=options.autocast,
-        use_cpu=options.device == "cpu",
-        seed=options.runtime.seed,
-        save_steps=options.checkpoint_every,
-        save_total_limit=1,
-        logging_steps=min(100, options.steps or 100),
-        dataloader_drop_last=True,
-        dataloader_pin_memory=options.device != "cpu",
-        remove_unused_columns=False,
-        restore_callback_states_from_checkpoint=True,
-    )
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # DataParallel would copy the model but not the teacher
-    return arguments
+def cut_rows(encoded: Iterable[Tensor], length: int) -> Tensor:
+    """Concatenate all documents and cut them into rows [R, T]. The incomplete last row is dropped."""
+    stream = torch.cat(list(encoded))
+    return stream[: len(stream) // length * length].view(-1, length)
 
 
-def find_checkpoint(options: BackboneOptions, settings: dict[str, object]) -> Path | None:
-    """Return the checkpoint to resume, or prepare the folder of a new run; RequestError if the settings changed."""
-    place = options.output / SETTINGS
-    if options.resume:
-        begun = read_json(place)
-        changed = ", ".join(name for name in settings if settings[name] != begun.get(name))
-        require(not changed, f"{options.output} holds a training run with other settings: {changed}")
-        return next(reversed(whole_checkpoints(options.output, SAFE_WEIGHTS_NAME)), None)
-    remove_checkpoints(options.output)
-    write_json(place, settings)
-    return None
+class Teacher:
+    """A trained model that gives the K most probable next tokens at each position, with their probabilities.
+
+    They are computed when a row is first used, and stored: 6 K bytes for each token of the data."""
+
+    def __init__(self, model: PreTrainedModel, rows: Tensor, top: int) -> None:
+        self.model, self.known = model, torch.zeros(len(rows), dtype=torch.bool)
+        self.ids = torch.empty(len(rows), rows.shape[1] - 1, top, dtype=torch.int32)
+        self.probabilities = torch.empty(self.ids.shape, dtype=torch.bfloat16)
+
+    def loss(self, logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Compute the mean cross-entropy in nats of logits [B, T-1, V] after `tokens` of the rows with indices `rows`.
+
+        `tokens` is [B, T-1], and the K most probable tokens of the teacher share all of its probability."""
+        if not self.known[rows].all():
+            with torch.no_grad():
+                top = self.model(input_ids=tokens, use_cache=False).logits.float().topk(self.ids.shape[-1])
+            self.ids[rows], self.known[rows] = top.indices.int().cpu(), True
+            self.probabilities[rows] = top.values.softmax(-1).bfloat16().cpu()
+        ids = self.ids[rows].long().to(logits.device)
+        weights = self.probabilities[rows].float().to(logits.device)
+        return ((logits.logsumexp(-1, keepdim=True) - logits.gather(-1, ids)) * weights).sum(-1).mean()
+
+
+def optimizers_of(model: PreTrainedModel, recipe: Recipe) -> list[Optimizer]:
+    """Make Muon for the matrices of the layers, and AdamW for embeddings and norms."""
+    in_layers = {n: p for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2}
+    rest = [parameter for name, parameter in model.named_parameters() if name not in in_layers]
+    return [
+        Muon(list(in_layers.values()), lr=recipe.muon_lr, momentum=0.95, weight_decay=0.01),
+        AdamW(rest, lr=recipe.adamw_lr, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
+
+
+def rate_factor(step: int, done: float, warmup_steps: int) -> float:
+    """Return the share of the learning rate in a step, from 0, when the share `done` of the training is over."""
+    return min(1.0, (step + 1) / max(1, warmup_steps)) * (1.0 - 0.98 * max(0.0, done - 0.5) / 0.5)
+
+
+def batches(rows: int, size: int) -> Iterator[Tensor]:
+    """Yield the indices [B] of the rows of each batch, in another order in each pass; the last batch is dropped."""
+    while True:
+        yield from torch.randperm(rows)[: rows // size * size].split(size)
+
+
+def fit(model: PreTrainedModel, rows: Tensor, options: BackboneOptions, teacher: Teacher | None) -> int:
+    """Train a model on rows [R, T] until the steps or the minutes are over; return the number of steps."""
+    recipe, begin, optimizers, step = options.recipe, time.monotonic(), optimizers_of(model, options.recipe), 0
+    parts = [(part, part["lr"]) for each in optimizers for part in each.param_groups]
+    for index in batches(len(rows), recipe.batch_size):
+        done = step / recipe.steps if recipe.steps else (time.monotonic() - begin) / (60 * recipe.minutes)
+        if done >= 1:
+            break
+        for part, full in parts:
+            part["lr"] = full * rate_factor(step, done, recipe.warmup_steps)
+        ids = rows[index].long().to(options.device)
+        with torch.autocast(torch.device(options.device).type, torch.bfloat16, enabled=options.autocast):
+            out = model(input_ids=ids, labels=ids, use_cache=False)
+        loss = out.loss
+        if teacher is not None:
+            taught = teacher.loss(out.logits[:, :-1].float(), index, ids[:, :-1])
+            loss = (1 - recipe.teacher_weight) * loss + recipe.teacher_weight * taught
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for each in optimizers:
+            each.step()
+        if step % TOLD == 0:
+            print(f"step {step}, {done:.0%}: {loss.item():.3f} nats a token", file=sys.stderr, flush=True)
+        step += 1
+    return step
 
 
 def train(options: BackboneOptions) -> None:
-    """Read the data, train a model, and write it with its card."""
+    """Read the data, train a model, write it in bfloat16, and print its figures."""
     check_training(options)
-    recipe, separator, asked = options.recipe, options.document_separator, options.vocab_size
+    recipe, asked = options.recipe, options.vocab_size
     tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
-    dtype = "bfloat16" if options.autocast else "float32"
-    teacher = open_teacher(options, dtype, len(tokenizer or ()))  # a teacher needs --tokenizer
+    learning = None
+    if options.teacher:
+        learning = open_model(options.teacher, "bfloat16" if options.autocast else "float32", options.device)
+        known, most = learning.config.vocab_size, learning.config.max_position_embeddings
+        fits = known == len(tokenizer or ()) and recipe.row_length <= most
+        require(fits, f"--teacher {options.teacher} has {known} tokens and reads {most} at once; give another teacher")
     if options.eval:
-        read_documents(options.eval, separator)  # refused before the training if it cannot be read
-    documents = read_documents(options.data, separator, options.max_documents, options.split)
+        read_documents(options.eval)  # refused before the training if it cannot be read
+    documents = read_documents(options.data)
     random.Random(options.runtime.seed).shuffle(documents)
     if tokenizer is None:  # byte-level BPE like the shipped tokenizer, whose only special token is BOS, EOS and PAD
         tokenizer = load_tokenizer("demo").train_new_from_iterator(documents, asked or VOCAB_SIZE, show_progress=False)
@@ -206,49 +247,83 @@ def train(options: BackboneOptions) -> None:
     tokens = len(tokenizer)
     require(asked in (None, tokens), f"--vocab-size is {asked}; the tokenizer has {tokens} tokens")
     rows = cut_rows(encode(tokenizer, documents), recipe.row_length)
-    too_few = f"the text fills {len(rows)} rows of {recipe.row_length} tokens, and a step takes {recipe.batch_size}"
-    require(len(rows) >= recipe.batch_size, f"{too_few}; give a smaller --batch-size or --row-length")
+    enough = len(rows) >= recipe.batch_size
+    require(enough, f"the text fills {len(rows)} rows; give a smaller --batch-size or --row-length")
     sizes = {CONFIG_NAMES.get(name, name): size for name, size in options.shape.items()}
     sizes |= {"vocab_size": tokens, "max_position_embeddings": options.context}
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **special, tie_word_embeddings=True))
-    trainer = BackboneTrainer(model, rows, recipe, training_arguments(options), options.minutes)
-    if teacher is not None:
-        trainer.teacher = Teacher(teacher, len(rows), recipe.row_length, recipe.teacher_top)
-    digest = hashlib.sha256(rows.datasets["input_ids"].numpy()).hexdigest()
-    trainer.train(resume_from_checkpoint=find_checkpoint(options, options.decisive | {"text and tokenizer": digest}))
-    facts = options.decisive | {"vocab_size": tokens, "licence of the data": options.data_licence}
-    facts |= {"data": f"{facts['data']}: {len(documents):,} documents", "steps": trainer.state.global_step}
-    write_model(options, model, tokenizer, facts | {"bf16 autocast": options.autocast})
-
-
-def write_model(
-    options: BackboneOptions, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, facts: dict[str, object]
-) -> None:
-    """Write the model in bfloat16, and a card with the `facts` about it and its score."""
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **special, tie_word_embeddings=True)).to(options.device)
+    teacher = None if learning is None else Teacher(learning, rows, recipe.teacher_top)
+    steps = fit(model, rows, options, teacher)
     model.to(torch.bfloat16).save_pretrained(options.output)
     if options.save_tokenizer:
         tokenizer.save_pretrained(options.output)
-    facts |= {name: Path(path).resolve().name for name in ("teacher", "tokenizer") if (path := getattr(options, name))}
+    print(f"{steps} steps; {model.num_parameters():,} parameters in {options.output}")
     if options.eval:
-        score = score_of(options, str(options.output), tokenizer)
-        facts[f"on {Path(options.eval).name}"] = f"{score}; whole documents, with BOS at the start of each"
-        print(score)
-    card = {"licence": options.data_licence.lower(), "title": options.output.resolve().name}
-    table = markdown_table(["", ""], ((name.replace("_", " "), value) for name, value in facts.items()))
-    content = CARD.read_text(encoding="utf-8").format(parameters=model.num_parameters(), table=table, **card)
-    write_text(options.output / "README.md", content)
-    remove_checkpoints(options.output)
-    (options.output / SETTINGS).unlink()
+        print(score_of(options, str(options.output), tokenizer))
+
+
+class Score(NamedTuple):
+    """Sums over the evaluated text."""
+
+    nats: float
+    tokens: int  # without BOS
+    characters: int
+    agreements: int | None = None  # positions where model and teacher prefer the same token
+
+    @property
+    def bits_per_character(self) -> float:
+        return self.nats / math.log(2) / self.characters
+
+    def __str__(self) -> str:
+        told = f"{self.nats / self.tokens:.4f} nats a token, {self.bits_per_character:.4f} bits a character"
+        told += f" ({self.tokens} tokens, {self.characters} characters)"
+        agreed = "" if self.agreements is None else f", {self.agreements / self.tokens:.4f} agreement with the teacher"
+        return told + agreed
+
+
+def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the windows (begin, end, first) that score a document of `length` tokens: each token but BOS once.
+
+    The model reads the tokens begin to end - 1 and scores those from `first` on. Windows advance by half a context,
+    so tokens after the first window have at least half a context before them."""
+    begin, end = 0, 1
+    while end < length:
+        first, end = end, min(begin + context, length)
+        yield begin, end, first
+        begin += max(context // 2, 1)
+
+
+@torch.inference_mode()
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str],
+    teacher: PreTrainedModel | None = None,
+) -> Score:
+    """Score whole documents, with BOS at the start of each; `teacher` adds the count of agreements."""
+    nats, tokens, agreements = 0.0, 0, 0
+    for ids in encode(tokenizer, documents):
+        for begin, end, first in windows(len(ids), model.config.max_position_embeddings):
+            inputs = ids[None, begin : end - 1].long().to(model.device)
+            targets = ids[first:end].long().to(model.device)
+            scored = slice(first - begin - 1, None)
+            logits = model(input_ids=inputs, use_cache=False).logits[0, scored].float()
+            nats += F.cross_entropy(logits, targets, reduction="sum").item()
+            tokens += end - first
+            if teacher is not None:
+                expected = teacher(input_ids=inputs, use_cache=False).logits[0, scored].argmax(-1)
+                agreements += int((logits.argmax(-1) == expected).sum())
+    return Score(nats, tokens, sum(map(len, documents)), None if teacher is None else agreements)
 
 
 def score_of(options: BackboneOptions, folder: str, tokenizer: PreTrainedTokenizerBase) -> Score:
     """Evaluate the model in `folder` on the text of `--eval`, in float32, since bfloat16 differs between devices."""
     model = open_model(folder, "float32", options.device)
-    tokens, known = len(tokenizer), model.config.vocab_size
-    require(tokens <= known, f"the tokenizer has {tokens} tokens, and {folder} a vocabulary of {known}")
-    teacher = open_teacher(options, "float32", tokens)
-    return evaluate(model, tokenizer, read_documents(options.eval, options.document_separator), teacher)
+    teacher = open_model(options.teacher, "float32", options.device) if options.teacher else None
+    known = min(each.config.vocab_size for each in (model, teacher or model))
+    require(len(tokenizer) <= known, f"the tokenizer has {len(tokenizer)} tokens, and a model only {known}")
+    return evaluate(model, tokenizer, read_documents(options.eval), teacher)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

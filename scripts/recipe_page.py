@@ -16,10 +16,11 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from medusa.files import Json, write_text
-from script_tools import run_script, script_parser
+from medusa.files import Json
+from medusa.heads import HEADS, class_of
+from script_tools import markdown_table, run_script, write_page
 from train.arguments import MedusaTrainingArguments, training_section
-from train.config import AdapterConfig, DataConfig, HeadsConfig, TrainConfig
+from train.config import AdapterConfig, DataConfig, HeadsConfig, TrainConfig, own_section
 from train.sections import Section
 from train.trainer_keys import GROUPS, KEYS, UNUSED
 
@@ -59,8 +60,13 @@ def recipe_page() -> str:
     parts = [INTRODUCTION, "## Top level\n", _table(_rows("", TrainConfig))]
     for name, section in SECTIONS.items():
         title = "`data` and `eval_data`" if name == "data" else f"`{name}`"
-        parts += [f"## {title}\n", f"{_first_line(section)}\n", _table(_rows(f"{name}.", section))]
-    parts += ["## `training`\n", "These keys are our own:\n", _table(_training_rows(_own_meanings()))]
+        rows = [*_rows(f"{name}.", section), *(_rows_of_kinds() if name == "heads" else [])]
+        parts += [f"## {title}\n", f"{_first_line(section)}\n", _table(rows)]
+    parts += [
+        "## `training`\n",
+        "These keys are our own:\n",
+        _table(_training_rows(_meanings(MedusaTrainingArguments))),
+    ]
     parts += ["The following keys have the names that they have in transformers' `TrainingArguments`.\n"]
     for title, group in GROUPS.items():
         meanings = {name: key.meaning for name, key in group.items()}
@@ -86,6 +92,15 @@ def _rows(prefix: str, section: type[Section]) -> Iterable[tuple[str, str, str, 
         yield prefix + name, kind, "required" if required else _default(plain), field.description or ""
 
 
+def _rows_of_kinds() -> Iterable[tuple[str, str, str, str]]:
+    """The rows of the keys in the section `heads` that only one kind of heads has."""
+    for kind in HEADS.own:
+        meanings, section = _meanings(class_of(kind).Settings), own_section(kind)
+        schema = section.model_json_schema().get("properties", {})
+        for name in section.model_fields:
+            yield f"heads.{name}", _kind(schema[name]), "", meanings[name]
+
+
 def _training_rows(meanings: Mapping[str, str]) -> Iterable[tuple[str, str, str, str]]:
     """The rows for keys of the section `training` that this version of transformers has."""
     schema = training_section().model_json_schema()["properties"]
@@ -96,10 +111,8 @@ def _training_rows(meanings: Mapping[str, str]) -> Iterable[tuple[str, str, str,
 
 
 def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key, kind, default, meaning in rows:
-        lines.append(f"| `{key}` | {kind} | {default} | {' '.join(meaning.split())} |")
-    return "\n".join(lines) + "\n"
+    cells = ((f"`{key}`", kind, default, " ".join(meaning.split())) for key, kind, default, meaning in rows)
+    return markdown_table(["key", "type", "default", "meaning"], cells) + "\n"
 
 
 def _kind(schema: Json) -> str:
@@ -133,9 +146,9 @@ def _first_line(section: type[Section]) -> str:
     return inspect.cleandoc(section.__doc__ or "")
 
 
-def _own_meanings() -> dict[str, str]:
-    """The strings below the fields of `MedusaTrainingArguments`, by the fields' names."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(MedusaTrainingArguments))).body
+def _meanings(arguments: type) -> dict[str, str]:
+    """The strings below the fields of a dataclass, by the fields' names."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(arguments))).body
     assert isinstance(tree, ast.ClassDef)
     found = {}
     for field, text in zip(tree.body, tree.body[1:], strict=False):
@@ -150,9 +163,7 @@ def _own_meanings() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the page; there are no options."""
-    script_parser(__doc__).parse_args(argv)
-    write_text(PAGE, recipe_page())
+    write_page(__doc__, PAGE, recipe_page, argv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Helpers that several scripts share: parser, exit status, subprocesses, records and Markdown tables."""
+"""Helpers that several scripts share: parser, exit status, subprocesses, records, Markdown tables and peak memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
+
+import torch
 
 from medusa.commandline import OneLineParser, exit_status
 from medusa.files import write_text
@@ -36,15 +38,36 @@ def write_jsonl(path: Path, key: str, values: Iterable[object]) -> Path:
     return path
 
 
-def read_documents(
-    source: str, separator: str = DOCUMENT_SEPARATOR, limit: int | None = None, split: str = "train"
-) -> list[str]:
+def read_documents(source: str, limit: int | None = None) -> list[str]:
     """Read the first `limit` documents of a file, a folder or a Hub dataset; empty documents are left out."""
-    records = islice(read_records(source, split=split, separator=separator), limit)
+    records = islice(read_records(source, separator=DOCUMENT_SEPARATOR), limit)
     return [text for record in records if (text := (record.text or "").strip())]
+
+
+def write_page(description: str | None, page: Path, content: Callable[[], str], argv: Sequence[str] | None) -> None:
+    """Write a generated page; such a script has no options but --help."""
+    script_parser(description).parse_args(argv)
+    write_text(page, content())
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Format a Markdown table."""
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def peak_meter(device: torch.device | str) -> Callable[[], int]:
+    """Return a meter of peak memory since now, in bytes: tensors on a GPU, resident memory on a CPU (Linux only)."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        return lambda: torch.cuda.max_memory_allocated(device) - before
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the high-water mark
+    before = _resident("VmRSS")
+    return lambda: _resident("VmHWM") - before
+
+
+def _resident(field: str) -> int:
+    """Read a memory figure from /proc/self/status, in bytes; `field` is VmRSS (now) or VmHWM (peak)."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))

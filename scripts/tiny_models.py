@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from medusa import MedusaConfig, MedusaHeads
@@ -43,18 +41,6 @@ def tiny_model(
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the default implementation does not take float64
     return model
-
-
-def save_with_mtp(model: PreTrainedModel, layers: nn.ModuleList, folder: Path) -> None:
-    """Save a model with MTP layers (transformers' `MtpLayer`) in one file, by the names of DeepSeek's checkpoints."""
-    model.save_pretrained(folder)
-    weights = folder / "model.safetensors"
-    tensors = load_file(weights)
-    for number, layer in enumerate(layers, model.config.num_hidden_layers):
-        for key, tensor in layer.state_dict().items():
-            name = key.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
-            tensors[f"model.layers.{number}.{name}"] = tensor
-    save_file(tensors, weights, metadata={"format": "pt"})
 
 
 def random_heads(model: PreTrainedModel, num_heads: int, std: float, **settings: Any) -> MedusaHeads:

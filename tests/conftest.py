@@ -24,12 +24,34 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
+# Imports make many objects that stay; to look for garbage among them would take an eighth of the time.
+gc.disable()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run all cells of the matrix of drafters, options and ways")
+    parser.addoption("--full", action="store_true", help="run the long tests, too, and shortened ones at full length")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with slow tests first, then those with most tests: the last files that two workers share are short."""
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether long tests run at full length (`--full`)."""
+    return bool(request.config.getoption("--full"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run files with slow tests first, then those with most tests: the last files that two workers share are short.
+
+    Tests with the mark `full` run with `--full` only."""
+    if not config.getoption("--full"):
+        long = pytest.mark.skip(reason="runs with --full")
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(long)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path not in slow, -tests[item.path]))

@@ -27,12 +27,13 @@ from decode.generation import unpadded
 from decode.loop import Step, Stepper, Timer, run
 from decode.ops.grouped_attention import grouped
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.session import Session
-from decode.settings import AcceptanceRule, DecodingOptions
+from decode.settings import DecodingOptions
 from decode.topology import Topology
 from medusa import MedusaHeads, Tree
-from medusa.config import VARIANTS
 from medusa.heads import KINDS
+from medusa.heads.eagle_layer import VARIANTS
 
 COMMON, VOCAB, REFUSED = tiny_models.COMMON, tiny_models.VOCAB, tiny_models.REFUSED
 HIDDEN: int = COMMON["hidden_size"]
@@ -118,6 +119,19 @@ def parts_of(model: nn.Module, without: Collection[str] = ()) -> list[dict[str, 
         }
         for part in model.modules()
     ]
+
+
+def install(folder: Path, name: str, points: dict[str, dict[str, str]], **files: str) -> None:
+    """Write into `folder` what an installed package `name` leaves there: modules, and entry points by group.
+
+    `files` are the sources of modules by name."""
+    about = folder / f"{name}-0.1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n", encoding="utf-8")
+    lines = [line for group, of in points.items() for line in (f"[{group}]", *(f"{key} = {of[key]}" for key in of))]
+    (about / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+    for module, source in files.items():
+        (folder / f"{module}.py").write_text(source, encoding="utf-8")
 
 
 def random_ids(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:

@@ -21,11 +21,11 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory
 from decode.drafters.retrieval.datastore import Piece, build
 from decode.serve.app import CompletionApi
-from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchWorker
 from decode.settings import DecodingOptions, Settings
 from decode.strategies.contrastive import Amateur
 from decode.strategies.grammar import Grammars, lark_source
+from decode.texts import TextGenerator
 from fuzz_cases import Case
 from fuzz_models import make_heads, noisy_copy
 from medusa import MedusaHeads
@@ -348,7 +348,7 @@ class Cell:
     def _server(self) -> Rows:
         place, (settings, rest) = self.place, self.settings
         tree, prune = self.ours.get("tree", self.drafting.tree), settings.get("stop_drafting", 0.0)
-        generator = TextGenerator(self.model, place.tokenizer, place.factory(self.drafting, tree, prune))
+        source = place.factory(self.drafting, tree, prune)
         body: dict[str, Any] = {"prompt": PROMPTS[0], "seed": SEED, "max_tokens": settings.pop("max_new_tokens")}
         body["n"] = rest.pop("num_return_sequences", 1)
         body |= {"stop": list(stop)} if (stop := settings.pop("stop", ())) else {}
@@ -360,10 +360,12 @@ class Cell:
             settings["grammar"] = self.ours["grammar"]
         kept = self.model.generation_config
         self.model.generation_config = GenerationConfig(**{"eos_token_id": EOS} | rest)
+        asked = Settings(**settings).of_checkpoint(self.model.generation_config)
+        generator = TextGenerator(self.model, asked, place.tokenizer, source)
         worker = BatchWorker(generator, 1 if settings.get("compile") else 2)
         worker.start(lambda: None)
         try:
-            answer = asyncio.run(post(CompletionApi(worker, "tiny", Settings(**settings)).app(["here"]), body))
+            answer = asyncio.run(post(CompletionApi(worker, "tiny").app(["here"]), body))
         finally:
             worker.stop()
             self.model.generation_config = kept

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from tests.helpers import tiny_model
-from tiny_models import save_with_mtp
 
 needs_forward_layer = pytest.mark.skipif(
     not hasattr(MtpModel, "forward_layer"), reason="transformers has MtpModel.forward_layer since 5.20"
@@ -25,3 +27,15 @@ def save_native(family: str, folder: Path, **settings: Any) -> MtpModel:
         torch.nn.init.normal_(parameter, std=0.3)
     save_with_mtp(model, layers.layers, folder)
     return layers.eval()
+
+
+def save_with_mtp(model: PreTrainedModel, layers: nn.ModuleList, folder: Path) -> None:
+    """Save a model with MTP layers (transformers' `MtpLayer`) in one file, by the names of DeepSeek's checkpoints."""
+    model.save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    for number, layer in enumerate(layers, model.config.num_hidden_layers):
+        for key, tensor in layer.state_dict().items():
+            name = key.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+            tensors[f"model.layers.{number}.{name}"] = tensor
+    save_file(tensors, weights, metadata={"format": "pt"})

@@ -94,6 +94,17 @@ def imports_of_modules(root: Path) -> dict[str, set[str]]:
     return graph
 
 
+def test_only_the_program_imports_the_commands() -> None:
+    """`medusa` is the lowest package, and its folder `commands` imports the two upper ones."""
+    users = {
+        module
+        for module, others in imports_of_modules(ROOT).items()
+        if not module.startswith("medusa.commands") and any(other.startswith("medusa.commands") for other in others)
+    }
+    assert not users, "only medusa/__main__.py imports commands, by their names"
+    assert 'import_module(f"medusa.commands.' in (ROOT / "medusa" / "__main__.py").read_text(encoding="utf-8")
+
+
 def test_imports_have_no_cycles() -> None:
     TopologicalSorter(imports_of_modules(ROOT)).prepare()  # raises CycleError
 

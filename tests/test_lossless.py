@@ -21,7 +21,8 @@ from decode import generate, request, steps
 from decode.bench.methods import plain_method
 from decode.generation import decoding
 from decode.request import prepare
-from decode.settings import AcceptanceRule, Settings
+from decode.rules import AcceptanceRule
+from decode.settings import Settings
 from medusa import Tree
 from tests.helpers import (
     FAMILIES,

@@ -102,8 +102,8 @@ def pairs(key: Key) -> Iterator[tuple[str, str]]:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """The models and files. To save time, the command reads weights once and calibrates no dynamic trees."""
     place = Place(tmp_path)
-    monkeypatch.setattr("medusa.commands.models.load_backbone", place.loaded)
-    monkeypatch.setattr("medusa.commands.models.own_texts", lambda *given: [([1], [2])])
+    monkeypatch.setattr("medusa.loading.BackboneFiles.load", lambda files: place.loaded(files.name, files.options))
+    monkeypatch.setattr("medusa.commands.trees.own_texts", lambda *given: [([1], [2])])
     return place
 
 

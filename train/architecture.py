@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from medusa.config import GATED
+from medusa.heads import class_of
+from medusa.heads.eagle_layer import GATED
 from train.config import NUM_HEADS, HeadsConfig
 
 TREE = 1.6  # T(n) / T(1) at useful tree sizes: eight nodes on a CPU, a few dozen on a GPU
@@ -22,7 +23,6 @@ OVERHEAD = 5e6  # fixed cost of a forward, in weights (1.3 ms on a CPU for 6 lay
 LOSS = 2.4  # fitted to tau at inner widths of 256 and 512 with H = 64; narrow heads lose less tau at H = 256
 OWN_GAIN = 1.03  # tau of MLP heads with their own LM heads, divided by tau with the shared LM head
 NEARLY = 0.995  # narrower heads within 0.5 % of the fastest win: they train faster and take less memory
-FINE_TUNING = 0.05  # learning rate of a trained layer, as a share of that of new heads: 5e-5 at H = 4096 (FastMTP)
 WIDTHS = [2**power for power in range(5, 16)]
 
 
@@ -54,14 +54,16 @@ def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
     """Choose the shape of heads for a backbone of these sizes; values set in `asked` (the recipe's heads) are kept."""
     if asked.block == "square":  # the paper's heads: one block, own LM heads
         return HeadShape("square", asked.layers or 1, 1.0, asked.lm_head or "own")
+    blocks = class_of(asked.kind or "medusa").block_types
+    block = asked.block or ("mlp" if "mlp" in blocks else blocks[0])
     inner, own = fastest(sizes, asked.num or NUM_HEADS)
-    if asked.block == GATED:  # three matrices instead of two; servers give it the backbone's LM head
+    if block == GATED:  # three matrices instead of two; servers give it the backbone's LM head
         inner = max(64, round(inner / 96) * 64)  # whole tiles, also after a server splits them over GPUs
         return HeadShape(GATED, 1, asked.expansion or inner / sizes.hidden_size, asked.lm_head or "shared")
     # Two blocks guess a little better than one block of twice the width, if neither is narrower than H.
     layers = asked.layers or (2 if inner >= 2 * sizes.hidden_size else 1)
     expansion = asked.expansion or inner / layers / sizes.hidden_size
-    return HeadShape("mlp", layers, expansion, asked.lm_head or ("own" if own else "shared"))
+    return HeadShape(block, layers, expansion, asked.lm_head or ("own" if own else "shared"))
 
 
 def fastest(sizes: BackboneSizes, num_heads: int) -> tuple[int, bool]:

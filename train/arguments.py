@@ -13,9 +13,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from transformers import TrainingArguments
 
 from medusa.errors import RequestError
-from train.loss.acceptance import ACCEPTANCE_OBJECTIVES, Acceptance
 from train.loss.heads import BACKENDS
-from train.loss.weighting import DECAY, WEIGHTINGS, Weighting
+from train.loss.objectives import ACCEPTANCE_OBJECTIVES, DECAY, WEIGHTINGS, Acceptance, Weighting
 from train.sections import Section, one_of, section_of, validated
 from train.trainer_keys import LIMITS, UNUSED
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
-from transformers import PretrainedConfig
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import PretrainedConfig, SchedulerType, Trainer, get_scheduler
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.training_args import OptimizerNames
 from transformers.utils import is_flash_attn_2_available
 
 from medusa.config import MedusaConfig
-from medusa.errors import RequestError
+from medusa.errors import RequestError, choose_one_of, first_line
 from medusa.files import Json, require_writable_folder
-from medusa.heads import NATIVE
+from medusa.heads import class_of
 from medusa.loading import head_sizes, known_classes, load_config, on_meta
-from medusa.native_layers import native_config
 from medusa.shipped import shipped_configs
 from medusa.tree import load_tree
-from train.architecture import FINE_TUNING, learning_rate
+from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
 from train.config import FLASH, NUM_HEADS, AdapterConfig, HeadsConfig, TrainConfig
@@ -24,7 +30,8 @@ from train.features.files import is_features
 from train.hardware import device_defaults, require_own_device
 from train.heads import require_startable
 from train.medusa2.adapter import add_lora
-from train.trainer_checks import require_usable
+
+GUESSES = ("loss", "top1", "top5", "top10", "conditional")  # figures of each head in an evaluation
 
 
 def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
@@ -59,14 +66,14 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
         held = require_startable(config.heads.start, config.heads, *sizes)
         require_adaptable(config, held)
         num_heads, kind = held.num_heads, held.kind
-    elif kind == NATIVE:
-        native_config(backbone, num_heads)  # refuses a backbone without such a layer
+    else:
+        class_of(kind or "medusa").config_from(backbone, num_heads)  # refuses a backbone without such heads
     several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     if several and "RANK" not in os.environ:  # accelerate 1.15 started one process, although it was asked for several
         fault = "accelerate launch --cpu starts one process for any --num_processes"
         settings = shipped_configs() / "accelerate" / "two_processes_cpu.yaml"
         say(f"warning: {fault}; use --config_file {settings}, or torchrun")
-    rate = learning_rate(sizes[0]) * (FINE_TUNING if kind == NATIVE else 1)
+    rate = learning_rate(sizes[0]) * class_of(kind or "medusa").learning_rate_scale
     arguments = _training_arguments(config, rate, quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming reads without end; give training.max_steps or training.max_minutes")
@@ -121,3 +128,58 @@ def _training_arguments(config: TrainConfig, rate: float, quiet: bool) -> Medusa
     if arguments.eval_strategy != "no" and config.eval_data is None:
         raise RequestError("training.eval_strategy needs evaluation data; add `eval_data: FILE` to the recipe")
     return arguments
+
+
+def require_usable(arguments: MedusaTrainingArguments, num_heads: int) -> None:
+    """Raise RequestError if a program, optimiser, schedule, data loader or metric that a recipe asks for is missing.
+
+    `num_heads` is the number of heads, whose metrics an evaluation reports."""
+    _require_reporters(arguments)
+    model: Any = nn.Linear(1, 1)
+    optim, schedule = OptimizerNames(arguments.optim), SchedulerType(arguments.lr_scheduler_type)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _tried(f"optim is {optim.value!r}", lambda: Trainer.get_optimizer_cls_and_kwargs(arguments, model))
+    settings: Any = arguments.lr_scheduler_kwargs
+    _tried(
+        f"lr_scheduler_type is {schedule.value!r}",
+        lambda: get_scheduler(
+            schedule, optimizer, num_warmup_steps=1, num_training_steps=2, scheduler_specific_kwargs=settings
+        ),
+    )
+    loading: dict[str, Any] = {
+        "num_workers": arguments.dataloader_num_workers,
+        "persistent_workers": arguments.dataloader_persistent_workers,
+        "prefetch_factor": arguments.dataloader_prefetch_factor,
+        "multiprocessing_context": arguments.dataloader_multiprocessing_context,
+    }
+    _tried(f"dataloader_num_workers is {loading['num_workers']}", lambda: DataLoader(TensorDataset(), **loading))
+    _require_metric(arguments, num_heads)
+
+
+def _tried(key: str, make: Callable[[], object]) -> None:
+    """Call `make`, and turn its error into a RequestError that names the `key` with its value."""
+    try:
+        make()
+    except (ImportError, RuntimeError, TypeError, ValueError, AssertionError) as error:
+        raise RequestError(f"training.{key}: {first_line(error)}") from None
+
+
+def _require_reporters(arguments: MedusaTrainingArguments) -> None:
+    known, installed = list(INTEGRATION_TO_CALLBACK), get_available_reporting_integrations()
+    asked = arguments.report_to if isinstance(arguments.report_to, list) else [arguments.report_to]
+    for name in asked:
+        if name not in known:
+            raise RequestError(f"training.report_to is {name!r}; {choose_one_of(name, ['none', 'all', *known])}")
+        if name not in installed:
+            others = f", or choose {' or '.join(installed)}, which is installed" if installed else ""
+            raise RequestError(f"training.report_to is {name!r}, which is not installed; install it{others}")
+
+
+def _require_metric(arguments: MedusaTrainingArguments, num_heads: int) -> None:
+    metric = arguments.metric_for_best_model
+    if metric is None or arguments.eval_strategy == "no":
+        return
+    known = ["eval_loss", "eval_tau"]
+    known += [f"eval_head{head}_{figure}" for head in range(1, num_heads + 1) for figure in GUESSES]
+    if f"eval_{metric.removeprefix('eval_')}" not in known:
+        raise RequestError(f"training.metric_for_best_model is {metric!r}; {choose_one_of(metric, known)}")

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import InitErrorDetails
 
-from medusa.config import BLOCKS, GATED, LM_HEADS, MIN_VOCABULARY, USUAL_LAYERS
+from medusa.config import LM_HEADS, MIN_VOCABULARY, MedusaConfig, belongs, require_block
 from medusa.errors import RequestError
-from medusa.heads import KINDS, NATIVE, NATIVE_KINDS
+from medusa.heads import HEADS, class_of, kinds_where
 from medusa.loading import DTYPES
 from medusa.options import ATTENTIONS, QUANTIZATIONS, LoadOptions
 from medusa.records.sources import DOCUMENT_SEPARATOR
-from train.sections import Section, one_of
+from train.sections import Section, one_of, section_of, validated
 
 NUM_HEADS = 4
 FLASH = "flash_attention_2"  # only for training, because its kernels read no tree's mask
@@ -23,16 +24,18 @@ TEACHER_TILT = 0.06  # with lambda_0 = 0.1, the perplexity rises by less than 2 
 class HeadsConfig(Section):
     """The section `heads` of a recipe: the shape of the heads. Keys left out get values that suit the backbone."""
 
+    # A kind of heads can have further keys (`Kind.Settings`), which are extra fields.
+
+    model_config = ConfigDict(extra="allow")
+
     num: int | None = Field(default=None, ge=1)
     """Number of heads, by default 4; a decoding step gives at most num + 1 tokens."""
-    kind: Annotated[str | None, one_of(*KINDS, *NATIVE_KINDS)] = None
-    """Kind of heads (docs/kinds.md), by default medusa, which are independent heads. mtp fine-tunes the backbone's own
-    layer for multi-token prediction."""
-    rank: int | None = Field(default=None, ge=1)
-    """Rank of the term for the token before, in heads of kind markov; by default half the hidden size, up to 256."""
+    kind: str | None = None
+    """Kind of heads (docs/kinds.md): medusa (independent heads, the default), cascade, hydra, recurrent, markov, eagle,
+    mtp (fine-tunes the backbone's own layer for multi-token prediction), or a kind of another package."""
     prefix_layers: int | None = Field(default=None, ge=0)
     """Number of decoder layers between the backbone and the heads (prefix attention), usually 1; 0: none."""
-    block: Annotated[str | None, one_of(*BLOCKS)] = None
+    block: str | None = None
     """Residual block: square (the paper's), mlp, or gated (the layer of EAGLE-3; only for kind eagle). Servers such as
     vLLM load heads of kind medusa with square blocks, and heads of kind eagle with gated blocks."""
     layers: int | None = Field(default=None, ge=1)
@@ -49,9 +52,6 @@ class HeadsConfig(Section):
     """Number of tokens that heads guess among: the most frequent of the training text. Fewer are faster; 0: all."""
     force_vocabulary: bool = False
     """Allow a vocabulary that is expected to slow decoding down."""
-    window: int | None = Field(default=None, ge=1)
-    """Number of last tokens to which heads of kind eagle attend, such as 256; by default all. With a window, a draft
-    costs the same after texts of any length (docs/kinds.md)."""
     start: str | None = None
     """Trained heads to continue from, a folder or Hub id; the other keys of this section must agree with them."""
 
@@ -60,22 +60,66 @@ class HeadsConfig(Section):
         size = self.vocabulary
         if size and size < MIN_VOCABULARY:
             raise RequestError(f"heads.vocabulary is {size}; it must be at least {MIN_VOCABULARY}, or 0 for all tokens")
-        kinds = ("eagle", None) if self.start else ("eagle",)
-        if self.block == GATED and (self.kind not in kinds or self.layers not in (None, 1)):
-            raise RequestError(f"heads.block {GATED} needs heads.kind eagle with heads.layers 1; take square or mlp")
-        if self.window is not None and self.kind not in kinds:
-            raise RequestError("heads.window needs heads.kind eagle, whose heads attend to the text; leave it out")
-        if self.kind == NATIVE and self.start is None:
-            fixed = ("rank", "prefix_layers", "block", "layers", "expansion", "lm_head", "feature_layers")
-            for key in fixed:
-                if getattr(self, key):
-                    raise RequestError(f"heads.kind {NATIVE} is a layer of the backbone; leave heads.{key} out")
-        if self.feature_layers is not None and self.block != GATED and not self.start:
-            raise RequestError(f"heads.feature_layers needs heads.kind=eagle heads.block={GATED}")
-        if isinstance(self.feature_layers, str) and self.feature_layers != USUAL_LAYERS:
-            ways = f"give {USUAL_LAYERS}, or a list of numbers such as [2, 16, 29]"
-            raise RequestError(f"heads.feature_layers is {self.feature_layers!r}; {ways}")
+        self._check_own_keys()
+        if self.start is None:
+            self._try_config()
         return self
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The keys of the kind alone, as far as they are given."""
+        return {key: value for key, value in (self.model_extra or {}).items() if value is not None}
+
+    def _check_own_keys(self) -> None:
+        """Raise RequestError if a key belongs to another kind or has a wrong value, and an error for an unknown key."""
+        if not (extra := self.__pydantic_extra__):
+            return
+        kind = self.kind or (None if self.start else "medusa")  # the kind of heads to start from is known later
+        for key, value in extra.items():
+            owners = kinds_where(lambda kind, key=key: key in kind.setting_names(recipe=True))  # type: ignore[misc]
+            if not owners:
+                unknown = InitErrorDetails(type="extra_forbidden", loc=(key,), input=value)
+                raise ValidationError.from_exception_data("heads", [unknown])
+            if kind is not None and kind not in owners:
+                raise RequestError(belongs(key, owners, kind))
+            checked = validated(own_section(kind or owners[0]), {key: value}, prefix="heads.")
+            extra[key] = getattr(checked, key)
+
+    def _try_config(self) -> None:
+        """Raise RequestError if no backbone can have such heads, with sizes that stand for any backbone's."""
+        kind = class_of(self.kind or "medusa")
+        if kind.comes_with_model:
+            for key in ("prefix_layers", "block", "layers", "expansion", "lm_head", "feature_layers"):
+                if getattr(self, key):
+                    raise RequestError(f"heads.kind {self.kind} comes with the backbone; leave heads.{key} out")
+            return
+        if self.block is not None:
+            require_block(self.kind or "medusa", self.block, kind.block_types)
+        MedusaConfig(
+            hidden_size=1024,
+            vocab_size=1024,
+            num_heads=self.num or NUM_HEADS,
+            num_layers=self.layers or 1,
+            kind=self.kind or "medusa",
+            prefix_layers=self.prefix_layers or 0,
+            block=self.block or kind.block_types[0],
+            lm_head=self.lm_head or "shared",
+            feature_layers=self.feature_layers,
+            **self.own,
+        )
+
+
+def own_key_paths() -> list[str]:
+    """Return the paths of all keys that only some kinds of heads have, such as "heads.rank"."""
+    names = (name for kind in HEADS.names() for name in class_of(kind).setting_names(recipe=True))
+    return [f"heads.{name}" for name in dict.fromkeys(names)]
+
+
+def own_section(kind: str) -> type[Section]:
+    """Make the section with the keys that only this kind of heads has."""
+    settings = class_of(kind)
+    without = set(settings.setting_names()) - set(settings.setting_names(recipe=True))
+    return section_of(settings.Settings, {}, without)
 
 
 class DataConfig(Section):

@@ -18,8 +18,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, token_ids
-from train.loss.chunks import chunk_rows
-from train.loss.labels import IGNORE, head_labels
+from train.loss.targets import IGNORE, chunk_rows, head_labels
 
 TOPS = (1, 5, 10)
 

@@ -12,20 +12,19 @@ from transformers import PreTrainedModel
 
 from medusa.backbone import Backbone, FeatureLayers, new_layers
 from medusa.checkpoints.folder import load
-from medusa.config import GATED, ORIGINAL_HYDRA, USUAL_LAYERS, Fingerprint, MedusaConfig
+from medusa.config import USUAL_LAYERS, Fingerprint, MedusaConfig
 from medusa.errors import RequestError
 from medusa.fingerprint import fingerprint
-from medusa.heads import NATIVE
+from medusa.heads import class_of
 from medusa.heads.independent import MedusaHeads
-from medusa.native_layers import native_config, read_layer
 from medusa.places import SHIPPED
 from train.architecture import BackboneSizes, choose
 from train.config import NUM_HEADS, HeadsConfig, TrainConfig
 from train.scales import state_sizes
 
-SAME_NAMES = ["kind", "rank", "prefix_layers", "block", "expansion", "lm_head", "feature_layers", "window"]
-HEADS_ASKED = {"num_heads": "num", "num_layers": "layers"} | {name: name for name in [*SAME_NAMES, "vocabulary"]}
-"""For each field of `MedusaConfig` that a recipe sets, its key in the section `heads`."""
+SAME_NAMES = ["kind", "prefix_layers", "block", "expansion", "lm_head", "feature_layers", "vocabulary"]
+HEADS_ASKED = {"num_heads": "num", "num_layers": "layers"} | {name: name for name in SAME_NAMES}
+"""For each field of `MedusaConfig` that a recipe sets for any kind, its key in the section `heads`."""
 
 START = 0.1
 """The size of the states that the matrix `fc` of new heads gives, at first copies of the last of the layers.
@@ -46,7 +45,7 @@ def new_heads(
     """Make the heads of `asked` (the recipe's section `heads`) for the backbone `model` of this name and revision.
 
     The blocks of new heads start as the identity, so at first each head predicts what the backbone's LM head predicts.
-    Heads of kind `mtp` start as the model's own layer.
+    Heads that come with the model start as they are there.
     Heads guess among the N tokens with the ids `vocabulary` [N], by default among all tokens. Raise RequestError if the
     backbone has no linear LM head, or if trained heads to continue from (`asked.start`) differ from `asked`."""
     backbone = Backbone(model)
@@ -57,8 +56,7 @@ def new_heads(
         heads.config.backbone = fingerprint(model, name, revision)
         return heads
     heads = MedusaHeads.from_config(new_config(asked, model, name, revision))
-    if asked.kind == NATIVE:
-        heads.load_state_dict(read_layer(model, backbone.device), strict=False)  # the vocabulary follows
+    heads.start_from_model(model)
     if vocabulary is not None:
         heads.vocabulary = vocabulary
     heads.start_from(backbone.head_weight.detach())
@@ -75,8 +73,10 @@ def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: 
     if name != SHIPPED and Path(name).exists():  # absolute: the heads may be used from another folder
         name = str(Path(name).resolve())
     origin: Origin = {"base_model_name_or_path": name, "backbone": fingerprint(model, name, revision)}
-    if asked.kind == NATIVE:
-        return replace(native_config(model.config, num_heads), **origin, vocabulary=asked.vocabulary or None)
+    kind = asked.kind or "medusa"
+    if (native := class_of(kind).config_from(model.config, num_heads)) is not None:
+        found: MedusaConfig = replace(native, **origin, vocabulary=asked.vocabulary or None)
+        return found
     if asked.lm_head is None and asked.block != "square" and getattr(backbone.head, "bias", None) is not None:
         # An own LM head has no bias, so its first predictions would be far from the backbone's.
         asked = asked.model_copy(update={"lm_head": "shared"})
@@ -85,14 +85,13 @@ def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: 
         hidden_size=backbone.hidden_size,
         vocab_size=backbone.vocab_size,
         num_heads=num_heads,
-        kind=asked.kind or "medusa",
+        kind=kind,
         prefix_layers=asked.prefix_layers or 0,
-        rank=asked.rank,
-        window=asked.window,
         **origin,
         feature_layers=feature_layers(asked, backbone),
         vocabulary=asked.vocabulary or None,
         **choose(sizes, asked)._asdict(),
+        **asked.own,
     )
 
 
@@ -116,16 +115,17 @@ def require_startable(start: str, asked: HeadsConfig, hidden_size: int, vocab_si
 
     Raise RequestError if there are no such heads, or if they differ from `asked` or from the backbone's sizes."""
     held = load(start).config
-    if held.block == ORIGINAL_HYDRA:
-        original = f"{start} holds the original Hydra's heads"
+    if held.block in class_of(held.kind).fixed_block_types:
+        original = f"{start} holds heads with blocks of type {held.block}"
         raise RequestError(f"heads.start: {original}, which can decode but not be trained")
-    wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()}
+    wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()} | asked.own
     wanted |= {"hidden_size": hidden_size, "vocab_size": held.vocab_size and vocab_size}
     if isinstance(wanted["feature_layers"], str):  # any numbers will do
         wanted["feature_layers"] = held.feature_layers or USUAL_LAYERS
     for key, value in wanted.items():
-        if value is not None and value != (getattr(held, key) or 0):  # `None` and 0 mean all tokens
-            raise RequestError(f"heads.start: {start} has {key} {getattr(held, key)!r}, not {value!r}")
+        had = getattr(held, key, None)
+        if value is not None and value != (had or 0):  # `None` and 0 mean all tokens
+            raise RequestError(f"heads.start: {start} has {key} {had!r}, not {value!r}")
     return held
 
 
@@ -143,15 +143,16 @@ def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedM
         wanted = new_config(asked, model, config.backbone, config.revision)
     else:
         wanted = MedusaHeads.from_pretrained(asked.start).config
-    for key in ("hidden_size", "vocab_size", *HEADS_ASKED):
-        if getattr(held, key) != getattr(wanted, key):
-            found = f"{checkpoint} has {key} {getattr(held, key)!r}, not {getattr(wanted, key)!r}"
+    for key in ("hidden_size", "vocab_size", *HEADS_ASKED, *class_of(wanted.kind).setting_names(recipe=True)):
+        if getattr(held, key, None) != getattr(wanted, key):
+            found = f"{checkpoint} has {key} {getattr(held, key, None)!r}, not {getattr(wanted, key)!r}"
             raise RequestError(f"--resume: {found}; ask for the same heads again, or start in another output_dir")
 
 
 def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     """Describe heads in one line: shape, size, and warnings if they lack the LM head's bias or no server loads them."""
-    width = f" of width {config.inner_size}" if config.block in ("mlp", GATED) else ""
+    inner = class_of(config.kind).inner_width(config)
+    width = f" of width {inner}" if inner else ""
     width += f" on {config.reads}" if config.feature_layers else ""
     tokens = f"{config.vocabulary:,} of {config.vocab_size:,} tokens, " if config.vocabulary else ""
     line = (

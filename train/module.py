@@ -9,23 +9,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+from transformers.utils.generic import is_flash_attention_requested
 
 from medusa.argmax import argmax
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
+from medusa.heads import kinds_where
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs, following_ids
-from medusa.heads.markov import MarkovHeads
 from medusa.vocabulary import lm_head_for, token_ids
 from train.arguments import MedusaTrainingArguments
+from train.data.packing import Batch
 from train.heads import backbone_for
-from train.loss.chunks import chunk_rows
 from train.loss.heads import HeadLosses, head_losses
-from train.loss.labels import head_labels, taught_positions
-from train.loss.teacher import BackboneTeacher, backbone_choices
-from train.packed import packed_states
-
-PATH_DROPOUT = 0.4  # measured on stories260K (docs/log.md)
+from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices, chunk_rows, labels_as_tokens, taught_labels
 
 
 class LabelledPositions(NamedTuple):
@@ -47,10 +45,13 @@ class HeadsOnBackbone(nn.Module):
         if args.scheduled_sampling and not heads.follows_path:
             unable = f"training.scheduled_sampling: heads of kind {heads.config.kind} see no guesses"
             raise RequestError(f"{unable}; leave it out, or take a kind that follows the path (docs/kinds.md)")
-        if isinstance(heads, MarkovHeads):
-            heads.path_dropout = PATH_DROPOUT if args.path_dropout is None else args.path_dropout
+        if heads.usual_path_dropout is not None:
+            heads.path_dropout = heads.usual_path_dropout if args.path_dropout is None else args.path_dropout
         elif args.path_dropout is not None:
-            raise RequestError(f"training.path_dropout is for heads.kind markov, not {heads.config.kind}; leave it out")
+            kinds = " or ".join(kinds_where(lambda kind: kind.usual_path_dropout is not None))
+            raise RequestError(
+                f"training.path_dropout is for heads.kind {kinds}, not {heads.config.kind}; leave it out"
+            )
         if args.dropout:
             heads.set_dropout(args.dropout)
         if getattr(model, "hf_device_map", None):  # split over devices: the Trainer must not move the heads
@@ -62,36 +63,41 @@ class HeadsOnBackbone(nn.Module):
             raise RequestError(f"training.objective {args.objective}: {why}; take argmax, which is the same either way")
 
     def forward(self, counts: Tensor | None = None, in_place: bool = False, **batch: Tensor) -> HeadLosses:
-        """Compute the losses of all heads on a batch (`train.data.packing.Batch`).
+        """Compute the losses of all heads on a batch (`train.data.packing.Batch`), with or without labels.
 
         `counts` [K] is the number of labels of each head in the optimiser step; for `in_place` see `head_losses`."""
         inputs, labels, teacher = self.labelled_positions(**batch)
         settings = (self.args.weighting, teacher, self.args.loss_backend, counts, in_place)
         return head_losses(self.heads, inputs, labels, self.backbone.head, *settings)
 
-    def labelled_positions(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        document_ids: Tensor,
-        loss_mask: Tensor,
-        hidden: Tensor | None = None,
-    ) -> LabelledPositions:
+    def with_labels(self, batch: Batch) -> Batch:
+        """Add the labels of the text's tokens to a batch, unless it has them: `labels` [K, R] and `places` [R]."""
+        if "labels" in batch:
+            return batch
+        text = (batch["input_ids"], batch["loss_mask"], batch["document_ids"])
+        labels, places = taught_labels(*text, self.heads.config.num_heads)
+        return batch | {"labels": labels, "places": places}
+
+    def label_counts(self, batch: Batch) -> Tensor:
+        """Count the labels of each of the K heads in a batch with labels, as a tensor [K]."""
+        return (batch["labels"] != IGNORE).sum(1)
+
+    def labelled_positions(self, **batch: Tensor) -> LabelledPositions:
         """Collect the inputs and labels of the heads at the positions of a batch at which head 0 has a label.
 
-        The arguments are the fields [B, T] of a batch of B rows of T tokens. `hidden` [B, T, H or more] are the
-        backbone's hidden states (`train.heads.backbone_for`) for these tokens; they are computed if it is `None`."""
-        backbone, args, num_heads = self.backbone, self.args, self.heads.config.num_heads
+        A batch may have `hidden` [B, T, H or more], the backbone's hidden states (`train.heads.backbone_for`) for its B
+        rows of T tokens; otherwise they are computed here."""
+        backbone, args, batch = self.backbone, self.args, self.with_labels(batch)
+        input_ids, position_ids, hidden = batch["input_ids"], batch["position_ids"], batch.get("hidden")
+        labels, places = batch["labels"], batch["places"]
         # An evaluation compares guesses with tokens, also if the heads learn distributions.
         argmax = args.objective == "argmax" or (args.learns_distributions and not self.training)
         if hidden is None:
             hidden = self.states(input_ids, position_ids)
         hidden = hidden.to(backbone.dtype)  # carries gradients in Medusa-2
         last = hidden[..., -backbone.hidden_size :]  # the LM head's input
-        with torch.no_grad():
-            tokens = backbone_choices(backbone, last, input_ids) if argmax else input_ids
-        labels = head_labels(tokens, loss_mask, document_ids, num_heads).flatten(1)
-        places = taught_positions(labels)
+        if argmax:
+            labels = labels_as_tokens(labels, places, backbone_choices(backbone, last, input_ids))
         teacher = None
         if args.learns_distributions:
             settings = (args.teacher_temperature, args.hard_label_weight, self.heads.vocabulary, args.acceptance)
@@ -99,19 +105,40 @@ class HeadsOnBackbone(nn.Module):
         shown = hidden[..., : self.heads.config.feature_size].to(self.heads.dtype)
         if self.training and args.hidden_noise:  # layer by layer
             shown = with_noise(shown.unflatten(-1, (-1, backbone.hidden_size)), args.hidden_noise).flatten(-2)
-        inputs = self.heads.inputs(shown, input_ids, backbone.embed, position_ids, document_ids, places)
+        inputs = self.heads.inputs(shown, input_ids, backbone.embed, position_ids, batch["document_ids"], places)
         if self.training and self.scheduled_sampling:
-            ids = following_ids(input_ids, num_heads).flatten(0, 1)[places]
+            ids = following_ids(input_ids, len(labels)).flatten(0, 1)[places]
             ids = with_own_guesses(self.heads, backbone, inputs, ids, self.scheduled_sampling)
             with torch.no_grad():
                 inputs = inputs._replace(following=self.heads.embed(ids, backbone.embed))
-        return LabelledPositions(inputs, labels[:, places], teacher)
+        return LabelledPositions(inputs, labels, teacher)
 
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Compute the backbone's hidden states [B, T, H or more] for a batch of B rows of T tokens."""
         # Without autocast, so that the heads read hidden states in the backbone's dtype, as in decoding.
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             return packed_states(self.backbone, input_ids, position_ids)
+
+
+def packed_states(backbone: Backbone, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Compute the hidden states [B, T, H] of B packed rows of T tokens; `position_ids` [B, T] restart at each document.
+
+    transformers makes a mask [B, 1, T, T] from the positions. Flash attention reads the documents' lengths instead, and
+    computes nothing between documents: all rows are laid end to end, as transformers' DataCollatorWithFlattening does.
+    """
+    if not is_flash_attention_requested(backbone.config):
+        return backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
+    (starts_q, starts_k), (longest_q, longest_k) = prepare_fa_kwargs_from_position_ids(position_ids)
+    hidden = backbone.hidden_states(
+        input_ids.reshape(1, -1),
+        position_ids=position_ids.reshape(1, -1),
+        use_cache=False,
+        cu_seq_lens_q=starts_q,  # [documents + 1] where each document starts, and the number of tokens
+        cu_seq_lens_k=starts_k,
+        max_length_q=int(longest_q),
+        max_length_k=int(longest_k),
+    )
+    return hidden.unflatten(1, input_ids.shape)[0]
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:

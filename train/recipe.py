@@ -11,7 +11,7 @@ from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.shipped import recipe_file
 from train.arguments import training_section
-from train.config import TrainConfig
+from train.config import TrainConfig, own_key_paths
 from train.sections import key_paths, validated
 from train.trainer_keys import UNUSED
 
@@ -39,7 +39,7 @@ def parse_recipe(content: Json, source: str) -> TrainConfig:
     """Turn a recipe's content into a `TrainConfig`, or raise RequestError, with the name `source` in its message."""
     section = training_section()
     known = section.model_fields
-    paths = [*key_paths(TrainConfig), *(f"training.{name}" for name in known)]
+    paths = [*key_paths(TrainConfig), *own_key_paths(), *(f"training.{name}" for name in known)]
     config = validated(TrainConfig, content, f"{source}: ", paths=paths)
     for name in filter(UNUSED.get, config.training):
         raise RequestError(f"{source}: training.{name} is not supported; {UNUSED[name]}")

@@ -1,4 +1,4 @@
-"""A transformers `Trainer` whose runs can end at any step and continue there: rescue checkpoints and signals."""
+"""A transformers `Trainer` whose runs can end at any step and continue there: on a signal, or suddenly."""
 
 from __future__ import annotations
 
@@ -13,9 +13,37 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa.errors import Interrupted
+from medusa.interruptions import Signals
 from train.arguments import MedusaTrainingArguments
 from train.checkpoints import RESCUE, remove_rescues
-from train.interruptions import RescueClock, Signals
+
+SAVE_TIMES = 20  # a run spends at most about 5 % of its time on rescue checkpoints
+
+
+class RescueClock:
+    """Clock that says when the next rescue checkpoint is due, so that a sudden end loses little work."""
+
+    def __init__(self, minutes: float) -> None:
+        """Make a clock for a checkpoint every `minutes`, or less often if saving is slow; 0: none is ever due."""
+        self.minutes, self.save_seconds = minutes, 0.0
+        self._last = time.monotonic()
+
+    def start(self) -> None:
+        """Start to count, from now."""
+        self._last = time.monotonic()
+
+    def saved(self, seconds: float) -> None:
+        """Note that a checkpoint has just been saved, which took so many seconds."""
+        self.save_seconds, self._last = seconds, time.monotonic()
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two checkpoints: `minutes`, or `SAVE_TIMES` times the last save if that is longer."""
+        return max(60 * self.minutes, SAVE_TIMES * self.save_seconds)
+
+    def due(self) -> bool:
+        """Whether a checkpoint is due."""
+        return self.minutes > 0 and time.monotonic() - self._last >= self.interval
 
 
 class InterruptibleTrainer(Trainer):

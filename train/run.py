@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ from medusa.backbone import Backbone
 from medusa.checkpoints.stored import PROVENANCE, WEIGHTS
 from medusa.errors import Interrupted, RequestError
 from medusa.files import disk_may_fill, read_json
+from medusa.interruptions import Signals, interruptible
 from medusa.memory import bytes_of
 from medusa.progress import ProgressLines
 from train.build import LoadedRun, build_trainer, load
@@ -31,7 +33,6 @@ from train.features.cache import FeatureCache, FeaturePlan
 from train.features.files import is_features
 from train.hardware import describe_precision, precision_restored
 from train.heads import describe
-from train.interruptions import Signals
 from train.medusa2.adapter import write_merged
 from train.medusa2.lm_loss import Perplexities, measure_perplexities
 from train.outcome import PICTURE, RunFigures, draw_curves
@@ -55,7 +56,7 @@ def train(config: TrainConfig, *, resume: Resume = False, overwrite: bool = Fals
         say(f"{output} holds the trained heads of this recipe already")
         return done
     full = disk_may_fill(output, lambda: way_out_of_full_disk(output))
-    with Signals(lambda: kept(output)) as signals, full, precision_restored():
+    with interruptible(lambda: kept(output)) as signals, full, precision_restored():
         checkpoint = checkpoint_to_resume(output, resume, overwrite)
         run = load(config, checkpoint, quiet)
         require_room(output, bytes_of(run.heads), run.arguments)
@@ -76,14 +77,19 @@ def train(config: TrainConfig, *, resume: Resume = False, overwrite: bool = Fals
 
 def _train(trainer: MedusaTrainer, checkpoint: Path | None, signals: Signals) -> dict[str, float]:
     """Train from `checkpoint` on, and return the metrics of the Trainer."""
+
+    def notice() -> None:
+        with suppress(RuntimeError):  # the signal may have come while another line was printed
+            say("interrupted: saving a checkpoint after this step; interrupt again to stop without saving")
+
     try:
-        with signals.deferred():
+        with signals.deferred(notice):
             return trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint)).metrics
     except Exception as error:
         if not signals.number:
             raise
         # The signal went to other processes, too: those that read data or train with this one have ended.
-        raise Interrupted(signals.number, kept(Path(str(trainer.args.output_dir)))) from error
+        raise Interrupted(signals.number) from error
 
 
 def _finish(run: LoadedRun, trainer: MedusaTrainer, metrics: dict[str, float], quiet: bool) -> RunFigures:

@@ -26,7 +26,7 @@ from train.checkpoints import remove_rescues
 from train.data.packing import Batch
 from train.evaluate import GuessCounts, label_ranks
 from train.loss.heads import HeadLosses
-from train.loss.labels import IGNORE, head_labels, taught_positions
+from train.loss.targets import IGNORE
 from train.module import HeadsOnBackbone
 from train.rescue import InterruptibleTrainer
 from train.scales import even_steps, state_sizes
@@ -179,7 +179,7 @@ class MedusaTrainer(InterruptibleTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Tensor | int | None]:
-        """Return the batches of one optimiser step, and the number of labels of each head [K], over all processes.
+        """Return the batches of one optimiser step with labels, and the number of each head's [K], over all processes.
 
         There are none if the run had ended before it was resumed."""
         first, self._stepped = not self._stepped, True
@@ -190,14 +190,9 @@ class MedusaTrainer(InterruptibleTrainer):
         start = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.reading_seconds += time.perf_counter() - start
-        counts = torch.stack([self.label_counts(batch) for batch in batches]).sum(0).to(device)
+        batches = [self.trained.with_labels(batch) for batch in batches]
+        counts = torch.stack([self.trained.label_counts(batch) for batch in batches]).sum(0).to(device)
         return batches, self.accelerator.reduce(counts, "sum")
-
-    def label_counts(self, batch: Batch) -> Tensor:
-        """Count the labels that each of the K heads learns from a batch, as a tensor [K]."""
-        ids, mask, documents = batch["input_ids"], batch["loss_mask"], batch["document_ids"]
-        labels = head_labels(ids, mask, documents, self.heads.config.num_heads).flatten(1)
-        return (labels[:, taught_positions(labels)] != IGNORE).sum(1)
 
     @property
     def adds_in_place(self) -> bool:
@@ -240,7 +235,7 @@ class MedusaTrainer(InterruptibleTrainer):
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
         """Compute the loss of an evaluation batch, and count how often the heads' guesses are right."""
-        batch = self._prepare_inputs(inputs)
+        batch = self.trained.with_labels(self._prepare_inputs(inputs))
         if "hidden" not in batch:
             batch["hidden"] = self.trained.states(batch["input_ids"], batch["position_ids"])
         labelled = self.trained.labelled_positions(**batch)

@@ -14,11 +14,10 @@ from transformers import PreTrainedModel
 
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.heads.markov import MarkovHeads
 from train.architecture import OVERHEAD, TREE, BackboneSizes
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.features.files import PER_TOKEN, Features
-from train.loss.labels import IGNORE, head_labels
+from train.loss.targets import IGNORE, head_labels
 
 ROWS = 1024  # rows whose labels are counted at a time
 CHAIN = 0.75  # assumed share of right guesses where all earlier guesses are right; gives tau 3.1 with 4 heads
@@ -94,8 +93,7 @@ def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: flo
     assert config.vocab_size is not None
     sizes = BackboneSizes(config.hidden_size, config.vocab_size, sum(p.numel() for p in model.parameters()))
     blocks = heads.num_parameters - (0 if heads.lm_heads is None else heads.lm_heads.numel())
-    in_levels = heads.follows_path and not isinstance(heads, MarkovHeads)
-    read = config.num_heads if heads.lm_heads is not None or in_levels else 1
+    read = heads.lm_head_reads(config)
     gain = vocabulary_gain(
         sizes, num_heads=config.num_heads, blocks=blocks, lm_heads=read, vocabulary=config.vocabulary, coverage=coverage
     )

@@ -18,10 +18,11 @@ from torch import Tensor
 from decode.bench.compare import Sample, interval
 from decode.bench.figures import AcceptedNode, MethodFigures, PositionFigures, PromptFigures, Rate
 from decode.bench.machine import Moment
-from decode.bench.methods import DrafterMethod, Method
+from decode.bench.methods import Method
 from decode.cache import BLOCK
+from decode.compiled.graphs import possible
 from decode.loop import Timer
-from decode.results import Result, mean_tau, prompt_seeds, tau
+from decode.texts import Result, TextGenerator, mean_tau, prompt_seeds, tau
 from medusa.heads.guesses import MISSED
 
 POSITIONS = 16  # tokens in each stretch of text of `tau_by_position`
@@ -98,8 +99,7 @@ def run_rounds(
     A prompt gets the same random seed with every contender, whatever the batch size. `on_progress` is called after each
     batch. `clock` returns the time in seconds. If it is `None`, results keep the time that their method measured."""
     for contender in contenders:
-        captures = isinstance(contender.method, DrafterMethod) and contender.method.captures_graphs
-        for batch in warm_up_batches(batches, everything=captures):
+        for batch in warm_up_batches(batches, everything=captures_graphs(contender.method)):
             contender.method(batch)
         contender.batch_of = [index for index, batch in enumerate(batches) for _ in batch]
         if contender.clock is not None:
@@ -120,6 +120,13 @@ def run_rounds(
                 contender.rounds[-1] += results
             first += len(batch)
             on_progress()
+
+
+def captures_graphs(method: Method) -> bool:
+    """Whether the steps of a method become CUDA graphs, each of which is captured when a text first needs it."""
+    if not isinstance(method, TextGenerator) or not method.settings.compile:
+        return False
+    return method.settings.cuda_graphs != "off" and possible(method.model.device)
 
 
 def warm_up_batches(

@@ -15,7 +15,7 @@ from decode.bench.calibration.stored import Calibration
 from decode.bench.headline import Evidence, Headline, Interval, counted, headline
 from decode.bench.machine import Machine
 from decode.bench.prediction import Prediction
-from decode.settings import is_lossy
+from decode.rules import is_lossy
 from medusa.errors import RequestError
 
 

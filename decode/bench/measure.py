@@ -21,12 +21,16 @@ from decode.bench.prediction import Prediction
 from decode.drafters.base import DrafterContext
 from decode.drafters.small_model import load_small_model
 from decode.drafters.trained_heads import TrainedHeads
-from decode.results import Result, prompt_seeds
-from decode.settings import LOSSY, Settings
+from decode.rules import RULES
+from decode.settings import Settings
+from decode.texts import Result, prompt_seeds
 from medusa import __version__
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
 from medusa.memory import bytes_of, peak_memory
+
+LOSSY = [rule.name for rule in RULES.values() if rule.samples and not rule.lossless]
+"""The lossy rules for a temperature above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,24 +14,19 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import LogitsProcessorList, StopStringCriteria
 
-from decode.compiled.graphs import possible
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory, DrafterLike
 from decode.drafters.layouts import TreeLike
-from decode.generation import decoding
 from decode.loop import Timer
-from decode.request import prepare, with_stop_strings
-from decode.results import DecodingRun, Result
+from decode.request import with_stop_strings
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, ContrastProcessor
+from decode.texts import OnStep, Prompts, Result, Seeds, TextGenerator
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
 
-Prompts = Sequence[Sequence[int]]
-OnStep = Callable[[int, list[int]], None]  # receives the index of a prompt, and the tokens that one step wrote for it
-Seeds = Sequence[int] | None  # a random seed for each prompt, whose text then does not depend on the other prompts
 StartProgress = Callable[[str, int], Callable[..., object]]  # starts a bar (title, total), returns what advances it
 
 
@@ -47,46 +42,14 @@ def one_by_one(method: Method, prompts: Prompts, seeds: Sequence[int]) -> list[R
     return [result for prompt, seed in zip(prompts, seeds, strict=True) for result in method([prompt], seeds=[seed])]
 
 
-@dataclass(frozen=True)
-class DrafterMethod:
-    """A method that decodes in this package's loop with the drafter of `source`, or plainly if `source` is `None`."""
-
-    model: PreTrainedModel
-    source: DrafterFactory | None
-    settings: Settings
-    tokenizer: PreTrainedTokenizerBase | None = None
-    clock: Timer | None = None
-    keep_hidden: bool = False  # whether each result contains the hidden states of its text
-
-    @property
-    def captures_graphs(self) -> bool:
-        """Whether the steps become CUDA graphs, each of which is captured when a text first needs it."""
-        return self.settings.compile and self.settings.cuda_graphs != "off" and possible(self.model.device)
-
-    def __call__(self, prompts: Prompts, on_step: OnStep | None = None, seeds: Seeds = None) -> list[Result]:
-        start = perf_counter()
-        requests = prepare(self.model, prompts, seeds, **self.settings.generate_kwargs(self.tokenizer))
-        begun = decoding(self.model, self.source, requests, *self.settings.how, self.clock, self.keep_hidden)
-        run = DecodingRun(begun, perf_counter() - start)
-        for step in run:
-            if on_step is not None:
-                for row, ids in step.ids.items():
-                    on_step(row, ids)
-        if (kept := run.session.kept_hidden) is not None:
-            for row, result in enumerate(run.results):
-                length = len(result.input_ids) + len(result.new_ids)  # a text may be cut before its last accepted guess
-                result.hidden = torch.cat(kept[row])[:length]
-        return run.results
-
-
 def plain_method(
     model: PreTrainedModel,
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase | None = None,
     keep_hidden: bool = False,
-) -> Method:
+) -> TextGenerator:
     """Make a method that decodes in this package's loop without a drafter, one token per step."""
-    return DrafterMethod(model, None, settings, tokenizer, keep_hidden=keep_hidden)
+    return TextGenerator(model, settings, tokenizer, keep_hidden=keep_hidden)
 
 
 def medusa_method(
@@ -97,11 +60,11 @@ def medusa_method(
     tree: TreeLike = None,
     drafter: DrafterLike = None,
     keep_hidden: bool = False,
-) -> Method:
+) -> TextGenerator:
     """Make a method that decodes with `drafter`, by default with `heads` on `tree`. This call loads the drafter."""
     stop_drafting = 0.0 if isinstance(drafter, DrafterFactory) else settings.stop_drafting
     source = drafter_factory(drafter, DrafterContext(model, heads, tree, tokenizer, stop_drafting=stop_drafting))
-    return DrafterMethod(model, source, settings, tokenizer, keep_hidden=keep_hidden)
+    return TextGenerator(model, settings, tokenizer, source, keep_hidden=keep_hidden)
 
 
 def transformers_method(
@@ -209,8 +172,8 @@ class Job:
 
     def plain(self, settings: Settings, clock: Timer | None = None) -> Method:
         """Make a method that decodes with the backbone alone, one token per step."""
-        return DrafterMethod(self.loaded.model, None, settings, self.loaded.tokenizer, clock)
+        return TextGenerator(self.loaded.model, settings, self.loaded.tokenizer, None, clock)
 
     def drafted(self, settings: Settings, clock: Timer | None = None, source: DrafterFactory | None = None) -> Method:
         """Make a method that decodes with the drafter of `source`, by default with the drafter under test."""
-        return DrafterMethod(self.loaded.model, source or self.source, settings, self.loaded.tokenizer, clock)
+        return TextGenerator(self.loaded.model, settings, self.loaded.tokenizer, source or self.source, clock)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from decode.cache import BLOCK, TreeCache
+from decode.cache import TreeCache
 from decode.compiled.graphs import GraphedStep
 from decode.draft import Drafter, KeepsProducts
 from decode.drafters.layouts import Layout
@@ -57,8 +57,6 @@ class Region:
         state.root, state.hidden, state.alive = map(static, (state.root, state.hidden, state.alive))
         self.u = static(torch.zeros(rows, max_depth + 1, dtype=torch.float64, device=device))
         """Input [B, D + 1] of a step: a uniform random number for each token that the step can write."""
-        for cache in self.caches:
-            static(cache.filled)
         if state.heads_cache is not None:
             state.heads_cache.chain(max_depth + 1)  # torch.compile cannot trace its first call
         drafter.propose(state.frontier())  # fills tables that a tree keeps, for the same reason
@@ -88,7 +86,7 @@ class Region:
         """Decode the texts of another session, whose prompts the caches hold; for `root` and `hidden` see `State`."""
         self.judge, state = judge, self.state
         for cache in self.caches:
-            cache.block = BLOCK
+            cache.for_steps(compiled=True)
         state.rows = list(range(len(root)))
         state.alive.fill_(1)
         state.begin(root, hidden)
@@ -102,22 +100,14 @@ class Region:
     def open(self) -> None:
         """Make room for the next step, and let it see all texts."""
         for cache, nodes in zip(self.caches, self.nodes, strict=True):
-            window, moved = cache.window, cache.open(nodes, self.state.rows)
-            if moved or not self.marked(cache):
-                for buffer in cache.buffers:
-                    torch._dynamo.mark_dynamic(static(buffer), 3)
+            cache.open(nodes, self.state.rows)
+            if keep_in_place(cache):
                 self.forget_graphs()
-            if window is not cache.window:
-                torch._dynamo.mark_dynamic(static(cache.window), 0)
-
-    def marked(self, cache: TreeCache) -> bool:
-        """Whether torch.compile knows that the cache's buffers stay where they are."""
-        return all(hasattr(buffer, "_dynamo_static_input_type") for buffer in cache.buffers)
 
     def end(self) -> None:
         """Read prompts again, and keep nothing of the texts that were decoded."""
         for cache in self.caches:
-            cache.block = 1
+            cache.for_steps(compiled=False)
         del self.judge
 
     def release(self) -> None:
@@ -138,6 +128,18 @@ class Region:
 
 def nothing(stage: str) -> None:
     """The laps of a compiled step, which has no stages."""
+
+
+def keep_in_place(cache: TreeCache) -> bool:
+    """Let torch.compile know that a cache's tensors stay at their addresses, and that its numbers of slots change.
+
+    Returns whether a buffer was new."""
+    static(cache.filled)
+    torch._dynamo.mark_dynamic(static(cache.window), 0)
+    new = [buffer for buffer in cache.buffers if not hasattr(buffer, "_dynamo_static_input_type")]
+    for buffer in new:
+        torch._dynamo.mark_dynamic(static(buffer), 3)
+    return bool(new)
 
 
 def static(tensor: Tensor) -> Tensor:

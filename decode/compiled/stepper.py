@@ -18,12 +18,13 @@ from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation_config import text_options, told, way_out
 from decode.loop import StepOutcome, Stepper, Timer, unpack
+from decode.rules import AcceptanceRule
 from decode.session import Session
-from decode.settings import ONE_SHAPE, AcceptanceRule
+from decode.settings import ONE_SHAPE
 from decode.step import Judge, State
 from decode.target import WARPERS, Target, settings_of
 from medusa.backbone import Backbone
-from medusa.errors import NotCompilableError, RequestError
+from medusa.errors import NotCompilableError, OptionError, RequestError
 from medusa.tree import Tree
 from medusa.tree_support import rope_kinds
 
@@ -48,7 +49,7 @@ class CompiledStepper(Stepper):
         self.tree: Layout = Tree.chain(0) if factory is None else factory.tree
         tree = self.tree
         if tree.min_probability:
-            raise RequestError(ONE_SHAPE)
+            raise OptionError("compile", ONE_SHAPE)
         self.regions = Regions.of(session.backbone.model)  # before the key, which lists the model's attributes
         self.taken: Region | None = None
         nodes = tree.candidates
@@ -73,7 +74,7 @@ class CompiledStepper(Stepper):
         if region is not None:  # the prompts go into its caches
             session.reader, session.heads_cache = region.state.reader, region.state.heads_cache
             for cache in region.caches:
-                cache.restart()
+                cache.restart(session.capacity)
         root, hidden = self._prefill()
         if region is None:
             state = State(session.reader, session.heads_cache, root.clone(), hidden.clone())
@@ -127,17 +128,15 @@ def option_key(target: Target, rule: AcceptanceRule) -> Key:
     are requested."""
     others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, WARPERS)]
     if others:
-        raise RequestError(
-            f"--compile cannot be combined with {others[0]}, which reads the text; use only temperature, top-k, "
-            "top-p, min-p and the like, or leave out --compile"
-        )
+        way_out = "use only temperature, top-k, top-p, min-p and the like, or leave it out"
+        raise OptionError("compile", f"cannot be combined with {others[0]}, which reads the text; {way_out}")
     kinds = [settings_of(row) for row in target.processors]
     if any(kind != kinds[0] for kind in kinds):
-        raise RequestError("--compile needs the same sampling options in all rows of a batch")
+        raise OptionError("compile", "needs the same sampling options in all rows of a batch")
     if target.kept_scores is not None or target.kept_logits is not None:
-        raise RequestError("a compiled step gives no output_scores or output_logits; leave out --compile")
+        raise NotCompilableError("a compiled step gives no output_scores or output_logits")
     if rule.draft == "sample":
-        raise RequestError("--compile cannot be combined with draft sample; use draft topk")
+        raise OptionError("compile", "cannot be combined with draft sample; use draft topk")
     return (*rule, target.truncation, target.do_sample, kinds[0])
 
 

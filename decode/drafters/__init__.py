@@ -1,12 +1,14 @@
-"""The registry of drafters, and the parser of their options. A new drafter needs a file and an entry in `DRAFTERS`."""
+"""The registry of drafters, and the parser of their options.
+
+A new drafter is one file with its config, and a line in `DRAFTERS` (or an entry point of another package)."""
 
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
-from importlib import import_module
 
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, DrafterLike, require_no_tree
-from medusa.errors import RequestError, choose_one_of, did_you_mean
+from medusa.errors import RequestError, did_you_mean
+from medusa.registry import Registry
 
 DRAFTERS = {
     "heads": "decode.drafters.trained_heads:HeadsDrafterConfig",  # Medusa heads of any kind, on a tree
@@ -18,15 +20,14 @@ DRAFTERS = {
     "lookahead": "decode.drafters.lookahead:LookaheadConfig",  # n-grams of a Jacobi iteration
     "mix": "decode.drafters.mix:MixConfig",  # several of the above
 }
+REGISTRY = Registry("medusa.drafters", "drafter", DRAFTERS, "decode.drafters.base:DrafterConfig")
+"""All drafters by name, with those of other packages (entry-point group `medusa.drafters`)."""
 
 
 def parse(spec: str) -> DrafterConfig:
     """Parse a drafter's description, such as `ngram:n=3,tokens=8`; raises a `RequestError` if a part of it is wrong."""
     name, _, options = spec.partition(":")
-    if name not in DRAFTERS:
-        raise RequestError(f"there is no drafter {name!r}; {choose_one_of(name, DRAFTERS)}")
-    module, _, kind = DRAFTERS[name].partition(":")
-    config: type[DrafterConfig] = getattr(import_module(module), kind)
+    config: type[DrafterConfig] = REGISTRY.get(name)
     return config(**_options(name, config, options))
 
 
@@ -67,7 +68,7 @@ def drafter_factory(drafter: DrafterLike, context: DrafterContext) -> DrafterFac
     Raise a `RequestError` if a model, table or tree is missing, or does not fit the backbone."""
     made = parse(drafter or "heads") if drafter is None or isinstance(drafter, str) else drafter
     if not isinstance(made, DrafterConfig | DrafterFactory):
-        raise RequestError(f"{drafter!r} is no drafter; give a name such as {', '.join(DRAFTERS)}")
+        raise RequestError(f"{drafter!r} is no drafter; give a name such as {', '.join(REGISTRY.names())}")
     if isinstance(made, DrafterFactory) or not made.takes_tree:
         require_no_tree(context.tree, context.stop_drafting)  # a factory already has its tree, or needs none
     return made if isinstance(made, DrafterFactory) else made.factory(context)

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from decode.draft import Drafter
 from decode.drafters.layouts import Layout, TreeLike
 from decode.session import Session
-from medusa.errors import RequestError
+from medusa.errors import OptionError, RequestError
 from medusa.heads.independent import MedusaHeads
 
 
@@ -90,7 +90,7 @@ DrafterLike = DrafterFactory | DrafterConfig | str | None
 def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
     """Raise a `RequestError` if `tree` or `stop_drafting` is set; called for drafters that use neither of them."""
     if stop_drafting:
-        raise RequestError("stop-drafting is for dynamic trees of heads; leave it out, or use the drafter's options")
+        raise OptionError("stop_drafting", "is for dynamic trees of heads; leave it out, or use the drafter's options")
     if tree is not None:
         raise RequestError("a tree can be chosen only for heads; leave it out, or use this drafter's options")
 

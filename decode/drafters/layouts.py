@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medusa.config import MedusaConfig
-from medusa.errors import RequestError
+from medusa.errors import OptionError, RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import RankPath, Tree, load_tree, usual_shortlist
 
@@ -44,7 +44,7 @@ class DynamicTree:
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_probability <= 1:
-            raise RequestError(f"stop-drafting is {self.min_probability}; it must be between 0 and 1 (0: never stop)")
+            raise OptionError("stop_drafting", f"is {self.min_probability}; it must be between 0 and 1 (0: never stop)")
         given = len(self.temperatures)
         if given and (given < self.max_depth or not all(t > 0 for t in self.temperatures)):
             raise RequestError(f"temperatures are {[*self.temperatures]}; give {self.max_depth} numbers above 0, or ()")
@@ -201,7 +201,7 @@ def resolve_tree(tree: TreeLike, heads: MedusaHeads, stop_drafting: float = 0.0)
     if not stop_drafting:
         return resolved
     if not isinstance(resolved, DynamicTree):
-        raise RequestError("stop-drafting works only with a dynamic tree; use tree dynamic:N")
+        raise OptionError("stop_drafting", "works only with a dynamic tree; use tree dynamic:N")
     return replace(resolved, min_probability=stop_drafting)
 
 

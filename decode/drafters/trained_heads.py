@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 from decode.draft import Drafter
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
-from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import Layout, TreeLike, resolve_tree
-from decode.drafters.levelwise import PathDrafter
-from decode.drafters.trellis import TrellisDrafter
 from decode.session import Session
 from decode.target import Target
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.heads.markov import MarkovHeads
-from medusa.heads.sequential import SequentialHeads
+from medusa.heads.kind import LEVELS, TREE, TRELLIS
 from medusa.memory import bytes_of
 from medusa.tree import Tree
+
+HEADS_DRAFTERS = {
+    TREE: "decode.drafters.heads:HeadsDrafter",
+    LEVELS: "decode.drafters.levelwise:PathDrafter",
+    TRELLIS: "decode.drafters.trellis:TrellisDrafter",
+}
+"""The drafters of trained heads, which all are made from heads, backbone, tree and target."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,12 @@ class BlockwiseConfig(HeadsDrafterConfig):
 class TrainedHeads(DrafterFactory):
     """A factory of drafters that share trained `heads` and a `tree`, which the heads' guesses fill."""
 
-    can_draw = True
     heads: MedusaHeads
     tree: Layout
 
     def __init__(self, heads: MedusaHeads, tree: Layout) -> None:
         self.heads, self.tree = heads, tree
-        self.num_nodes, self.num_bytes = tree.num_nodes, bytes_of(heads)
+        self.num_nodes, self.num_bytes, self.can_draw = tree.num_nodes, bytes_of(heads), heads.can_draw
 
     def start(self, session: Session, drawn: bool = False) -> Drafter:
         return heads_drafter(self.heads, session.backbone, self.tree, session.target if drawn else None)
@@ -82,12 +85,10 @@ class TrainedHeads(DrafterFactory):
         return TrainedHeads(self.heads, change(self.tree))
 
 
-def heads_drafter(
-    heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None
-) -> HeadsDrafter | PathDrafter:
-    """Make the drafter that fills `tree` with guesses of `heads`. With a `target`, the drafter samples its drafts."""
-    if isinstance(heads, MarkovHeads):
-        return TrellisDrafter(heads, backbone, tree, target)
-    if isinstance(heads, SequentialHeads) and heads.follows_path:
-        return PathDrafter(heads, backbone, tree, target)
-    return HeadsDrafter(heads, backbone, tree, target)
+def heads_drafter(heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> Drafter:
+    """Make the drafter that fills `tree` with guesses of `heads`. With a `target`, the drafter samples its drafts.
+
+    The kind of heads names the drafter (`Kind.drafts_by`): one of `HEADS_DRAFTERS`, or the place of a class."""
+    name = heads.drafts_by(heads.config)
+    make: Callable[..., Drafter] = resolve_name(HEADS_DRAFTERS.get(name, name))
+    return make(heads, backbone, tree, target)

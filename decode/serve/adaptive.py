@@ -17,9 +17,9 @@ from decode.drafters.base import DrafterFactory
 from decode.drafters.layouts import Layout, smaller
 from decode.loop import StepOutcome, Stepper, Timer
 from decode.ops.transfer import on_device
+from decode.rules import AcceptanceRule
 from decode.serve.pace import Pace
 from decode.session import Session
-from decode.settings import LOSSLESS, AcceptanceRule
 
 MOST_UNREAD = 256  # tokens of a text that wait for caches of heads, which limits the memory of their hidden states
 
@@ -38,7 +38,7 @@ def _third(tree: Layout) -> Layout:
 
 def may_adapt(rule: AcceptanceRule) -> bool:
     """Whether texts do not depend on the drafts. They do with lossy rules, and so do samples with drawn drafts."""
-    return rule.rule in LOSSLESS and rule.draft == "topk"
+    return rule.kind.lossless and rule.draft == "topk"
 
 
 class AdaptiveStepper(Stepper):

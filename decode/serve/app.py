@@ -167,15 +167,13 @@ def _line(content: dict[str, object]) -> str:
 class CompletionApi:
     """The HTTP endpoints of the server. They check requests and pass them to a worker thread, which decodes."""
 
-    def __init__(
-        self, worker: BatchWorker, name: str, settings: Settings, seed: int = 0, template_options: Json | None = None
-    ) -> None:
+    def __init__(self, worker: BatchWorker, name: str, seed: int = 0, template_options: Json | None = None) -> None:
         """Make the endpoints of the model `name`.
 
-        `settings`, `seed` and `template_options` (of the chat template) are for requests that do not set their own."""
+        The generator's settings, `seed` and `template_options` (of the chat template) are for requests that do not set
+        their own."""
         self.worker, self.name, self.seed, self.generator = worker, name, seed, worker.generator
         self.template_options: Json = dict(template_options or {})
-        self.settings = settings.of_checkpoint(self.generator.model.generation_config)
         self.answered = 0
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
         self.about = about | {"max_model_len": Backbone(self.generator.model).context}
@@ -265,12 +263,12 @@ class CompletionApi:
         """Check a request, start its texts in the worker thread, and return the answer; raises an `ApiError`."""
         self._require_model(self.name if asked.model is None else asked.model)
         try:
-            settings = self._with_format(asked.settings(self.settings), asked.response_format)
-            tokenizer = self.generator.tokenizer
+            settings = self._with_format(asked.settings(self.generator.settings), asked.response_format)
+            tokenizer = self.worker.tokenizer
             prompts = asked.prompts(tokenizer, self.template_options)
             has_echo = isinstance(asked, CompletionRequest) and asked.echo
             echoes = asked.echoes(tokenizer) if isinstance(asked, CompletionRequest) else [""]
-            for model, name in zip(self.generator.models(settings), ("backbone", "amateur"), strict=False):
+            for model, name in zip(self.generator.models, ("backbone", "amateur"), strict=False):
                 require_fitting(prompts, Backbone(model), name)
         except RequestError as error:
             raise ApiError(str(error)) from None

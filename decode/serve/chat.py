@@ -15,12 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.draft import DraftRecord
 from decode.request import require_fitting
-from decode.results import DecodingRun, Result, tau
-from decode.serve.texts import TextGenerator, TextPiece, TextStream, joined
-from decode.settings import Settings, is_lossy
+from decode.rules import is_lossy
+from decode.settings import Settings
+from decode.texts import Decoding, Result, TextGenerator, tau
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import Json
+from medusa.records.pieces import TextPiece, TextStream, joined
 from medusa.records.record import Record, continuation_ids, prompt_ids
 from medusa.records.replies import remembered
 
@@ -105,7 +106,7 @@ REFRESH = 0.08  # seconds between two snapshots of a growing text
 class Side:
     """One text of a race between plain decoding and a drafter, while the text is decoded."""
 
-    def __init__(self, run: DecodingRun, stream: TextStream) -> None:
+    def __init__(self, run: Decoding, stream: TextStream) -> None:
         self.run, self.steps, self.stream = run, iter(run), stream
         self.pieces: list[TextPiece] = []
         self.drafts: list[DraftRecord | None] = []

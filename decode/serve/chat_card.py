@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.draft import DraftRecord
 from decode.serve.chat import Exchange, Shown, Snapshot
 from decode.serve.step_tree import drawing, node_texts, summary
-from decode.serve.texts import TextPiece, joined
+from medusa.records.pieces import TextPiece, joined
 
 LEGEND = '<p class="legend"><i class="accepted"></i>accepted <i class="rejected"></i>rejected</p>'
 ShowStep = Callable[[str, int, DraftRecord], None]

@@ -11,8 +11,8 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory
 from decode.drafters.layouts import Layout, resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
-from decode.serve.texts import TextGenerator
 from decode.settings import Settings
+from decode.texts import TextGenerator
 from medusa.errors import RequestError
 from medusa.tree import Tree
 
@@ -20,12 +20,12 @@ NO_DRAFTER = "none: plain decoding"
 DYNAMIC = "dynamic:16"
 
 
-def drafters_of(generator: TextGenerator, name: str, settings: Settings) -> dict[str, DrafterFactory | None]:
+def drafters_of(generator: TextGenerator, name: str) -> dict[str, DrafterFactory | None]:
     """List the drafters that a reader can choose, by their names on the page; the first is the generator's own.
 
     All of them use what is loaded already: the same heads on other trees, and `ngram`, which needs no model. `None`
     stands for plain decoding. Compiled steps belong to one drafter and one tree, so there the list is short."""
-    source = generator.source
+    source, settings = generator.source, generator.settings
     assert source is not None, "a page without a drafter has nothing to compare"
     own: dict[str, DrafterFactory | None] = {f"{name}, {source.num_nodes} nodes": source}
     none: dict[str, DrafterFactory | None] = {NO_DRAFTER: None}

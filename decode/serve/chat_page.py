@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nicegui import app, ui
@@ -18,14 +18,13 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers import PreTrainedTokenizerBase
 
 from decode.drafters.base import DrafterFactory
-from decode.results import prompt_seeds
 from decode.serve.chat import ChatWorker, Conversation, Exchange, History, Shown, Side, Snapshot, Turn, verdict
 from decode.serve.chat_card import Article, StepPanel
 from decode.serve.chat_options import PageOptions, drafters_of
-from decode.serve.texts import TextStream
-from decode.settings import Settings
+from decode.texts import prompt_seeds
 from medusa.errors import RequestError
 from medusa.files import Json
+from medusa.records.pieces import TextStream
 
 STATIC = Path(__file__).parent / "static"
 ICON = (STATIC / "chat.svg").read_text(encoding="utf-8")
@@ -49,10 +48,9 @@ HISTORY = "history"  # name of the conversation in the storage of a browser tab,
 
 @dataclass(frozen=True)
 class PageConfig:
-    """The values that all open chat pages share: the thread with the model, default settings, and names to show."""
+    """The values that all open chat pages share: the thread with the model, and names to show."""
 
     worker: ChatWorker
-    settings: Settings
     backbone: str
     drafter: str
     system: str | None
@@ -63,7 +61,7 @@ class PageConfig:
 
     def conversation(self, tokenizer: PreTrainedTokenizerBase, system: str | None) -> Conversation:
         """Make an empty conversation."""
-        options, stop = self.template_options, self.settings.stop or ()
+        options, stop = self.template_options, self.worker.generator.settings.stop or ()
         return Conversation(tokenizer, system, raw=self.raw, template_options=options, stop=stop)
 
 
@@ -96,9 +94,11 @@ class ChatPage:
 
     def __init__(self, config: PageConfig) -> None:
         self.config, self.generator = config, config.worker.generator
-        drafters = drafters_of(self.generator, config.drafter, config.settings)
-        self.options = PageOptions(config.settings, drafters, next(iter(drafters)), config.system or "")
-        self.history = History(config.conversation(self.generator.tokenizer, config.system))
+        assert self.generator.tokenizer is not None, "a chat needs a tokenizer"
+        self.tokenizer = self.generator.tokenizer
+        drafters = drafters_of(self.generator, config.drafter)
+        self.options = PageOptions(self.generator.settings, drafters, next(iter(drafters)), config.system or "")
+        self.history = History(config.conversation(self.tokenizer, config.system))
         self.templated = self.conversation.has_template
         self.restored = False
         self.articles: list[Article] = []
@@ -139,7 +139,7 @@ class ChatPage:
             self.input.on("keydown.enter.exact.prevent", self._ask)
             self.button = ui.button(icon="arrow_upward", on_click=self._ask_or_stop).props("round unelevated")
             self.button.props("aria-label=Send")
-        self.panel = StepPanel(self.generator.tokenizer)
+        self.panel = StepPanel(self.tokenizer)
         self._welcome()
 
     def _welcome(self) -> None:
@@ -169,7 +169,7 @@ class ChatPage:
         """Stop the current answer, and replace the conversation by an empty one."""
         if self.stopped is not None:
             self.stopped.set()
-        self.history = History(self.config.conversation(self.generator.tokenizer, self.conversation.system))
+        self.history = History(self.config.conversation(self.tokenizer, self.conversation.system))
 
     def _reset(self) -> None:
         self._forget()
@@ -211,7 +211,7 @@ class ChatPage:
         if self.templated:
             history.conversation.system = self.options.system.strip() or None
         try:
-            turn = history.conversation.ask(message, *self.generator.models(self.options.settings))
+            turn = history.conversation.ask(message, *self.generator.models)
         except RequestError as error:
             ui.notify(str(error), type="warning")
             return False
@@ -266,10 +266,11 @@ class ChatPage:
                 article.show(snapshots)
 
         def side(shown: Shown) -> Side:
-            stream = TextStream(self.generator.tokenizer, settings.stop, () if self.templated else turn.prompt)
-            plain = shown.kind == "plain"
-            keep_drafts = not plain and not settings.compile
-            return Side(self.generator.run(turn.prompt, settings, seed, plain, source, keep_drafts), stream)
+            stream = TextStream(self.tokenizer, settings.stop, () if self.templated else turn.prompt)
+            used = None if shown.kind == "plain" else source
+            write = replace(self.generator, settings=settings, source=used)
+            keep_drafts = used is not None and not settings.compile
+            return Side(write.start([turn.prompt], [seed], keep_drafts), stream)
 
         sides = await worker.write(lambda: list(map(side, article.texts)), show, stopped)
         if self.history is not history or not sides:

@@ -11,7 +11,7 @@ from unicodedata import combining, east_asian_width
 from transformers import PreTrainedTokenizerBase
 
 from decode.draft import DraftRecord
-from decode.serve.texts import INCOMPLETE
+from medusa.records.pieces import INCOMPLETE
 
 CHARACTER, HEIGHT, PADDING = 7.9, 24, 7  # width of a character of the font; height of a node; space beside its text
 ROW, GAP, MARGIN = 30, 26, 4  # distance between two rows; space between two columns, and around the picture

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from transformers import StoppingCriteriaList
 
 from decode.compiled.stepper import CompiledStepper
-from decode.generation import stepper_for
 from decode.loop import NOT_DEFINED, Stepper
 from decode.request import prepare
 from decode.sequences import Request
@@ -23,11 +22,12 @@ from decode.serve.batch import UNDEFINED, RunningBatch
 from decode.serve.logprobs import ScoredToken, scored
 from decode.serve.metrics import Metrics
 from decode.serve.pace import Pace
-from decode.serve.texts import TextGenerator, TextStream, joined
 from decode.settings import Settings
-from decode.stop_strings import StopStrings
+from decode.texts import TextGenerator, stepper_for
 from medusa.backbone import Backbone
 from medusa.errors import RunError
+from medusa.records.pieces import StopStrings, TextStream, joined
+from medusa.tree_support import longrope_boundary
 
 COMPANY = 4
 """A text that could join lets one step pass for each so many running texts, so that the next texts are read with it.
@@ -67,10 +67,6 @@ class BatchRow:
             kwargs["stopping_criteria"] = StoppingCriteriaList([stops])
         return prepare(generator.model, [self.prompt], [self.seed], **kwargs)[0]
 
-    def stream(self, generator: TextGenerator) -> TextStream:
-        """Make the stream of the text's characters."""
-        return TextStream(generator.tokenizer, self.settings.stop, keeps_special=self.keeps_special)
-
     def ended(self, text: str, reason: str | None, new_ids: Sequence[int], backbone: Backbone) -> RowEvent:
         """Make the event of this text's end: its last piece `text`, the reason, and the scores of its tokens if asked.
 
@@ -96,15 +92,20 @@ class BatchWorker:
 
     def __init__(self, generator: TextGenerator, batch_size: int, adapts: bool = False) -> None:
         """Make a worker without texts. If it `adapts`, it drafts in each step what `Pace` chooses; else, always all."""
-        self.generator, self.batch_size = generator, batch_size
+        assert generator.tokenizer is not None, "a server needs a tokenizer"
+        self.generator, self.tokenizer = generator, generator.tokenizer
+        self.backbone = Backbone(generator.model)
         self.drafts = drafts_of(generator.source) if adapts and generator.source is not None else []
         self.pace = Pace([1 if draft is None else draft.num_nodes for draft in self.drafts])
         self.arrivals: queue.SimpleQueue[BatchRow | None] = queue.SimpleQueue()
         self.waiting: list[BatchRow] = []
         self.waited = 0  # steps that have passed for others to join with the waiting texts (`COMPANY`)
         self.running: dict[int, RunningRow] = {}  # by the row of the batch
-        self.how = Settings().how  # of the running batch: acceptance rule, compiled or not, amateur
+        self.how = generator.settings.how  # of the running batch: acceptance rule, compiled or not, amateur
         self.batch = RunningBatch(self._stepper_for)
+        boundaries = [longrope_boundary(model) for model in generator.models]
+        alone = any(boundary is not None for boundary in boundaries)  # longrope: a long row would change short ones
+        self.room = 1 if alone else batch_size  # texts that may be decoded together
         self.metrics = Metrics(
             lambda: len(self.running), lambda: self.arrivals.qsize() + len(self.waiting), self.pace.counts
         )
@@ -163,13 +164,13 @@ class BatchWorker:
             return
         self.waited = 0
         joining: dict[BatchRow, Request] = {}
-        while self.waiting and len(self.running) + len(joining) < self._room(self.waiting[0]):
+        while self.waiting and len(self.running) + len(joining) < self.room:
             row = self.waiting.pop(0)
             try:
                 if not row.left.is_set() and row.writes:
                     joining[row] = row.request(self.generator)
                 elif not row.left.is_set():
-                    row.tell(row.ended("", None, (), Backbone(self.generator.model)))
+                    row.tell(row.ended("", None, (), self.backbone))
             except Exception as error:
                 row.tell(RowEvent(error=error))
         if not joining:
@@ -182,13 +183,8 @@ class BatchWorker:
             self._fail(joining, error)
             return
         for row, place in zip(joining, places, strict=True):
-            self.running[place] = RunningRow(row, row.stream(self.generator))
-
-    def _room(self, row: BatchRow) -> int:
-        """The number of texts that may be decoded together, if one of them is `row`."""
-        boundaries = [Backbone(model).rope_boundary for model in self.generator.models(row.settings)]
-        alone = any(boundary is not None for boundary in boundaries)  # longrope: a long row would change short ones
-        return 1 if alone else self.batch_size
+            stream = TextStream(self.tokenizer, row.settings.stop, keeps_special=row.keeps_special)
+            self.running[place] = RunningRow(row, stream)
 
     def step(self) -> None:
         """Decode one step of all running texts, and tell their new characters; an error ends all of them."""
@@ -205,7 +201,7 @@ class BatchWorker:
                 if reason is not None:  # also without new tokens, if the context had no room for one
                     text += joined(stream.end())
                     new_ids = self.batch.sequences.new_ids[place]
-                    row.tell(row.ended(text, reason, new_ids, Backbone(self.generator.model)))
+                    row.tell(row.ended(text, reason, new_ids, self.backbone))
                     del self.running[place]
                 elif text:
                     row.tell(RowEvent(text))

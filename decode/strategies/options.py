@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from medusa.errors import RequestError
+from medusa.errors import NotCompilableError, OptionError
 from medusa.options import Options, count, option, share
 
 
@@ -37,15 +37,15 @@ class ContrastOptions(Options, kw_only=False):
 def require_uncontrasted(compile: bool, amateur: object) -> None:
     """Raise a `RequestError` if contrastive decoding is requested with compiled steps."""
     if compile and amateur is not None:
-        raise RequestError("contrastive decoding cannot be compiled: a step runs two models; leave out --compile")
+        raise NotCompilableError("a step of contrastive decoding runs two models")
 
 
 def require_no_compiled_grammar(compile: bool, ignore_eos: bool) -> None:
     """Raise a `RequestError` if a text of a grammar is requested with compiled steps, or without an end."""
     if compile:
-        raise RequestError("a grammar reads the text on the CPU, so its steps cannot be compiled; leave out --compile")
+        raise NotCompilableError("a grammar reads the text on the CPU")
     if ignore_eos:
-        raise RequestError("a text that follows a grammar ends where the grammar ends; leave out --ignore-eos")
+        raise OptionError("ignore_eos", "has no effect on a grammar, at whose end the text ends; leave it out")
 
 
 class SearchOptions(Options):

@@ -46,13 +46,9 @@ class Checkpoint:
         """Return this checkpoint; raise RequestError if a tensor is unknown, missing or of the wrong shape.
 
         The token ids of a reduced vocabulary must be valid and unique. Error messages begin with `source`, the file."""
-        config = self.config
-        # Each of these heads has modules of its own; other kinds keep the tensors of all heads together.
-        stacks = config.num_heads if config.kind in ("cascade", "hydra", "recurrent") else 1
-        blocks, layers = stacks * config.num_layers, config.decoder_layers
         # Before modules are made: a million of them takes minutes.
-        require_plausible(self.tensors, source, block=blocks, layer=layers, prefix_layer=config.prefix_layers)
-        require_exactly(self.tensors, empty(config).tensors, source)
+        require_plausible(self.tensors, source, **class_of(self.config.kind).module_counts(self.config))
+        require_exactly(self.tensors, empty(self.config).tensors, source)
         if (tokens := self.tensors.get("vocabulary")) is not None:
             vocab_size = self.config.vocab_size
             assert vocab_size is not None, "the config requires it with a vocabulary"

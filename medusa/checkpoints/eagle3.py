@@ -29,9 +29,10 @@ from torch import Tensor
 
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_plausible
 from medusa.checkpoints.eagle_config import read_eagle_config
-from medusa.config import GATED, ORIGINAL_EAGLE, MedusaConfig
+from medusa.checkpoints.stored import Form
+from medusa.config import MedusaConfig
 from medusa.files import Json
-from medusa.heads.eagle_layer import layer_sizes
+from medusa.heads.eagle_layer import GATED, ORIGINAL_EAGLE, EagleSettings, layer_sizes
 
 LAYER_NAMES = {  # of tensors of a layer in the state dict of `EagleHeads`, and in the file
     "out.weight": "self_attn.o_proj.weight",
@@ -73,7 +74,7 @@ def to_eagle3(heads: Checkpoint) -> Tensors:
     return out
 
 
-def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str) -> Checkpoint:
+def from_eagle3(stored: Mapping[str, Tensor], published: Json, source: str, asked: str) -> Checkpoint:
     """Make `eagle` heads from the tensors of a layer of EAGLE and the content `published` of its `config.json`.
 
     Raise RequestError if the layer differs from that of `medusa.heads.eagle`, or a tensor is wrong or missing."""
@@ -149,6 +150,9 @@ def _names(config: MedusaConfig) -> dict[str, str]:
     same += ["input_norm.weight"] if "norm_before_fc" in variants else []
     if "fc_norm" in variants:
         same += [f"fc_norm.{index}.weight" for index in range(config.feature_size // config.hidden_size)]
-    if config.embeddings == "own":
+    if EagleSettings.of(config).embeddings == "own":
         names["embedding.weight"] = "embed_tokens.weight"
     return names | {name: name for name in same}
+
+
+FORM = Form(is_eagle, from_eagle3)

@@ -22,10 +22,10 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from medusa.config import GATED, MAX_SIZE, ORIGINAL_EAGLE, USUAL_LAYERS, LayerSizes, MedusaConfig
+from medusa.config import MAX_SIZE, USUAL_LAYERS, MedusaConfig
 from medusa.errors import RequestError, first_line
 from medusa.files import Json
-from medusa.heads.eagle_layer import layer_sizes
+from medusa.heads.eagle_layer import GATED, ORIGINAL_EAGLE, EagleSettings, LayerSizes, layer_sizes
 
 STEPS = 8  # the number of heads if a file names none, because a layer can run any number of times
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -70,7 +70,7 @@ def read_eagle_config(tensors: Mapping[str, Tensor], published: Json, source: st
         embeddings="own" if "embed_tokens.weight" in tensors else "shared",
         base_model_name_or_path=published.get("base_model_name_or_path") or verifier.get("name_or_path"),
     )
-    plain = replace(config, layer=None)
+    plain = replace(config, own=replace(EagleSettings.of(config), layer=None))
     if hidden_size == size and not size % 2 and layer_sizes(plain) == sizes:
         return plain  # a layer as this package trains it
     return config

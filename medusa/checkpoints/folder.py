@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple, TypedDict, Unpack
 
 from medusa.checkpoints.checkpoint import Checkpoint
-from medusa.checkpoints.eagle3 import from_eagle3, is_eagle
-from medusa.checkpoints.hydra import from_hydra
-from medusa.checkpoints.published import PREFIX, HeadTensors, from_others, from_published, is_of_heads, to_published
-from medusa.checkpoints.stored import CONFIG, HEADS_FILES, HYDRA_WEIGHTS, PROVENANCE, WEIGHTS, Stored, save_tensors
+from medusa.checkpoints.published import FORM, PREFIX, HeadTensors, from_published, to_published
+from medusa.checkpoints.stored import CONFIG, HEADS_FILES, PROVENANCE, WEIGHTS, Form, Stored, save_tensors
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError, first_line
-from medusa.files import ASSETS, read_json, require_absent, write_json
+from medusa.files import ASSETS, Json, read_json, require_absent, write_json
+from medusa.heads import HEADS, class_of
 from medusa.places import SHIPPED, hub_keywords, may_be_on_hub, why_missing
 
 
@@ -36,21 +38,23 @@ def load(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Checkpoint:
         raise RequestError(f"{folder / CONFIG} holds no JSON object")
     paths = stored.paths
     source = str(paths[0] if len(paths) == 1 else folder)
-    has_own_names = bool(published.get("prefix_layers") or published.get("vocabulary"))
-    if paths and paths[0].name == HYDRA_WEIGHTS:
-        checkpoint = from_hydra(dict(stored), published, source)
-    elif published.get("kind") == "medusa" and not has_own_names:
-        checkpoint = from_published(HeadTensors(dict(stored)), published, source)
-    elif "kind" in published:
-        if "hidden_size" not in published:
-            raise RequestError(f"{source}: its {CONFIG} has no hidden_size, so the heads cannot be loaded")
-        checkpoint = Checkpoint(MedusaConfig.from_dict(published), dict(stored)).require_complete(source)
-    elif is_eagle(stored):
-        checkpoint = from_eagle3(stored, published, source)
+    if "kind" in published:
+        checkpoint = _own_format(stored, published, source)
     else:
-        checkpoint = from_others(stored, published, source, str(name_or_path))
+        checkpoint = (_form_of(stored) or FORM).read(stored, published, source, str(name_or_path))
     checkpoint.provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else None
     return checkpoint
+
+
+def _own_format(stored: Stored, published: Json, source: str) -> Checkpoint:
+    """Make heads from files that this package has written."""
+    if class_of(published["kind"]).form == "medusa" and not (
+        published.get("prefix_layers") or published.get("vocabulary")
+    ):
+        return from_published(HeadTensors(dict(stored)), published, source)
+    if "hidden_size" not in published:
+        raise RequestError(f"{source}: its {CONFIG} has no hidden_size, so the heads cannot be loaded")
+    return Checkpoint(MedusaConfig.from_dict(published), dict(stored)).require_complete(source)
 
 
 def save(checkpoint: Checkpoint, folder: Path, overwrite: bool = True) -> None:
@@ -124,12 +128,20 @@ def recorded_backbone(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Re
 
 
 def _stored_heads(folder: Path) -> Stored:
-    """Return the tensors of a folder's heads file, else its layer of EAGLE, else its model that contains heads."""
+    """Return the tensors of a folder's heads file, else those of its model, if it has one of the known forms."""
     for path in (folder / name for name in HEADS_FILES):
         if path.is_file():
             return Stored.of_files([path])
     stored = Stored.of_folder(folder)
-    if not is_eagle(stored) and not any(map(is_of_heads, stored)):
+    if _form_of(stored) is None:
         files = ", ".join(HEADS_FILES)
         raise RequestError(f"no heads in {folder}: it holds neither {files} nor a model with heads inside")
     return stored
+
+
+def _form_of(stored: Stored) -> Form | None:
+    """Find the form of other programs' files among those of all kinds of heads; `None` if they have none of them."""
+    kinds = chain(HEADS.own, (name for name in HEADS.names() if name not in HEADS.own))
+    places = (place for kind in kinds if (place := class_of(kind).published_form) is not None)
+    forms: Iterator[Form] = map(resolve_name, places)
+    return next((form for form in forms if form.recognises(stored)), None)

@@ -15,15 +15,19 @@ backbone's input embeddings, which is not loaded. A sample of it goes into the h
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_plausible
-from medusa.config import ORIGINAL_HYDRA, Fingerprint, MedusaConfig, PrefixSizes
+from medusa.checkpoints.stored import HYDRA_WEIGHTS, Form, Stored
+from medusa.config import Fingerprint, MedusaConfig, PrefixSizes
 from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.fingerprint import embedding_sample
+from medusa.heads.blocks import ORIGINAL_HYDRA
 from medusa.loading import load_config
 
 BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
@@ -32,10 +36,16 @@ PREFIX, EMBEDDING = "prefix_embeding_layer", "input_embed_fn.weight"
 NOT_LOADED = {EMBEDDING, f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.self_attn.rotary_emb.inv_freq"}
 
 
-def from_hydra(tensors: Tensors, published: Json, source: str) -> Checkpoint:
+def is_hydra(stored: Stored) -> bool:
+    """Whether tensors are in the file of the original Hydra's heads."""
+    return any(path.name == HYDRA_WEIGHTS for path in stored.paths)
+
+
+def from_hydra(stored: Mapping[str, Tensor], published: Json, source: str, asked: str) -> Checkpoint:
     """Make `hydra` heads from the tensors of the original Hydra and the content `published` of their `config.json`.
 
     Raise RequestError if the architecture is unknown, heads read no embeddings, or a tensor is wrong or missing."""
+    tensors = dict(stored)
     arch, offset = published.get("hydra_head_arch", "mlp"), published.get("hidden_state_offset", 0)
     if arch not in ("mlp", "prefix-mlp"):  # Hydra and Hydra++
         raise RequestError(f"{source}: hydra_head_arch is {arch!r}; only mlp and prefix-mlp can be loaded")
@@ -111,3 +121,6 @@ def _prefix(base: str | None, source: str) -> PrefixSizes:
         "base": float(rope.get("rope_theta", 10_000.0)),
         "norm": True,
     }
+
+
+FORM = Form(is_hydra, from_hydra)

@@ -15,13 +15,14 @@ Sizes are read from the tensors, because the configs of published heads are ofte
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_plausible
+from medusa.checkpoints.stored import Form
 from medusa.config import OUR_KEYS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
@@ -68,10 +69,10 @@ VLLM = Names("blocks.{h}.layers.{l}.{part}", "lm_heads.{h}.weight")
 TENSORRT_LLM = Names("{h}.medusa_layers.{l}.linear.{part}", "{h}.lm_head.weight")
 
 
-def is_of_heads(name: str) -> bool:
-    """Whether a tensor with this name belongs to a block of Medusa heads in any file format of this module."""
-    bare = PREFIX.sub("", name, count=1)
-    return any(names.block_of(bare) for names in (PUBLISHED, VLLM, TENSORRT_LLM))
+def are_heads(names: Iterable[str]) -> bool:
+    """Whether one of these tensors belongs to a block of Medusa heads in any file format of this module."""
+    bare = [PREFIX.sub("", name, count=1) for name in names]
+    return any(form.block_of(name) for name in bare for form in (PUBLISHED, VLLM, TENSORRT_LLM))
 
 
 @dataclass
@@ -214,3 +215,6 @@ def _config_of(found: HeadTensors, published: Json, source: str) -> MedusaConfig
     known["vocab_size"] = lm_head.shape[0] if lm_head is not None else published.get("vocab_size")
     known["base_model_name_or_path"] = published.get("base_model_name_or_path")
     return MedusaConfig(**known)
+
+
+FORM = Form(are_heads, from_others)

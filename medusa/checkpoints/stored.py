@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 from zipfile import is_zipfile
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from medusa.checkpoints.checkpoint import Tensors
+from medusa.checkpoints.checkpoint import Checkpoint, Tensors
 from medusa.errors import RequestError, first_line
-from medusa.files import read_json, replacing
+from medusa.files import Json, read_json, replacing
 
 CONFIG, PROVENANCE = "config.json", "provenance.json"
 WEIGHTS = "medusa_lm_head.safetensors"  # the format of this project, TGI and LoRAX
@@ -23,6 +24,15 @@ HEADS_FILES = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)  # in the order in which 
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")  # how the names of a Trainer's other files begin
 MODELS = ("model.safetensors", "pytorch_model.bin")  # of models in one file, in the order of transformers
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of models in several files
+
+
+class Form(NamedTuple):
+    """A form in which another program publishes heads of one kind (`medusa.heads.kind.Kind.published_form`)."""
+
+    recognises: Callable[[Stored], bool]  # whether stored tensors have this form
+    read: Callable[[Stored, Json, str, str], Checkpoint]
+    """Makes heads from the tensors, the content of their `config.json`, the name of their file for messages, and the
+    folder or Hub id that the user gave."""
 
 
 class Stored(Mapping[str, Tensor]):

@@ -25,6 +25,7 @@ from medusa.commands.options import (
 )
 from medusa.errors import RequestError
 from medusa.files import (
+    Json,
     read_json,
     replacing_folder,
     require_absent,
@@ -170,6 +171,11 @@ class BenchmarkOptions(CommandOptions):
 
 
 def run(options: BenchmarkOptions) -> None:
+    benchmark(options)
+
+
+def benchmark(options: BenchmarkOptions) -> Json:
+    """Measure or compare what the options ask for, print and write the results, and return them."""
     from decode.bench.compare import compare
     from decode.bench.figures import BenchmarkResult
     from decode.bench.report.terminal import print_comparison, print_headline
@@ -208,19 +214,17 @@ def run(options: BenchmarkOptions) -> None:
                     write_json(folder / "benchmark.json", content)
     finally:  # afterwards, because the report may replace the folder of this file; also if the report fails
         options.output.write(content)
+    return content
 
 
 def require_same_prompts(options: BenchmarkOptions, records: Sequence[Record], earlier: Earlier) -> None:
     """Raise a `RequestError` if an earlier benchmark decoded other prompts. This loads the tokenizer but no weights."""
     from decode.bench.measure import prompts_hash
-    from medusa.commands.models import form_of
-    from medusa.commands.prompting import fitting, limits_of
-    from medusa.loading import load_tokenizer
+    from medusa.commands.models import form_of, limits_of
+    from medusa.commands.prompting import fitting
 
-    tokenizer = load_tokenizer(options.models.backbone, options.load)
-    ids = form_of(options, tokenizer).ids(records, tokenizer)
-    limits = limits_of(options.models.backbone, options.load, options.contrasting.amateur)
-    _, prompts = fitting(records, ids, limits, options.prompts.skip_long, lambda line: None)
+    ids = form_of(options).ids(records, options.files.tokenizer)
+    _, prompts = fitting(records, ids, limits_of(options), options.prompts.skip_long, lambda line: None)
     fingerprint = prompts_hash(prompts)
     for name, result in earlier:
         if result.settings.prompts_sha256 != fingerprint:
@@ -242,26 +246,17 @@ def measure(
 
     options.require_measurable()
     require_settings(options.settings, options.temperatures, options.lossy)
-    output, specs = options.output, options.drafters
-    records = options.prompts.read()
+    output, records = options.output, options.prompts.read()
     if earlier:
         require_same_prompts(options, records, earlier)  # before the weights are loaded and a tree is calibrated
-    opened = models.open_models(options, records, specs, calibrates, options.prompts.skip_long)
+    opened = models.open_models(options, records, options.drafters, calibrates, options.prompts.skip_long)
     source, *others = opened.drafters
     models.hint_at_bfloat16(opened.loaded, output)
     with output.progress_bars() as start_progress:
         job = BenchmarkJob(
-            loaded=opened.loaded,
-            source=source,
-            settings=opened.settings,
-            prompts=opened.prompts,
+            **opened.job(),
             categories=[record.category for record in opened.records],
-            heads=options.models.heads,
-            drafter=specs[0] or "heads",
-            tree=models.tree_json(source),
             rounds=options.rounds,
-            batch_size=options.batch_size,
-            seed=options.runtime.seed,
             command=output.command_line,
             start_progress=start_progress,
         )
@@ -277,7 +272,7 @@ def measure_all(options: BenchmarkOptions, job: BenchmarkJob, others: dict[str, 
     from decode.bench import measure
     from decode.bench.benchmark import Contender
     from decode.bench.calibration.stored import files_for
-    from medusa.commands.models import heads_folder
+    from medusa.commands.trees import heads_folder
 
     further = []
     if "prompt-lookup" in options.against:

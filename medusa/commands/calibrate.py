@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decode.settings import Settings
 from medusa.commands.effects import require_distinct
@@ -29,6 +30,9 @@ from medusa.commands.options import (
 from medusa.errors import RequestError
 from medusa.files import replacing, require_picture
 from medusa.options import count, group, option
+
+if TYPE_CHECKING:
+    from decode.bench.calibration.stored import Calibration
 
 DRAFTING = ("acceptance", "draft", "stop_drafting", "epsilon", "delta")
 
@@ -70,14 +74,20 @@ def require_enough(prompts: int, max_new_tokens: int) -> None:
 
 
 def run(options: CalibrateOptions) -> None:
+    find_tree(options)
+
+
+def find_tree(options: CalibrateOptions) -> Calibration:
+    """Find, store and print the fastest tree. Raise TooFewStepsError if the texts are too few or too short."""
     from decode.bench.calibration.calibrate import calibrate
     from decode.bench.calibration.recording import continued_texts, own_texts
     from decode.bench.calibration.stored import files_for, store
     from decode.bench.measure import prompts_hash
     from decode.bench.methods import medusa_method, one_by_one
     from decode.bench.report.terminal import print_calibration
-    from decode.results import tau
+    from decode.texts import tau
     from medusa.commands import models
+    from medusa.commands.trees import heads_folder
 
     output, seed = options.output, options.runtime.seed
     records = options.prompts.read() if options.prompts.prompts else []
@@ -110,7 +120,7 @@ def run(options: CalibrateOptions) -> None:
     if asked := options.prompts.prompts:
         found.texts.source = Path(asked).name if Path(asked).exists() else asked
         found.texts.prompts_sha256 = prompts_hash(prompts)
-    place = store(files_for(models.heads_folder(options.models.heads)), found)
+    place = store(files_for(heads_folder(options.models.heads)), found)
     print_calibration(output.console, found, measured, place)
     if options.plot:
         from decode.bench.report.plots import calibration_plot
@@ -119,3 +129,4 @@ def run(options: CalibrateOptions) -> None:
         with replacing(picture) as temporary:
             calibration_plot(found).savefig(temporary, format=kind, dpi=140, bbox_inches="tight")
     output.write(asdict(found) | {"measured_tau": measured, "kept_in": str(place)})
+    return found

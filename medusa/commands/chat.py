@@ -12,6 +12,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,9 @@ from medusa.options import group, option
 from medusa.records.record import Record
 
 if TYPE_CHECKING:
-    from decode.results import Result
     from decode.serve.chat import Conversation, Turn
-    from decode.serve.texts import TextGenerator, TextPiece
-    from decode.settings import Settings
+    from decode.texts import Result, TextGenerator
+    from medusa.records.pieces import TextPiece
 
 HELP = """\
 /plain   turn the drafter off or on
@@ -77,7 +77,6 @@ class ChatOptions(CommandOptions):
 
 def run(options: ChatOptions) -> None:
     from decode.serve.chat import ChatWorker, Conversation
-    from decode.serve.texts import TextGenerator
     from medusa.commands import models
 
     page = options.page
@@ -86,27 +85,26 @@ def run(options: ChatOptions) -> None:
         page.require_free()
     drafts = options.models.heads is not None or options.models.drafter is not None
     opened = models.open_models(options, drafters=[options.models.drafter] if drafts else [])
-    loaded, settings = opened.loaded, opened.settings
-    tokenizer = models.require_tokenizer(loaded, "a chat")
+    tokenizer = models.require_tokenizer(opened.loaded, "a chat")
     given = options.models.backbone, options.models.heads, options.template_option
     form = prompt_form(options.raw, tokenizer, *given, default_raw=False)
     asked: dict[str, Any] = {"raw": form.raw, "template_options": form.options}
-    conversation = Conversation(tokenizer, options.system, stop=settings.stop or (), **asked)
+    conversation = Conversation(tokenizer, options.system, stop=opened.settings.stop or (), **asked)
     _say_form(options, form)
-    generator, begin = TextGenerator(loaded.model, conversation.tokenizer, opened.source), [loaded.bos_token_id or 0]
+    generator, begin = opened.generator, [opened.loaded.bos_token_id or 0]
     if page.web:
         from decode.serve.chat_page import PageConfig, serve
 
         worker = ChatWorker(generator)
         with options.warming_up():
-            worker.thread.submit(generator.warm_up, begin, settings).result()
+            worker.thread.submit(generator.warm_up, begin).result()
         backbone, drafter = options.models.backbone, options.models.drafter or "heads"
-        config = PageConfig(worker, settings, backbone, drafter, options.system, options.runtime.seed, **asked)
+        config = PageConfig(worker, backbone, drafter, options.system, options.runtime.seed, **asked)
         serve(config, page.host, page.port, page.allowed_hosts, lambda: page.announce("chat"))
         return
     with options.warming_up():
-        generator.warm_up(begin, settings)
-    terminal = _Terminal(options, generator, settings, conversation)
+        generator.warm_up(begin)
+    terminal = _Terminal(options, generator, conversation)
     terminal.run()
     options.output.write(models.results_json(options, opened, terminal.results))
 
@@ -126,10 +124,8 @@ def _say_form(options: ChatOptions, form: PromptForm) -> None:
 class _Terminal:
     """A chat in the terminal. Answers go to standard output, everything else to standard error."""
 
-    def __init__(
-        self, options: ChatOptions, generator: TextGenerator, settings: Settings, conversation: Conversation
-    ) -> None:
-        self.options, self.generator, self.settings, self.conversation = options, generator, settings, conversation
+    def __init__(self, options: ChatOptions, generator: TextGenerator, conversation: Conversation) -> None:
+        self.options, self.generator, self.conversation = options, generator, conversation
         self.plain = options.plain or generator.source is None
         self.notes = options.output.progress
         self.console = Console(highlight=False, markup=False, emoji=False)
@@ -153,7 +149,7 @@ class _Terminal:
                 self._obey(typed)
                 continue
             try:
-                turn = self.conversation.ask(line, *self.generator.models(self.settings))
+                turn = self.conversation.ask(line, *self.generator.models)
             except RequestError as error:
                 if typed or not self.conversation.has_template:
                     warn(str(error))
@@ -175,13 +171,14 @@ class _Terminal:
             warn(f"there is no command {command.split()[0]}; choose /plain, /reset, /help or /quit")
 
     def _answer(self, turn: Turn) -> None:
-        from decode.results import end_of_context, prompt_seeds, tau
-        from decode.serve.texts import TextStream
+        from decode.texts import end_of_context, prompt_seeds, tau
+        from medusa.records.pieces import TextStream
 
-        seed = prompt_seeds(self.options.runtime.seed, [len(self.results)])[0]
-        decoding = self.generator.run(turn.prompt, self.settings, seed, self.plain)
+        generator, settings = self.generator, self.generator.settings
+        write = replace(generator, source=None) if self.plain else generator
+        decoding = write.start([turn.prompt], prompt_seeds(self.options.runtime.seed, [len(self.results)]))
         before = () if self.conversation.has_template else turn.prompt
-        stream, text = TextStream(self.generator.tokenizer, self.settings.stop, before=before), ""
+        stream, text = TextStream(self.conversation.tokenizer, settings.stop, before=before), ""
         with _interruptible() as interrupts:
             for step in decoding:
                 text += self._print(stream.step(step.ids[0]))
@@ -198,15 +195,15 @@ class _Terminal:
         if interrupts:
             line += " (stopped)"
         self.notes.print(line, style="dim", highlight=False)
-        if (ended := end_of_context([result], self.settings.max_new_tokens)) is not None:
+        if (ended := end_of_context([result], settings.max_new_tokens)) is not None:
             self.notes.print(ended, style="dim", highlight=False)
-        source = self.generator.source
+        source = generator.source
         if source is not None and source.heads is not None and not self.plain:
             warn_if_useless(tokens, per_step, source.num_nodes)
 
     def _print(self, pieces: list[TextPiece]) -> str:
         """Write pieces of text to standard output, and return their text. In a terminal, drafted tokens are green."""
-        from decode.serve.texts import joined
+        from medusa.records.pieces import joined
 
         text = joined(pieces)
         if self.console.is_terminal:

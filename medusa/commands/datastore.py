@@ -63,12 +63,12 @@ class DatastoreOptions(Options):
 
 def run(options: DatastoreOptions) -> None:
     from decode.drafters.retrieval.datastore import build, require_output, tokenizer_fingerprint
-    from medusa.loading import load_config, load_tokenizer
+    from medusa.loading import BackboneFiles
 
     folder, backbone = Path(options.out), options.models.backbone
     require_output(folder, options.overwrite)
-    config, tokenizer = load_config(backbone, options.load), load_tokenizer(backbone, options.load)
-    vocab_size = config.get_text_config(decoder=True).vocab_size
+    files = BackboneFiles(backbone, options.load)
+    tokenizer, vocab_size = files.tokenizer, files.config.get_text_config(decoder=True).vocab_size
     about: dict[str, object] = {
         "backbone": backbone,
         "tokenizer": tokenizer_fingerprint(tokenizer),

@@ -73,7 +73,6 @@ def run(options: DemoOptions) -> None:
 
 def show_story(options: FitOptions, state: FitState) -> None:
     """Generate the story of a prompt set aside with and without heads, and show both side by side."""
-    from decode.bench.methods import DrafterMethod, plain_method
     from medusa.commands.fit.stages import TEST
     from medusa.commands.models import open_models
     from medusa.commands.stories import Story, play
@@ -86,10 +85,9 @@ def show_story(options: FitOptions, state: FitState) -> None:
     )
     console.print("\n[bold cyan]The same story, generated with and without heads[/bold cyan]")
     opened = open_models(command, prompts.read(), [None])
-    (prompt,), model, tokenizer = opened.prompts, opened.loaded.model, opened.loaded.tokenizer
-    assert tokenizer is not None
-    plain = Story("without heads", plain_method(model, settings), prompt, tokenizer)
-    fast = Story("with heads", DrafterMethod(model, opened.source, settings, tokenizer), prompt, tokenizer)
+    (prompt,) = opened.prompts
+    plain = Story("without heads", replace(opened.generator, source=None), prompt)
+    fast = Story("with heads", opened.generator, prompt)
     play(console, [plain, fast])
     equal = "yes" if plain.result.new_ids == fast.result.new_ids else "NO"
     console.print(f"    [green]green[/green]: drafted tokens that the model accepted. Equal texts: {equal}")

@@ -61,33 +61,28 @@ def require_positions(max_new_tokens: int, num_heads: int) -> None:
 
 
 def run(options: EvaluateOptions) -> None:
-    from decode.bench.methods import plain_method
-    from decode.drafters import parse
     from decode.request import require_fitting
+    from decode.texts import TextGenerator
     from medusa.backbone import Backbone
-    from medusa.commands import models
-    from medusa.loading import load_backbone
+    from medusa.commands.models import Opened
     from train.evaluate import OwnText, head_accuracy
 
     data, output = options.data, options.output
     found = read_records(data.data, split=data.split, separator=data.document_separator)
     records = list(islice(found, data.max_prompts))
-    source = parse(options.models.drafter or "heads")
-    models.check_models(options, [source])
-    options.runtime.prepare()
-    loaded = load_backbone(options.models.backbone, options.load)
-    heads = models.heads_of(options, loaded, source)
+    opened = Opened(options, [options.models.drafter])
+    loaded, heads = opened.loaded, opened.heads_of(opened.configs[0])
     assert heads is not None  # the drafter is `heads` or `mtp`
     backbone = Backbone(loaded.model, heads.config.feature_layers)
     require_positions(options.settings.max_new_tokens, heads.config.num_heads)
-    encoded = models.encode_prompts(options, [record.opening() for record in records], loaded.tokenizer)
+    encoded = opened.encode([record.opening() for record in records])
     prompts = [ids[:OPENING] if record.is_document else ids for record, ids in zip(records, encoded, strict=True)]
     for record, prompt in zip(records, prompts, strict=True):
         with naming(record.where):
             require_fitting([prompt], backbone)
-    method, texts = plain_method(loaded.model, options.settings, loaded.tokenizer), []
+    write, texts = TextGenerator(loaded.model, options.settings, loaded.tokenizer), []
     for prompt in output.track(prompts, "generating"):
-        result = method([prompt])[0]
+        result = write([prompt])[0]
         texts.append(OwnText(result.input_ids + result.new_ids, len(result.input_ids)))
     accuracy = head_accuracy(backbone, heads, texts)
     if not accuracy.tokens:

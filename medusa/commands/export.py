@@ -3,7 +3,7 @@
   medusa export runs/heads --to vllm --output exported
   medusa export runs/heads --to hub --output repository --benchmark bench.json
 
-TGI, TensorRT-LLM and vLLM load heads of kind `medusa` with `heads.block=square`. vLLM and SGLang load kind `eagle` with
+TGI and vLLM load heads of kind `medusa` with `heads.block=square`. vLLM and SGLang load kind `eagle` with
 `heads.block=gated`. `hub` takes the kinds `medusa` and `cascade`. Heads of kind `markov`, which `medusa1` trains, run
 only here. The command prints how to serve the exported heads, and what decoding in that server lacks."""
 
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from medusa.commands.effects import require_of_kind, require_revisions
 from medusa.commands.options import Output, warn
 from medusa.errors import RequestError, RunError, choose_one_of
-from medusa.export import FORMATS
-from medusa.files import readable, replacing_folder, require_absent, require_writable_folder
+from medusa.export import FORMATS, REMOVED
+from medusa.files import Json, readable, replacing_folder, require_absent, require_writable_folder
 from medusa.options import DTYPE_NAMES, REQUIRED, LoadOptions, Options, group, option
 
 if TYPE_CHECKING:
@@ -79,6 +79,11 @@ class ExportOptions(Options):
 
 
 def run(options: ExportOptions) -> None:
+    export(options)
+
+
+def export(options: ExportOptions) -> Json:
+    """Export the heads, print and write what was exported, and return it."""
     from decode.bench.calibration.stored import calibrations_of
     from medusa.checkpoints.folder import find_folder, load
     from medusa.export.base import Export, Written
@@ -86,6 +91,8 @@ def run(options: ExportOptions) -> None:
     from medusa.loading import DEMO as DEMO_BACKBONE
     from medusa.loading import DTYPES
 
+    if options.to in REMOVED:
+        raise RequestError(f"--to {options.to} is gone: {REMOVED[options.to]}")
     if options.to not in FORMATS:
         raise RequestError(f"--to is {options.to!r}; {choose_one_of(options.to, FORMATS)}")
     write: Callable[[Export], Written] = resolve_name(f"medusa.export.{FORMATS[options.to]}")
@@ -112,12 +119,14 @@ def run(options: ExportOptions) -> None:
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     notes = [*written.notes, *([unchecked] if unchecked and options.backbone not in recorded else [])]
-    about = {"format": options.to, "folder": options.out, "files": files}
-    options.output.write(about | {"serve": written.serve, "lost": written.lost, "notes": notes})
+    about: Json = {"format": options.to, "folder": options.out, "files": files}
+    about |= {"serve": written.serve, "lost": written.lost, "notes": notes}
+    options.output.write(about)
     lines = [f"{place}:", *(f"  {name}  {readable(size)}" for name, size in files.items())]
     lines += ["read again: the same weights, bit for bit", f"serve:  {written.serve}", f"limitations:  {written.lost}"]
     for line in [*lines, *(f"note:  {note}" for note in notes)]:
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
+    return about
 
 
 def _facts(options: ExportOptions) -> Facts:

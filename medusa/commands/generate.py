@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from medusa.files import disk_may_fill, readable, require_writable_folder
 from medusa.options import group, option
 
 if TYPE_CHECKING:
-    from decode.results import Result
+    from decode.texts import Result
     from medusa.commands.models import Opened
     from train.features.recorder import Recorder
 
@@ -68,8 +68,7 @@ class GenerateOptions(CommandOptions):
 
 
 def run(options: GenerateOptions) -> None:
-    from decode.results import end_of_context, tau
-    from decode.strategies.grammar import Grammars
+    from decode.texts import end_of_context, tau
     from medusa.commands import models
 
     if options.record is not None:
@@ -86,10 +85,7 @@ def run(options: GenerateOptions) -> None:
     if options.strategy.is_search:
         search.run(options, options.strategy, opened)
         return
-    loaded = opened.loaded
-    opened.settings = options.structured.applied(
-        opened.settings, lambda: Grammars(loaded.model, models.require_tokenizer(loaded, "a grammar"))
-    )
+    opened.structure(options.structured, "a grammar")
     with _recording(options, options.record, opened) if options.record is not None else nullcontext() as recorder:
         results = _generate(options, opened, recorder)
     tokens, per_step = sum(len(result.new_ids) for result in results), tau(results)
@@ -104,23 +100,24 @@ def run(options: GenerateOptions) -> None:
 
 def _generate(options: GenerateOptions, opened: Opened, recorder: Recorder | None) -> list[Result]:
     """Decode all prompts, print the texts, and add them with their hidden states to the recorder, if there is one."""
-    from decode.bench.methods import DrafterMethod
-    from decode.results import prompt_seeds, text_of
-    from decode.serve.texts import TextStream, joined
-
-    def print_step(stream: TextStream, _row: int, ids: list[int]) -> None:
-        print(joined(stream.step(ids)), end="", flush=True)
+    from decode.texts import prompt_seeds
+    from medusa.records.pieces import TextStream, joined, text_of
 
     settings, tokenizer, shown = opened.settings, opened.loaded.tokenizer, not options.output.quiet
     results: list[Result] = []
-    method = DrafterMethod(opened.loaded.model, opened.source, settings, tokenizer, keep_hidden=recorder is not None)
+    write = replace(opened.generator, keep_hidden=recorder is not None)
     for batch in batches(opened.prompts, options.batch_size):
         stream = TextStream(tokenizer, settings.stop) if shown and tokenizer and len(batch) == 1 else None
         seeds = prompt_seeds(options.runtime.seed, range(len(results), len(results) + len(batch)))
-        new = method(batch, partial(print_step, stream) if stream else None, seeds)
-        results += new
+        decoding = write.start(batch, seeds)
+        for step in decoding:
+            if stream:
+                print(joined(stream.step(step.ids[0])), end="", flush=True)
         if stream:
             print(joined(stream.end()))
+        new = decoding.results
+        del decoding  # frees its caches before the next batch
+        results += new
         for result in new:
             if shown and not stream:
                 print(text_of(result.new_ids, tokenizer, settings.stop) if tokenizer else result.new_ids)
@@ -139,7 +136,7 @@ def _recording(options: GenerateOptions, folder: str, opened: Opened) -> Iterato
 
     loaded, prompts = opened.loaded, opened.prompts
     backbone, known = Backbone(loaded.model), fingerprint(loaded.model, loaded.name, loaded.revision)
-    form = opened.raw_prompts, opened.template_options
+    form = opened.form.of_most(opened.records), opened.form.options
     recorder = Recorder(Path(folder), known, backbone.hidden_size, backbone.dtype, *form)
     recorder.require_space(sum(map(len, prompts)) + len(prompts) * opened.settings.max_new_tokens)
     with disk_may_fill(recorder.folder, lambda: "earlier recordings are complete: make room, or change --record"):

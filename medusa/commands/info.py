@@ -13,6 +13,7 @@ from rich.table import Table
 
 from medusa.commands.options import Output
 from medusa.options import REQUIRED, Options, group, option
+from medusa.registry import Registry
 
 PROMPTS = {True: "plain text when distilling", False: "through the chat template when distilling", None: "not recorded"}
 
@@ -24,8 +25,9 @@ class InfoOptions(Options):
 
 
 def run(options: InfoOptions) -> None:
+    from decode.drafters import REGISTRY
     from medusa.checkpoints.folder import find_folder
-    from medusa.config import GATED, ORIGINAL_EAGLE
+    from medusa.heads import HEADS, class_of
     from medusa.heads.independent import MedusaHeads
     from medusa.tree import Tree
     from medusa.versions import TESTED, in_words
@@ -33,8 +35,8 @@ def run(options: InfoOptions) -> None:
     heads = MedusaHeads.from_pretrained(options.heads)
     config = heads.config
     tree = Tree.from_paths(config.tree) if config.tree else None
-    inner = config.inner_size if config.layer is None else config.layer["width"]
-    width = f", {inner} wide" if config.block in ("mlp", GATED, ORIGINAL_EAGLE) else ""
+    inner = class_of(config.kind).inner_width(config)
+    width = f", {inner} wide" if inner else ""
     about: dict[str, object] = {
         "folder": str(find_folder(options.heads)),
         "kind": config.kind + (f", {config.prefix_layers} prefix layers" if config.prefix_layers else ""),
@@ -57,6 +59,8 @@ def run(options: InfoOptions) -> None:
     provenance = heads.provenance or {}
     about |= {key: provenance[key] for key in ("command", "data", "versions", "result") if key in provenance}
     about["installed"] = {name: f"{version(name)} (tested: {in_words(name)})" for name in TESTED}
+    if others := [other for registry in (HEADS, REGISTRY) for other in _of_other_packages(registry)]:
+        about["from other packages"] = "; ".join(others)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -66,3 +70,11 @@ def run(options: InfoOptions) -> None:
         table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
     options.output.console.print(table)
     options.output.write(about | {"config": config.to_dict()})
+
+
+def _of_other_packages(registry: Registry) -> list[str]:
+    """Describe each class that another package brings in words, with the reason if it cannot be used."""
+    return [
+        f"{registry.what} {one.name} ({one.package})" + (f" does not load: {one.failure}" if one.failure else "")
+        for one in registry.extensions()
+    ]

@@ -1,121 +1,190 @@
-"""Check and load the models of a command: the backbone, the heads with their tree, and other drafters.
+"""What a command decodes with, resolved once: the backbone, the heads, other drafters, prompts and settings.
 
 This module imports torch and transformers, so commands import it only when they run: `--help` stays fast."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from decode.bench.calibration import calibrate
-from decode.bench.calibration.recording import own_texts
-from decode.bench.calibration.stored import TooFewStepsError, files_for, situation, store, stored, stored_fit
 from decode.compiled.stepper import require_compilable, why_not_compiled, why_rope_not_compiled
 from decode.drafters import drafter_factory, parse, small_model
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
 from decode.drafters.layouts import (
-    DynamicTree,
-    Layout,
-    default_tree,
+    TreeLike,
     require_draftable,
     require_sizes,
-    resolve_tree,
 )
 from decode.drafters.trained_heads import HeadsDrafterConfig
 from decode.generation_config import FILE as GENERATION_CONFIG
-from decode.results import Result
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast
-from decode.tree_check import require_tree_forward
+from decode.strategies.grammar import Grammars
+from decode.texts import Result, TextGenerator
 from medusa.backbone import Backbone, require_tree_support
 from medusa.commands.options import CommandOptions, Output, warn
-from medusa.commands.prompting import PromptForm, fitting, limits_of, prompt_form
+from medusa.commands.prompting import PromptForm, fitting, prompt_form
+from medusa.commands.structured import Structured
+from medusa.commands.trees import choose_tree, tree_json
 from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
-from medusa.files import Json
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads
-from medusa.loading import (
-    Loaded,
-    head_sizes,
-    load_backbone,
-    load_config,
-    load_generation_config,
-    load_tokenizer,
-)
+from medusa.loading import BackboneFiles, Loaded, TextLimits, head_sizes, text_limits
 from medusa.options import LoadOptions
 from medusa.quantization import quantization_of
 from medusa.records.record import Record
 
 
-def check_models(command: CommandOptions, drafters: Sequence[DrafterConfig] = (HeadsDrafterConfig(),)) -> None:
+def check_models(
+    command: CommandOptions, drafters: Sequence[DrafterConfig] = (HeadsDrafterConfig(),)
+) -> MedusaHeads | None:
     """Check that models and tree fit the backbone, before its weights are loaded; raise RequestError if they do not.
 
+    Return the heads that the user gave, on the CPU and in the dtype of their file; `None` if no drafter needs them.
     Raise NotCompilableError if the settings ask for compiled steps, and the backbone's files rule them out."""
-    models, load, settings = command.models, command.load, command.settings
-    config = load_config(models.backbone, load)
-    require_compilable_files(models.backbone, load, settings)
+    models, files, settings = command.models, command.files, command.settings
+    require_compilable_files(files, settings)
     for drafter in drafters:
-        drafter.check(config)
+        drafter.check(files.config)
     smaller = [("amateur", command.contrasting.amateur), *(("draft model", name) for name in command.draft_models)]
     for role, small in smaller:
         if small is not None:
-            path, options = small_model.small_model_path(small), LoadOptions(trust_remote_code=load.trust_remote_code)
-            small_model.require_same_vocabulary(small, load_config(path, options), config, role)
-            theirs, ours = load_tokenizer(path, options), load_tokenizer(models.backbone, load)
-            small_model.require_same_tokenizer(small, theirs, ours, models.backbone, role)
-    given, sizes = None, head_sizes(config)
+            theirs = small_files(command, small)
+            small_model.require_same_vocabulary(small, theirs.config, files.config, role)
+            small_model.require_same_tokenizer(small, theirs.tokenizer, files.tokenizer, models.backbone, role)
+    given, sizes = None, head_sizes(files.config)
     if models.heads is not None and any(drafter.needs_heads for drafter in drafters):
         given = MedusaHeads.from_pretrained(models.heads)
         require_sizes(given.config, *sizes)
     for drafter in drafters:
-        heads = given if drafter.needs_heads else drafter.planned_heads(config)
+        heads = given if drafter.needs_heads else drafter.planned_heads(files.config)
         if heads is None:
             continue
         for tree in drafter.layouts(heads, models.tree, settings.stop_drafting):
             require_draftable(heads.config, *sizes, tree, settings.draft == "sample")
+    return given
 
 
-def require_compilable_files(backbone: str, load: LoadOptions, settings: Settings) -> None:
+def small_files(command: CommandOptions, name: str) -> BackboneFiles:
+    """Return the files of a small model, such as the amateur of contrastive decoding."""
+    trusting = LoadOptions(trust_remote_code=command.load.trust_remote_code)
+    return BackboneFiles(small_model.small_model_path(name), trusting)
+
+
+def require_compilable_files(files: BackboneFiles, settings: Settings) -> None:
     """Raise NotCompilableError if `settings` ask for compiled steps, and the files of the backbone rule them out."""
-    settings.of_checkpoint(load_generation_config(backbone, load))
+    settings.of_checkpoint(files.generation_config)
     if settings.compile:
-        require_compilable(why_rope_not_compiled(load_config(backbone, load)))
+        require_compilable(why_rope_not_compiled(files.config))
 
 
-@dataclass
 class Opened:
-    """The loaded models of a command, with the records of its prompts, their token ids and the generation settings.
+    """What a command decodes with, resolved once: models, tree, form of prompts, prompts and settings.
 
-    The settings include the checkpoint's own, and for contrastive decoding the amateur model."""
+    Making it checks all files. `encode` reads the prompts, and `load` the weights."""
 
-    command: CommandOptions
-    loaded: Loaded
-    settings: Settings
-    records: list[Record]
-    prompts: list[list[int]]
-    configs: list[DrafterConfig]
-    calibrates: bool
-    raw_prompts: bool | None = None
-    """Whether the prompts are plain text, not in a chat template; `None` if no prompt has such a form."""
-    template_options: Json = field(default_factory=dict)
-    """The options of the chat template."""
+    def __init__(self, command: CommandOptions, drafters: Sequence[str | None] = (), calibrates: bool = True) -> None:
+        """Check a command's models, and choose the form of its prompts; see `open_models`."""
+        self.command, self.specs, self.calibrates = command, drafters, calibrates
+        self.configs = [_drafter_config(command, drafter, len(drafters) == 1) for drafter in drafters]
+        self.given_heads = check_models(command, self.configs)
+        command.runtime.prepare()
+        self.form = form_of(command)
+        self.records: list[Record] = []
+        self.prompts: list[list[int]] = []
+
+    def encode(self, records: Sequence[Record]) -> list[list[int]]:
+        """Return the token ids of each prompt, and print whether they go through the chat template."""
+        tokenizer = self.command.files.tokenizer
+        for line in filter(None, (self.form.line(records), self.form.hint(records, tokenizer))):
+            self.command.output.note(line)
+        return self.form.ids(records, tokenizer)
+
+    @cached_property
+    def loaded(self) -> Loaded:
+        """The backbone with its tokenizer."""
+        return self.command.files.load()
+
+    def load(self, samples: bool = True) -> None:
+        """Load the backbone, and settle the settings; see `open_models`."""
+        command, loaded = self.command, self.loaded
+        self.settings = settings = command.settings.of_checkpoint(loaded.model.generation_config)
+        if line := settings.unused_line(loaded.model.generation_config, samples):
+            command.output.note(line)
+        if self.configs:
+            require_tree_support(loaded.model)
+        if settings.compile:
+            require_compilable(why_not_compiled(Backbone(loaded.model)))
+        if settings.stop:
+            require_tokenizer(loaded, "--stop" if command.settings.stop else f"a stop string of {GENERATION_CONFIG}")
+        if (contrasting := command.contrasting).amateur is not None:
+            model = small_model.load_small_model(contrasting.amateur, self.context, "amateur")
+            contrast = Contrast(contrasting.alpha, contrasting.beta, contrasting.temperature)
+            self.settings = replace(settings, amateur=Amateur(model, contrast, contrasting.amateur))
+
+    @property
+    def context(self) -> DrafterContext:
+        """What drafters and small models are made from: the backbone with its tokenizer, but without heads."""
+        loaded, trusts = self.loaded, self.command.load.trust_remote_code
+        return DrafterContext(loaded.model, tokenizer=loaded.tokenizer, name=loaded.name, trust_remote_code=trusts)
 
     @cached_property
     def drafters(self) -> list[DrafterFactory]:
         """The drafters. The first use, after all checks of a command, loads their models and may calibrate a tree."""
-        settings = replace(self.settings, grammar=None) if self.calibrates else None  # trees suit free text
-        return [open_drafter(self.command, self.loaded, config, settings) for config in self.configs]
+        return [self._drafter(config) for config in self.configs]
+
+    def _drafter(self, config: DrafterConfig) -> DrafterFactory:
+        tree: TreeLike = None
+        if (heads := self.heads_of(config)) is not None and config.takes_tree:
+            tree = self.command.models.tree
+            if self.calibrates:  # trees suit free text
+                tree = choose_tree(self.command, self.loaded, heads, replace(self.settings, grammar=None))
+        stop_drafting = self.command.settings.stop_drafting if config.takes_tree else 0.0
+        return drafter_factory(config, self.context._replace(heads=heads, tree=tree, stop_drafting=stop_drafting))
+
+    def heads_of(self, config: DrafterConfig) -> MedusaHeads | None:
+        """Return the heads that a drafter needs, or those that come with the backbone; `None` if it has no heads.
+
+        Raise RequestError if they do not fit the backbone."""
+        if config.needs_heads and self.given_heads is not None:
+            return fitted_heads(self.given_heads, self.loaded)
+        return config.own_heads(self.loaded.model)
 
     @property
     def source(self) -> DrafterFactory | None:
         """The first drafter; `None` if the command decodes without a drafter."""
         return next(iter(self.drafters), None)
+
+    @cached_property
+    def generator(self) -> TextGenerator:
+        """What writes texts with the first drafter, or without one."""
+        return TextGenerator(self.loaded.model, self.settings, self.loaded.tokenizer, self.source)
+
+    def job(self) -> dict[str, Any]:
+        """Return the fields of a `decode.bench.methods.Job` with the first drafter."""
+        command, source = self.command, self.source
+        fields: dict[str, Any] = {
+            "loaded": self.loaded,
+            "source": source,
+            "settings": self.settings,
+            "prompts": self.prompts,
+        }
+        fields |= {"heads": command.models.heads, "drafter": self.specs[0] or "heads", "tree": tree_json(source)}
+        return fields | {"batch_size": command.batch_size, "seed": command.runtime.seed}
+
+    def structure(self, structured: Structured, use: str) -> None:
+        """Let the texts follow the grammar that the options choose, if there is one; errors name the `use`.
+
+        Raise a `RequestError` if the grammar is not valid, or the settings cannot be combined with a grammar."""
+        if (source := structured.source()) is not None:
+            grammars = Grammars(self.loaded.model, require_tokenizer(self.loaded, use))
+            self.settings = replace(self.settings, grammar=grammars.compiled(source))
 
 
 def open_models(
@@ -127,58 +196,31 @@ def open_models(
     room: int = 0,
     samples: bool = True,
 ) -> Opened:
-    """Check the models of a command, load them, and encode the prompts.
+    """Check the models of a command, encode the prompts, and load the backbone.
 
     A drafter is written as in --drafter; `None` means the Medusa heads. With `calibrates`, heads without a tree get one
     that suits this machine. With `skip_long`, prompts that leave no `room` for so many tokens are left out. `samples`:
     whether the command has options of sampling. Raise RequestError if a model is missing or does not fit, a prompt is
     too long, steps cannot be compiled, or there is no tokenizer to find stop strings."""
-    configs = [_drafter_config(command, drafter, len(drafters) == 1) for drafter in drafters]
-    check_models(command, configs)
-    command.runtime.prepare()
-    tokenizer = load_tokenizer(command.models.backbone, command.load)
-    form, prompts = form_of(command, tokenizer), encode_prompts(command, records, tokenizer)
-    limits = limits_of(command.models.backbone, command.load, command.contrasting.amateur)
-    records, prompts = fitting(records, prompts, limits, skip_long, command.output.note, room)
-    loaded = load_backbone(command.models.backbone, command.load)
-    own, contrasting = loaded.model.generation_config, command.contrasting
-    settings = command.settings.of_checkpoint(own)
-    if line := settings.unused_line(own, samples):
-        command.output.note(line)
-    if configs:
-        require_tree_support(loaded.model)
-    if settings.compile:
-        require_compilable(why_not_compiled(Backbone(loaded.model)))
-    if settings.stop:
-        require_tokenizer(loaded, "--stop" if command.settings.stop else f"a stop string of {GENERATION_CONFIG}")
-    if contrasting.amateur is not None:
-        model = small_model.load_small_model(contrasting.amateur, _context(command, loaded), "amateur")
-        contrast = Contrast(contrasting.alpha, contrasting.beta, contrasting.temperature)
-        settings = replace(settings, amateur=Amateur(model, contrast, contrasting.amateur))
-    raw = form.of_most(records)
-    return Opened(command, loaded, settings, records, prompts, configs, calibrates, raw, form.options)
+    opened = Opened(command, drafters, calibrates)
+    prompts, note = opened.encode(records), command.output.note
+    opened.records, opened.prompts = fitting(records, prompts, limits_of(command), skip_long, note, room)
+    opened.load(samples)
+    return opened
 
 
-def form_of(command: CommandOptions, tokenizer: PreTrainedTokenizerBase | None) -> PromptForm:
+def limits_of(command: CommandOptions) -> dict[str, TextLimits]:
+    """Return what bounds the texts of a backbone and an amateur model, by their roles. No weights are loaded."""
+    limits, amateur = {"backbone": text_limits(command.files.config)}, command.contrasting.amateur
+    if amateur is not None:
+        limits["amateur"] = text_limits(small_files(command, amateur).config)
+    return limits
+
+
+def form_of(command: CommandOptions) -> PromptForm:
     """Choose whether a command's prompts go through the tokenizer's chat template."""
     models = command.models
-    return prompt_form(command.raw, tokenizer, models.backbone, models.heads, command.template_option)
-
-
-def encode_prompts(
-    command: CommandOptions, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase | None
-) -> list[list[int]]:
-    """Return the token ids of each prompt, and print whether they go through the chat template."""
-    form = form_of(command, tokenizer)
-    for line in filter(None, (form.line(records), form.hint(records, tokenizer))):
-        command.output.note(line)
-    return form.ids(records, tokenizer)
-
-
-def _context(command: CommandOptions, loaded: Loaded) -> DrafterContext:
-    """Return the context for loading a draft or amateur model: the backbone with its tokenizer, but without heads."""
-    trusts = command.load.trust_remote_code
-    return DrafterContext(loaded.model, tokenizer=loaded.tokenizer, name=loaded.name, trust_remote_code=trusts)
+    return prompt_form(command.raw, command.files.tokenizer, models.backbone, models.heads, command.template_option)
 
 
 def _drafter_config(command: CommandOptions, spec: str | None, alone: bool) -> DrafterConfig:
@@ -209,9 +251,15 @@ def require_tokenizer(loaded: Loaded, use: str) -> PreTrainedTokenizerBase:
 
 
 def open_heads(name: str, loaded: Loaded) -> MedusaHeads:
-    """Load heads and check their shapes. Heads that were trained for another backbone cause a warning."""
+    """Load heads and check their shapes; see `fitted_heads`."""
+    return fitted_heads(MedusaHeads.from_pretrained(name), loaded)
+
+
+def fitted_heads(heads: MedusaHeads, loaded: Loaded) -> MedusaHeads:
+    """Check the shapes of heads, and bring them to the backbone's dtype and device.
+
+    Heads that were trained for another backbone cause a warning."""
     backbone = Backbone(loaded.model)
-    heads = MedusaHeads.from_pretrained(name, dtype=backbone.dtype, device=backbone.head_weight.device)
     require_sizes(heads.config, backbone.hidden_size, backbone.vocab_size)
     Backbone(loaded.model, heads.config.feature_layers)  # raises RequestError if it lacks one of the layers
     known, quantization = heads.config.backbone, quantization_of(loaded.model)
@@ -227,94 +275,7 @@ def open_heads(name: str, loaded: Loaded) -> MedusaHeads:
             f"these heads were trained for {known.get('name')}, which has the same shape as {loaded.name} but other "
             "weights; the text stays correct, but few guesses will be accepted"
         )
-    return heads
-
-
-def heads_of(command: CommandOptions, loaded: Loaded, config: DrafterConfig) -> MedusaHeads | None:
-    """Load the heads that a drafter needs, or those that come with the backbone; `None` if the drafter has no heads.
-
-    Raise RequestError if they do not fit the backbone."""
-    if config.needs_heads and command.models.heads is not None:
-        return open_heads(command.models.heads, loaded)
-    return config.own_heads(loaded.model)
-
-
-def open_drafter(
-    command: CommandOptions, loaded: Loaded, config: DrafterConfig, settings: Settings | None = None
-) -> DrafterFactory:
-    """Load the heads or small model that a drafter needs, and return a factory that makes the drafter.
-
-    For heads without a tree, a tree is calibrated with the generation `settings`, unless `settings` is `None`. Raise
-    RequestError if the drafter does not fit the backbone."""
-    models, tree, heads = command.models, None, heads_of(command, loaded, config)
-    if config.takes_tree and heads is not None:
-        tree = models.tree if settings is None else choose_tree(command, loaded, heads, settings)
-    stop_drafting = command.settings.stop_drafting if config.takes_tree else 0.0
-    context = _context(command, loaded)._replace(heads=heads, tree=tree, stop_drafting=stop_drafting)
-    return drafter_factory(config, context)
-
-
-def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, settings: Settings) -> Layout:
-    """Return the tree of --tree, else the tree saved with the heads, else `auto`, a tree calibrated on this machine.
-
-    Without a stored calibration, `auto` calibrates on texts that the backbone generates, never on the prompts. If these
-    texts are too short for a calibration, the default tree is used (`default_tree`), and nothing is stored. For
-    compiled steps, a calibration with compiled steps is needed; without one, a note says that eager ones decide.
-    Raise RequestError if the tree does not exist, or needs more heads or more guesses of a head than there are."""
-    asked: DynamicTree | None = None
-    if command.models.tree != "auto" and (command.models.tree is not None or heads.config.tree):
-        tree = resolve_tree(command.models.tree, heads)
-        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-        tree.candidates.require_fit(heads.config.num_heads, heads.config.draft_vocab_size(vocab_size))
-        if not isinstance(tree, DynamicTree):
-            return tree
-        asked = tree
-    require_tree_forward(loaded.model)
-    name = command.models.heads  # of the folder that `medusa calibrate` takes; a model's own layer has none
-    files = files_for(heads_folder(name))
-    if asked is not None and (fitted := stored_fit(asked, files, heads)) is not None:
-        return fitted
-    note, kept = command.output.note, ""
-    layer = f"--backbone {command.models.backbone} --drafter mtp:{heads.config.num_heads}"
-    calibrating = f"medusa calibrate {name or layer}"
-    found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
-    if found is None and settings.compile:
-        note(
-            "no calibration with compiled steps, so the tree is the one that is fastest in eager steps; "
-            f"{calibrating} --compile finds the fastest in compiled steps (takes minutes)"
-        )
-        settings = replace(settings, compile=False)
-        found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
-    if found is None:
-        try:
-            with command.output.stage("choosing a tree"):
-                texts = own_texts(loaded.model, settings, loaded.bos_token_id)
-                found = calibrate.calibrate(loaded.model, heads, texts, settings, command.batch_size, rounds=2)
-        except TooFewStepsError:
-            tree = asked or default_tree(heads)
-            note(
-                f"tree: {tree.num_nodes} nodes, not calibrated, because the backbone's own texts are too short; "
-                f"{calibrating} --prompts FILE calibrates with other texts"
-            )
-            return tree
-        kept = f"; calibrated now, saved in {store(files, found)}"
-    if asked is not None:  # a calibration also fits the temperatures of dynamic trees and the number of candidates
-        note(f"tree: dynamic, {asked.num_nodes} nodes{kept}")
-        return found.fit(asked)
-    best, kind = found.best, "dynamic, " if found.best.dynamic else ""
-    note(f"tree: {kind}{best.nodes} nodes, predicted tau {best.tau:.2f}{kept}")
-    return found.tree
-
-
-def heads_folder(name: str | None) -> Path | None:
-    """Return the local folder of the heads `name`, or `None` for the demo heads and heads on the Hub."""
-    return Path(name) if name is not None and name != "demo" and Path(name).is_dir() else None
-
-
-def tree_json(source: DrafterFactory | None) -> object:
-    """Return the tree of a drafter as JSON for the results of --json, or `None` for a drafter without a tree."""
-    tree = getattr(source, "tree", None)
-    return None if tree is None else tree.to_json()
+    return heads.to(device=backbone.head_weight.device, dtype=backbone.dtype)
 
 
 def results_json(command: CommandOptions, opened: Opened, results: Sequence[Result]) -> dict[str, object]:

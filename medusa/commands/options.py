@@ -7,11 +7,12 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
-from decode.settings import LOSSY, Settings
+from decode.settings import Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
 from medusa.commands.effects import require_revisions, require_splits
 from medusa.commands.prompting import raw_option, template_option
@@ -25,6 +26,7 @@ from medusa.records.sources import read_records
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from medusa.loading import BackboneFiles
     from medusa.progress import Stage
 
 
@@ -270,7 +272,7 @@ class CommandOptions(Options):
     @property
     def uses_typical(self) -> bool:
         """Whether the command decodes by typical acceptance, so that --epsilon and --delta have an effect."""
-        return self.settings.rule.rule in LOSSY
+        return self.settings.do_sample and not self.settings.rule.kind.lossless
 
     @property
     def draft_models(self) -> tuple[str, ...]:
@@ -287,7 +289,6 @@ class CommandOptions(Options):
         if models.heads is None:
             raise RequestError("--backbone is missing; add --backbone B, or give heads that record their backbone")
         from medusa.checkpoints.folder import recorded_backbone
-        from medusa.loading import load_config
 
         name, revision, quantization = recorded_backbone(models.heads)
         if name is None:
@@ -297,11 +298,19 @@ class CommandOptions(Options):
             revision=load.revision or (revision if may_be_on_hub(name) else None),
             quantization=load.quantization or (quantization if quantization in QUANTIZATIONS else None),
         )
+        made = replace(self, models=replace(models, backbone=name), load=load)
         try:
-            load_config(name, load)
+            _ = made.files.config
         except RequestError as error:
             raise RequestError(f"the heads {models.heads} record a backbone, but {error}; add --backbone B") from None
-        return replace(self, models=replace(models, backbone=name), load=load)
+        return made
+
+    @cached_property
+    def files(self) -> BackboneFiles:
+        """The files of the backbone, each of which is read once."""
+        from medusa.loading import BackboneFiles
+
+        return BackboneFiles(self.models.backbone, self.load)
 
     def warming_up(self) -> contextlib.AbstractContextManager[object]:
         """Show a message while the first tokens are generated and, with --compile, the steps are compiled."""

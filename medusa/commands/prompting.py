@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from medusa.errors import RequestError
 from medusa.files import Json, read_json
-from medusa.options import LoadOptions, option
+from medusa.options import option
 from medusa.records.record import Record, naming, prompt_ids
 from medusa.records.template import marks_of_template, require_options, template_options
 
@@ -157,18 +157,6 @@ def recorded_form(heads: str) -> Recorded:
     content = content if isinstance(content, dict) else {}
     raw, options = content.get("raw_prompts"), content.get("template_options")
     return Recorded(raw if isinstance(raw, bool) else None, options if isinstance(options, dict) else {})
-
-
-def limits_of(backbone: str, load: LoadOptions, amateur: str | None) -> dict[str, TextLimits]:
-    """Return what bounds the texts of a backbone and an amateur model, by their roles. No weights are loaded."""
-    from decode.drafters.small_model import small_model_path
-    from medusa.loading import load_config, text_limits
-
-    limits = {"backbone": text_limits(load_config(backbone, load))}
-    if amateur is not None:
-        trusting = LoadOptions(trust_remote_code=load.trust_remote_code)
-        limits["amateur"] = text_limits(load_config(small_model_path(amateur), trusting))
-    return limits
 
 
 def fitting(

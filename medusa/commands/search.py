@@ -13,7 +13,7 @@ from medusa.errors import RequestError
 from medusa.options import option
 
 if TYPE_CHECKING:
-    from decode.results import Result
+    from decode.texts import Result
     from medusa.commands.models import Opened
 
 SEARCHES = ("beam", "best-first-beam")
@@ -86,8 +86,8 @@ def _search(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tup
     """Yield the best text after each prompt, with statistics of best-first beam search; `{}` for plain beam search."""
     from decode.bench.methods import transformers_method
     from decode.generation_config import FILE, text_options
-    from decode.results import Result
     from decode.strategies.best_first_beam import best_first_beam
+    from decode.texts import Result
 
     loaded, settings, beams, penalty = opened.loaded, opened.settings, strategy.num_beams, strategy.length_penalty
     if strategy.strategy == "beam":

@@ -72,7 +72,6 @@ class ServeOptions(CommandOptions):
 
 def run(options: ServeOptions) -> None:
     from decode.serve.app import CompletionApi, serve
-    from decode.serve.texts import TextGenerator
     from decode.serve.worker import BatchWorker
     from medusa.commands import models
 
@@ -80,13 +79,12 @@ def run(options: ServeOptions) -> None:
     network = options.network
     network.require_free()
     opened = models.open_models(options, drafters=[] if options.plain else [options.models.drafter])
-    loaded = opened.loaded
-    generator = TextGenerator(loaded.model, models.require_tokenizer(loaded, "the API"), opened.source)
-    settings = options.structured.applied(opened.settings, lambda: generator.grammars)
-    worker = BatchWorker(generator, options.batch_size, options.adapt)
+    models.require_tokenizer(opened.loaded, "the API")
+    opened.structure(options.structured, "the API")
+    worker = BatchWorker(opened.generator, options.batch_size, options.adapt)
     with options.warming_up():
-        worker.start(lambda: generator.warm_up([loaded.bos_token_id or 0], settings))
-    name, asked = options.name or options.models.backbone, opened.template_options
-    api = CompletionApi(worker, name, settings, options.runtime.seed, asked)
+        worker.start(lambda: opened.generator.warm_up([opened.loaded.bos_token_id or 0]))
+    name = options.name or options.models.backbone
+    api = CompletionApi(worker, name, options.runtime.seed, opened.form.options)
     app = api.app(network.allowed_hosts, options.cors)
     serve(app, network.host, network.port, lambda: network.announce("serve"))

@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 
-from decode.bench.methods import Method
-from decode.serve.texts import TextStream
+from decode.texts import TextGenerator
+from medusa.records.pieces import TextStream
 
 SLOWER = 10  # the factor by which the stories are shown slower than they were generated
 
@@ -21,11 +20,12 @@ SLOWER = 10  # the factor by which the stories are shown slower than they were g
 class Story:
     """A generated story: the pieces of its text, each with the seconds from the story's start to the piece."""
 
-    def __init__(self, title: str, method: Method, prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> None:
-        steps, stream = list[tuple[float, list[int]]](), TextStream(tokenizer)
-        method([prompt])  # warm-up
+    def __init__(self, title: str, write: TextGenerator, prompt: list[int]) -> None:
+        assert write.tokenizer is not None, "the shipped model has a tokenizer"
+        steps, stream = list[tuple[float, list[int]]](), TextStream(write.tokenizer)
+        write([prompt])  # warm-up
         start = time.perf_counter()
-        self.result = method([prompt], lambda row, ids: steps.append((time.perf_counter() - start, ids)))[0]
+        self.result = write([prompt], lambda row, ids: steps.append((time.perf_counter() - start, ids)))[0]
         self.seconds = steps[-1][0]
         self.title = f"{title}: {len(self.result.new_ids) / self.result.seconds:.0f} tokens/s, {len(steps)} steps"
         self.pieces = [(seconds, piece) for seconds, ids in steps for piece in stream.step(ids)]

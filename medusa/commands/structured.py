@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,6 @@ from medusa.options import Options, option
 
 if TYPE_CHECKING:
     from decode.settings import Settings
-    from decode.strategies.grammar import Grammars
 
 
 class Structured(Options):
@@ -51,11 +48,3 @@ class Structured(Options):
             raise RequestError(f"{name} {path}: {error}") from None
         except (OSError, ValueError, RecursionError) as error:  # errors in JSON and in UTF-8 are ValueErrors
             raise RequestError(f"{name} {path} cannot be read: {error}") from None
-
-    def applied(self, settings: Settings, grammars: Callable[[], Grammars]) -> Settings:
-        """Return `settings` with the grammar that the options choose, or `settings` itself.
-
-        `grammars` reads the vocabulary, and is called only if there is a grammar. Raise a `RequestError` if the grammar
-        is not valid, or if the settings cannot be combined with a grammar."""
-        source = self.source()
-        return settings if source is None else replace(settings, grammar=grammars().compiled(source))

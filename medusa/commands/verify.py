@@ -63,25 +63,16 @@ def run(options: VerifyOptions) -> int:
     from decode.bench.report.terminal import print_verification
     from medusa.commands import models
 
-    output, spec = options.output, options.models.drafter
-    skip = options.prompts.skip_long
+    output, skip = options.output, options.prompts.skip_long
     # With --skip-long, every prompt leaves room for the two tokens that are sampled after some of them.
     how: dict[str, Any] = {"skip_long": skip, "room": 2 * skip, "samples": False}
-    opened = models.open_models(options, options.prompts.read(), [spec], calibrates=False, **how)
+    opened = models.open_models(options, options.prompts.read(), [options.models.drafter], calibrates=False, **how)
     for record, prompt in list(zip(opened.records, opened.prompts, strict=True))[: options.sampled_prompts]:
         with naming(record.where):
             require_room([prompt], opened.settings, opened.loaded.model)
     with output.progress_bars() as start_progress:
         asked = Verification(
-            loaded=opened.loaded,
-            source=opened.drafters[0],
-            settings=opened.settings,
-            prompts=opened.prompts,
-            heads=options.models.heads,
-            drafter=spec or "heads",
-            tree=models.tree_json(opened.source),
-            batch_size=options.batch_size,
-            seed=options.runtime.seed,
+            **opened.job(),
             draws=options.draws,
             sampled_prompts=options.sampled_prompts,
             full=options.full,

@@ -7,8 +7,11 @@ FORMATS = {
     "sglang": "eagle3:write_sglang",  # the layer of EAGLE-3
     "speculators": "eagle3:write_speculators",  # the layer of EAGLE-3, in the format of vLLM's library speculators
     "llama.cpp": "eagle3:write_llama_cpp",  # the layer of EAGLE-3, as input of llama.cpp's converter
-    "tensorrt-llm": "tensorrt_llm:write",  # TensorRT-LLM: heads without the backbone
-    "modelopt": "tensorrt_llm:write_modelopt",  # TensorRT-LLM: heads and backbone in one folder
     "hub": "repository:write",  # transformers without this package, through custom_generate
 }
 """The name of each format, with the module and the function that write it."""
+REMOVED = dict.fromkeys(
+    ("tensorrt-llm", "modelopt"),
+    "TensorRT-LLM has deleted the engines that ran Medusa heads; train heads.kind=eagle heads.block=gated for vLLM",
+)
+"""Formats that earlier versions wrote, with the reason why this one does not."""

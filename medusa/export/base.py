@@ -16,6 +16,7 @@ from medusa.checkpoints.stored import Stored
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.export.card import Facts
+from medusa.heads import class_of
 from medusa.loading import DEMO, LOAD_DEFAULTS, LoadOptions, load_backbone, load_config, on_meta
 
 FORMER_LM_HEADS = ("embed_out.weight",)
@@ -71,7 +72,7 @@ def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=med
     Raise RequestError if the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary.
     The message contains the format's `name`. For another kind, it advises to train with the settings in `kinds`."""
     for is_wrong, found, way_out in (
-        (config.kind != "medusa", f"kind {config.kind}", kinds),
+        (class_of(config.kind).form != "medusa", f"kind {config.kind}", kinds),
         (config.prefix_layers, f"{config.prefix_layers} prefix layers", "heads.prefix_layers=0"),
         (config.vocabulary, f"a vocabulary of {config.vocabulary} tokens", "heads.vocabulary=0"),
         (config.block != "square", f"{config.block} blocks", "heads.block=square"),

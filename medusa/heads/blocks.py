@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from medusa.config import MedusaConfig
 
+ORIGINAL_HYDRA = "hydra"  # the block of the original Hydra's heads, which cannot be trained further
+
 
 class SquareBlock(nn.Module):
     """The residual block of the Medusa paper for each of K heads: x + SiLU(x W + b). W and b start at zero."""

@@ -21,7 +21,7 @@ the LM head reads f''.
 
     g  = fc([e ; f]) + bias      f' = g + attention(g)      f'' = f' + W (SiLU(G norm(f')) * U norm(f'))
 
-Published layers can have further Llama layers after this one, and these variants (`medusa.config.VARIANTS`):
+Published layers can have further Llama layers after this one, and these variants (`VARIANTS` in `eagle_layer.py`):
 
     norm_before_fc         fc(norm([h_i ; h_j ; ...]))            fc_norm       fc([norm_i(h_i) ; norm_j(h_j) ; ...])
     norm_before_residual   f' = norm(f) + attention(...)          norm_output   the next head reads norm(f'')
@@ -41,10 +41,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.config import GATED, ORIGINAL_EAGLE
+from medusa.config import MedusaConfig
 from medusa.heads.blocks import Stack
 from medusa.heads.context_kv import KV, Append, AttendsToText, ContextKV, Rope, joined
-from medusa.heads.eagle_layer import CachedAttention, DeeperLayer, GatedStack, layer_sizes
+from medusa.heads.eagle_layer import (
+    GATED,
+    ORIGINAL_EAGLE,
+    CachedAttention,
+    DeeperLayer,
+    EagleSettings,
+    GatedStack,
+    check_eagle,
+    layer_sizes,
+)
+from medusa.heads.independent import MedusaHeads
 from medusa.heads.sequential import SequentialHeads, State, normalised
 
 
@@ -54,14 +64,49 @@ class EagleHeads(CachedAttention, SequentialHeads, AttendsToText):
     The feature of a position is the backbone's hidden state or, in a draft, the layer's output. The state of a draft
     node is its feature [..., H], and the joined keys and values [..., L 2 G D] of each pair on the node's path."""
 
+    Settings = EagleSettings
+    block_types = ("square", "mlp", GATED)
+    foreign_block_types = (ORIGINAL_EAGLE,)
+    lm_head_forms = ("own", "shared", "one")
+    reads_layers = True
     follows_path = True
+    form = "eagle"
+    published_form = "medusa.checkpoints.eagle3:FORM"
+
+    @classmethod
+    def check(cls, config: MedusaConfig) -> None:
+        check_eagle(config)
+
+    @classmethod
+    def module_counts(cls, config: MedusaConfig) -> dict[str, int]:
+        return MedusaHeads.module_counts(config) | {"layer": cls.decoder_layers(config)}
+
+    @classmethod
+    def decoder_layers(cls, config: MedusaConfig) -> int:
+        layer = EagleSettings.of(config).layer
+        return 1 if layer is None else layer["layers"]
+
+    @classmethod
+    def output_size(cls, config: MedusaConfig) -> int:
+        layer = EagleSettings.of(config).layer
+        return config.hidden_size if layer is None else layer["hidden_size"]
+
+    @classmethod
+    def inner_width(cls, config: MedusaConfig) -> int | None:
+        layered = config.block in (GATED, ORIGINAL_EAGLE)
+        return layer_sizes(config)["width"] if layered else super().inner_width(config)
+
+    @classmethod
+    def servable(cls, config: MedusaConfig) -> bool:  # servers' layers attend to the whole text
+        whole = not config.prefix_layers and EagleSettings.of(config).window is None
+        return config.block == GATED and config.lm_head != "own" and whole
 
     def make_blocks(self) -> None:
         config, sizes = self.config, layer_sizes(self.config)
         size, eps, self.variants = sizes["hidden_size"], sizes["eps"], sizes["variants"]
         self.gated, self.joins = config.block == GATED, config.block == ORIGINAL_EAGLE
         self.make_attention(sizes, size if self.joins else 2 * size)
-        self.rope, self.window = Rope(sizes["head_size"], sizes["rope"]), config.window
+        self.rope, self.window = Rope(sizes["head_size"], sizes["rope"]), EagleSettings.of(config).window
         self.dropout = nn.Dropout(0.0)
         self.stack = GatedStack(config) if self.gated or self.joins else Stack(config, 2 * size)
         self.norm = nn.Identity()
@@ -78,7 +123,9 @@ class EagleHeads(CachedAttention, SequentialHeads, AttendsToText):
         if "fc_norm" in self.variants:
             count = config.feature_size // config.hidden_size
             self.fc_norm = nn.ModuleList(nn.RMSNorm(config.hidden_size, eps) for _ in range(count))
-        self.embedding = nn.Embedding(config.vocab_size or 1, size) if config.embeddings == "own" else None
+        self.embedding = (
+            nn.Embedding(config.vocab_size or 1, size) if EagleSettings.of(config).embeddings == "own" else None
+        )
         self.deeper = nn.ModuleList(DeeperLayer(config) for _ in range(sizes["layers"] - 1))
 
     def join(self, hidden: Tensor) -> Tensor:

@@ -1,21 +1,115 @@
-"""The parts of the decoder layers of EAGLE heads: attention with cached keys, and Llama's gated MLP.
+"""The settings of EAGLE heads, and the parts of their decoder layers: attention with cached keys, and a gated MLP.
 
 Shapes: `...` any positions or nodes, H hidden size of the layer, A attention heads, G heads of keys, D their size."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Annotated, TypedDict
+
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.config import GATED_EPS, LayerSizes, MedusaConfig
+from medusa.config import FILES_ONLY, KindSettings, MedusaConfig, require_whole, size_error
+from medusa.errors import RequestError, choose_one_of
+from medusa.files import Json
 from medusa.heads.context_kv import BASE, KV, ContextKV, apply_rope, attend_to_path, attention_heads
+
+GATED, GATED_EPS = "gated", 1e-6  # the block of EAGLE-3, and the epsilon of all norms in its layer
+ORIGINAL_EAGLE = "eagle1"  # the block of the layer of EAGLE-1 and EAGLE-2
+EMBEDDINGS = ("own", "shared")
+VARIANTS = ("attention_bias", "fc_bias", "fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "qk_norm")
+
+
+class LayerSizes(TypedDict):
+    """The sizes of the decoder layers of `eagle` heads."""
+
+    hidden_size: int
+    width: int  # the size of the MLP's hidden layer
+    layers: int  # the number of decoder layers
+    heads: int  # the number of attention heads
+    key_value_heads: int
+    head_size: int
+    eps: float  # the epsilon of all norms
+    rope: Json  # the parameters of the rotary embeddings, with the names of transformers' `rope_parameters`
+    variants: list[str]  # some of `VARIANTS`, which are explained in `medusa.heads.eagle`
+
+
+@dataclass
+class EagleSettings(KindSettings):
+    """The settings of heads of kind `eagle`."""
+
+    window: Annotated[int | None, Ge(1)] = None
+    """Number of last tokens to which heads of kind eagle attend, such as 256; by default all. With a window, a draft
+    costs the same after texts of any length (docs/kinds.md)."""
+    layer: LayerSizes | None = field(default=None, metadata=FILES_ONLY)
+    """The sizes of the decoder layers; `None`: one layer with default sizes."""
+    embeddings: str = field(default="shared", metadata=FILES_ONLY)
+    """`shared`: heads read the backbone's input embeddings. `own`: they have input embeddings."""
+
+    @classmethod
+    def of(cls, config: MedusaConfig) -> EagleSettings:
+        """Return the own settings of a config of kind `eagle`."""
+        assert isinstance(config.own, cls)
+        return config.own
+
+
+def check_eagle(config: MedusaConfig) -> None:
+    """Raise RequestError if settings of `eagle` heads are invalid, or do not go together."""
+    own, layered = EagleSettings.of(config), config.block in (GATED, ORIGINAL_EAGLE)
+    if own.embeddings not in EMBEDDINGS:
+        raise RequestError(f"heads.embeddings is {own.embeddings!r}; {choose_one_of(own.embeddings, EMBEDDINGS)}")
+    if layered and config.num_layers != 1:
+        raise RequestError(f"heads.block {config.block} needs heads.layers 1; take square or mlp")
+    if config.feature_layers is not None and (config.block != GATED or config.prefix_layers):
+        raise RequestError(f"heads.feature_layers needs heads.block={GATED} without heads.prefix_layers")
+    for name, default in {"layer": None, "embeddings": "shared"}.items():
+        if getattr(own, name) != default and not layered:
+            raise RequestError(f"the config's {name} needs kind eagle with block {GATED}, not {config.block}")
+    if config.lm_head == "one" and not layered:
+        raise RequestError(f"heads.lm_head one needs heads.kind eagle with heads.block {GATED}; take own or shared")
+    if own.layer is not None:
+        _check_layer(config, own.layer)
+    if own.window is not None:
+        require_whole("window", own.window, 1)
+        if own.window < config.num_heads:
+            raise RequestError(f"heads.window is {own.window}; it must be at least heads.num, {config.num_heads}")
+        if own.layer is not None and own.layer["layers"] > 1:
+            raise RequestError("heads.window belongs to kind eagle with one decoder layer; leave it out")
+
+
+def _check_layer(config: MedusaConfig, layer: LayerSizes) -> None:
+    """Raise RequestError if a size of the decoder layers is invalid."""
+    keys = LayerSizes.__annotations__
+    if not isinstance(layer, dict) or set(layer) != set(keys):
+        raise RequestError(f"the config's layer is {layer!r}; its keys must be {', '.join(sorted(keys))}")
+    for key, size in layer.items():
+        if key == "rope":
+            wrong = "" if isinstance(size, dict) else "an object"
+        elif key == "variants":
+            wrong = "" if isinstance(size, list) else "a list"
+        else:
+            wrong = size_error(key, size)
+        if wrong:
+            raise RequestError(f"the config's layer has {key} {size!r}; it must be {wrong}")
+    for variant in layer["variants"]:
+        if variant not in VARIANTS:
+            choice = choose_one_of(str(variant), VARIANTS)
+            raise RequestError(f"the config's layer has the variant {variant!r}; {choice}")
+    if layer["heads"] % layer["key_value_heads"]:
+        raise RequestError("the config's layer has heads that are no multiple of its key_value_heads")
+    apart = config.feature_layers is not None and config.lm_head == "one"
+    if layer["hidden_size"] != config.hidden_size and not (apart and EagleSettings.of(config).embeddings == "own"):
+        needs = "feature_layers, and an LM head and embeddings of their own"
+        raise RequestError(f"heads with another hidden size than the backbone's need {needs}")
 
 
 def layer_sizes(config: MedusaConfig) -> LayerSizes:
     """Return the sizes of the layers of `eagle` heads: those of the config, or one layer as wide as the backbone."""
-    if config.layer is not None:
-        return config.layer
+    if (given := EagleSettings.of(config).layer) is not None:
+        return given
     size = config.hidden_size
     heads = attention_heads(size)
     return LayerSizes(

@@ -10,7 +10,7 @@ positions."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from medusa.errors import RequestError
 from medusa.heads.blocks import MLPBlock, SquareBlock
 from medusa.heads.context_kv import AttendsToText
 from medusa.heads.inputs import HeadInputs, following_ids, visible
+from medusa.heads.kind import Kind
 from medusa.heads.pretrained import PretrainedHeads
 
 if TYPE_CHECKING:
@@ -28,14 +29,12 @@ if TYPE_CHECKING:
 LMHead = Callable[[Tensor], Tensor]  # computes logits [..., V] from hidden states [..., H]
 
 
-class MedusaHeads(PretrainedHeads):
-    """K heads that read the backbone's last hidden state independently; also the base class of other kinds of heads.
+class MedusaHeads(PretrainedHeads, Kind):
+    """K heads that read the backbone's last hidden state independently: the base class of all kinds of heads.
 
     With `lm_head: own` each head has an LM head, and with `one` they have one together. With `lm_head: shared` all
     heads use the backbone's LM head. The caller passes it to `forward`, so that the heads contain no module of the
     backbone."""
-
-    follows_path: ClassVar[bool] = False  # whether heads read the guesses of earlier heads: drafting is level by level
 
     def __init__(self, config: MedusaConfig) -> None:
         """Create untrained heads: all blocks are the identity, and LM heads are zero until `start_from` is called."""
@@ -172,3 +171,10 @@ class MedusaHeads(PretrainedHeads):
         With a reduced `vocabulary` of N tokens the logits are [k, ..., N]. Heads with `lm_head: shared` need `lm_head`:
         the backbone's LM head, from `medusa.vocabulary.lm_head_for`."""
         return self.logits(self.features(inputs, num_heads), lm_head)
+
+
+class IndependentHeads(MedusaHeads):
+    """Heads of kind `medusa`, which other programs read and write, too (`medusa.checkpoints.published`)."""
+
+    form = "medusa"
+    published_form = "medusa.checkpoints.published:FORM"

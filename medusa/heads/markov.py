@@ -17,23 +17,60 @@ Shapes: K heads, of which k run, P positions, H hidden size, R rank, `...` any p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
+from medusa.config import KindSettings, MedusaConfig, require_whole
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
+from medusa.heads.kind import TRELLIS
 from medusa.heads.sequential import SequentialHeads, State, normalised
+
+USUAL_RANK = 256  # the default of `MarkovSettings.rank`, unless hidden states are small
+
+
+@dataclass
+class MarkovSettings(KindSettings):
+    """The settings of heads of kind `markov`."""
+
+    rank: Annotated[int | None, Ge(1)] = None
+    """Rank of the term for the token before, in heads of kind markov; by default half the hidden size, up to 256."""
 
 
 class MarkovHeads(SequentialHeads):
     """Heads that read the root and the token before their guess. Their state holds h and e(t_0), for all heads."""
 
+    Settings = MarkovSettings
     follows_path = True
+    usual_path_dropout = 0.4  # measured on stories260K (docs/log.md)
+
+    @classmethod
+    def check(cls, config: MedusaConfig) -> None:
+        settings = config.own
+        assert isinstance(settings, MarkovSettings)
+        if settings.rank is None:
+            settings.rank = min((config.hidden_size + 1) // 2, USUAL_RANK)
+        require_whole("rank", settings.rank, 1)
+
+    @classmethod
+    def module_counts(cls, config: MedusaConfig) -> dict[str, int]:
+        return MedusaHeads.module_counts(config)  # its blocks hold the tensors of all heads
+
+    @classmethod
+    def drafts_by(cls, config: MedusaConfig) -> str:
+        return TRELLIS
 
     def make_blocks(self) -> None:
         MedusaHeads.make_blocks(self)  # of all heads together, because these blocks do not depend on the path
-        heads, size, rank = self.config.num_heads, self.config.hidden_size, self.config.rank or 1
+        settings = self.config.own
+        assert isinstance(settings, MarkovSettings)
+        assert settings.rank is not None, "the check of the config chooses it"
+        heads, size, rank = self.config.num_heads, self.config.hidden_size, settings.rank
         self.path_dropout = 0.0  # share of the positions at which training leaves the path term out, for each head
         self.root = nn.Parameter(torch.zeros(heads, size, size))  # A
         later = heads - 1  # the first of these parameters' K - 1 entries belongs to head 1

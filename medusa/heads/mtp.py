@@ -20,17 +20,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpLayer, MtpModel
 
+from medusa.config import FILES_ONLY, KindSettings, MedusaConfig
 from medusa.errors import RequestError, first_line
 from medusa.files import Json
+from medusa.heads import NATIVE
 from medusa.heads.context_kv import KV, Append, AttendsToText, ContextKV, Rope, attend_to_path, joined
+from medusa.heads.independent import MedusaHeads
 from medusa.heads.sequential import SequentialHeads, State
+from medusa.native_layers import native_config, read_layer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 ATTENTION = "medusa_mtp"  # the name of `_attention` among transformers' attention functions
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # the types of layers whose keys can be those of a tree
@@ -44,16 +52,54 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Attends with queries [1, A, M, D], keys [1, G, M, D], values [1, G, M, E] and a scale; returns [1, M, A, E]."""
 
 
+@dataclass
+class MtpSettings(KindSettings):
+    """The settings of heads of kind `mtp`."""
+
+    mtp: Json | None = field(default=None, metadata=FILES_ONLY)
+    """The config of the model that the layer comes from, as in the model's `config.json`."""
+
+    @classmethod
+    def of(cls, config: MedusaConfig) -> MtpSettings:
+        """Return the own settings of a config of kind `mtp`."""
+        assert isinstance(config.own, cls)
+        return config.own
+
+
 class MtpHeads(SequentialHeads, AttendsToText):
     """MTP heads: a decoder layer of the model that reads pairs of a token and the feature before it.
 
     The state of a draft node is its feature [..., H], and the joined key and value [..., G (D + E)] of each pair on the
     node's path."""
 
+    Settings = MtpSettings
+    block_types = (NATIVE,)
+    lm_head_forms = ("shared",)
+    comes_with_model = True
+    learning_rate_scale = 0.05  # a trained layer: 5e-5 for a hidden size of 4096 (FastMTP)
     follows_path = True
 
+    @classmethod
+    def check(cls, config: MedusaConfig) -> None:
+        content = MtpSettings.of(config).mtp
+        if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+            raise RequestError(f"the config's mtp is {content!r}; it must be a model's config, with its model_type")
+        if config.num_layers != 1 or config.prefix_layers:
+            raise RequestError(f"heads.kind {NATIVE} needs heads.layers 1, and no heads.prefix_layers")
+
+    @classmethod
+    def config_from(cls, backbone: PretrainedConfig, num_heads: int) -> MedusaConfig:
+        return native_config(backbone, num_heads)
+
+    @classmethod
+    def module_counts(cls, config: MedusaConfig) -> dict[str, int]:
+        return MedusaHeads.module_counts(config)
+
+    def start_from_model(self, model: PreTrainedModel) -> None:
+        self.load_state_dict(read_layer(model, self.device), strict=False)  # the vocabulary follows
+
     def make_blocks(self) -> None:
-        layers = new_layers(self.config.mtp or {})
+        layers = new_layers(MtpSettings.of(self.config).mtp or {})
         self.layer = cast("MtpLayer", layers.layers[0])
         self.rope = ModelRope(layers)
         self.window = getattr(self.layer.mtp_block.self_attn, "sliding_window", None)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa.config import ORIGINAL_HYDRA, MedusaConfig
+from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.heads.blocks import OriginalHydraStack, Stack
+from medusa.heads.blocks import ORIGINAL_HYDRA, OriginalHydraStack, Stack
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import LMHead, MedusaHeads
 from medusa.heads.inputs import HeadInputs
@@ -32,6 +32,11 @@ State = tuple[Tensor, ...]  # tensors [..., S] that a head passes to the next he
 
 class SequentialHeads(MedusaHeads, ABC):
     """K heads that run one after the other. Except in EAGLE, a head is a stack of blocks. Subclasses define `step`."""
+
+    @classmethod
+    def module_counts(cls, config: MedusaConfig) -> dict[str, int]:
+        counts = super().module_counts(config)
+        return counts | {"block": config.num_heads * counts["block"]}
 
     def make_blocks(self) -> None:
         stack = OriginalHydraStack if self.config.block == ORIGINAL_HYDRA else Stack
@@ -111,6 +116,13 @@ class HydraHeads(SequentialHeads):
     heads do not normalise embeddings, and their LM heads have a bias."""
 
     follows_path = True
+    foreign_block_types = fixed_block_types = (ORIGINAL_HYDRA,)
+    published_form = "medusa.checkpoints.hydra:FORM"
+
+    @classmethod
+    def check(cls, config: MedusaConfig) -> None:
+        if config.block == ORIGINAL_HYDRA and config.lm_head != "own":
+            raise RequestError("heads.block hydra needs heads.lm_head=own; take square or mlp")
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)

@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 
 from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
-from decode.results import Result, tau
 from decode.settings import Settings
+from decode.texts import Result, tau
 from medusa import Tree
-from medusa.config import KINDS
+from medusa.heads import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from medusa.records.sources import read_records
@@ -103,14 +103,13 @@ class Bench:
         clocks = {name: StepClock() for name in first_seconds}
         rates: dict[str, list[float]] = {name: [] for name in first_seconds}
         results: dict[str, list[Result]] = {}
-        with self.run.alone():
-            for _, name in itertools.product(range(self.run.scale.rounds), first_seconds):
-                with self.run.attempt(method=name):
-                    method, clock = self.methods[name], clocks[name]
-                    results[name] = [result for prompt in self.prompts for result in method([prompt], clock.start())]
-                    seconds = sum(result.seconds for result in results[name])
-                    rates[name].append(sum(len(result.new_ids) for result in results[name]) / seconds)
-            state = self.run.clocks()
+        for _, name in itertools.product(range(self.run.scale.rounds), first_seconds):
+            with self.run.attempt(method=name):
+                method, clock = self.methods[name], clocks[name]
+                results[name] = [result for prompt in self.prompts for result in method([prompt], clock.start())]
+                seconds = sum(result.seconds for result in results[name])
+                rates[name].append(sum(len(result.new_ids) for result in results[name]) / seconds)
+        state = self.run.clocks()
         for name, found in results.items():
             with self.run.attempt(method=name):
                 texts = [result.new_ids for result in found]
@@ -126,8 +125,7 @@ class Bench:
 
     def compare_with_targets(self) -> None:
         """Record the speedup with each tree in the most important way beside its target (`target_of`)."""
-        with self.run.alone():
-            times = {name: timer() for name, timer in self.forwards.items()}
+        times = {name: timer() for name, timer in self.forwards.items()}
         for tree in self.run.scale.trees:
             name = f"{MAIN_KIND}, {tree}, {next(iter(self.run.ways))}"
             with self.run.attempt(target=name):
@@ -148,8 +146,7 @@ class Bench:
     def trace(self, name: str) -> None:
         """Keep a profile of steps, which shows where their time goes."""
         trace = self.run.output / "traces" / f"{name.replace(', ', '-').replace(' ', '_')}.json.gz"
-        with self.run.alone():
-            seen = profile_steps(self.methods[name], self.prompts[:1], self.run.on_gpu, trace)
+        seen = profile_steps(self.methods[name], self.prompts[:1], self.run.on_gpu, trace)
         self.run.keep(traced=name, trace=str(trace.relative_to(self.run.output)), **seen)
 
 

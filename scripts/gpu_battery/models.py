@@ -41,10 +41,9 @@ def backbone(run: Run) -> None:
     for name, part in (("train", seen), ("eval", held_out[:20])):
         (run.output / f"{name}.txt").write_text(f"\n{DOCUMENT_SEPARATOR}\n".join(part) + "\n", encoding="utf-8")
     argv = ["--data", run.output / "train.txt", "--eval", run.output / "eval.txt", "--output", run.backbone]
-    argv += ["--overwrite", "--data-licence", "various", "--device", run.device, *run.scale.backbone.split()]
+    argv += ["--overwrite", "--device", run.device, *run.scale.backbone.split()]
     start = time.monotonic()
-    with run.training():
-        make_backbone.main(list(map(str, argv)))
+    make_backbone.main(list(map(str, argv)))
     size = (run.backbone / "model.safetensors").stat().st_size / 1e6
     run.keep(seconds=round(time.monotonic() - start), source_mb=sum(map(len, seen)) / 1e6, megabytes=size)
     tokenizer = AutoTokenizer.from_pretrained(run.backbone)
@@ -61,8 +60,7 @@ def text(run: Run) -> None:
     argv += ["--max-new-tokens", run.scale.new_tokens, "--batch-size", 512, "--temperature", 0.3, "--ignore-eos"]
     argv += ["--device", run.device, "--dtype", run.dtype_name, "--quiet"]
     start = time.monotonic()
-    with run.training():
-        run.medusa("distill", *argv)
+    run.medusa("distill", *argv)
     run.keep(texts=run.scale.texts, writing_seconds=round(time.monotonic() - start))
 
 
@@ -79,7 +77,6 @@ def train(run: Run, kind: str) -> None:
     recipe = run.output / f"{kind}.yaml"
     write_json(recipe, config)  # JSON is YAML
     start = time.monotonic()
-    with run.training():
-        result = run.medusa("train", recipe, "--overwrite", "--quiet", result=f"train_{kind}")
+    result = run.medusa("train", recipe, "--overwrite", "--quiet", result=f"train_{kind}")
     seconds = round(time.monotonic() - start)
     run.keep(kind=kind, steps=result.get("steps"), loss=result.get("loss"), training_seconds=seconds)

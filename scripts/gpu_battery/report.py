@@ -17,7 +17,7 @@ ALL = ("stage", "event")  # fields that are no columns of a table
 def write_report(output: Path, stages: Mapping[str, Stage]) -> Path:
     """Write report.md from the figures in `output`, and return its path."""
     figures = read_figures(output)
-    about = figures.get("machine", [{}])[-1]
+    about = next((figure for figure in figures.get("machine", []) if "toy" in figure), {})
     toy = "Toy sizes: these figures only show that every stage runs. " if about.get("toy") else ""
     versions = f"torch {about.get('torch')}, transformers {about.get('transformers')}"
     headline = f"{toy}{about.get('gpu') or about.get('processor')}, {versions}; {about.get('date')}"

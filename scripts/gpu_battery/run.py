@@ -1,20 +1,17 @@
-"""Stages: their context (sizes, folders, GPU monitor), the file of all figures, and the process of a stage."""
+"""Stages: their context (sizes and folders), the file of all figures, and the process of a stage."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,10 +29,7 @@ from scripts.gpu_battery.clocks import gpu_state
 
 Figure = dict[str, object]
 FIGURES = "figures.jsonl"
-RUNNING = "running"  # a folder with an empty file for each process of a stage, named by its id
-QUEUE, LOCK = "gpu.queue", "gpu.lock"  # files that stages lock, to wait and while they use the GPU
 START_SECONDS = 60  # in which a process must be able to use the GPU
-DRAIN_SECONDS = 0.1  # in which the kernels end that a stopped stage has launched
 # Sizes of everything that the battery measures. scale.yaml says what each one means.
 SIZES = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text(encoding="utf-8"))
 FULL, TOY = (SimpleNamespace(**SIZES[size]) for size in ("full", "toy"))
@@ -84,7 +78,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.end = time.monotonic() + self.seconds
-        self.on_gpu = self.device != "cpu"
+        self.on_gpu, self.toy = self.device != "cpu", self.scale is TOY
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.backbone, self.prompts = self.output / "backbone", self.output / "prompts.jsonl"
@@ -100,31 +94,6 @@ class Run:
     def clocks(self) -> Figure:
         """Read the GPU's clock, power and temperature, for work that has just ended; {} on a CPU."""
         return gpu_state(torch.device(self.device)) if self.on_gpu else {}
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Wait until nothing trains and nothing is timed, and stop all other stages inside the block."""
-        with self._locked(fcntl.LOCK_EX), others_stopped(self.output):
-            yield
-
-    def training(self) -> AbstractContextManager[None]:
-        """Do work that must not be stopped, because a clock limits it; other stages may do the same."""
-        return self._locked(fcntl.LOCK_SH)
-
-    @contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
-        """Hold the lock of the GPU inside the block: `LOCK_EX` alone, or `LOCK_SH` with others that share it.
-
-        Stages wait in a queue. Otherwise one that wants the GPU alone would wait until nobody else wants it."""
-        with (self.output / QUEUE).open("w") as queue, (self.output / LOCK).open("w") as lock:
-            try:
-                fcntl.flock(queue, fcntl.LOCK_EX)
-                fcntl.flock(lock, how)
-                fcntl.flock(queue, fcntl.LOCK_UN)
-                yield
-            finally:  # a child process may have the files open, so to close them is not enough
-                fcntl.flock(queue, fcntl.LOCK_UN)
-                fcntl.flock(lock, fcntl.LOCK_UN)
 
     def keep(self, **figure: object) -> None:
         """Append a figure of this stage to the file of figures, with the GPU's clocks unless it holds them already."""
@@ -167,25 +136,6 @@ class Run:
         return {}
 
 
-@contextmanager
-def others_stopped(output: Path) -> Iterator[None]:
-    """Stop the processes of all other stages inside the block, so that a compiler takes no time from what is timed."""
-    others = [int(place.name) for place in (output / RUNNING).glob("*") if place.name != str(os.getpid())]
-    try:
-        signal_groups(others, signal.SIGSTOP)
-        time.sleep(DRAIN_SECONDS)
-        yield
-    finally:
-        signal_groups(others, signal.SIGCONT)
-
-
-def signal_groups(leaders: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to process groups, except those that have ended."""
-    for leader in leaders:
-        with suppress(ProcessLookupError):
-            os.killpg(leader, number)
-
-
 @dataclass(frozen=True)
 class Stage:
     """A part of the battery, which measures or trains something in a separate process."""
@@ -198,64 +148,39 @@ class Stage:
 def run_stages(
     stages: Mapping[str, Stage], output: Path, toy: bool, device: str, seconds: float, factor: int = 1
 ) -> dict[str, Figure]:
-    """Run stages, and record and return how each ended: done, failed, cut off or skipped.
+    """Run stages one after another, and record and return how each ended: done, failed, cut off or skipped.
 
-    Each stage is a new process, which starts when the stages that it needs have ended; on a CPU, one at a time. After
-    `factor` times its own limit, after `seconds` of the battery, or if this process is interrupted, a stage ends with
-    its children."""
-    begin, context = time.monotonic(), processes(device)
+    Each stage is a new process. It ends with its children after `factor` times its own limit, after `seconds` of the
+    battery, or if this process is interrupted. A stage that has not begun by then keeps its earlier figures."""
+    battery_end, context = time.monotonic() + seconds, processes(device)
     outcomes: dict[str, Figure] = {}
-    waiting, running, begun = dict(stages), dict[str, BaseProcess](), dict[str, float]()
-    shutil.rmtree(output / RUNNING, ignore_errors=True)  # of a battery that was ended
-
-    def end(process: BaseProcess) -> None:
-        """End a stage, and let those go on that it had stopped."""
-        kill(process)
-        (output / RUNNING / str(process.pid)).unlink(missing_ok=True)
-        with (output / LOCK).open("w") as lock:
-            for _ in range(10):  # a child of the stage, which is being killed, may still hold the lock
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    time.sleep(0.1)
-                    continue
-                signal_groups((other.pid for other in running.values() if other.pid), signal.SIGCONT)
-                fcntl.flock(lock, fcntl.LOCK_UN)
-                return  # otherwise another stage times something, and will let the others go on
-
-    def record(name: str, outcome: Figure) -> None:
-        spent = round(time.monotonic() - begun.get(name, time.monotonic()))
-        outcomes[name] = {"seconds": spent} | outcome
-        append(output, {"stage": name, "event": "end"} | outcomes[name])
-        print(f"{name}: {outcome['status']}, {spent} s", outcome.get("error", ""), flush=True)
-
-    try:
-        while waiting or running:
-            ready = [name for name, stage in waiting.items() if not {*stage.needs} & {*waiting, *running}]
-            for name in ready[: max(0, 1 - len(running))] if device == "cpu" else ready:
-                stage = waiting.pop(name)
-                append(output, {"stage": name, "event": "start"})
-                if missing := [needed for needed in stage.needs if needed not in usable_stages(output)]:
-                    record(name, {"status": "skipped", "error": f"needs {missing[0]}"})
-                    continue
-                limit = min(factor * stage.seconds, begin + seconds - time.monotonic())
-                running[name] = context.Process(target=in_process, args=(name, stage, output, toy, device, limit))
-                begun[name] = time.monotonic()
-                start(running[name])
-            ends = {name: min(begun[name] + factor * stages[name].seconds, begin + seconds) for name in running}
-            if running:
-                left = min(ends.values()) - time.monotonic()
-                wait([process.sentinel for process in running.values()], max(0, left))
-            for name, process in list(running.items()):
-                ended, late = process.exitcode is not None, time.monotonic() >= ends[name]
-                if ended or late:
-                    end(running.pop(name))
-                    cut = {"status": "cut off", "error": f"not finished after {time.monotonic() - begun[name]:.0f} s"}
-                    record(name, outcome_of(process, log_of(output, name)) if ended else cut)
-    finally:
-        for process in running.values():
-            kill(process)
+    for name, stage in stages.items():
+        begin = time.monotonic()
+        limit = min(factor * stage.seconds, battery_end - begin)
+        missing = [needed for needed in stage.needs if needed not in usable_stages(output)]
+        if missing or limit <= 0:
+            outcome = {"status": "skipped", "error": f"needs {missing[0]}" if missing else "no time was left"}
+        else:
+            append(output, {"stage": name, "event": "start"})
+            process = context.Process(target=in_process, args=(name, stage, output, toy, device, limit))
+            try:
+                start(process)
+                process.join(limit)
+                outcome = {"status": "cut off", "error": f"not finished after {limit:.0f} s"}
+                if process.exitcode is not None:
+                    outcome = outcome_of(process, log_of(output, name))
+            finally:
+                kill(process)
+        outcomes[name] = {"seconds": round(time.monotonic() - begin)} | outcome
+        if outcome["status"] != "skipped" or name not in read_figures(output):
+            append(output, {"stage": name, "event": "end"} | outcomes[name])
+        print(f"{name}: {outcome['status']}", outcome.get("error", ""), flush=True)
     return outcomes
+
+
+def finished_stages(output: Path) -> list[str]:
+    """List the stages that have finished in this or an earlier run."""
+    return [name for name, figures in read_figures(output).items() if figures[-1].get("status") == "done"]
 
 
 def usable_stages(output: Path) -> list[str]:
@@ -317,12 +242,12 @@ def outcome_of(process: BaseProcess, log: Path) -> Figure:
 def use_gpu(device: str) -> None:
     """Make the GPU the current one of this process, without cuDNN's attention, as the `medusa` commands run."""
     torch.cuda.set_device(torch.device(device).index or 0)  # which refuses "cuda"
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it prepares a plan for each length of the text (stage `checks`)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it prepares a plan for each length of the text (docs/log.md)
 
 
 def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, seconds: float) -> None:
     """Run the stage in this process, with its output in its log."""
-    os.setpgid(0, 0)  # a new group, so that its children can be stopped and ended with it
+    os.setpgid(0, 0)  # a new group, so that its children are ended with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by `start` while this process began
     log = log_of(output, name)
     log.parent.mkdir(exist_ok=True)
@@ -331,10 +256,6 @@ def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, se
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # a parent may replace them
     run = Run(name, output, TOY if toy else FULL, device, seconds)
-    (output / RUNNING).mkdir(exist_ok=True)
-    (output / RUNNING / str(os.getpid())).touch()
-    with run.training():  # something may be timed by a stage that does not know this one
-        pass
     transformers.set_seed(0)
     if device != "cpu":
         use_gpu(device)

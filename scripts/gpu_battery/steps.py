@@ -15,14 +15,18 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import LlamaForCausalLM
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decode.bench.methods import Method
-from decode.compiled.fixed_cache import rounded, static
+from decode.cache import TreeCache
 from decode.compiled.graphs import GraphedStep, possible
+from decode.compiled.region import keep_in_place
+from decode.draft import Draft
 from decode.ops.fast_topk import most_probable
 from decode.ops.grouped_attention import grouped
+from decode.reader import Reader
+from decode.topology import Topology
 from medusa import Tree
+from medusa.backbone import Backbone
 
 SKIPPED = 4  # steps before those that are timed: they compile, warm up and capture
 PROFILED = 4  # steps
@@ -88,70 +92,36 @@ def profile_steps(
     return found
 
 
-class Placed(CacheLayerMixin):
-    """One layer of a KV cache of fixed size, whose next keys and values go to the cache slots `slots` [N]."""
-
-    is_compileable = True
-
-    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self.slots, self.is_initialized = keys, values, slots, True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise RuntimeError("the layer is made with its memory")
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **more: object) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, heads, N, head size], and return those of all slots."""
-        self.keys.index_copy_(2, self.slots, key_states)
-        self.values.index_copy_(2, self.slots, value_states)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        return 0  # unused: positions and masks are given
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2], 0
-
-    def get_max_cache_shape(self) -> int:
-        return self.keys.shape[2]
-
-    get_max_length = get_max_cache_shape
-
-
 @torch.inference_mode()
 def forward_timer(model: LlamaForCausalLM, tree: Tree, rows: int, start: int, count: int) -> Callable[[], float]:
-    """Compile a forward of the stock model over the nodes of `tree` for each of `rows` texts; return its timer.
+    """Compile a forward of the model alone over the nodes of `tree` for each of `rows` texts; return its timer.
 
     The timer returns T(n), the median in milliseconds of `count` forwards until the most probable tokens are on the
-    host. The texts have `start` tokens, and one more after each forward. As in decoding, attention is `grouped` and
-    reads a window of the cache (`rounded`), and on a GPU the forward is a CUDA graph of our own."""
-    config, device, nodes = model.config, model.device, tree.num_nodes
-    capacity = rounded(start + count + nodes)
-    shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
-    slots = static(torch.arange(nodes, device=device))
-    states = [
-        [static(torch.randn(shape, dtype=model.dtype, device=device)) for _ in range(2)] for _ in model.model.layers
-    ]
-    cache = Cache(layers=[Placed(keys, values, slots) for keys, values in states])
-    column, depth, ancestors = torch.arange(capacity, device=device), tree.depth.to(device), tree.ancestors.to(device)
-    ids = torch.zeros(rows, nodes, dtype=torch.long, device=device)
+    host. The texts have `start` tokens, and one more after each forward. Cache, masks and attention are those of
+    compiled decoding, and on a GPU the forward is a CUDA graph of our own."""
+    device, nodes = model.device, tree.num_nodes
+    cache = TreeCache(model.config, rows, start + count + nodes, device, fixed=True)
+    reader = Reader(Backbone(model), cache)
+    reader.prefill(torch.zeros(rows, start, dtype=torch.long, device=device), [start] * rows)
+    cache.for_steps(compiled=True)
+    cache.open(count + nodes)
+    keep_in_place(cache)
+    draft = Draft(torch.zeros(rows, nodes, dtype=torch.long, device=device), Topology.of(tree.to(device)))
+    nothing = torch.zeros(rows, dtype=torch.long, device=device)
 
     def forward() -> Tensor:
-        node = column - slots[0]
-        seen = (node < 0) | ((node < nodes) & ancestors[:, node.clamp(0, nodes - 1)])
-        mask = torch.where(seen, 0.0, torch.finfo(model.dtype).min).to(model.dtype).expand(rows, 1, -1, -1)
-        positions = (slots[0] + depth).expand(rows, -1)
-        out = model(ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True)
-        return most_probable(out.logits)
+        readout = reader.read(draft)
+        cache.commit(None, nothing)
+        return most_probable(readout.logits)
 
     compiled = torch.compile(forward, fullgraph=True, dynamic=False)
     graphed = GraphedStep(compiled, device) if possible(device) else None
 
     def seconds_at(length: int) -> float:
-        slots.copy_(torch.arange(length, length + nodes))
+        cache.filled.fill_(length)
         begin = time.perf_counter()
-        with grouped(config):
-            found = compiled() if graphed is None else graphed(capacity)
+        with grouped(model.config):
+            found = compiled() if graphed is None else graphed(cache.width)
             found.tolist()
         return time.perf_counter() - begin
 

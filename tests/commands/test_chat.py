@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from decode.results import DecodingRun
+from decode.texts import Decoding
 from medusa.__main__ import main
 from medusa.commands.network import Network
 from medusa.errors import RequestError, require_extra
@@ -85,17 +85,17 @@ def test_contrastive_text_is_the_same_with_heads(say: Any) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = DecodingRun.__iter__
+    steps = Decoding.__iter__
 
-    def interrupted(self: DecodingRun) -> Any:
+    def interrupted(self: Decoding) -> Any:
         for number, step in enumerate(steps(self)):
             if number == 1:
                 signal.raise_signal(signal.SIGINT)
             yield step
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(DecodingRun, "__iter__", interrupted)
-    monkeypatch.setattr("decode.serve.texts.TextGenerator.warm_up", lambda *_: None)
+    monkeypatch.setattr(Decoding, "__iter__", interrupted)
+    monkeypatch.setattr("decode.texts.TextGenerator.warm_up", lambda *_: None)
     done = say(*WITH_HEADS, lines="Once upon a time\nOne day\n")
     assert done.status == 0
     assert len(done.out.splitlines()) == 2

@@ -17,15 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from decode.compiled import region
 from decode.generation_config import PLAIN
 from decode.serve.app import CompletionApi
-from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchWorker
 from decode.settings import Settings
+from decode.texts import TextGenerator
 from medusa.__main__ import main
 from medusa.commands.fit.plan import make_plan
 from medusa.commands.fit.probe import why_not_decoded
 from medusa.errors import RequestError
 from medusa.files import ASSETS
-from medusa.loading import load_backbone, load_generation_config
+from medusa.loading import BackboneFiles, load_backbone
 from tests.commands.test_cli import PROMPTS, Place
 from tests.commands.test_fit import COSTS, PROBE, options
 from tests.helpers import LETTERS
@@ -143,9 +143,10 @@ def test_distill_writes_with_the_options(medusa: Callable[..., Any], own: Own, t
 def test_the_server_answers_with_the_options_unless_a_request_has_others(own: Own) -> None:
     testclient = pytest.importorskip("starlette.testclient", reason="needs the extra serve")
     tokenizer = AutoTokenizer.from_pretrained(own.folder)
-    worker = BatchWorker(TextGenerator(own.model, tokenizer, None), 3)
+    settings = Settings(max_new_tokens=NEW).of_checkpoint(own.model.generation_config)
+    worker = BatchWorker(TextGenerator(own.model, settings, tokenizer), 3)
     worker.start(lambda: None)
-    with testclient.TestClient(CompletionApi(worker, "own", Settings(max_new_tokens=NEW)).app(["*"])) as client:
+    with testclient.TestClient(CompletionApi(worker, "own").app(["*"])) as client:
 
         def answers(**more: Any) -> list[str]:
             reply = client.post("/v1/completions", json={"prompt": PROMPTS} | more)
@@ -192,7 +193,7 @@ def test_the_plan_of_fit_knows_that_steps_cannot_be_compiled(own: Own, monkeypat
     assert why_not_decoded(loaded, ignoring) == ""
     loaded = load_backbone(own.folder)  # without the step that worked
     assert why_not_decoded(loaded, ignoring) == "torch.compile fails on LlamaForCausalLM (TorchDynamoException: no way)"
-    with pytest.raises(RequestError, match=r"--compile is not possible: .*repetition_penalty=1\.8"):
+    with pytest.raises(RequestError, match=r"compile is not possible: .*repetition_penalty=1\.8"):
         make_plan(options(compile=True), replace(PROBE, not_compiled=reason), COSTS, 100, 20)
 
 
@@ -210,10 +211,10 @@ def test_the_generation_config_is_read_as_the_model_has_it(own: Own, place: Plac
     config = json.loads((old / "config.json").read_text())
     (old / "config.json").write_text(json.dumps(config | {"repetition_penalty": 1.3, "use_cache": False}))
     for folder, penalty in ((own.folder, 1.8), (str(old), 1.3), (place.backbone, None)):
-        found = load_generation_config(folder)
+        found = BackboneFiles(folder).generation_config
         assert found == load_backbone(folder).model.generation_config
         assert found.repetition_penalty == penalty
     assert PLAIN["use_cache"] is True
     (old / "generation_config.json").write_text('{"max_new_tokens": 0}')
     with pytest.raises(RequestError, match="max_new_tokens"):
-        load_generation_config(str(old))
+        _ = BackboneFiles(str(old)).generation_config

@@ -24,7 +24,7 @@ from decode.bench.methods import Job
 from decode.compiled import region
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
-from decode.results import Result
+from decode.texts import Result
 from medusa.__main__ import COMMANDS, main
 from medusa.backbone import Backbone
 from medusa.commands import generate as generate_command
@@ -572,6 +572,7 @@ def own_place(place: Place, tmp_path: Path) -> Place:
 def test_auto_uses_the_calibrated_tree(
     medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(calibrate, "SIZES", (1, 4))
     models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
     out, plot, prompts = tmp_path / "c.json", tmp_path / "c.png", tmp_path / "prompts.txt"
     prompts.write_text("\n".join(LETTERS[at : at + 4] for at in range(8)), encoding="utf-8")
@@ -623,6 +624,7 @@ def test_compiled_steps_have_their_own_calibration(
     monkeypatch.setattr(calibrate, "time_steps", timing)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(LETTERS[at : at + 4] for at in range(8)), encoding="utf-8")
+    monkeypatch.setattr(calibrate, "SIZES", (1, 4))
     models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
     small = ("--prompts", prompts, "--max-new-tokens", "96", "--rounds", "1", "--ignore-eos")
     generate = ("generate", *models, "--prompt", "abc", "--tree", "auto", "--max-new-tokens", "8")
@@ -744,7 +746,6 @@ def test_bad_requests_are_refused_before_a_tree_is_calibrated(
     [
         (("benchmark", "--rounds", "1", "--against", "prompt-lookup", "--prompts"), ("x generate", "same text")),
         (("verify", "--draws", "2000", "--sampled-prompts", "1", "--prompts"), ("expected", "p-value", "verdict")),
-        (("verify", "--full", "--draws", "500", "--sampled-prompts", "1", "--prompts"), ("top-p", "verdict")),
         (("evaluate", "--data"), ("top 10", "top 1 if earlier are right")),
     ],
     ids=lambda value: " ".join(value[:2]),
@@ -848,9 +849,14 @@ def test_verify_reports_a_text_that_ends_early(
     assert [found["gap"] for found in content["greedy"]["divergences"]] == [None] * 3
 
 
-def test_verify_in_full_tries_more_temperatures(medusa: Any, place: Place, tmp_path: Path) -> None:
-    done, _ = verify(medusa, place, tmp_path, "--full", "--draws", "1000", "--sampled-prompts", "1")
+def test_verify_in_full_tries_more_temperatures(
+    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    done, _ = verify(medusa, place, tmp_path, "--full", "--draws", "500", "--sampled-prompts", "1")
     assert done.status == 0, done.out
+    assert max(len(line) for line in done.out.splitlines() if str(tmp_path) not in line) <= 60
+    assert "top-p" in done.out
     assert "\u2026" not in done.out, "a column was cut off"
     content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
     pairs = {(case["temperature"], case["top_p"]) for case in content["sampling"]["cases"]}
@@ -1015,7 +1021,7 @@ def test_other_prompts_are_rejected_before_the_backbone_is_loaded(
     """Loading a large backbone, and choosing a tree for heads without one, may take minutes."""
     file = tmp_path / "a.json"
     assert medusa(*benchmark(place, "--json", file)).status == 0
-    monkeypatch.setattr("medusa.commands.models.load_backbone", None)
+    monkeypatch.setattr("medusa.loading.BackboneFiles.load", None)
     done = medusa(*benchmark(place, "--max-prompts", "2", "--tree", "auto", "--compare", file))
     assert done.status == 2
     assert done.err.rstrip().endswith(
@@ -1193,7 +1199,7 @@ def test_float32_where_bfloat16_is_fast_gets_one_hint(
     from transformers import PreTrainedModel
 
     asked = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
-    asked += ("--rounds", "1", "--tree", "chain", *GENERATION)
+    asked += ("--rounds", "1", "--tree", "chain", "--max-prompts", "1", "--max-new-tokens", "2")
     monkeypatch.setattr("medusa.commands.models.has_fast_bfloat16", lambda: True)
     assert "bfloat16" not in medusa(*asked).err, "a tiny model"
     monkeypatch.setattr(PreTrainedModel, "num_parameters", lambda self: 100_000_000)
@@ -1261,7 +1267,7 @@ def test_contrastive_decoding(generate: Any, medusa: Any, place: Place, tmp_path
 
     models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *asked, *GENERATION)
     report, path = tmp_path / "verify.html", tmp_path / "out.json"
-    done = medusa("verify", *models, "--draws", "5000", "--report", report, "--json", path)
+    done = medusa("verify", *models, "--draws", "1000", "--report", report, "--json", path)
     assert done.status == 0, done.err
     assert json.loads(path.read_text(encoding="utf-8"))["settings"]["amateur"] == said
     assert "All decoding is contrastive" in report.read_text(encoding="utf-8")

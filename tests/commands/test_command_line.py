@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from decode.settings import Settings
 from medusa import progress
@@ -165,22 +164,6 @@ def test_a_relative_backbone_is_found_from_its_folder(
     assert medusa("generate", heads, "abc", *SHORT).status == 0
 
 
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
-        (("generate", "--plain", "--prompt", "a"), "--backbone is missing; add --backbone B"),
-        (("generate", "--drafter", "ngram", "--prompt", "a"), "--backbone is missing; add --backbone B"),
-        (("calibrate",), "HEADS is missing"),
-        (("info",), "HEADS is missing"),
-        (("info", "demo", "demo"), "unexpected argument 'demo'"),
-        (("benchmark", "demo", "a"), "unexpected argument 'a'"),
-        (("chat", "--heads", "demo", "demo"), "unexpected argument 'demo'"),
-    ],
-)
-def test_too_few_and_too_many_words(refused: Any, argv: tuple[str, ...], told: str) -> None:
-    assert told in refused(*argv)
-
-
 # --- help ------------------------------------------------------------------------------------------------------------
 
 
@@ -227,41 +210,6 @@ def test_help_of_medusa_lists_all_commands(medusa: Medusa) -> None:
     for command, summary in COMMANDS.items():
         assert re.search(rf"^ +{command} +{re.escape(summary)}$", text, re.MULTILINE), command
     assert medusa("--help-all") == medusa("--help")
-
-
-# --- the nearest name ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
-        (("genrate", "demo"), "there is no command 'genrate'; choose one of fit, demo"),
-        (("genrate", "demo"), "(did you mean generate?)"),
-        (
-            ("generate", "demo", "--max-newtokens", "3"),
-            "unknown option --max-newtokens; did you mean --max-new-tokens?",
-        ),
-        (("generate", "demo", "a", "--tempratur=1"), "unknown option --tempratur; did you mean --temperature?"),
-        (("train", "x.yaml", "--overwritte"), "did you mean --overwrite?"),
-        (("generate", "demo", "a", "--zzz"), "unknown option --zzz; see medusa generate --help"),
-        (("generate", "demo", "a", "-x"), "-x"),
-        (("generate", "demo", "a", "--strategy", "beems"), "(did you mean beam?)"),
-        (("generate", "demo", "a", "--drafter", "ngrm"), "(did you mean ngram?)"),
-        (("generate", "demo", "a", "--drafter", "ngram:token=3"), "did you mean tokens?"),
-        (("generate", "demo", "a", "--dtype", "bflot16"), "(did you mean bfloat16?)"),
-        (("generate", "demo", "a", "--attention", "spda"), "(did you mean sdpa?)"),
-        (("generate", "demo", "a", "--acceptance", "typicl"), "(did you mean typical?)"),
-        (("generate", "demo", "a", "--draft", "sampel"), "(did you mean sample?)"),
-        (("generate", "demo", "a", "--tree", "chian"), "; did you mean chain?"),
-        (("generate", "demo", "a", "--tree", "mc_sim_7b_36"), "; did you mean mc_sim_7b_63?"),
-        (("generate", "demo", "a", "--device", "cdua"), "; did you mean cuda?"),
-        (("export", "demo", "--to", "vlm", "--output", "x"), "(did you mean vllm?)"),
-        (("datastore", "biuld", "--data", "x", "--output", "y"), "(did you mean build?)"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_a_mistyped_name_is_answered_with_the_nearest(refused: Any, argv: tuple[str, ...], told: str) -> None:
-    assert told in refused(*argv)
 
 
 # --- closed pipes and progress without a terminal ---------------------------------------------------------------------
@@ -352,60 +300,6 @@ def test_short_work_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 # --- output paths ----------------------------------------------------------------------------------------------------
 
-COMMON = ("HEADS", "--prompts", "PROMPTS")
-
-
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
-        (("generate", *COMMON, "--json", "FOLDER"), "--json FOLDER is a folder; name a file"),
-        (("generate", *COMMON, "--json", "FOLDER/x/y.json"), "--json FOLDER/x/y.json: there is no folder FOLDER/x"),
-        (("generate", *COMMON, "--json", "/proc/x.json"), "--json /proc/x.json: nothing can be written in /proc"),
-        (("generate", *COMMON, "--record", "FILE"), "--record FILE is a file; choose a folder"),
-        (
-            ("calibrate", *COMMON, "--plot", "FOLDER/x.xyz"),
-            "--plot FOLDER/x.xyz is no picture; its name must end in .png",
-        ),
-        (("calibrate", *COMMON, "--plot", "/proc/x.png"), "--plot /proc/x.png: nothing can be written in /proc"),
-        (("verify", *COMMON, "--report", "FOLDER"), "--report FOLDER is a folder; name a file"),
-        (("verify", *COMMON, "--report", "/proc/x.html"), "--report /proc/x.html: nothing can be written"),
-        (("benchmark", *COMMON, "--report", "FOLDER/x/y.html"), "there is no folder FOLDER/x"),
-        (("benchmark", *COMMON, "--report", "/proc/x"), "--report /proc/x: nothing can be written in /proc"),
-        (("benchmark", *COMMON, "--report", "FILE/x"), "--report FILE/x: FILE is a file"),
-        (("distill", "--backbone", "demo", "--self-talk", "1", "--output", "FOLDER"), "--output FOLDER is a folder"),
-        (("distill", "--backbone", "demo", "--self-talk", "1", "--output", "/proc/x"), "nothing can be written"),
-        (("export", "HEADS", "--to", "vllm", "--output", "FILE"), "--output FILE is a file; choose a folder"),
-        (
-            ("export", "HEADS", "--to", "vllm", "--output", "/proc/x"),
-            "--output /proc/x: nothing can be written in /proc",
-        ),
-        (("demo", "--output", "FILE"), "--output FILE is a file; choose a folder"),
-        (
-            ("datastore", "build", "--backbone", "demo", "--data", "PROMPTS", "--output", "/proc/x"),
-            "--output /proc/x: nothing can be written in /proc",
-        ),
-        (("train", "RECIPE", "output_dir=FILE"), "output_dir FILE is a file; choose a folder"),
-        (("train", "RECIPE", "output_dir=/proc/x"), "output_dir /proc/x: nothing can be written in /proc"),
-        (("train", "RECIPE", "output_dir=FOLDER", "features_dir=FILE"), "features_dir FILE is a file"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_output_paths_are_checked_first(
-    refused: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...], told: str
-) -> None:
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("a backbone was loaded"))
-    names = {"FILE": tmp_path / "file", "FOLDER": tmp_path / "folder", "RECIPE": tmp_path / "recipe.yaml"}
-    names["FILE"].write_text("content", encoding="utf-8")
-    names["FOLDER"].mkdir()
-    names["RECIPE"].write_text(f"{{backbone: demo, data: {place.prompts}, output_dir: x}}", encoding="utf-8")
-
-    def filled(text: str) -> str:
-        text = text.replace("HEADS", place.heads).replace("PROMPTS", place.prompts)
-        return re.sub("FILE|FOLDER|RECIPE", lambda match: str(names[match[0]]), text)
-
-    assert filled(told) in refused(*map(filled, argv))
-    assert len([*tmp_path.rglob("*")]) == 3, "nothing was left behind"
-
 
 def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -417,37 +311,6 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 # --- options without an effect ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
-        (("generate", *COMMON, "--split", "test"), "--split chooses a part of a Hub dataset, and PROMPTS is local"),
-        (("generate", "HEADS", "a", "--split", "train"), "--split chooses a part of a dataset, and none is given"),
-        (("evaluate", "HEADS", "--data", "PROMPTS", "--split", "test"), "PROMPTS is local; leave out --split"),
-        (
-            ("generate", "demo", "a", "--revision", "main"),
-            "and demo is shipped with this package; leave out --revision",
-        ),
-        (("generate", "a", "--backbone", "BACKBONE", "--plain", "--revision", "main"), "BACKBONE is a folder"),
-        (("distill", "--backbone", "demo", "--self-talk", "1", "--output", "x", "--revision", "a"), "demo is shipped"),
-        (("generate", "HEADS", "a", "--top-p", "0.9"), "--top-p has no effect at --temperature 0; add --temperature 1"),
-        (("generate", "HEADS", "a", "--top-k", "5"), "leave out --top-k"),
-        (
-            ("distill", "--backbone", "demo", "--self-talk", "1", "--output", "x", "--min-p", "0.1"),
-            "--min-p has no effect",
-        ),
-        (("benchmark", *COMMON, "--top-p", "0.9", "--temperatures", "0"), "--top-p has no effect"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_options_without_an_effect_are_refused(refused: Any, place: Place, argv: tuple[str, ...], told: str) -> None:
-    names = {"HEADS": place.heads, "PROMPTS": place.prompts, "BACKBONE": place.backbone}
-
-    def filled(text: str) -> str:
-        return re.sub("HEADS|PROMPTS|BACKBONE", lambda match: names[match[0]], text)
-
-    assert filled(told) in refused(*map(filled, argv))
 
 
 def test_sampling_options_have_an_effect_where_a_temperature_may_follow() -> None:

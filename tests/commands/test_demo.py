@@ -27,8 +27,6 @@ def test_demo_runs_from_text_to_speedup(
     assert figures["benchmark"]["methods"]["medusa"]["equal_to_plain"] == 1.0
     assert figures["headline"]["title"] in told
     assert {"config.json", "medusa_lm_head.safetensors", "report.html"} <= {path.name for path in output.iterdir()}
-    assert main(command.split()) == 0
-    assert "is finished" in capsys.readouterr().err
 
 
 def test_demo_overwrites_nothing_but_a_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

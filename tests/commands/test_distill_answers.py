@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chat_families import family_tokenizer
 from decode.bench import methods
-from decode.results import Result
+from decode.texts import Result
 from medusa.__main__ import main
 from medusa.commands.distill import DistillOptions, distill
 from medusa.commands.distill.checks import why_cut

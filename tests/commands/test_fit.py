@@ -25,11 +25,11 @@ from medusa.__main__ import main
 from medusa.arguments import add_arguments, as_arguments, read
 from medusa.checkpoints.stored import WEIGHTS
 from medusa.commandline import OneLineParser
+from medusa.commands import fit as fit_module
 from medusa.commands.benchmark import BenchmarkOptions
 from medusa.commands.fit import fit, stages
 from medusa.commands.fit import plan as plan_module
-from medusa.commands.fit.choices import choose_heads
-from medusa.commands.fit.options import FitOptions
+from medusa.commands.fit.options import FitOptions, choose_heads
 from medusa.commands.fit.plan import (
     COMPILING,
     COMPILING_LAYER,
@@ -58,7 +58,7 @@ from tests.commands.test_cli import Place
 from tests.helpers import LETTERS
 from train.architecture import BackboneSizes, choose
 from train.config import HeadsConfig
-from train.footprint import HeadsSize, heads_size
+from train.hardware import HeadsSize, heads_size
 
 OPENINGS = ASSETS / "openings.jsonl"
 PROBE = Probe(
@@ -140,7 +140,7 @@ def test_a_conversation_that_outgrows_the_context_does_not_end_the_run(
     long = parse_record({"turns": ["abc", "d" * 126]}, "mine:1")
     run = stages.Run(asked, tmp_path, make_plan(asked, PROBE, COSTS, 1, 20), PROBE)
     write_prompts(tmp_path / stages.TRAIN, [long])
-    assert stages.TextStage(run).work()["texts"] == 1
+    assert stages.text_stage(run).work()["texts"] == 1
     assert "training does without 1 of 2 answers; " in capsys.readouterr().err
 
 
@@ -207,23 +207,18 @@ def test_a_slow_model_measures_fewer_prompts() -> None:
 
 
 @pytest.mark.parametrize("lacks", [True, False])
-def test_a_run_that_needs_more_memory_than_there_is_warns(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spread", [True, False])
+def test_a_run_that_needs_more_memory_than_there_is_warns(
+    lacks: bool, spread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several GPUs have their memory together."""
     plan = make_plan(options(), PROBE, COSTS, train_prompts=100, test_prompts=20)
-    needed = max(plan.memory_bytes, plan.decoding_bytes)
-    monkeypatch.setattr(plan_module, "total_memory", lambda device: needed - lacks)
-    warning = plan_module.lacking_memory(plan, {torch.device("cpu")})
+    devices, names = (devices_of(Spread()), "cuda:0 and cuda:1 have") if spread else ({torch.device("cpu")}, "cpu has")
+    each = -(-max(plan.memory_bytes, plan.decoding_bytes) // len(devices))
+    monkeypatch.setattr(plan_module, "total_memory", lambda device: each - lacks)
+    warning = plan_module.lacking_memory(plan, devices)
     assert bool(warning) == lacks
-    assert not warning or ("cpu has" in warning and "--quantization int8" in warning)
-
-
-@pytest.mark.parametrize("lacks", [True, False])
-def test_several_gpus_have_their_memory_together(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan(options(), PROBE, COSTS, train_prompts=100, test_prompts=20)
-    half = (max(plan.memory_bytes, plan.decoding_bytes) + 1) // 2
-    monkeypatch.setattr(plan_module, "total_memory", lambda device: half - lacks)
-    warning = plan_module.lacking_memory(plan, devices_of(Spread()))
-    assert bool(warning) == lacks
-    assert not warning or "cuda:0 and cuda:1 have" in warning
+    assert not warning or (names in warning and "--quantization int8" in warning)
 
 
 class Spread(torch.nn.Module):
@@ -237,10 +232,10 @@ def test_ignored_ends_of_texts_reach_every_stage(tmp_path: Path) -> None:
     asked = options(ignore_eos=True, out=str(tmp_path))
     plan = make_plan(asked, PROBE, COSTS, train_prompts=100, test_prompts=20)
     run = stages.Run(asked, tmp_path, plan, PROBE)
-    assert "--ignore-eos" in stages.TextStage(run).command
-    assert "--ignore-eos" in stages.BenchmarkStage(run, compiled=False).command
+    assert "--ignore-eos" in stages.text_stage(run).command
+    assert "--ignore-eos" in stages.benchmark_stage(run, WRITTEN, False).command
     asked = options(out=str(tmp_path))
-    assert "--ignore-eos" not in stages.TextStage(stages.Run(asked, tmp_path, plan, PROBE)).command
+    assert "--ignore-eos" not in stages.text_stage(stages.Run(asked, tmp_path, plan, PROBE)).command
 
 
 def test_answers_fit_the_context() -> None:
@@ -287,7 +282,7 @@ def test_steps_are_compiled_on_a_gpu(
     asked: bool | None, device: str, reason: str, compiled: bool, told: str, tmp_path: Path
 ) -> None:
     found, wanted = replace(PROBE, device=device, not_compiled=reason, layers=8), options(compile=asked)
-    trees, seconds = compiling("markov", found)
+    trees, seconds = compiling(MedusaConfig(64, 100, kind="markov"), found)
     costs = [replace(COSTS[0], compiled_trees=trees, tree_seconds=seconds)]
     plan = make_plan(wanted, found, costs, train_prompts=100, test_prompts=20)
     eager = make_plan(options(compile=False), found, costs, train_prompts=100, test_prompts=20)
@@ -299,9 +294,9 @@ def test_steps_are_compiled_on_a_gpu(
     assert replace(eager, compiled=compiled).seconds == plan.seconds, "a continued run may change its steps"
     assert f"steps        {told}" in describe(plan, found, choose_heads(wanted), wanted)
     run = stages.Run(replace(wanted, out=str(tmp_path)), tmp_path, plan, found)
-    calibration = stages.CalibrationStage(run, choose_heads(wanted)[0], WRITTEN)
+    calibration = stages.calibration_stage(run, choose_heads(wanted)[0], WRITTEN)
     assert ("--compile" in calibration.command) == compiled
-    assert ("--compile" in stages.BenchmarkStage(run, compiled).command) == compiled
+    assert ("--compile" in stages.benchmark_stage(run, WRITTEN, compiled).command) == compiled
 
 
 @pytest.mark.parametrize(("device", "compiled"), [("cpu", True), ("cuda", False)])
@@ -313,7 +308,7 @@ def test_a_continued_run_says_that_its_steps_were_planned_before(device: str, co
 
 
 def test_compiled_steps_that_are_not_possible_are_refused_before_any_work() -> None:
-    with pytest.raises(RequestError, match=f"--compile is not possible: {SPREAD}; leave it out"):
+    with pytest.raises(RequestError, match=f"compile is not possible: {SPREAD}; leave it out"):
         make_plan(options(compile=True), replace(PROBE, not_compiled=SPREAD), COSTS, 100, 20)
 
 
@@ -332,24 +327,24 @@ def test_eager_steps_will_do_where_compiling_fails_unless_it_was_asked_for(
     name: str, asked: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tried = list[bool]()
-    calibrated = {"points": [{"nodes": 8, "dynamic": False, "tau": 2.5, "step_ms": 3.0}], "chosen": 0}
-    written = {"calibrate": calibrated, "benchmark": {"methods": {"medusa": {"tau": 2.5}}}}[name]
+    best = SimpleNamespace(nodes=8, dynamic=False, tau=2.5, step_ms=3.0)
+    found = {"calibrate": SimpleNamespace(best=best), "benchmark": {"methods": {"medusa": {"tau": 2.5}}}}[name]
 
-    def worked(given: Any) -> None:
+    def worked(given: Any) -> Any:
         tried.append(given.settings.compile)
         if given.settings.compile:
             raise NotCompilableError("torch.compile fails")
-        Path(given.output.json).write_text(json.dumps(written))
+        return found
 
-    monkeypatch.setattr(getattr(stages, name), "run", worked)
+    monkeypatch.setattr(stages, {"calibrate": "find_tree"}.get(name, name), worked)
     run = gpu_run(asked, tmp_path)
     (choice,) = choose_heads(run.options)
-    stage: Any = stages.BenchmarkStage(run, True)
+    stage = stages.benchmark_stage(run, WRITTEN, True)
     if name == "calibrate":
-        stage = stages.CalibrationStage(run, choice, WRITTEN)
+        stage = stages.calibration_stage(run, choice, WRITTEN)
     assert "--compile" in stage.command
     if asked:
-        with pytest.raises(RequestError, match="--compile is not possible"):
+        with pytest.raises(RequestError, match="compile is not possible"):
             stage.work()
         assert tried == [True]
     else:
@@ -369,9 +364,9 @@ def test_other_refusals_do_not_repeat_a_calibration(
         tried.append(given.settings.compile)
         raise error
 
-    monkeypatch.setattr(stages.calibrate, "run", refused)
+    monkeypatch.setattr(stages, "find_tree", refused)
     run = gpu_run(None, tmp_path)
-    stage = stages.CalibrationStage(run, choose_heads(run.options)[0], WRITTEN)
+    stage = stages.calibration_stage(run, choose_heads(run.options)[0], WRITTEN)
     if isinstance(error, TooFewStepsError):
         assert stage.work() == {"refused": "too little text", "compiled": True}
     else:
@@ -391,11 +386,11 @@ def test_the_steps_may_change_until_a_tree_is_found(
     """A run that an earlier version planned says nothing of compiled steps."""
     asked = list[bool]()
 
-    def stop(stage: stages.CalibrationStage) -> None:
-        asked.append(stage.run.plan.compiled)
+    def stop(run: stages.Run, *_: Any) -> None:
+        asked.append(run.plan.compiled)
         raise RunError("stopped")
 
-    monkeypatch.setattr(stages.CalibrationStage, "work", stop)
+    monkeypatch.setattr(stages, "text_stage", stop)  # the first stage, so that no work is done
     assert main(command()) == 1
     state = tmp_path / "heads" / "fit.json"
     content = json.loads(state.read_text())
@@ -452,7 +447,7 @@ def test_the_docs_show_what_the_planner_computes_for_7b(monkeypatch: pytest.Monk
     size = heads_size(config, sizes.vocab_size)
     read = size.trained + 4 * 4096 * 32000  # the shared LM head, once for each head
     learning = found.read_seconds * (1 + HEAD_COST * read / sizes.parameters)
-    costs = Costs(size, learning, *compiling(choice.heads["kind"], found))
+    costs = Costs(size, learning, *compiling(config, found))
     monkeypatch.setattr(plan_module, "free_bytes", lambda path: 10**12)
     plan = make_plan(asked, found, [costs], train_prompts=4900, test_prompts=100)
     page = (Path(__file__).parents[2] / "docs" / "start.md").read_text(encoding="utf-8")
@@ -563,7 +558,20 @@ def command(place: Place, tmp_path: Path) -> Callable[..., list[str]]:
     return lambda *further: [*words, *further]
 
 
-STAGES = (stages.TextStage, stages.TrainingStage, stages.CalibrationStage, stages.BenchmarkStage)
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[str], None]], None]]:
+    """Return a function that chooses what to call with the name of a stage before its work begins."""
+    finish, act = fit_module.finish, list[Callable[[str], None]]()
+
+    def watched(stage: stages.Stage, *rest: Any) -> None:
+        finish(stage._replace(work=lambda: (act[-1](stage.name), stage.work())[1]), *rest)
+
+    monkeypatch.setattr(fit_module, "finish", watched)
+    return act.append
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.usefixtures("short_fit")
@@ -572,33 +580,30 @@ def test_a_run_that_is_stopped_in_every_stage(
     place: Place,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[Callable[[str], None]], None],
 ) -> None:
-    """SIGTERM before each stage's end; the same command continues, and no finished stage runs twice."""
+    """SIGTERM in each stage; the same command continues, and no finished stage runs twice.
+
+    Training is not repeated, even if the signal comes before the state is written."""
     folder, ran = tmp_path / "heads", list[str]()
-
-    def counting(work: Callable[[Any], Any], name: str, stop: bool) -> Callable[[Any], Any]:
-        def counted(stage: Any) -> Any:
-            ran.append(name)
-            if stop:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return work(stage)
-
-        return counted
-
-    works = {kind: kind.work for kind in STAGES}
-    for stopped in STAGES:
-        for kind, work in works.items():
-            monkeypatch.setattr(kind, "work", counting(work, kind.__name__, kind is stopped))
+    state, weights = folder / "fit.json", folder / "stages" / "markov" / WEIGHTS
+    for stopped in ("text", "train markov", "calibrate markov", "benchmark"):
+        before(lambda name, stopped=stopped: (ran.append(name), name == stopped and stop()))  # type: ignore[misc]
         assert main(command()) == 143
         told = capsys.readouterr().err
         assert f"this command continues: medusa fit {place.backbone} --prompts" in told
-    for kind, work in works.items():
-        monkeypatch.setattr(kind, "work", counting(work, kind.__name__, False))
+        if stopped == "calibrate markov":
+            content, written = json.loads(state.read_text()), weights.stat().st_mtime_ns
+            figures = content["stages"].pop("train markov")
+            state.write_text(json.dumps(content))
+    assert json.loads(state.read_text())["stages"]["train markov"] == figures
+    assert weights.stat().st_mtime_ns == written
+    before(ran.append)
     report = tmp_path / "fit.json"
     assert main(command("--json", str(report))) == 0
     told = capsys.readouterr()
-    assert ran == [name for kind in STAGES for name in (kind.__name__, kind.__name__)]
+    first, again = ["text", "text", "train markov", "train markov", "calibrate markov"], ["train markov"]
+    assert ran == [*first, *again, "calibrate markov", "benchmark", "benchmark"]
 
     figures = json.loads(report.read_text())
     assert figures["benchmark"]["methods"]["medusa"]["equal_to_plain"] == 1
@@ -611,26 +616,6 @@ def test_a_run_that_is_stopped_in_every_stage(
     assert main(command()) == 0
     assert "is finished; --overwrite starts again" in capsys.readouterr().err
     assert not ran
-
-
-@pytest.mark.usefixtures("short_fit")
-def test_a_training_run_that_ended_before_the_signal_is_not_repeated(
-    command: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(stage: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    train = stages.TrainingStage.work
-    monkeypatch.setattr(stages.TrainingStage, "work", lambda stage: (train(stage), stop(stage)))
-    assert main(command()) == 143
-    weights = tmp_path / "heads" / "stages" / "markov" / WEIGHTS
-    written = weights.stat().st_mtime_ns
-    monkeypatch.setattr(stages.TrainingStage, "work", train)
-    monkeypatch.setattr(stages.CalibrationStage, "work", stop)
-    assert main(command()) == 143
-    assert weights.stat().st_mtime_ns == written
-    figures = json.loads((tmp_path / "heads" / "fit.json").read_text())["stages"]["train markov"]
-    assert figures["steps"] > 0
 
 
 def test_the_plan_alone_writes_nothing(

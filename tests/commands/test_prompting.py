@@ -202,16 +202,12 @@ def test_benchmarks_of_different_forms_are_not_compared(medusa: Any, models: Mod
 def test_evaluate_continues_a_conversation_after_its_first_question(
     medusa: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from decode.bench import methods
+    from decode.texts import TextGenerator
 
-    asked: list[list[int]] = []
-    once = methods.plain_method
-
-    def plain_method(*args: Any) -> Any:
-        method = once(*args)
-        return lambda prompts: [asked.extend(prompts), method(prompts)][1]
-
-    monkeypatch.setattr(methods, "plain_method", plain_method)
+    asked, write = list[list[int]](), TextGenerator.__call__
+    monkeypatch.setattr(
+        TextGenerator, "__call__", lambda self, prompts: (asked.extend(prompts), write(self, prompts))[1]
+    )
     talk = [("system", "z"), ("user", "bcd"), ("assistant", "x" * 40), ("user", "efg"), ("assistant", "y")]
     rows = [{"messages": [{"role": role, "content": said} for role, said in talk]}, {"text": "b" * 40}]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -49,6 +49,9 @@ LOADING = """
 --dtype float8 -> float8
 --attention flash -> flash
 --revision -> revision
+--dtype bflot16 -> (did you mean bfloat16?)
+--attention spda -> (did you mean sdpa?)
+--device cdua -> did you mean cuda?
 """
 HEADS = """
 --heads ./nodir -> ./nodir
@@ -66,12 +69,12 @@ SAMPLING = """
 --min-p 1.5 -> min-p is 1.5
 --repetition-penalty 0 -> repetition-penalty is 0
 --max-new-tokens 0 -> max-new-tokens is 0
---max-new-tokens many -> 'many'
+--max-new-tokens many -> 'many' is no such number; it must be a whole number of at least 1
 --stop '' -> stop string is empty
 """
 RUNTIME = """
 --seed -1 -> seed is -1
---seed x -> 'x'
+--seed x -> it must be a whole number from 0 to 4294967295
 --threads 0 -> threads is 0
 --json /no/such/folder/x.json -> /no/such/folder/x.json
 --json full -> full
@@ -89,6 +92,7 @@ DRAFTING = """
 --tree loose.json -> has no parent
 --tree twice.json -> twice
 --tree topk:200,100 -> nodes
+--tree mc_sim_7b_36 -> did you mean mc_sim_7b_63?
 """
 ACCEPTING = """
 --acceptance hopeful -> greedy, rejection, typical
@@ -107,6 +111,9 @@ ACCEPTING = """
 --stop-drafting 0.1 --tree chain -> dynamic:N
 --stop-drafting 0.1 --tree dynamic:8 --compile -> leave one out
 --acceptance distance:3 --compile -> cannot be compiled
+--temperature 1 --draft sample --tree dynamic:8 -> use draft topk
+--acceptance typicl -> (did you mean typical?)
+--draft sampel -> (did you mean sample?)
 """
 DRAFTERS = """
 --drafter oracle -> 'oracle'
@@ -121,6 +128,14 @@ DRAFTERS = """
 --drafter model:./nodir -> ./nodir
 --drafter model:demo -> 4096 tokens
 --drafter ngram --temperature 1 --draft sample -> use --draft topk
+--drafter mtp -> has no MTP layers
+--drafter mtp:0 -> tokens is 0; it must be at least 1
+--drafter ngram --stop-drafting 0.1 -> dynamic trees of heads
+--drafter ngram:token=3 -> did you mean tokens?
+--drafter ngrm -> (did you mean ngram?)
+--drafter blockwise --tree chain -> leave it out
+--drafter mix:heads+ngram --compile -> cannot be compiled
+--drafter mix:heads+ngram --temperature 1 --draft sample -> use --draft topk
 """
 CONTRASTING = """
 --amateur ./nodir -> ./nodir
@@ -130,6 +145,7 @@ CONTRASTING = """
 --amateur backbone --contrast-alpha 2 -> contrast-alpha is 2
 --amateur backbone --contrast-beta -1 -> contrast-beta is -1
 --amateur backbone --amateur-temperature 0 -> amateur-temperature is 0
+--contrast-alpha 0.1 -> --contrast-alpha belongs to contrastive decoding
 """
 RECORDS = """
 {} ./none.jsonl -> none.jsonl
@@ -182,6 +198,13 @@ LINES = {
 --max-queued 0 --strategy best-first-beam -> max-queued is 0
 --tempratur 1 -> did you mean --temperature
 --prompts long.jsonl -> 129 tokens
+--strategy greedy --length-penalty 0 -> --length-penalty belongs to beam search
+--strategy beems -> (did you mean beam?)
+--num-beams 4 -> --num-beams belongs to beam search
+--json /proc/x.json -> nothing can be written in /proc
+--max-newtokens 3 -> unknown option --max-newtokens; did you mean --max-new-tokens?
+--zzz -> unknown option --zzz; see medusa generate --help
+-x -> -x
 """,
     "chat": """
 --backbone ./nodir -> ./nodir
@@ -230,6 +253,11 @@ LINES = {
 --plot /no/such/folder/x.png -> /no/such/folder/x.png
 --split test -> --split
 --tree chain -> --tree
+--plot x -> is no picture
+--plot no/x.png -> there is no folder no
+--plot x.png --json x.png -> --json and --plot both write x.png
+--plot /proc/x.png -> nothing can be written in /proc
+--max-new-tokens 9 -> 3 prompts with --max-new-tokens 9 give at most 27
 """,
     "benchmark": LOADING
     + HEADS
@@ -252,6 +280,23 @@ LINES = {
 --compare old.json -> old.json
 --top-p 0.9 -> --temperature
 --split test -> --split
+--prompt-lookup -> --prompt-lookup has another name now: --against prompt-lookup
+--draft-model demo -> --draft-model has another name now: --against model:demo
+--draft-model -> --against model:B
+--against demo -> --against is 'demo'; give model:B, with a draft model B, or prompt-lookup
+--against model: -> --against is 'model:'
+--against model:demo -> the draft model demo has 4096 tokens
+--against prompt-lookup --against prompt-lookup -> one is given twice
+--against prompt-lookup --batch-size 2 -> one prompt at a time, and --batch-size is 2
+--against prompt-lookup --amateur backbone -> cannot be combined with --amateur
+--report x.html --json x.html -> --json and --report both write x.html
+--report /proc/x -> nothing can be written in /proc
+--report notes.txt/x -> notes.txt is a file
+--epsilon 0.2 -> --epsilon 0.2 has an effect only with typical acceptance
+--temperature 1 --delta 0.2 -> --delta 0.2 has an effect only with typical acceptance
+--temperature 1 --draft sample --temperatures 0,1 -> with 'greedy' use draft 'topk'
+--tree dynamic:16 --stop-drafting 0.1 --lossy -> depend on the batch; use typical
+--top-p 0.9 --temperatures 0 -> --top-p has no effect
 """,
     "verify": HEADS
     + RUNTIME
@@ -267,6 +312,9 @@ LINES = {
 --batch-size 0 -> batch-size is 0
 --temperature 1 -> --temperature
 --split test -> --split
+--report verify.pdf -> --report verify.pdf: the report is an HTML page
+--report x.html --json ./x.html -> both write
+--report /proc/x.html -> nothing can be written in /proc
 """,
     "distill": LOADING
     + SAMPLING
@@ -287,6 +335,7 @@ LINES = {
 --model x -> --server
 --heads ./nodir -> ./nodir
 --split test -> --split
+--min-p 0.1 -> --min-p has no effect
 """,
     "export": """
 --heads ./nodir -> ./nodir
@@ -316,7 +365,7 @@ LINES = {
 --to hub --repo-id heads -> 'heads'
 --to hub --backbone demo -> --backbone demo
 --to sglang -> eagle
---to modelopt --backbone no/model -> whole local folder
+--to tensorrt-llm --backbone demo -> --to tensorrt-llm is gone: TensorRT-LLM has deleted the engines
 --json full -> full
 --revison x -> did you mean --revision
 """,
@@ -398,6 +447,10 @@ output_dir=heads -> --overwrite
 quantization=3bit -> quantization
 adapter.rank=0 -> adapter.rank
 cache_features=maybe -> cache_features
+data.path=prompts.jsonl data.shuffle_buffer=0 -> data.shuffle_buffer is 0
+data.path=prompts.jsonl data.streaming=perhaps -> data.streaming
+features_dir=notes.txt -> features_dir notes.txt is a file
+--overwritte -> did you mean --overwrite?
 """,
     "info": """
 ./nodir -> nodir
@@ -475,6 +528,37 @@ datastore --backbone backbone --data prompts.jsonl --output new -> build
 datastore drop --backbone backbone --data prompts.jsonl --output new -> drop
 datastore build --data prompts.jsonl --output new -> backbone
 datastore build --backbone backbone --output new -> data
+generate --backbone backbone --prompt abc --strategy beam --drafter ngram -> leave out --drafter
+generate --backbone backbone --prompt abc --strategy beam --plain -> leave out --plain
+generate --backbone backbone --prompt abc --strategy beam --amateur demo -> leave out --amateur
+generate --backbone backbone --prompt abc --strategy beam --temperature 1 -> leave out --temperature
+generate --backbone backbone --prompt abc --strategy beam --top-k 3 -> leave out --top-k
+generate --backbone backbone --prompt abc --strategy beam --stop a -> leave out --stop
+generate --backbone backbone --prompt abc --strategy best-first-beam --drafter ngram -> leave out --drafter
+generate --backbone backbone --prompt abc --strategy best-first-beam --plain -> leave out --plain
+generate --backbone backbone --prompt abc --strategy best-first-beam --amateur demo -> leave out --amateur
+generate --backbone backbone --prompt abc --strategy best-first-beam --temperature 1 -> leave out --temperature
+generate --backbone backbone --prompt abc --strategy best-first-beam --top-k 3 -> leave out --top-k
+generate --backbone backbone --prompt abc --strategy best-first-beam --stop a -> leave out --stop
+generate --backbone backbone --prompt abc --strategy beam --max-queued 9 -> belongs to --strategy best-first-beam
+generate --backbone backbone --prompt abc --strategy best-first-beam --batch-size 2 -> one prompt at a time
+generate a --backbone backbone --strategy best-first-beam --num-beams 5 --max-queued 4 -> at least --num-beams, 5
+generate --backbone backbone --prompt abc --drafter heads -> drafter heads needs --heads H
+generate --plain --prompt a -> --backbone is missing; add --backbone B
+generate --drafter ngram --prompt a -> --backbone is missing; add --backbone B
+generate demo a --revision main -> demo is shipped with this package; leave out --revision
+generate a --backbone backbone --plain --revision main -> backbone is a folder
+genrate demo -> there is no command 'genrate'; choose one of fit, demo
+genrate heads -> (did you mean generate?)
+benchmark --backbone backbone --prompts prompts.jsonl --drafter ngram --drafter heads -> needs --heads H
+benchmark demo a -> unexpected argument 'a'
+calibrate -> HEADS is missing
+info -> HEADS is missing
+info demo demo -> unexpected argument 'demo'
+chat --heads demo demo -> unexpected argument 'demo'
+datastore biuld --data x --output y -> (did you mean build?)
+distill --backbone demo --self-talk 1 --output x --revision a -> demo is shipped
+distill --backbone demo --self-talk 2 --self-talk-seeds ./none.jsonl --output x -> none.jsonl
 """
 
 

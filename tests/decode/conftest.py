@@ -22,7 +22,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Let each captured graph run as it is. Gives the settings with which it would have been compiled."""
     settings: list[dict[str, Any]] = []
 
-    def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], config_patches: dict[str, Any]) -> Any:
+    def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], config_patches: dict[str, Any], **_: Any) -> Any:
         made = [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") == "tensor"]
         assert not made, "a tensor made from numbers of the host is copied in every step, which no CUDA graph can hold"
         settings.append(config_patches)

@@ -10,11 +10,11 @@ import torch
 
 import decode.loop
 from decode import steps
-from decode.generation import stepper_for
 from decode.loop import Step
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.serve.batch import UNDEFINED, RunningBatch
-from decode.settings import AcceptanceRule
+from decode.texts import stepper_for
 from medusa.backbone import Backbone
 from medusa.errors import RunError
 from tests.helpers import left_padded, random_heads, random_ids, run_as_written, tiny_model

@@ -586,8 +586,8 @@ def test_a_streamer_of_medusa_generate(llama: Any, heads: MedusaHeads) -> None:
     ("options", "told"),
     [
         ({"stop_drafting": -1}, "stop_drafting is -1; it must be between 0 and 1"),
-        ({"compile": True, "stop_drafting": 0.1}, "compile= needs steps of one shape, and stop_drafting= changes"),
-        ({"acceptance": "topk:2", "compile": True}, "leave out compile="),
+        ({"compile": True, "stop_drafting": 0.1}, "compile needs steps of one shape, and stop_drafting changes"),
+        ({"acceptance": "topk:2", "compile": True}, "compile is not possible: acceptance"),
         ({"tree": "chain:9"}, "the tree chain fits any heads"),
     ],
 )

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from decode.results import Result, end_of_context, tau, text_of
+from decode.texts import Result, end_of_context, tau
+from medusa.records.pieces import text_of
 
 
 def test_the_text_holds_no_special_tokens(tokenizer: Any) -> None:

@@ -13,13 +13,13 @@ from medusa.errors import RequestError
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"max_new_tokens": 0}, "max-new-tokens is 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"temperature": -0.5}, "temperature is -0.5"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": -1}, "top-k is -1"),
-        ({"top_p": 0.0}, "top-p is 0"),
-        ({"top_p": 2.0}, "top-p is 2"),
-        ({"repetition_penalty": 0.0}, "repetition-penalty is 0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"top_p": 2.0}, "top_p is 2"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
         ({"stop": ("a", "")}, "stop string is empty"),
         ({"acceptance": "hopeful"}, "greedy, rejection, typical"),
         ({"acceptance": "typical"}, "needs a temperature above 0"),

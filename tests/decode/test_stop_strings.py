@@ -14,9 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation import StopStringCriteria
 
 from chat_families import byte_tokenizer
-from decode.results import text_of
-from decode.serve.texts import TextPiece, TextStream, joined
-from decode.stop_strings import StopStrings, TokenBytes
+from medusa.records.pieces import StopStrings, TextPiece, TextStream, TokenBytes, joined, text_of
 from tests.helpers import FIRST_TRANSFORMERS, left_padded
 from tests.train.templates import merging_tokenizer, sentencepiece_tokenizer
 

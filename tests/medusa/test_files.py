@@ -48,3 +48,20 @@ def test_the_module_works_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     spec.loader.exec_module(module)
     with module.locked(tmp_path / "new"), (tmp_path / "new" / "file").open("a") as file:
         assert module.lock(file.fileno(), wait=False)
+
+
+def test_a_folder_is_replaced_atomically(tmp_path: Path) -> None:
+    for content in ("old", "new"):
+        with files.replacing_folder(tmp_path / "x") as folder:
+            (folder / content).write_text(content)
+        assert [path.name for path in (tmp_path / "x").iterdir()] == [content]
+
+    def fail() -> None:
+        with files.replacing_folder(tmp_path / "x") as folder:
+            (folder / "third").write_text("third")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["new"]

@@ -21,7 +21,7 @@ from decode.tree_check import check_tree_forward
 from medusa import RequestError, Tree
 from medusa.backbone import Backbone
 from medusa.gguf import gguf_file
-from medusa.loading import LoadOptions, auto_class, load_backbone, load_config, load_generation_config, load_tokenizer
+from medusa.loading import BackboneFiles, LoadOptions, auto_class, load_backbone, load_config, load_tokenizer
 from tests.gguf_files import TOKENS, write_gguf
 from tests.helpers import COMMON, VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
 
@@ -134,7 +134,7 @@ def test_a_gguf_file_is_a_backbone(written: tuple[Path, dict[str, np.ndarray]], 
     same.load_state_dict({key: torch.from_numpy(value) for key, value in held.items()})
     assert all(torch.equal(tensor, same.state_dict()[key]) for key, tensor in model.state_dict().items())
     assert (model.dtype, model.config.eos_token_id) == (torch.float32, 5)
-    assert load_generation_config(place).to_dict() == model.generation_config.to_dict()
+    assert BackboneFiles(place).generation_config.to_dict() == model.generation_config.to_dict()
     model.generation_config.eos_token_id = None
     assert same_text(model, same)
     assert loaded.tokenizer is not None

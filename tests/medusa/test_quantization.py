@@ -186,15 +186,13 @@ def test_a_model_that_writes_no_text_is_refused(kind: str, tmp_path: Path) -> No
 
 
 @needs_torchao
-@KINDS
-def test_every_command_runs_on_a_quantised_backbone(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_runs_on_a_quantised_backbone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Write text, train, and decode: the text is that of the quantised model's own `generate`.
 
     The backbone's name and its quantisation come from the heads."""
+    kind = "int4"
     text, heads, prompts = tmp_path / "text.jsonl", tmp_path / "heads", tmp_path / "prompts.jsonl"
-    words = ("Once upon a time", "The little cat", "Tom and Mia", "One day", "The sun", "Lily saw a big red ball")
+    words = ("Once upon a time", "The little cat", "Tom and Mia")
     prompts.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in words), encoding="utf-8")
     decode = ("--prompts", prompts, "--max-new-tokens", "20")
     recipe = ("backbone=demo", f"data={text}", f"output_dir={heads}", f"quantization={kind}")

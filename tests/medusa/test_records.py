@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from medusa.errors import RequestError
-from medusa.records.record import Record, parse_record, prompt_ids
+from medusa.records.record import Record, prompt_ids
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
 USER = {"role": "user", "content": "hi"}
@@ -40,44 +41,38 @@ def line(tmp_path: Path) -> Path:
 # --- forms of a line -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("row", "text", "is_prompt"),
-    [
-        ({"prompt": "a"}, "a", True),
-        ({"text": "a"}, "a", False),
-        ({"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "x"}, "def f():", True),
-        ({"question": "1 + 1?", "answer": "2"}, "1 + 1?", True),
-    ],
-    ids=["prompt", "text", "HumanEval", "GSM8K"],
-)
-def test_texts(line: Path, row: dict[str, Any], text: str, is_prompt: bool) -> None:
+SYSTEM = {"role": "system", "content": "s"}
+SHAREGPT = [{"from": "system", "value": "s"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"prompt": "a"}, {"text": "a", "is_prompt": True, "input_ids": None, "messages": None, "category": None}),
+    ({"text": "a", "category": 7}, {"text": "a", "is_prompt": False, "category": "7"}),
+    ({"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "x"}, {"text": "def f():"}),
+    ({"question": "1 + 1?", "answer": "2"}, {"text": "1 + 1?", "is_prompt": True, "answer": "2"}),  # GSM8K
+    ({"input_ids": [5, 0, 7]}, {"input_ids": [5, 0, 7], "prompt_tokens": 0}),
+    ({"input_ids": [5, 0, 7], "prompt_tokens": 2, "answer": "x"}, {"prompt_tokens": 2}),
+    ({"input_ids": [1, 2], "prompt_tokens": None}, {"prompt_tokens": 0}),  # as in a Parquet file
+    ({"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT], "first_taught": 0, "unfinished": False}),
+    (
+        {"messages": [USER, ASSISTANT], "teach": "last", "finish_reason": "length"},  # of medusa distill
+        {"first_taught": 1, "unfinished": True},
+    ),
+    ({"conversations": SHAREGPT}, {"messages": [SYSTEM, USER, ASSISTANT]}),
+    *(
+        ({"conversations": [{"from": name, "value": "x"}]}, {"messages": [{"role": role, "content": "x"}]})
+        for name, role in (("chatgpt", "assistant"), ("tool", "tool"), ("observation", "tool"))
+    ),
+    (
+        {"question_id": 81, "category": "writing", "turns": ["hi", "and then?"]},  # MT-bench
+        {"messages": [USER], "is_prompt": True, "category": "writing", "turns": ["hi", "and then?"]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), FORMS, ids=[", ".join(row) for row, _ in FORMS])
+def test_forms_of_a_line(line: Path, row: dict[str, Any], expected: dict[str, Any]) -> None:
     record = only(line, row)
-    assert (record.text, record.is_prompt, record.where) == (text, is_prompt, f"{line}:1")
-    assert record.input_ids is None
-    assert record.messages is None
-
-
-def test_ids(line: Path) -> None:
-    record = only(line, {"input_ids": [5, 0, 7]})
-    assert (record.input_ids, record.prompt_tokens) == ([5, 0, 7], 0)
-
-
-def test_ids_that_start_with_a_prompt(line: Path) -> None:
-    assert only(line, {"input_ids": [5, 0, 7], "prompt_tokens": 2, "answer": "x"}).prompt_tokens == 2
-
-
-def test_messages(line: Path) -> None:
-    assert only(line, {"messages": [USER, ASSISTANT]}).messages == [USER, ASSISTANT]
-
-
-def test_sharegpt(line: Path) -> None:
-    turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
-    assert only(line, {"conversations": turns}).messages == [{"role": "system", "content": "s"}, USER, ASSISTANT]
-
-
-@pytest.mark.parametrize(("name", "role"), [("chatgpt", "assistant"), ("tool", "tool"), ("observation", "tool")])
-def test_sharegpt_with_other_field_names(line: Path, name: str, role: str) -> None:
-    assert only(line, {"conversations": [{"from": name, "value": "x"}]}).messages == [{"role": role, "content": "x"}]
+    assert {name: getattr(record, name) for name in expected} == expected
+    assert record.where == f"{line}:1"
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -93,24 +88,6 @@ def test_tools_and_calls_are_read_as_objects_or_json_text(line: Path, as_text: b
     assert record.tools == tools
     assert record.messages == [USER, message | {"content": "", "tool_calls": [CALL]}]
     assert only(line, {"messages": [USER], "tools": []}).tools is None
-
-
-def test_metadata_of_distilled_answers(line: Path) -> None:
-    plain = only(line, {"messages": [USER, ASSISTANT]})
-    assert (plain.first_taught, plain.unfinished) == (0, False)
-    told = only(line, {"messages": [USER, ASSISTANT], "teach": "last", "finish_reason": "length"})
-    assert (told.first_taught, told.unfinished) == (1, True)
-
-
-def test_mt_bench_gives_its_first_turn(line: Path) -> None:
-    record = only(line, {"question_id": 81, "category": "writing", "turns": ["hi", "and then?"]})
-    assert (record.messages, record.is_prompt, record.category) == ([USER], True, "writing")
-    assert record.turns == ["hi", "and then?"]
-
-
-def test_a_category_is_kept(line: Path) -> None:
-    assert only(line, {"prompt": "a", "category": 7}).category == "7"
-    assert only(line, {"prompt": "a"}).category is None
 
 
 # --- forms of a file -------------------------------------------------------------------------------------------------
@@ -208,25 +185,13 @@ def test_a_folder_of_distill_is_read_as_data(tmp_path: Path) -> None:
 def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
-    def load(name: str, **kwargs: Any) -> Iterator[dict[str, Any]]:
-        asked.update(kwargs, name=name)
+    def load(path: str, **kwargs: Any) -> Iterator[dict[str, Any]]:
+        asked.update(kwargs, path=path)
         return iter([{"prompt": "a"}, {"prompt": "b"}])
 
     monkeypatch.setattr("datasets.load_dataset", load)
-    records = read_records("org/questions", split="test")
-    assert next(records).where == "org/questions, row 1"
-    assert asked == {"name": "org/questions", "split": "test", "streaming": True}
-
-
-@pytest.mark.usefixtures("online")
-def test_a_hub_dataset_with_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {}
-
-    def load(path: str, **kwargs: Any) -> Iterator[dict[str, Any]]:
-        asked.update(kwargs)
-        return iter([{"prompt": "a"}])
-
-    monkeypatch.setattr("datasets.load_dataset", load)
+    assert next(read_records("org/questions", split="test")).where == "org/questions, row 1"
+    assert asked == {"path": "org/questions", "split": "test", "streaming": True}
     next(read_records("org/questions", subset="main"))
     assert asked["name"] == "main"
 
@@ -312,25 +277,27 @@ def test_a_malformed_record_is_named_by_line(line: Path, row: Any, said: str) ->
     assert said in str(refusal.value)
 
 
-def test_broken_json_is_named_by_line(line: Path) -> None:
-    with pytest.raises(RequestError, match=r"some\.jsonl:3: not JSON"):
-        read(line, '{"text": "a"}\n\n{"text": "b"\n')
+NOT_UTF8 = "\nabcé".encode("latin-1")
 
 
-def test_broken_json_in_an_array_is_named_by_line(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"a\.json:3: not JSON"):
-        read(tmp_path / "a.json", '[\n{"text": "a"},\n{"text" "b"}\n]')
-
-
-def test_json_lines_in_a_json_file_are_rejected_with_the_right_suffix(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"a\.json:2: not JSON .*named \.jsonl"):
-        read(tmp_path / "a.json", '{"text": "a"}\n{"text": "b"}\n')
-
-
-def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
-    for content in (b"", b"PAR1 and no more"):
-        with pytest.raises(RequestError, match=r"a\.parquet is damaged or no Parquet file"):
-            read(tmp_path / "a.parquet", content)
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', r":3: not JSON"),
+        ("a.json", b'[\n{"text": "a"},\n{"text" "b"}\n]', r":3: not JSON"),
+        ("a.json", b'{"text": "a"}\n{"text": "b"}\n', r":2: not JSON .*named \.jsonl"),
+        ("a.json", b'{"text": "a"}', " must hold a JSON array"),
+        *((name, NOT_UTF8, r":2: not UTF-8 \(byte 4 .* 0xe9\); .*iconv") for name in ("a.jsonl", "a.json", "a.txt")),
+        *((name, empty, " is empty") for name, empty in (("a.jsonl", b""), ("a.txt", b"\n \n"), ("a.json", b"[]"))),
+        *(("a.parquet", content, " is damaged or no Parquet file") for content in (b"", b"PAR1 and no more")),
+        ("a.csv", b"x", r": files end in \.jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_line(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(name) + said):
+        read(tmp_path / name, content)
 
 
 def test_files_are_read_lazily(line: Path) -> None:
@@ -342,38 +309,10 @@ def test_files_are_read_lazily(line: Path) -> None:
         next(records)
 
 
-def test_a_json_file_without_an_array_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"a\.json must hold a JSON array"):
-        read(tmp_path / "a.json", '{"text": "a"}')
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
-def test_text_that_is_not_utf8_is_rejected_with_the_position(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RequestError, match=rf"{name}:2: not UTF-8 \(byte 4 .* 0xe9\); .*iconv"):
-        read(tmp_path / name, "\nabcé".encode("latin-1"))
-
-
-def test_a_damaged_parquet_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    with pytest.raises(RequestError, match=r"a\.parquet"):
-        read(tmp_path / "a.parquet", b"PAR1 and then nothing")
-
-
-@pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("a.txt", "\n \n"), ("a.json", "[]")])
-def test_an_empty_file_is_refused(tmp_path: Path, name: str, content: str) -> None:
-    with pytest.raises(RequestError, match=rf"{name} is empty"):
-        read(tmp_path / name, content)
-
-
 def test_a_folder_without_data_is_refused_with_the_known_kinds(tmp_path: Path) -> None:
     write(tmp_path / "notes.md", "x")
     with pytest.raises(RequestError, match=r"holds no data; files end in \.jsonl"):
         list(read_records(str(tmp_path)))
-
-
-def test_a_file_of_another_kind_is_refused_with_the_known_kinds(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"a\.csv: files end in \.jsonl"):
-        read(tmp_path / "a.csv", "x")
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "absent", "no/such/folder/absent.txt"])
@@ -401,15 +340,10 @@ def test_a_dataset_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.Mon
 def test_prompt_ids_of_a_text(tokenizer: Any) -> None:
     assert prompt_ids(Record("here", text="abc"), tokenizer) == [0, 1, 2]
     assert prompt_ids(Record("here", input_ids=[9, 8]), None) == [9, 8]
-
-
-def test_a_count_of_prompt_tokens_may_be_null() -> None:
-    """A Parquet file with a column of counts has null in the rows without one."""
-    assert parse_record({"input_ids": [1, 2], "prompt_tokens": None}, "a").prompt_tokens == 0
-
-
-def test_only_the_prompt_of_distilled_text_is_used() -> None:
     assert prompt_ids(Record("here", input_ids=[9, 8, 7], prompt_tokens=2), None) == [9, 8]
+    assert tokenizer.decode(prompt_ids(Record("here", messages=[USER], is_prompt=True), tokenizer)) == "hi"
+    with pytest.raises(RequestError, match=r"f\.jsonl:3: .*no tokenizer"):
+        prompt_ids(Record("f.jsonl:3", text="a"), None)
 
 
 def test_a_conversation_is_continued_at_the_next_assistant_turn(tokenizer: Any) -> None:
@@ -421,10 +355,6 @@ def test_a_conversation_is_continued_at_the_next_assistant_turn(tokenizer: Any) 
         assert tokenizer.decode(prompt_ids(Record("here", messages=messages), tokenizer)) == "uhia"
     longer = [USER, ASSISTANT, {"role": "user", "content": "so"}]
     assert tokenizer.decode(prompt_ids(Record("here", messages=longer), tokenizer)) == "uhiahellousoa"
-
-
-def test_a_question_to_a_base_model_is_encoded_as_plain_text(tokenizer: Any) -> None:
-    assert tokenizer.decode(prompt_ids(Record("here", messages=[USER], is_prompt=True), tokenizer)) == "hi"
 
 
 @pytest.mark.parametrize(
@@ -439,11 +369,6 @@ def test_a_question_to_a_base_model_is_encoded_as_plain_text(tokenizer: Any) -> 
 def test_unusable_prompts_are_named_by_line(tokenizer: Any, record: Record, said: str) -> None:
     with pytest.raises(RequestError, match=rf"f\.jsonl:3: .*{said}"):
         prompt_ids(record, tokenizer)
-
-
-def test_a_text_without_a_tokenizer_is_named_by_line() -> None:
-    with pytest.raises(RequestError, match=r"f\.jsonl:3: .*no tokenizer"):
-        prompt_ids(Record("f.jsonl:3", text="a"), None)
 
 
 def test_a_chat_template_error_is_named_by_line(tokenizer: Any) -> None:

@@ -22,7 +22,8 @@ from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads, heads_drafter
 from decode.generation import decoding
 from decode.request import prepare
-from decode.settings import AcceptanceRule, Settings
+from decode.rules import AcceptanceRule
+from decode.settings import Settings
 from decode.target import Target
 from medusa import Tree
 from medusa.backbone import Backbone
@@ -39,11 +40,9 @@ from train.check import require_adaptable
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.data.packing import Example
 from train.evaluate import label_ranks
-from train.loss.acceptance import Acceptance
 from train.loss.heads import head_losses, head_losses_plain
-from train.loss.labels import IGNORE
-from train.loss.teacher import BackboneTeacher
-from train.loss.weighting import Weighting
+from train.loss.objectives import Acceptance, Weighting
+from train.loss.targets import IGNORE, BackboneTeacher
 from train.recipe import parse_recipe
 from train.run import train
 from train.vocabulary import most_frequent, vocabulary_gain

@@ -34,8 +34,14 @@ def test_a_supported_row(name: str) -> None:
 WITHOUT_SDPA = ("gptj", "gpt_oss") if FIRST_TRANSFORMERS else ("gemma2", "gptj", "gpt_oss")
 
 
-@pytest.mark.parametrize("attention", script.ATTENTIONS)
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        pytest.param(name, attention, marks=[pytest.mark.full] * (attention == "eager" and name not in WITHOUT_SDPA))
+        for name in SUPPORTED
+        for attention in script.ATTENTIONS
+    ],
+)
 def test_every_supported_model_writes_the_text_of_generate(
     name: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

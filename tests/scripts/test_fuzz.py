@@ -23,11 +23,11 @@ COMMAND = re.compile(r"^python scripts/fuzz\.py (--seed \d+ --case \d+)$", re.MU
 
 def test_random_cases_equal_generate(capsys: pytest.CaptureFixture) -> None:
     """The number of cases is fixed, so that the test takes the same time everywhere; CI runs more for two minutes."""
-    assert script.main(["--cases", "60", "--seed", "5"]) == 0
+    assert script.main(["--cases", "30", "--seed", "5"]) == 0
     shown = capsys.readouterr().out
-    counted = re.search(r"seed 5: 60 cases, (\d+) equal", shown)
+    counted = re.search(r"seed 5: 30 cases, (\d+) equal", shown)
     assert counted is not None
-    assert int(counted[1]) >= 50, "most cases must be compared, not refused"
+    assert int(counted[1]) >= 25, "most cases must be compared, not refused"
     taus = [float(tau) for tau in re.findall(r"^\| steps \| .* \| ([\d.]+) \|$", shown, re.MULTILINE)]
     assert taus[0] > 1.2, "hardly any guess was accepted: no power"
 

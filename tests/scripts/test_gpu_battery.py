@@ -11,7 +11,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +22,11 @@ import torch
 
 from decode.settings import Settings
 from medusa.commandline import exit_status
-from medusa.config import KINDS
 from medusa.errors import RequestError
+from medusa.heads import KINDS
 from scripts.gpu_battery import __main__ as battery
 from scripts.gpu_battery import bench, clocks, curves, run
 from scripts.gpu_battery.__main__ import BATTERY_SECONDS, STAGES
-from scripts.gpu_battery.checks import cudnn_attention
 from scripts.gpu_battery.report import REPORT
 from scripts.gpu_battery.run import FULL, TOY, Run, Stage, run_stages
 from scripts.gpu_battery.steps import profile_steps, target_of
@@ -61,9 +59,6 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
             *[("eager", 1, 8), ("eager", 1, 1), ("eager", 2, 8), ("eager", 2, 1)],
         ]
         assert all(figure["launches"] > 0 and "attention" in figure["attention"] for figure in timed)
-    made = {figure["check"] for figure in figures["checks"] if "check" in figure}
-    assert made == {"other_threads", "ending_rows", "waits", "cudnn", "mask_offsets"}
-    assert {figure["backend"] for figure in figures["losses"] if "backend" in figure} == {"plain", "chunked"}
     methods = {figure["method"]: figure for figure in figures["benchmark"] if "method" in figure}
     assert {"plain, compiled", "generate, eager", "generate, static cache", "generate, compiled"} < set(methods)
     assert all(figure["equal_texts"] == "2 of 2" for figure in methods.values())
@@ -135,7 +130,7 @@ def test_pages_have_figures_of_a_gpu_only_with_their_file() -> None:
         assert "Nothing in this repository has run on a GPU yet." in told["gpu"]
         return
     figures = list(map(json.loads, place.read_text().splitlines()))
-    about = [figure for figure in figures if figure["stage"] == "machine"]
+    about = [figure for figure in figures if figure["stage"] == "machine" and "toy" in figure]
     assert about
     assert all(figure["gpu"] and figure["commit"] and not figure["toy"] for figure in about)
     assert "results/gpu_battery.jsonl" in told["results"]
@@ -150,11 +145,11 @@ def test_pages_have_figures_of_a_gpu_only_with_their_file() -> None:
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch, function: object, needs: tuple[str, ...] = ()) -> None:
-    monkeypatch.setitem(STAGES, "losses", Stage(function, 60, needs))  # type: ignore[arg-type]
+    monkeypatch.setitem(STAGES, "verify", Stage(function, 60, needs))  # type: ignore[arg-type]
 
 
 def run_toy(tmp_path: Path, seconds: float = 60) -> run.Figure:
-    return run_stages({"losses": STAGES["losses"]}, tmp_path, True, "cpu", seconds)["losses"]
+    return run_stages({"verify": STAGES["verify"]}, tmp_path, True, "cpu", seconds)["verify"]
 
 
 def sleeping(stage: Run) -> None:
@@ -168,7 +163,7 @@ def sleeping(stage: Run) -> None:
 def test_a_stage_ends_at_its_limit_and_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_in(monkeypatch, sleeping)
     assert run_toy(tmp_path, seconds=3)["status"] == "cut off"
-    start, first, second, end = run.read_figures(tmp_path)["losses"]
+    start, first, second, end = run.read_figures(tmp_path)["verify"]
     assert (start["event"], first["ms"], end["event"]) == ("start", 1.5, "end")
     place = Path(f"/proc/{second['child']}/stat")
     if Path("/proc/self/stat").is_file():
@@ -248,19 +243,19 @@ def test_errors_are_reported_and_lose_no_figure(
     put_in(monkeypatch, function)
     outcome = run_toy(tmp_path)
     assert (outcome["status"], outcome.get("error")) == (status, error)
-    figures = run.read_figures(tmp_path)["losses"]
+    figures = run.read_figures(tmp_path)["verify"]
     assert any({"ms", "passed"} & set(figure) for figure in figures) == (function is not losing_all)
 
 
 def test_repeating_a_stage_replaces_only_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.append(tmp_path, {"stage": "sharding", "ms": 3.0})
+    run.append(tmp_path, {"stage": "MHA", "ms": 3.0})
     put_in(monkeypatch, failing)
     run_toy(tmp_path)
     put_in(monkeypatch, losing_some)
     run_toy(tmp_path)
     figures = run.read_figures(tmp_path)
-    assert [figure["ms"] for figure in figures["losses"] if "ms" in figure] == [2.5]
-    assert figures["sharding"] == [{"stage": "sharding", "ms": 3.0}]
+    assert [figure["ms"] for figure in figures["verify"] if "ms" in figure] == [2.5]
+    assert figures["MHA"] == [{"stage": "MHA", "ms": 3.0}]
 
 
 def test_a_stage_whose_needs_failed_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +278,8 @@ def on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run.Figure:
     """Keep a figure of a stage on a made-up GPU, and return it."""
     uuid = SimpleNamespace(uuid="5e1f")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: uuid)
-    Run("losses", tmp_path, TOY, "cuda", 60).keep(ms=1.0)
-    (figure,) = run.read_figures(tmp_path)["losses"]
+    Run("verify", tmp_path, TOY, "cuda", 60).keep(ms=1.0)
+    (figure,) = run.read_figures(tmp_path)["verify"]
     return figure
 
 
@@ -292,7 +287,7 @@ def test_figures_carry_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name, value in {"clock_rate": 1980, "power_draw": 412_500, "temperature": 41}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     figure = on_the_gpu(tmp_path, monkeypatch)
-    assert figure == {"stage": "losses", "ms": 1.0, "sm_mhz": 1980, "watts": 412.5, "celsius": 41}
+    assert figure == {"stage": "verify", "ms": 1.0, "sm_mhz": 1980, "watts": 412.5, "celsius": 41}
 
 
 def without_nvml(monkeypatch: pytest.MonkeyPatch, nvidia_smi: Path) -> None:
@@ -312,7 +307,7 @@ def test_without_nvml_nvidia_smi_tells_the_clocks(tmp_path: Path, monkeypatch: p
     program.chmod(0o755)
     without_nvml(monkeypatch, program)
     figure = on_the_gpu(tmp_path, monkeypatch)
-    assert figure == {"stage": "losses", "ms": 1.0, "sm_mhz": 1980.0, "watts": None, "celsius": 41.0}
+    assert figure == {"stage": "verify", "ms": 1.0, "sm_mhz": 1980.0, "watts": None, "celsius": 41.0}
 
 
 def test_unknown_clocks_are_recorded_with_the_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,145 +341,24 @@ def test_a_stage_reaches_a_new_python(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "path", [place for place in sys.path if Path(place).name != "scripts"])
     spawning = multiprocessing.get_context("spawn")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: spawning)
-    outcome = run_stages({"sharding": STAGES["sharding"]}, tmp_path, True, "cpu", 120)["sharding"]
-    assert outcome["status"] == "done", (tmp_path / "logs" / "sharding.log").read_text()
-    assert any("blocks" in figure for figure in run.read_figures(tmp_path)["sharding"])
+    outcome = run_stages({"verify": Stage(failing, 60)}, tmp_path, True, "cpu", 120)["verify"]
+    assert outcome["error"] == "ValueError: out of luck", (tmp_path / "logs" / "verify.log").read_text()
 
 
-def test_what_is_timed_waits_for_training_and_comes_before_later_training(tmp_path: Path) -> None:
-    """`c` waits for both that train, and `d` waits behind `c`."""
-    order, ends = list[str](), {name: threading.Event() for name in "abcd"}
-
-    def hold(name: str, how: str) -> None:
-        with getattr(Run(name, tmp_path, TOY, "cpu", 60), how)():
-            order.append(name)
-            ends[name].wait(20)
-            order.append(f"{name} ended")
-
-    threads = {name: threading.Thread(target=hold, args=(name, how)) for name, how in HOLDING.items()}
-    for thread in threads.values():
-        thread.start()
-        time.sleep(0.1)
-    assert order == ["a", "b"]
-    for name in "abcd":
-        ends[name].set()
-        time.sleep(0.1)
-    for thread in threads.values():
-        thread.join()
-    assert order == ["a", "b", "a ended", "b ended", "c", "c ended", "d", "d ended"]
-
-
-HOLDING = {"a": "training", "b": "training", "c": "alone", "d": "training"}
-
-
-def counting(stage: Run) -> None:
-    """Count in a child process, as a compiler works, until the stage is ended; the file holds one byte for each."""
-    place = stage.output / "count"
-    work = "import sys, time\nwhile True: open(sys.argv[1], 'ab').write(b'.'); time.sleep(0.002)"
-    subprocess.run([sys.executable, "-c", work, str(place)], check=True)
-
-
-def timing(stage: Run) -> None:
-    """Time twice, and keep how far the other stage counted meanwhile, and that it went on between."""
-    place = stage.output / "count"
-    for _ in range(2):
-        while not place.exists() or place.stat().st_size < 20:
-            time.sleep(0.01)
-        with stage.alone():
-            before = place.stat().st_size
-            time.sleep(0.3)
-            stage.keep(counted=place.stat().st_size - before)
-        place.unlink()
-
-
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run stages side by side, as on a GPU; they compute on the CPU."""
-    monkeypatch.setattr(run, "processes", lambda device: multiprocessing.get_context("fork"))
-    monkeypatch.setattr(run, "use_gpu", lambda device: torch.set_num_threads(1))
-    monkeypatch.setattr(Run, "clocks", lambda self: {})
-
-
-def test_other_stages_are_stopped_while_something_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_gpu(monkeypatch)
-    stages = {"counting": Stage(counting, 4), "timing": Stage(timing, 60)}
-    outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
-    assert {name: outcome["status"] for name, outcome in outcomes.items()} == {
-        "counting": "cut off",
-        "timing": "done",
-    }
-    assert [figure["counted"] for figure in run.read_figures(tmp_path)["timing"] if "counted" in figure] == [0, 0]
-
-
-def ended(pid: int) -> bool:
-    """Whether a process has ended; its parent may not have noticed yet."""
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] in "ZX" if Path(f"/proc/{pid}").exists() else True
-
-
-def waiting(stage: Run) -> None:
-    """Do nothing until the stage is ended from outside."""
-    (stage.output / "waiting").write_text(str(os.getpid()))
-    time.sleep(3600)
-
-
-def timing_while_another_ends(stage: Run) -> None:
-    """Time until the other stage has been ended and the battery has seen it, and keep how far the third one counted."""
-    count, other = stage.output / "count", stage.output / "waiting"
-    while not (count.exists() and other.exists() and other.read_text()):
-        time.sleep(0.01)
-    with stage.alone():
-        before = count.stat().st_size
-        os.kill(int(other.read_text()), signal.SIGKILL)
-        while not ended(int(other.read_text())):
-            time.sleep(0.01)
-        time.sleep(2)  # in which the battery ends that stage
-        stage.keep(counted=count.stat().st_size - before)
-
-
-def test_the_end_of_a_stage_wakes_nobody_while_another_one_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_a_gpu(monkeypatch)
-    stages = {"waiting": Stage(waiting, 60), "timing": Stage(timing_while_another_ends, 60)}
-    stages |= {"counting": Stage(counting, 8)}
-    outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
-    assert [outcomes[name]["status"] for name in stages] == ["failed", "done", "cut off"]
-    lines = [json.loads(line) for line in (tmp_path / run.FIGURES).read_text().splitlines()]
-    order = [line["stage"] for line in lines if line.get("event") == "end" or "counted" in line]
-    assert order[:2] == ["waiting", "timing"], "the stage ended while the other one timed"
-    assert [line["counted"] for line in lines if "counted" in line] == [0]
-
-
-def holding(stage: Run) -> None:
-    with stage.alone():
-        stage.keep(held=True)
-        time.sleep(3600)
-
-
-def test_a_stage_that_is_ended_while_it_times_lets_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_a_gpu(monkeypatch)
-    stages = {"holding": Stage(holding, 2), "timing": Stage(timing, 60), "counting": Stage(counting, 6)}
-    outcomes = run_stages(stages, tmp_path, True, "cuda", 60)
-    assert [outcomes[name]["status"] for name in stages] == ["cut off", "done", "cut off"]
-
-
-def test_the_lock_ends_with_its_block_though_a_child_holds_the_file(tmp_path: Path) -> None:
-    stage = Run("a", tmp_path, TOY, "cpu", 60)
-    with stage.training():
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-        run.start(child)
-    taken = threading.Event()
-
-    def take() -> None:
-        with stage.alone():
-            taken.set()
-
-    thread = threading.Thread(target=take, daemon=True)
-    thread.start()
-    assert taken.wait(10)
-    child.kill()
-    child.join()
+def test_a_second_call_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage for which no time is left keeps the figures that it has."""
+    for name in STAGES:
+        run.append(tmp_path, {"stage": name, "event": "end", "status": "failed" if name == "MHA" else "done"})
+    run.append(tmp_path, {"stage": "MHA", "ms": 3.0})
+    run.append(tmp_path, {"stage": "MHA", "event": "end", "status": "cut off"})
+    asked: list[str] = []
+    monkeypatch.setattr(battery, "run_stages", lambda stages, *more: asked.extend(stages) or {})
+    with pytest.raises(KeyError):  # nothing ran, so nothing has an outcome
+        battery.main(["--rehearse", "--output", str(tmp_path)])
+    assert asked == ["machine", "MHA"]
+    before = run.read_figures(tmp_path)["MHA"]
+    assert run_stages({"MHA": STAGES["MHA"]}, tmp_path, True, "cpu", 0)["MHA"]["status"] == "skipped"
+    assert run.read_figures(tmp_path)["MHA"] == before
 
 
 def test_a_line_that_is_not_complete_is_left_out(tmp_path: Path) -> None:
@@ -497,41 +371,31 @@ def test_a_line_that_is_not_complete_is_left_out(tmp_path: Path) -> None:
     assert [figure["texts"] for figure in run.read_figures(tmp_path)["text"]] == [3, 5, 6]
 
 
-def test_a_machine_that_cannot_be_described_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def machine() -> None:
-        raise OSError("no driver")
-
-    monkeypatch.setattr(battery, "machine", machine)
-    battery.describe_machine(tmp_path, {"stage": "machine", "event": "start", "commit": "abc"})
-    assert run.read_figures(tmp_path)["machine"][0]["error"] == "OSError: no driver"
-
-
 @pytest.mark.parametrize(("device", "index"), [("cuda", 0), ("cuda:1", 1)])
 def test_the_gpu_is_chosen_by_its_index(device: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.cuda.set_device("cuda")` is a ValueError."""
     chosen: list[object] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    with cudnn_attention(True):
-        run.use_gpu(device)
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert chosen == [index]
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", chosen.append)
+    run.use_gpu(device)
+    assert chosen == [index, False]
 
 
 def test_an_error_of_the_gpu_ends_the_stage(tmp_path: Path) -> None:
     """After it every kernel of the process fails, which would be reported as errors of the other figures."""
-    stage = Run("losses", tmp_path, TOY, "cpu", 60)
+    stage = Run("verify", tmp_path, TOY, "cpu", 60)
     with stage.attempt(nodes=64):
         raise RuntimeError("CUDA error: out of memory")
     with pytest.raises(RuntimeError, match="misaligned"), stage.attempt(nodes=16):
         raise RuntimeError("CUDA error: misaligned address")
-    assert [figure["nodes"] for figure in run.read_figures(tmp_path)["losses"]] == [64, 16]
+    assert [figure["nodes"] for figure in run.read_figures(tmp_path)["verify"]] == [64, 16]
 
 
 # -- steps and the target
 
 
 def test_a_profile_is_written_for_a_viewer(tmp_path: Path) -> None:
-    stage = Run("losses", tmp_path, TOY, "cpu", 60)
+    stage = Run("verify", tmp_path, TOY, "cpu", 60)
     method = curves.random_method(stage, curves.random_model(stage, "MHA"), 8, Settings(max_new_tokens=24))
     trace = tmp_path / "traces" / "steps.json.gz"
     found = profile_steps(method, [[1, 2, 3]], on_gpu=False, trace=trace)
@@ -547,7 +411,7 @@ def test_the_target_is_nine_tenths_of_a_step_without_heads() -> None:
 
 def test_an_aborted_run_has_a_report(tmp_path: Path) -> None:
     about = {"model": "MHA", "how": "compiled", "context": 2000, "batch": 1}
-    run.append(tmp_path, {"stage": "machine", "gpu": "a GPU", "torch": "2", "date": "today"})
+    run.append(tmp_path, {"stage": "machine", "toy": False, "gpu": "a GPU", "torch": "2", "date": "today"})
     run.append(tmp_path, {"stage": "MHA", "event": "start"})
     run.append(tmp_path, {"stage": "MHA", **about, "nodes": 64, "ms": 7.5, "sm_mhz": 1980.0})
     run.append(tmp_path, {"stage": "MHA", **about, "nodes": 1, "ms": 5.0})

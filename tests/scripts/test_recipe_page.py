@@ -11,7 +11,7 @@ import yaml
 
 import recipe_page
 from train.arguments import MedusaTrainingArguments, training_section
-from train.config import TrainConfig
+from train.config import TrainConfig, own_key_paths
 from train.sections import key_paths
 from train.trainer_keys import KEYS, UNUSED
 
@@ -33,7 +33,11 @@ def test_the_page_is_what_the_code_generates(page: str) -> None:
 @needs_all
 def test_the_page_has_every_key(page: str) -> None:
     evaluated = [path for path in key_paths(TrainConfig) if path.startswith("eval_data.")]  # listed with data
-    expected = {*key_paths(TrainConfig), *(f"training.{name}" for name in training_section().model_fields)}
+    expected = {
+        *key_paths(TrainConfig),
+        *own_key_paths(),
+        *(f"training.{name}" for name in training_section().model_fields),
+    }
     listed = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     assert set(listed) == expected - set(evaluated)
     assert len(listed) == len(set(listed))

@@ -18,11 +18,9 @@ from medusa.errors import RequestError
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_heads, tiny_model
 from train.arguments import MedusaTrainingArguments
-from train.loss.acceptance import ACCEPTANCE_OBJECTIVES, Acceptance
 from train.loss.heads import head_losses
-from train.loss.labels import IGNORE
-from train.loss.teacher import BackboneTeacher
-from train.loss.weighting import Weighting
+from train.loss.objectives import ACCEPTANCE_OBJECTIVES, Acceptance, Weighting
+from train.loss.targets import IGNORE, BackboneTeacher
 from train.module import HeadsOnBackbone
 
 HEADS, ROWS = 3, 17

@@ -19,8 +19,7 @@ from train.checkpoints import (
     remove_rescues,
     whole_checkpoints,
 )
-from train.interruptions import RescueClock
-from train.rescue import InterruptibleTrainer
+from train.rescue import InterruptibleTrainer, RescueClock
 
 STATE, WEIGHTS, OPTIMIZER = "trainer_state.json", "medusa_lm_head.safetensors", ("optimizer.pt", "scheduler.pt")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import random_ids
+from tests.train.recipes import recipes
 from train.callbacks import summarize, top1_shares
 from train.outcome import draw_curves
 from train.recipe import parse_recipe
@@ -48,16 +48,8 @@ def test_shares_are_read_by_head() -> None:
 
 
 def test_a_run_saves_its_plot(tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path / "backbone")
-    (tmp_path / "data.jsonl").write_text(json.dumps({"input_ids": random_ids(20)}), encoding="utf-8")
-    content = {
-        "backbone": str(tmp_path / "backbone"),
-        "data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": 20},
-        "output_dir": str(tmp_path / "out"),
-        "device": "cpu",
-        "training": {"max_steps": 2, "logging_steps": 1, "save_strategy": "no"},
-    }
-    train(parse_recipe(content, "test"))
+    content = recipes(tmp_path, [{"input_ids": random_ids(20)}], 20, max_steps=2, logging_steps=1, save_strategy="no")
+    train(parse_recipe(content("out"), "test"))
     assert (tmp_path / "out" / "training.png").is_file()
 
 

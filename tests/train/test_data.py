@@ -15,14 +15,12 @@ from torch.utils.data import DataLoader
 from chat_families import byte_tokenizer
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.records.record import Record
 from tests.helpers import VOCAB, random_ids, tiny_model
 from tests.train.templates import CHATML
 from train.config import DataConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.data.packing import Example, positions_of
-from train.data.reader import to_examples
-from train.loss.labels import IGNORE, head_labels
+from train.loss.targets import IGNORE, head_labels
 
 
 def example(*ids: int, taught: str | None = None) -> Example:
@@ -43,10 +41,7 @@ def test_documents_are_concatenated_and_the_last_row_is_padded() -> None:
     assert packed.document_ids.tolist() == [[0, 0, 0, 1, 1], [1, 1, -1, -1, -1]]
     assert packed.loss_mask.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
     assert (packed.counts.documents, packed.counts.tokens, packed.counts.taught) == (2, 7, 5)
-
-
-def test_a_full_last_row_needs_no_padding() -> None:
-    assert len(PackedDataset([example(1, 2), example(3, 4)], sequence_length=4)) == 1
+    assert len(PackedDataset([example(1, 2), example(3, 4)], sequence_length=4)) == 1, "a full row needs no padding"
 
 
 def test_documents_are_joined_once_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,11 +258,6 @@ def test_dropped_examples_are_counted_by_reason(tmp_path: Path) -> None:
 def test_only_the_requested_number_of_examples_is_read(tmp_path: Path) -> None:
     data = jsonl(tmp_path / "d.jsonl", *({"input_ids": [n, n, n]} for n in range(5)))
     assert load_dataset(DataConfig(path=data, max_examples=2), None, VOCAB, 64).counts.documents == 2
-
-
-def test_only_the_answer_of_distilled_text_is_taught() -> None:
-    (example,), _ = to_examples(Record("here", input_ids=[7, 8, 9, 10], prompt_tokens=2), None)
-    assert example.loss_mask == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import mmap
 import os
 import re
@@ -19,10 +18,10 @@ from medusa.memory import peak_memory
 from medusa.shipped import shipped_configs
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
 from tests.train.processes import forked
+from tests.train.recipes import recipes, run
 from train.checkpoints import size_on_disk
-from train.footprint import CARDS, HeadsSize, fits, heads_size, training_bytes
-from train.recipe import load_recipe, parse_recipe
-from train.run import train
+from train.hardware import CARDS, HeadsSize, fits, heads_size, training_bytes
+from train.recipe import load_recipe
 
 
 def tensors_like(shape: tuple[int, ...]) -> list[int]:
@@ -34,21 +33,15 @@ def tensors_like(shape: tuple[int, ...]) -> list[int]:
 
 def test_the_backbone_is_neither_changed_nor_copied_and_the_footprint_is_reported(tmp_path: Path, monkeypatch) -> None:
     inner = 53  # a width that nothing but the backbone's MLPs has
+    rows = [{"input_ids": random_ids(40, seed=seed)} for seed in range(8)]
+    content = recipes(tmp_path, rows, 40, max_steps=4, save_steps=2, weight_decay=0.1, use_cpu=True)("out")
+    content["heads"] |= {"block": "square", "lm_head": "own"}
     tiny_model("llama", intermediate_size=inner).save_pretrained(tmp_path / "backbone")
-    rows = [json.dumps({"input_ids": random_ids(40, seed=seed)}) for seed in range(8)]
-    (tmp_path / "data.jsonl").write_text("\n".join(rows), encoding="utf-8")
     loaded = load_backbone(str(tmp_path / "backbone"), LoadOptions(device="cpu"))
     monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: loaded)
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in loaded.model.state_dict().items()}
     held = tensors_like((HIDDEN, inner))
-    content = {
-        "backbone": str(tmp_path / "backbone"),
-        "data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": 40},
-        "output_dir": str(tmp_path / "out"),
-        "heads": {"num": 2, "block": "square", "lm_head": "own"},
-        "training": {"max_steps": 4, "save_steps": 2, "weight_decay": 0.1, "use_cpu": True},
-    }
-    figures = train(parse_recipe(content, "test"), quiet=True)
+    figures = run(content)
     for name, tensor in loaded.model.state_dict().items():
         assert tensor.data_ptr() == before[name][0]
         assert torch.equal(tensor, before[name][1])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from decode.bench.machine import stopwatch
 from medusa.errors import RequestError
 from tests.helpers import random_heads, random_ids, tiny_model
 from train.arguments import MedusaTrainingArguments
@@ -31,15 +30,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
 
 
-@pytest.mark.parametrize("device", [None, "cuda", "auto"])
-def test_a_gpu_trains_in_bfloat16_from_pinned_memory(gpu: None, device: str | None) -> None:
+def test_a_gpu_trains_in_bfloat16_from_pinned_memory_and_a_cpu_in_float32(gpu: None) -> None:
     wanted = {"use_cpu": False, "bf16": True, "tf32": True, "dataloader_pin_memory": True}
-    assert device_defaults(config(device=device), from_disk=False) == wanted
-
-
-@pytest.mark.parametrize("keys", [{"device": "cpu"}, {"training": {"use_cpu": True}}])
-def test_a_cpu_trains_in_float32(gpu: None, keys: dict[str, Any]) -> None:
-    assert device_defaults(config(**keys), from_disk=True) == {"use_cpu": True, "dataloader_pin_memory": False}
+    for device in (None, "cuda", "auto"):
+        assert device_defaults(config(device=device), from_disk=False) == wanted
+    for found in (config(device="cpu"), config({"use_cpu": True})):
+        assert device_defaults(found, from_disk=True) == {"use_cpu": True, "dataloader_pin_memory": False}
+    for given in ({"bf16": False}, {"bf16": True}, {"fp16": True}):  # the recipe chooses before the device
+        assert "bf16" not in device_defaults(config(given), from_disk=False)
 
 
 def test_a_run_on_the_cpu_loads_its_backbone_there() -> None:
@@ -52,11 +50,6 @@ def test_a_run_on_the_cpu_loads_its_backbone_there() -> None:
 def test_a_machine_without_a_gpu_trains_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_defaults(config(), from_disk=True) == {"use_cpu": False, "dataloader_pin_memory": False}
-
-
-@pytest.mark.parametrize("given", [{"bf16": False}, {"bf16": True}, {"fp16": True}])
-def test_the_recipe_chooses_the_precision_before_the_device(gpu: None, given: dict[str, bool]) -> None:
-    assert "bf16" not in device_defaults(config(given), from_disk=False)
 
 
 def test_an_older_gpu_has_neither_bfloat16_nor_tf32(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,15 +100,6 @@ def test_tf32_ends_with_the_training() -> None:
         torch.backends.fp32_precision = "tf32"
         assert torch.backends.fp32_precision != before
     assert torch.backends.fp32_precision == before
-
-
-def test_a_clock_waits_for_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    stopwatch(torch.device("cpu"))()
-    assert not waited
-    stopwatch(torch.device("cuda:1"))()
-    assert waited == [torch.device("cuda:1")]
 
 
 def test_the_time_of_a_step_ends_when_the_device_has_finished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import TrainerCallback, TrainerState
 
 from medusa.__main__ import main
@@ -21,11 +20,12 @@ from medusa.commandline import exit_status
 from medusa.commands.train import command_to_continue
 from medusa.errors import Interrupted, RequestError
 from medusa.heads.independent import MedusaHeads
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import random_ids
 from tests.train.processes import as_two_ranks, forked, forked_command
+from tests.train.recipes import recipes, run, same
 from train.checkpoints import RESCUE, remove_rescues, whole_checkpoints
-from train.interruptions import SAVE_TIMES, RescueClock, Signals
 from train.recipe import parse_recipe
+from train.rescue import SAVE_TIMES, RescueClock
 from train.run import train
 from train.trainer import MedusaTrainer
 
@@ -35,27 +35,9 @@ STEPS = 24
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("models")
-    tiny_model("llama").save_pretrained(folder / "backbone")
-    lines = [json.dumps({"input_ids": random_ids(20, seed=seed)}) for seed in range(40)]
-    (folder / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
-
-    def content(output: Path, **training: Any) -> dict[str, Any]:
-        given = {"max_steps": STEPS, "logging_steps": 3, "seed": 3, "per_device_train_batch_size": 4}  # 10 steps a pass
-        return {
-            "backbone": str(folder / "backbone"),
-            "data": {"path": str(folder / "data.jsonl"), "sequence_length": 20},
-            "output_dir": str(output),
-            "heads": {"num": 2},
-            "device": "cpu",
-            "training": given | training,
-        }
-
-    return content
-
-
-def run(content: dict[str, Any], **options: Any) -> Any:
-    return train(parse_recipe(content, "test"), quiet=True, **options)
+    rows = [{"input_ids": random_ids(20, seed=seed)} for seed in range(40)]
+    usual = {"max_steps": STEPS, "logging_steps": 3, "seed": 3, "per_device_train_batch_size": 4}  # 10 steps a pass
+    return recipes(tmp_path_factory.mktemp("models"), rows, 20, **usual)
 
 
 class At(TrainerCallback):
@@ -86,11 +68,6 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]],
 
 def send(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
-
-
-def same(left: Path, right: Path) -> bool:
-    ours, theirs = MedusaHeads.from_pretrained(left), MedusaHeads.from_pretrained(right)
-    return all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 def lines_of_the_log(content: dict[str, Any], **options: Any) -> list[dict[str, float]]:
@@ -238,16 +215,6 @@ def test_other_threads_get_no_handlers(recipe: Any, tmp_path: Path) -> None:
     assert figures[0].steps == 2
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Signals():
-            send(signal.SIGINT)()
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_two_processes_end_at_the_same_step(recipe: Any, at: Any, tmp_path: Path) -> None:
     """Only one of them gets the signal."""
     out = tmp_path / "out"
@@ -291,7 +258,7 @@ def test_the_command_that_continues(typed: str, resumable: bool, printed: str) -
 
 def test_the_clock_waits_for_the_minutes_or_for_twenty_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("train.interruptions.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("train.rescue.time.monotonic", lambda: now[0])
     clock = RescueClock(minutes=1.0)
     now[0] += 59
     assert not clock.due()
@@ -334,14 +301,6 @@ def test_rescues_come_by_the_clock_and_leave_the_other_checkpoints_alone(recipe:
         run(recipe(tmp_path, save_steps=4, save_total_limit=2))
     assert seen == [["checkpoint-8", "checkpoint-12", "rescue/checkpoint-13"]]
     assert [path.name for path in whole_checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-24"]
-
-
-@pytest.mark.parametrize(("minutes", "rescued"), [(1e-9, True), (0, False)])
-def test_the_minutes_between_rescues(recipe: Any, at: Any, tmp_path: Path, minutes: float, rescued: bool) -> None:
-    found: list[bool] = []
-    at(12, lambda: found.append((tmp_path / RESCUE).exists()))
-    run(recipe(tmp_path, save_minutes=minutes))
-    assert found == [rescued]
 
 
 def test_rescues_can_be_resumed_even_if_other_checkpoints_hold_the_heads_only(

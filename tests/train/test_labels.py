@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from medusa.heads.inputs import following_ids
-from train.loss.labels import FIRST_OFFSET, IGNORE, head_labels
+from train.loss.targets import IGNORE, head_labels
 
 
 def drawn(ids: str, documents: str, mask: str | None = None, num_heads: int = 2) -> list[str]:
@@ -23,31 +24,20 @@ def test_the_docstrings_example() -> None:
     assert drawn("abcdefg", "1111122") == ["cde....", "de....."]
 
 
-def test_the_first_head_is_taught_the_token_after_the_next() -> None:
-    assert FIRST_OFFSET == 2
-    assert drawn("abcdef", "111111", num_heads=4) == ["cdef..", "def...", "ef....", "f....."]
-
-
-def test_labels_stay_within_the_document() -> None:
-    assert drawn("abcdefgh", "11112222") == ["cd..gh..", "d...h..."]
-
-
-def test_documents_of_one_token_have_no_labels() -> None:
-    assert drawn("abcdef", "123456") == ["......", "......"]
-
-
-def test_padding_is_never_taught() -> None:
-    assert drawn("abcd00", "111133", mask="xxxx..") == ["cd....", "d....."]
-
-
-def test_the_loss_mask_is_read_at_the_label() -> None:
-    """For a question (abc) and its answer (de), the question's last tokens are inputs, not labels."""
-    assert drawn("abcde", "11111", mask="...xx") == [".de..", "de..."]
-
-
-def test_positions_near_the_end_of_a_row_have_no_labels() -> None:
-    assert drawn("abc", "111", num_heads=4) == ["c..", "...", "...", "..."]
-    assert drawn("a", "1", num_heads=2) == [".", "."]
+@pytest.mark.parametrize(
+    ("ids", "documents", "mask", "labels"),
+    [
+        ("abcdef", "111111", None, ["cdef..", "def...", "ef....", "f....."]),  # the token after the next
+        ("abcdefgh", "11112222", None, ["cd..gh..", "d...h..."]),  # within the document
+        ("abcdef", "123456", None, ["......", "......"]),  # documents of one token
+        ("abcd00", "111133", "xxxx..", ["cd....", "d....."]),  # padding
+        ("abcde", "11111", "...xx", [".de..", "de..."]),  # a question and its answer: the mask is read at the label
+        ("abc", "111", None, ["c..", "...", "...", "..."]),  # near the end of a row
+        ("a", "1", None, [".", "."]),
+    ],
+)
+def test_labels_by_documents_and_mask(ids: str, documents: str, mask: str | None, labels: list[str]) -> None:
+    assert drawn(ids, documents, mask, num_heads=len(labels)) == labels
 
 
 def test_rows_of_a_batch_are_independent() -> None:

@@ -20,12 +20,9 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train.arguments import MedusaTrainingArguments
-from train.loss.acceptance import ACCEPTANCE_OBJECTIVES, Acceptance
-from train.loss.chunks import chunk_rows
 from train.loss.heads import HeadLosses, head_losses, head_losses_plain
-from train.loss.labels import IGNORE
-from train.loss.teacher import BackboneTeacher, backbone_choices
-from train.loss.weighting import Weighting, head_weights
+from train.loss.objectives import ACCEPTANCE_OBJECTIVES, Acceptance, Weighting, head_weights
+from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices, chunk_rows
 
 HEADS, ROWS, POSITIONS = 3, 21, 40
 KINDS = [(block, lm_head) for block in ("square", "mlp") for lm_head in ("own", "shared")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import shutil
@@ -20,25 +19,22 @@ from decode.settings import Settings
 from medusa.__main__ import main
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.files import replacing_folder
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.loading import LoadOptions, load_backbone
-from medusa.quantization import quantization_config
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
+from tests.train.recipes import recipes, run, same
 from train import MedusaTrainer
 from train.arguments import MedusaTrainingArguments
 from train.config import AdapterConfig, HeadsConfig
 from train.data.datasets import PackedDataset
 from train.data.packing import Example
 from train.heads import new_heads
-from train.loss.labels import IGNORE, NEXT, head_labels
+from train.loss.targets import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import adapt, adapter_disabled
 from train.medusa2.lm_loss import lm_loss, perplexity, tilt_towards
 from train.medusa2.trainer import HeadsAndAdapter, lambda_0_at
-from train.recipe import parse_recipe
-from train.run import train
 
 LENGTH, STEPS = 32, 6
 
@@ -46,26 +42,17 @@ LENGTH, STEPS = 32, 6
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """A run of `medusa train` with an adapter; keywords override the recipe."""
-    tiny_model("llama").save_pretrained(tmp_path / "backbone")
-    lines = [json.dumps({"input_ids": random_ids(LENGTH, seed=seed)}) for seed in range(16)]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    rows = [{"input_ids": random_ids(LENGTH, seed=seed)} for seed in range(16)]
+    content = recipes(tmp_path, rows, LENGTH, max_steps=STEPS, logging_steps=1, save_steps=3, seed=1)
+    usual = {"rank": 4, "alpha": 16, "heads_first": 0.0, "lambda_0": 0.2, "teacher_tilt": 0.0}
 
-    def run(
+    def run_with(
         output: str = "out", with_: Any = None, training: Any = None, adapter: Any = None, **overrides: Any
     ) -> dict[str, Any]:
-        content = {
-            "backbone": str(tmp_path / "backbone"),
-            "data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": LENGTH},
-            "output_dir": str(tmp_path / output),
-            "heads": {"num": 2},
-            "device": "cpu",
-            "adapter": {"rank": 4, "alpha": 16, "heads_first": 0.0, "lambda_0": 0.2, "teacher_tilt": 0.0}
-            | (adapter or {}),
-            "training": {"max_steps": STEPS, "logging_steps": 1, "save_steps": 3, "seed": 1} | (training or {}),
-        }
-        return train(parse_recipe(content | overrides, "test"), quiet=True, **(with_ or {})).to_dict()
+        given = content(output, **training or {}) | {"adapter": usual | (adapter or {})} | overrides
+        return run(given, **with_ or {}).to_dict()
 
-    return run
+    return run_with
 
 
 def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -127,12 +114,8 @@ def test_the_first_stage_equals_medusa_1(recipe: Any, tmp_path: Path) -> None:
     recipe("joint", adapter={"heads_first": 0.99})
     content = json.loads((tmp_path / "joint" / "provenance.json").read_text())["config"]
     alone = {"adapter": None, "output_dir": str(tmp_path / "alone")}
-    train(parse_recipe(content | alone, "test"), quiet=True)
-    ours, theirs = (
-        MedusaHeads.from_pretrained(tmp_path / "joint").state_dict(),
-        MedusaHeads.from_pretrained(tmp_path / "alone").state_dict(),
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    run(content | alone)
+    assert same(tmp_path / "joint", tmp_path / "alone")
 
 
 @pytest.mark.parametrize(
@@ -326,29 +309,17 @@ def test_next_labels_are_those_of_the_lm_head() -> None:
     assert labels.tolist() == [[[6, IGNORE, 8, IGNORE]]]
 
 
-def test_accumulation_and_memory_saving_change_nothing(recipe: Any, tmp_path: Path) -> None:
+def test_accumulation_and_memory_saving_change_nothing(recipe: Any, seen: Any, tmp_path: Path) -> None:
     """Micro-batches, checkpointed activations and states of the original backbone from disk give the same outcome."""
     recipe("plain", training={"per_device_train_batch_size": 4})
     recipe("parts", training={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2})
     recipe("checkpointed", training={"per_device_train_batch_size": 4, "activation_checkpointing": True})
+    assert [one.backbone.model.is_gradient_checkpointing for one in seen] == [False, False, True]
     recipe("cached", training={"per_device_train_batch_size": 4}, cache_features=True)
     for other in ("parts", "checkpointed", "cached"):
         for name, tensor in adapter_of(tmp_path / "plain").items():
             # AdamW divides tiny gradients by their own size: rounding in float32 moves a weight by a share of a step.
             torch.testing.assert_close(adapter_of(tmp_path / other)[name], tensor, atol=1e-3, rtol=0)
-
-
-def test_activations_are_checkpointed_on_request(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    new = hasattr(MedusaTrainingArguments, "activation_checkpointing")
-    name = "activation_checkpointing_enable" if new else "gradient_checkpointing_enable"
-    enable = getattr(HeadsAndAdapter, name)
-    monkeypatch.setattr(HeadsAndAdapter, name, lambda self, **kw: (calls.append(1), enable(self, **kw))[1])
-    recipe(training={"activation_checkpointing": True, "max_steps": 2})
-    assert calls
-    alone = {"backbone": "demo", "data": "medusa/assets/prompts.jsonl", "output_dir": "unused"}
-    with pytest.raises(RequestError, match="activation_checkpointing saves nothing"):
-        train(parse_recipe(alone | {"training": {"activation_checkpointing": True}}, "test"), quiet=True)
 
 
 # --- on disk ----------------------------------------------------------------------------------------------------------
@@ -380,16 +351,6 @@ def test_adapter_and_heads_are_saved_and_decode_together(
     assert json.loads((tmp_path / "g.json").read_text())["results"][0]["new_ids"] == plain[0][:8]
 
 
-def test_the_peak_memory_is_that_of_training(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    for name in ("train.outcome.peak_memory", "train.run.measure_perplexities"):
-        module, function = name.rsplit(".", 1)
-        work = getattr(importlib.import_module(module), function)
-        monkeypatch.setattr(name, lambda *args, work=work, name=function: order.append(name) or work(*args))
-    recipe(training={"max_steps": 1})
-    assert order == ["peak_memory", "measure_perplexities"]
-
-
 def test_merged_on_request(recipe: Any, seen: Any, tmp_path: Path) -> None:
     recipe(training={"max_steps": 10, "learning_rate": 2e-2}, adapter={"merge": True, "lm_loss": "text"})
     merged = load_backbone(str(tmp_path / "out" / "merged"), LoadOptions(device="cpu")).model
@@ -409,21 +370,13 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(recipe: Any, tmp_pat
     recipe("resumed", adapter={"heads_first": 0.2, "dropout": 0.1}, with_={"resume": True})
     for name, tensor in adapter_of(tmp_path / "whole").items():
         assert torch.equal(adapter_of(tmp_path / "resumed")[name], tensor)
-    ours, theirs = (
-        MedusaHeads.from_pretrained(tmp_path / "whole").state_dict(),
-        MedusaHeads.from_pretrained(tmp_path / "resumed").state_dict(),
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert same(tmp_path / "whole", tmp_path / "resumed")
 
 
 def test_two_stages_start_from_trained_heads(recipe: Any, seen: Any, tmp_path: Path) -> None:
     recipe("first")
     recipe("second", heads={"start": str(tmp_path / "first")}, training={"learning_rate": 1e-60})
-    ours, theirs = (
-        MedusaHeads.from_pretrained(tmp_path / "first").state_dict(),
-        MedusaHeads.from_pretrained(tmp_path / "second").state_dict(),
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert same(tmp_path / "first", tmp_path / "second")
     with pytest.raises(RequestError, match=r"heads\.start: .* has block 'mlp', not 'square'"):
         recipe("third", heads={"start": str(tmp_path / "first"), "block": "square"})
     for said in ({"kind": "medusa"}, {"num": 4}, {"prefix_layers": 0}, {"vocabulary": 0}):  # defaults, but said
@@ -436,23 +389,6 @@ def test_two_stages_start_from_trained_heads(recipe: Any, seen: Any, tmp_path: P
     tiny_model("llama", hidden_size=16).save_pretrained(tmp_path / "small")
     with pytest.raises(RequestError, match=r"has hidden_size 32, not 16"):
         recipe("fourth", heads={"start": str(tmp_path / "first")}, backbone=str(tmp_path / "small"))
-
-
-def test_a_folder_is_replaced_atomically(tmp_path: Path) -> None:
-    for content in ("old", "new"):
-        with replacing_folder(tmp_path / "x") as folder:
-            (folder / content).write_text(content)
-        assert [path.name for path in (tmp_path / "x").iterdir()] == [content]
-
-    def fail() -> None:
-        with replacing_folder(tmp_path / "x") as folder:
-            (folder / "third").write_text("third")
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    assert [path.name for path in (tmp_path / "x").iterdir()] == ["new"]
 
 
 def test_the_lm_head_can_be_adapted_too(recipe: Any, seen: Any, tmp_path: Path) -> None:
@@ -489,12 +425,3 @@ def test_backbones_that_cannot_be_adapted_are_refused(recipe: Any, tmp_path: Pat
         recipe("again", backbone=str(tmp_path / "out" / "adapter"))
     with pytest.raises(RequestError, match="sharded backbone cannot be adapted"):
         recipe("sharded", shard_backbone=True)
-
-
-def test_a_quantised_backbone_needs_bitsandbytes(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RequestError, match=r"quantization: 4bit needs bitsandbytes, which is not installed"):
-        recipe(quantization="4bit")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert quantization_config("4bit", "cuda").load_in_4bit
-    assert quantization_config("8bit", "cuda").load_in_8bit

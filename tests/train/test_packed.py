@@ -17,7 +17,7 @@ from medusa.errors import RequestError
 from tests.helpers import random_ids, tiny_model
 from train.config import FLASH, TrainConfig
 from train.data.packing import positions_of
-from train.packed import packed_states
+from train.module import packed_states
 
 STUB = "flash_attention_of_documents"
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2], [3, 3, 3, 3, 3, 3, 3, 4, -1, -1]])

@@ -14,7 +14,7 @@ from medusa.errors import RequestError
 from train.architecture import BackboneSizes, HeadShape, choose
 from train.arguments import MedusaTrainingArguments, training_section
 from train.config import HeadsConfig, TrainConfig
-from train.recipe import load_recipe, parse_recipe
+from train.recipe import load_recipe
 from train.trainer_keys import KEYS, UNUSED
 
 LEAST = {"backbone": "b", "data": "d.jsonl", "output_dir": "o"}
@@ -137,20 +137,15 @@ def test_unknown_keys_are_refused_with_a_suggestion(read: Any, content: dict[str
     "override",
     [
         "heads.num=four",
-        "heads.num=2.5",
         "heads.num=true",
-        "heads.expansion=wide",
         "heads.block=5",
         "heads=5",
         "data.sequence_length=long",
-        "data.max_examples=many",
         "training=fast",
         "backbone=[1, 2]",
-        "output_dir=2026",
         "output_dir=2026-11-20",
         "trust_remote_code=perhaps",
         "training.learning_rate=fast",
-        "training.max_steps=some",
     ],
 )
 def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) -> None:
@@ -165,31 +160,22 @@ def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) 
         ("heads.block=round", "square, mlp"),
         ("heads.lm_head=rented", "own, shared"),
         ("heads.num=0", "at least 1"),
-        ("heads.layers=0", "layers"),
         ("heads.expansion=0", "expansion"),
-        ("heads.expansion=-1", "expansion"),
         ("data.sequence_length=0", "sequence_length"),
-        ("data.exclude_window=0", "exclude_window"),
-        ("features_dtype=int8", "choose one of float64, float32, bfloat16, float16"),
-        ("quantization=3bit", "choose one of int8, int4, 8bit, 4bit"),
         ("attention=flash", "choose one of sdpa, eager"),
         ("adapter.schedule=cosine", "choose one of constant, linear, sine"),
-        ("adapter.lm_loss=mse", "choose one of kl, text"),
-        ("adapter.rank=0", "at least 1"),
         ("adapter.heads_first=1.0", "at least 0 and below 1"),
-        ("adapter.dropout=1", "at least 0 and below 1"),
         ("adapter.lambda_0=0", "above 0"),
         ("adapter.lambda_0=.nan", "a finite number"),
-        ("adapter.teacher_tilt=1.0", "at least 0 and below 1"),
         ("adapter={teacher_tilt: 0.1, lm_loss: text}", "only lm_loss kl has a teacher"),
         ("adapter.modules=5", "a string .* or a valid list"),
         ("training.hidden_noise=-1", "at least 0"),
-        ("heads.block=gated", "needs heads.kind eagle"),
-        ("heads.window=256", "needs heads.kind eagle"),
+        ("heads.block=gated", "heads.block gated belongs to kind eagle, not medusa; choose one of square, mlp"),
+        ("heads.window=256", "heads.window belongs to kind eagle, not medusa; leave it out"),
         ("heads={kind: eagle, window: 0}", "at least 1"),
         ("heads.vocabulary=5", "at least 32, or 0 for all tokens"),
-        ("heads.feature_layers=usual", "heads.feature_layers needs heads.kind=eagle heads.block=gated"),
-        ("heads={kind: eagle, block: gated, feature_layers: last}", "give usual, or a list of numbers"),
+        ("heads.feature_layers=usual", "heads.feature_layers belongs to kind eagle, not medusa"),
+        ("heads={kind: eagle, block: gated, feature_layers: last}", r"or usual"),
     ],
 )
 def test_invalid_values_are_rejected_with_the_allowed_values(read: Any, override: str, said: str) -> None:
@@ -216,12 +202,6 @@ def test_a_missing_key_is_named(read: Any, name: str) -> None:
         read({key: value for key, value in LEAST.items() if key != name})
 
 
-def test_data_without_a_path_is_reported_as_a_missing_key(read: Any) -> None:
-    with pytest.raises(RequestError, match="path") as refusal:
-        read(LEAST | {"data": {"sequence_length": 8}})
-    assert "__init__" not in str(refusal.value), "users know keys, not constructors"
-
-
 @pytest.mark.parametrize("override", ["heads.num", "=5", "backbone.name=5", "heads.num=[1"])
 def test_invalid_overrides_are_rejected(read: Any, override: str) -> None:
     with pytest.raises(RequestError):
@@ -239,19 +219,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_recipe(tmp_path / "absent.yaml", [])
 
 
-def test_a_recipe_from_python_is_checked_in_the_same_way() -> None:
-    with pytest.raises(RequestError, match="here: unknown key headz"):
-        parse_recipe(LEAST | {"headz": {}}, "here")
-
-
-@pytest.mark.parametrize(
-    "settings", [{"objective": "both"}, {"max_minutes": 0}, {"max_minutes": -1}, {"head_decay": 0}, {"head_decay": 1.1}]
-)
-def test_our_training_fields_are_checked(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match=f"training.{next(iter(settings))}"):
-        MedusaTrainingArguments(output_dir=str(tmp_path), **settings)
-
-
 def test_given_head_settings_are_kept_and_the_rest_is_chosen() -> None:
     sizes = BackboneSizes(hidden_size=64, vocab_size=1000, parameters=10**6)
     assert choose(sizes, HeadsConfig()).block == "mlp"
@@ -264,37 +231,20 @@ def test_given_head_settings_are_kept_and_the_rest_is_chosen() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("learning_rate=-1", "it must be above 0"),
         ("learning_rate=0", "it must be above 0"),
         ("per_device_train_batch_size=0", "it must be at least 1"),
-        ("per_device_eval_batch_size=0", "it must be at least 1"),
-        ("gradient_accumulation_steps=0", "it must be at least 1"),
         ("max_steps=0", "it must be at least 1"),
-        ("max_steps=-2", "it must be at least 1"),
-        ("num_train_epochs=0", "it must be above 0"),
-        ("num_train_epochs=-0.5", "it must be above 0"),
         ("max_minutes=0", "it must be above 0"),
         ("save_minutes=-1", "it must be at least 0"),
-        ("weight_decay=-1", "it must be at least 0"),
         ("warmup_steps=-1", "it must be at least 0"),
-        ("logging_steps=0", "it must be above 0"),
-        ("save_steps=0", "it must be above 0"),
-        ("eval_steps=-5", "it must be above 0"),
         ("save_total_limit=0", "it must be at least 1"),
         ("seed=-1", "it must be at least 0 and at most 4294967295"),
-        ("data_seed=4294967296", "it must be at least 0 and at most 4294967295"),
         ("adam_beta1=1", "it must be at least 0 and below 1"),
-        ("adam_beta2=-0.1", "it must be at least 0 and below 1"),
-        ("max_grad_norm=-1", "it must be at least 0"),
-        ("dataloader_num_workers=-1", "it must be at least 0"),
         ("dataloader_multiprocessing_context=thread", "choose one of fork, spawn, forkserver"),
         ("lr_scheduler_type=cosin", "did you mean cosine?"),
         ("save_strategy=sometimes", "choose one of no, steps, epoch, best"),
-        ("optim=adam", "choose one of adamw_torch, "),
-        ("log_level=loud", "choose one of detail, debug, info, warning, error, critical, passive"),
         ("objective=foo", "choose one of text, argmax, distill, tv, lk, lk-hybrid, mass"),
         ("objective=lk_hybrid", "did you mean lk-hybrid?"),
-        ("children=0", "it must be at least 1"),
     ],
 )
 def test_values_outside_the_limits_of_training_keys_are_refused(read: Any, override: str, said: str) -> None:

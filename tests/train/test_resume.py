@@ -17,11 +17,10 @@ from transformers import TrainerCallback, TrainerState
 
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import random_ids
 from tests.train.processes import forked
+from tests.train.recipes import recipes, run, same
 from train.checkpoints import is_whole, whole_checkpoints
-from train.recipe import parse_recipe
-from train.run import train
 from train.trainer import MedusaTrainer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
@@ -29,28 +28,11 @@ STEPS, SAVE_STEPS, LOGGING_STEPS = 24, 4, 3  # a line of the log and a checkpoin
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
-    tiny_model("llama").save_pretrained(tmp_path / "backbone")
-    lines = [json.dumps({"input_ids": random_ids(20, seed=seed)}) for seed in range(40)]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
-
-    def content(output: str) -> dict[str, Any]:
-        return {
-            "backbone": str(tmp_path / "backbone"),
-            "data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": 20},
-            "output_dir": str(tmp_path / output),
-            "heads": {"num": 2},
-            "device": "cpu",
-            "training": {
-                "max_steps": STEPS,
-                "save_steps": SAVE_STEPS,
-                "logging_steps": LOGGING_STEPS,
-                "seed": 3,
-                "per_device_train_batch_size": 4,  # 10 batches an epoch: kills fall into all three epochs
-            },
-        }
-
-    return content
+def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Recipes with 10 batches an epoch, so that kills fall into all three epochs."""
+    rows = [{"input_ids": random_ids(20, seed=seed)} for seed in range(40)]
+    usual = {"max_steps": STEPS, "save_steps": SAVE_STEPS, "logging_steps": LOGGING_STEPS, "seed": 3}
+    return recipes(tmp_path, rows, 20, **usual, per_device_train_batch_size=4)
 
 
 def curve(folder: Path) -> list[dict[str, float]]:
@@ -59,15 +41,11 @@ def curve(folder: Path) -> list[dict[str, float]]:
     return [{key: line[key] for key in line if "runtime" not in key and "per_second" not in key} for line in history]
 
 
-def same(left: MedusaHeads, right: MedusaHeads) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
-
-
 def test_a_run_killed_three_times_has_the_loss_curve_of_an_uninterrupted_run(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(parse_recipe(recipe("whole"), "test"), quiet=True)
+    run(recipe("whole"))
     seed = random.SystemRandom().randrange(10**6)
     rng = random.Random(seed)
     at = sorted(rng.sample(range(SAVE_STEPS + 1, STEPS), 3))
@@ -83,16 +61,16 @@ def test_a_run_killed_three_times_has_the_loss_curve_of_an_uninterrupted_run(
                     signal.pause()
                 time.sleep(0.002)
 
-        def run() -> None:
+        def killed_run() -> None:
             init = MedusaTrainer.__init__
             monkeypatch.setattr(
                 MedusaTrainer,
                 "__init__",
                 lambda self, *args, **kwargs: init(self, *args, callbacks=[Tell()], **kwargs),
             )
-            train(parse_recipe(recipe("killed"), "test"), quiet=True, resume=bool(whole_checkpoints(killed)))
+            run(recipe("killed"), resume=bool(whole_checkpoints(killed)))
 
-        process = forked(run, tmp_path / "error")
+        process = forked(killed_run, tmp_path / "error")
         os.close(writer)
         done = 0
         while done < step:  # a run resumed from a late checkpoint begins after `step`
@@ -103,11 +81,11 @@ def test_a_run_killed_three_times_has_the_loss_curve_of_an_uninterrupted_run(
         os.kill(process, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
         os.close(reader)
-    last = forked(lambda: train(parse_recipe(recipe("killed"), "test"), quiet=True, resume=True), tmp_path / "error")
+    last = forked(lambda: run(recipe("killed"), resume=True), tmp_path / "error")
     assert os.waitpid(last, 0)[1] == 0, (tmp_path / "error").read_text()
     assert curve(killed) == curve(whole), f"killed at {at}, seed {seed}"
     assert [line["step"] for line in curve(whole)] == [*range(3, 25, 3)]
-    assert same(MedusaHeads.from_pretrained(killed), MedusaHeads.from_pretrained(whole))
+    assert same(killed, whole)
 
 
 @pytest.mark.parametrize(
@@ -115,24 +93,21 @@ def test_a_run_killed_three_times_has_the_loss_curve_of_an_uninterrupted_run(
     [
         ({"num": 3}, "num_heads 2, not 3"),
         ({"num": 2, "kind": "hydra"}, "kind 'medusa', not 'hydra'"),
-        ({"num": 2, "prefix_layers": 1}, "prefix_layers 0, not 1"),
         ({"num": 2, "lm_head": "own"}, "lm_head 'shared', not 'own'"),
     ],
 )
 def test_other_heads_than_the_checkpoints_are_refused(recipe: Any, heads: dict[str, Any], said: str) -> None:
-    once = recipe("out")
+    once = recipe("out", max_steps=SAVE_STEPS)
     once["heads"] |= {"lm_head": "shared"}
-    once["training"] |= {"max_steps": SAVE_STEPS}
-    train(parse_recipe(once, "test"), quiet=True)
+    run(once)
     other = once | {"heads": {"lm_head": "shared"} | heads}
     with pytest.raises(RequestError, match=rf"--resume: .*checkpoint-4 has {said}; ask for the same heads again"):
-        train(parse_recipe(other, "test"), quiet=True, resume=True)
+        run(other, resume=True)
 
 
 def test_checkpoints_whose_recipe_has_keys_of_older_versions_resume_and_load(recipe: Any, tmp_path: Path) -> None:
-    once = recipe("out")
-    once["training"] |= {"max_steps": SAVE_STEPS}
-    train(parse_recipe(once, "test"), quiet=True)
+    once = recipe("out", max_steps=SAVE_STEPS)
+    run(once)
     for folder in (tmp_path / "out", tmp_path / "out" / f"checkpoint-{SAVE_STEPS}"):
         stored = json.loads((folder / "provenance.json").read_text())
         stored["config"]["heads"]["vocabulary_anyway"] = stored["config"]["heads"].pop("force_vocabulary")
@@ -140,7 +115,7 @@ def test_checkpoints_whose_recipe_has_keys_of_older_versions_resume_and_load(rec
         (folder / "provenance.json").write_text(json.dumps(stored))
         assert MedusaHeads.from_pretrained(folder).provenance == stored
     once["training"] |= {"max_steps": SAVE_STEPS + 1}
-    assert train(parse_recipe(once, "test"), quiet=True, resume=True).steps == SAVE_STEPS + 1
+    assert run(once, resume=True).steps == SAVE_STEPS + 1
 
 
 @pytest.mark.parametrize(
@@ -154,9 +129,8 @@ def test_a_checkpoint_without_the_optimisers_state_is_not_resumed(
     recipe: Any, tmp_path: Path, name: str, adapter: bool, way: str
 ) -> None:
     """`heads.start` would leave an adapter behind, to which the heads belong."""
-    once = recipe("out")
-    once["training"] |= {"max_steps": SAVE_STEPS}
-    train(parse_recipe(once, "test"), quiet=True)
+    once = recipe("out", max_steps=SAVE_STEPS)
+    run(once)
     checkpoint = tmp_path / "out" / f"checkpoint-{SAVE_STEPS}"
     (checkpoint / name).unlink()
     if adapter:
@@ -164,9 +138,9 @@ def test_a_checkpoint_without_the_optimisers_state_is_not_resumed(
     once["training"] |= {"max_steps": SAVE_STEPS + 1}
     message = rf"--resume: .*checkpoint-4 lacks the optimiser's state \(.*save_only_model\); {way}$"
     with pytest.raises(RequestError, match=message):
-        train(parse_recipe(once, "test"), quiet=True, resume=True)
+        run(once, resume=True)
     with pytest.raises(RequestError, match=f"holds a checkpoint; {way}, or add --overwrite"):
-        train(parse_recipe(once, "test"), quiet=True)
+        run(once)
 
 
 def cut_off(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,17 +179,17 @@ def test_a_kill_while_saving_leaves_the_last_good_checkpoint(
 ) -> None:
     out = tmp_path / "out"
 
-    def run() -> None:
+    def cut_run() -> None:
         cut_off(stage, monkeypatch)
-        train(parse_recipe(recipe("out"), "test"), quiet=True)
+        run(recipe("out"))
 
-    process = forked(run)
+    process = forked(cut_run)
     assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
     assert (out / "checkpoint-8").is_dir()
     assert not is_whole(out / "checkpoint-8")
     assert whole_checkpoints(out) == [out / "checkpoint-4"]
     assert MedusaHeads.from_pretrained(out / "checkpoint-4").config.num_heads == 2
-    figures = train(parse_recipe(recipe("out"), "test"), quiet=True, resume=True)
+    figures = run(recipe("out"), resume=True)
     assert figures.steps == STEPS
     assert "checkpoint-8 was cut off while it was written; continuing from checkpoint-4" in capsys.readouterr().err
     assert [path.name for path in whole_checkpoints(out)] == ["checkpoint-20", "checkpoint-24"]

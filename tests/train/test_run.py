@@ -23,51 +23,38 @@ from medusa.errors import RequestError, RunError
 from medusa.heads.independent import MedusaHeads
 from tests.gguf_files import write_gguf
 from tests.helpers import random_ids, tiny_model
+from tests.train.recipes import recipes, same
+from tests.train.recipes import run as run_recipe
 from tests.train.templates import CHATML
 from train.checkpoints import whole_checkpoints
 from train.recipe import parse_recipe
-from train.run import plan_features, train
+from train.run import plan_features
 
 WEIGHTS = "medusa_lm_head.safetensors"
 
 
-@pytest.fixture(scope="module")
-def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("backbone")
-    tiny_model("llama").save_pretrained(path)
-    return path
-
-
 @pytest.fixture
-def recipe(backbone: Path, tmp_path: Path) -> Callable[..., Path]:
+def recipe(tmp_path: Path) -> Callable[..., Path]:
     """A recipe on disk: two heads, rows of 16 tokens, a checkpoint at each second step."""
-    data = tmp_path / "d.jsonl"
     rows = [{"input_ids": random_ids(9 + n % 5, seed=n)} for n in range(12)] + [{"input_ids": [1]}]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    content = recipes(tmp_path, rows, 16, max_steps=6, save_steps=2, per_device_train_batch_size=2, use_cpu=True)
 
     def write(output: str = "out", data_with: dict[str, Any] | None = None, **training: Any) -> Path:
-        content = {
-            "backbone": str(backbone),
-            "data": {"path": str(data), "sequence_length": 16} | (data_with or {}),
-            "output_dir": str(tmp_path / output),
-            "heads": {"num": 2},
-            "device": "cpu",
-            "training": {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True} | training,
-        }
-        path = tmp_path / f"{output}.json"
-        path.write_text(json.dumps(content), encoding="utf-8")
+        given, path = content(output, **training), tmp_path / f"{output}.json"
+        given["data"] |= data_with or {}
+        path.write_text(json.dumps(given), encoding="utf-8")
         return path
 
     return write
 
 
 def run(path: Path, **kwargs: Any) -> dict[str, Any]:
-    return train(parse_recipe(json.loads(path.read_text(encoding="utf-8")), "test"), quiet=True, **kwargs).to_dict()
+    return run_recipe(json.loads(path.read_text(encoding="utf-8")), **kwargs).to_dict()
 
 
-def same(left: Path, right: Path) -> bool:
-    ours, theirs = load_file(left / WEIGHTS), load_file(right / WEIGHTS)
-    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
 
 
 # --- streams and counts ----------------------------------------------------------------------------------------------
@@ -92,18 +79,16 @@ def test_an_unshuffled_stream_trains_like_unshuffled_packed_rows(recipe: Any, tm
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_counts_go_into_the_provenance(recipe: Any, tmp_path: Path, streaming: bool) -> None:
-    run(recipe(data_with={"streaming": streaming}))
+def test_counts_are_printed_and_go_into_the_provenance(
+    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], streaming: bool
+) -> None:
+    assert main(["train", str(recipe(data_with={"streaming": streaming}))]) == 0
+    told = capsys.readouterr().err
+    assert "12 documents" in told
+    assert "dropped: 1 with nothing to teach (first: " in told
     data = json.loads((tmp_path / "out" / "provenance.json").read_text(encoding="utf-8"))["data"]
     assert (data["documents"], data["rows"], data["dropped"]) == (12, 9, {"with nothing to teach": 1})
-    assert data["first"] == {"with nothing to teach": f"{tmp_path / 'd.jsonl'}:13"}
-
-
-def test_counts_are_reported(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for data in ({}, {"streaming": True}):
-        assert main(["train", str(recipe(data_with=data)), "--overwrite"]) == 0
-        assert "12 documents" in (told := capsys.readouterr().err)
-        assert "dropped: 1 with nothing to teach (first: " in told
+    assert data["first"] == {"with nothing to teach": f"{tmp_path / 'data.jsonl'}:13"}
 
 
 def test_heads_of_a_projecting_backbone_continue_and_decode(recipe: Any, tmp_path: Path) -> None:
@@ -114,7 +99,7 @@ def test_heads_of_a_projecting_backbone_continue_and_decode(recipe: Any, tmp_pat
     for output, start in (("first", None), ("second", "first")):
         content = json.loads(recipe(output, max_steps=1).read_text())
         content |= {"backbone": str(opt), "heads": {"num": 2, "start": start and str(tmp_path / start)}}
-        train(parse_recipe(content, "test"), quiet=True)
+        run_recipe(content)
     words = ["--backbone", str(opt), "--heads", str(tmp_path / "second"), "--prompts", str(prompts), "--tree", "chain"]
     assert main(["generate", *words, "--max-new-tokens", "3", "--quiet"]) == 0
 
@@ -134,7 +119,7 @@ def test_heads_of_a_model_with_an_encoder_or_from_a_gguf_file(recipe: Any, tmp_p
         tiny_model(kind).save_pretrained(place)
     for output, more in {"live": {}, "stored": {"cache_features": True}, "both": {"adapter": {"merge": True}}}.items():
         content = json.loads(recipe(output, max_steps=2).read_text()) | {"backbone": str(place)} | more
-        train(parse_recipe(content, "test"), quiet=True)
+        run_recipe(content)
     assert same(tmp_path / "live", tmp_path / "stored")
     changed = load_file(tmp_path / "both" / "adapter" / "adapter_model.safetensors")
     assert changed
@@ -144,12 +129,6 @@ def test_heads_of_a_model_with_an_encoder_or_from_a_gguf_file(recipe: Any, tmp_p
         assert main(["generate", *words, "--quiet"]) == 0
 
 
-def test_a_stream_needs_an_end(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
-    with pytest.raises(RequestError, match=r"training\.max_steps or training\.max_minutes"):
-        run(recipe(data_with={"streaming": True}, max_steps=-1))
-
-
 def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
     assert run(recipe(data_with={"streaming": True}, max_steps=-1, max_minutes=0.01))["steps"] > 0
 
@@ -157,6 +136,12 @@ def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        (
+            {"data": {"path": "data.jsonl", "streaming": True}, "training": {}},
+            "give training.max_steps or",
+        ),
+        ({"training": {"eval_strategy": "steps"}}, "add `eval_data: FILE` to the recipe"),
+        ({"training": {"early_stopping_patience": 3}}, "needs evaluations; add eval_data to the recipe"),
         ({"device": "cuda:1"}, "device is cuda:1, but this process trains on cuda:0; .*CUDA_VISIBLE_DEVICES"),
         ({"adapter": {"quality_data": "absent.jsonl"}}, r"absent\.jsonl"),
         ({"training": {"eval_tree": "typo"}}, "no tree 'typo'"),
@@ -170,7 +155,7 @@ def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
         ({"training": {"dataloader_persistent_workers": True}}, r"training\.dataloader_num_workers is 0: .*persistent"),
         ({"training": {"accelerator_config": "no.json"}}, r"training: .*no\.json"),
         (
-            {"eval_data": "d.jsonl", "training": {"metric_for_best_model": "accuracy"}},
+            {"eval_data": "data.jsonl", "training": {"metric_for_best_model": "accuracy"}},
             r"training\.metric_for_best_model is 'accuracy'; choose one of eval_loss, eval_tau, eval_head1_loss",
         ),
         (
@@ -187,20 +172,20 @@ def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
         ({"heads": {"start": "demo"}}, r"heads\.start: demo has hidden_size \d+, not \d+"),
     ],
 )
+@pytest.mark.usefixtures("no_weights")
 def test_requests_are_refused_before_weights_are_loaded(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
 ) -> None:
-    monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     content = json.loads(recipe().read_text(encoding="utf-8"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "test_file").touch()
     with pytest.raises(RequestError, match=said):
-        train(parse_recipe(content | changes, "test"), quiet=True)
+        run_recipe(content | changes)
 
 
-def test_a_stream_is_not_planned(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
+@pytest.mark.usefixtures("no_weights")
+def test_a_stream_is_not_planned(recipe: Any) -> None:
     content = json.loads(recipe(data_with={"streaming": True}).read_text(encoding="utf-8"))
     with pytest.raises(RequestError, match="holds features or is a stream; there is nothing to plan"):
         plan_features(parse_recipe(content, "test"))
@@ -209,18 +194,13 @@ def test_a_stream_is_not_planned(recipe: Any, monkeypatch: pytest.MonkeyPatch) -
 # --- a look at the data ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
-
-
 CONVERSATION = {"messages": [{"role": "user", "content": "hi [bold]"}, {"role": "assistant", "content": "hello\nyou"}]}
 
 
 @pytest.fixture
-def talking(tmp_path: Path, backbone: Path) -> dict[str, Any]:
+def talking(tmp_path: Path) -> dict[str, Any]:
     """A recipe for a backbone whose tokenizer has a chat template, and a conversation."""
-    shutil.copytree(backbone, tmp_path / "talking")
+    tiny_model("llama").save_pretrained(tmp_path / "talking")
     config = json.loads((tmp_path / "talking" / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "talking" / "config.json").write_text(json.dumps(config | {"vocab_size": 300}), encoding="utf-8")
     byte_tokenizer(CHATML).save_pretrained(tmp_path / "talking")
@@ -267,7 +247,7 @@ def test_inspect_reads_only_the_shown_part_of_a_stream(
     recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recipe(data_with={"streaming": True})
-    (tmp_path / "d.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n{"input_ids": [5, 6, 7]}\n{broken\n')
+    (tmp_path / "data.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n{"input_ids": [5, 6, 7]}\n{broken\n')
     assert main(["train", str(path), "--inspect", "2"]) == 0
     out = capsys.readouterr().out
     assert "⟦1 2 3 4 ⟧" in out, "a backbone without tokenizer shows ids"
@@ -279,9 +259,9 @@ def test_inspect_rejects_the_same_requests_as_training(
     recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recipe()
-    (tmp_path / "d.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n{broken\n')
+    (tmp_path / "data.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n{broken\n')
     assert main(["train", str(path), "--inspect"]) == 2
-    assert "d.jsonl:2: not JSON" in capsys.readouterr().err
+    assert "data.jsonl:2: not JSON" in capsys.readouterr().err
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------
@@ -331,32 +311,19 @@ def test_the_estimated_size_equals_the_size_of_a_run(
     assert checkpoint <= whole < checkpoint + 16000
 
 
-@pytest.mark.parametrize("what", ["heads", "optimizer"])
 def test_a_full_disk_ends_in_one_line_and_loses_no_checkpoint(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from train.trainer import MedusaTrainer
+    run(recipe("whole"))
+    save = torch.save
 
-    write = MedusaHeads.save_pretrained
+    def full(content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if str(path).endswith("checkpoint-4/optimizer.pt"):
+            raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+        save(content, path, *args, **kwargs)
 
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
-
-    def saving(heads: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
-        full() if str(folder).endswith("checkpoint-4") else write(heads, folder, *args, **kwargs)
-
-    path = recipe("whole")
-    run(path)
     with monkeypatch.context() as patched:
-        if what == "heads":
-            patched.setattr(MedusaHeads, "save_pretrained", saving)
-        else:
-            once = MedusaTrainer._save_optimizer_and_scheduler
-            patched.setattr(
-                MedusaTrainer,
-                "_save_optimizer_and_scheduler",
-                lambda self, out: full() if self.state.global_step == 4 else once(self, out),
-            )
+        patched.setattr(torch, "save", full)
         assert main(["train", str(recipe()), "--quiet"]) == 1
     told = capsys.readouterr().err
     assert told.startswith("medusa train: failed: the disk of ")

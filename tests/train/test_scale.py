@@ -24,11 +24,10 @@ from medusa.heads.independent import MedusaHeads
 from medusa.loading import LoadOptions, load_backbone
 from tests.helpers import random_ids, tiny_model
 from tests.train.processes import as_two_ranks
+from tests.train.recipes import recipes, run
 from train import MedusaTrainer
 from train.build import blocks, placement
 from train.checkpoints import whole_checkpoints
-from train.recipe import parse_recipe
-from train.run import train
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -40,25 +39,12 @@ CLOSE = {"atol": 2e-4, "rtol": 0}
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A recipe whose rows have very different numbers of labels; keywords override its training."""
-    tiny_model("llama").save_pretrained(tmp_path / "backbone")
+    """Recipes whose rows have very different numbers of labels."""
     rows = [
         {"input_ids": random_ids(32, seed=seed), "prompt_tokens": (2 if seed % 4 < 2 else 29)}
         for seed in range(STEPS * 4)
     ]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-
-    def content(output: str, **training: Any) -> dict[str, Any]:
-        return {
-            "backbone": str(tmp_path / "backbone"),
-            "data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": 32},
-            "output_dir": str(tmp_path / output),
-            "heads": {"num": 2},
-            "device": "cpu",
-            "training": {"max_steps": STEPS, "logging_steps": 1, "save_steps": 2, "seed": 1} | training,
-        }
-
-    return content
+    return recipes(tmp_path, rows, 32, max_steps=STEPS, logging_steps=1, save_steps=2, seed=1)
 
 
 def losses(folder: Path) -> list[dict[str, float]]:
@@ -81,9 +67,9 @@ def same_heads(left: Path, right: Path) -> None:
 
 def test_accumulated_micro_batches_equal_one_batch(recipe: Any, tmp_path: Path) -> None:
     """Rows 0 and 1 of every four have ten times the labels of rows 2 and 3."""
-    train(parse_recipe(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
+    run(recipe("one", per_device_train_batch_size=4))
     accumulated = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    train(parse_recipe(recipe("four", **accumulated), "test"), quiet=True)
+    run(recipe("four", **accumulated))
     same_losses(losses(tmp_path / "four"), losses(tmp_path / "one"))
     same_heads(tmp_path / "four", tmp_path / "one")
 
@@ -92,15 +78,15 @@ def test_two_processes_equal_one_with_the_same_global_batch(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`accelerate launch` with our settings, up to torchrun: its processes are copies of this one."""
-    train(parse_recipe(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
+    run(recipe("one", per_device_train_batch_size=4))
     content = recipe("two", per_device_train_batch_size=2) | {"cache_features": True}
     (tmp_path / "recipe.json").write_text(json.dumps(content), encoding="utf-8")
 
-    def run(args: Any) -> None:
+    def launched(args: Any) -> None:
         assert (args.nproc_per_node, args.module, args.training_script) == ("2", True, "medusa")
         as_two_ranks(lambda: sys.exit(main(args.training_script_args)), tmp_path)
 
-    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr("torch.distributed.run.run", launched)
     settings = str(ROOT / "configs" / "accelerate" / "two_processes_cpu.yaml")
     command = ["--config_file", settings, "-m", "medusa", "train", str(tmp_path / "recipe.json"), "--threads", "1"]
     launch_command(launch_command_parser().parse_args([*command, "--json", str(tmp_path / "figures.json")]))
@@ -117,7 +103,7 @@ def test_a_sharded_backbone_gives_the_same_loss_and_the_same_heads(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With FSDP2 and gloo, each process holds a share of the blocks, and hidden states are the same."""
-    train(parse_recipe(recipe("one", per_device_train_batch_size=4), "test"), quiet=True)
+    run(recipe("one", per_device_train_batch_size=4))
     content = recipe("two", per_device_train_batch_size=2) | {"shard_backbone": True}
     start = MedusaTrainer.train
 
@@ -139,7 +125,7 @@ def test_a_sharded_backbone_gives_the_same_loss_and_the_same_heads(
         return outcome
 
     monkeypatch.setattr(MedusaTrainer, "train", look_and_train)
-    as_two_ranks(lambda: train(parse_recipe(content, "test"), quiet=True), tmp_path)
+    as_two_ranks(lambda: run(content), tmp_path)
     same_losses(losses(tmp_path / "two"), losses(tmp_path / "one"))
     same_heads(tmp_path / "two", tmp_path / "one")
     known = MedusaHeads.from_pretrained(tmp_path / "two").config.backbone
@@ -153,13 +139,13 @@ def test_a_launcher_that_started_one_process_of_several_gives_a_warning(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    train(parse_recipe(recipe("out", max_steps=1), "test"), quiet=True)
+    run(recipe("out", max_steps=1))
     assert "accelerate launch --cpu starts one process" in capsys.readouterr().err
 
 
 def test_sharding_needs_processes(recipe: Any) -> None:
     with pytest.raises(RequestError, match=r"shard_backbone: true needs several processes; start with torchrun"):
-        train(parse_recipe(recipe("out") | {"shard_backbone": True}, "test"), quiet=True)
+        run(recipe("out") | {"shard_backbone": True})
 
 
 def test_sharded_blocks_are_the_models_layers(llama: Any) -> None:
@@ -185,7 +171,7 @@ def test_mixed_precision_trains_about_as_well(recipe: Any, tmp_path: Path, lm_he
     finals = {}
     for bf16 in (False, True):
         content = recipe(f"{lm_head}-{bf16}", bf16=bf16) | {"heads": {"num": 2, "lm_head": lm_head}}
-        finals[bf16] = train(parse_recipe(content, "test"), quiet=True).heads["head1_loss"]
+        finals[bf16] = run(content).heads["head1_loss"]
     assert finals[True] != finals[False], "autocast was on"
     # bfloat16 keeps 8 bits: logits of some units are off by some 1e-2, and the loss by less than that on average.
     assert finals[True] == pytest.approx(finals[False], abs=0.1)
@@ -197,7 +183,7 @@ def test_a_backbone_spread_over_devices_can_be_trained_on(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`device: auto` with the second layer on disk, as when memory is short."""
-    plain = train(parse_recipe(recipe("plain"), "test"), quiet=True)
+    plain = run(recipe("plain"))
     loaded = load_backbone(str(tmp_path / "backbone"), LoadOptions(device="cpu"))
     here = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
     places = dict.fromkeys(here, "cpu")
@@ -205,5 +191,5 @@ def test_a_backbone_spread_over_devices_can_be_trained_on(
         loaded.model, places | {"model.layers.1": "disk"}, main_device="cpu", offload_dir=tmp_path / "offload"
     )
     monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: loaded)
-    spread = train(parse_recipe(recipe("spread"), "test"), quiet=True)
+    spread = run(recipe("spread"))
     assert spread.heads == plain.heads

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medusa.files import Json
-from train.loss.labels import FIRST_OFFSET
+from train.loss.targets import FIRST_OFFSET
 
 OPEN_ROWS = 16  # rows that wait for more whole documents; with more rows, padding is less and reading ahead longer
 PADDING = -1  # document number of padding

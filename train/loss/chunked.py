@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from medusa.argmax import argmax
-from train.loss.chunks import chunk_rows
-from train.loss.labels import IGNORE
-from train.loss.teacher import BackboneTeacher, SoftTargets
-from train.loss.weighting import Weighting
+from train.loss.objectives import Weighting
+from train.loss.targets import IGNORE, BackboneTeacher, SoftTargets, chunk_rows
 
 
 class ChunkedLoss(torch.autograd.Function):

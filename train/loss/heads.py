@@ -20,9 +20,8 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import places_of, rows_for
 from train.loss.chunked import ChunkedLoss
-from train.loss.labels import IGNORE
-from train.loss.teacher import BackboneTeacher
-from train.loss.weighting import PAPERS_WEIGHTING, Weighting, head_weights
+from train.loss.objectives import PAPERS_WEIGHTING, Weighting, head_weights
+from train.loss.targets import IGNORE, BackboneTeacher
 
 BACKENDS = ("auto", "chunked", "plain", "liger")
 
@@ -36,7 +35,7 @@ class HeadLosses(NamedTuple):
     the batch's labels of a head, or over `counts` labels."""
     loss: Tensor
     """Mean unweighted loss over each head's labels, without gradients; 0 for a head without labels. It is the
-    cross-entropy in nats, unless the objective is one of `train.loss.acceptance`. Except with these, a label outside
+    cross-entropy in nats, unless the objective is one of `train.loss.objectives`. Except with these, a label outside
     the reduced vocabulary (`MedusaHeads.vocabulary`) counts as 0 here. In `correct` it counts as wrong."""
     correct: Tensor
     """Number of labels that are the head's best guess. With a teacher, a label is the backbone's best token."""

@@ -33,10 +33,9 @@ from medusa.heads.independent import MedusaHeads
 from train.data.datasets import PackedDataset
 from train.data.packing import Batch
 from train.features.files import Features
-from train.loss.chunks import chunk_rows
-from train.loss.labels import IGNORE, NEXT, head_labels
+from train.loss.targets import IGNORE, NEXT, chunk_rows, head_labels
 from train.medusa2.adapter import adapter_disabled, without_adapter
-from train.packed import packed_states
+from train.module import packed_states
 
 QUALITY_ROWS = 64  # number of rows on which the perplexity is measured
 Tilt = Callable[[slice], Tensor]

@@ -23,11 +23,10 @@ from train.arguments import MedusaTrainingArguments
 from train.config import AdapterConfig
 from train.data.packing import Batch
 from train.loss.heads import HeadLosses
-from train.loss.labels import IGNORE, NEXT, head_labels
+from train.loss.targets import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import ADAPTER, ADAPTER_WEIGHTS, adapter_disabled
 from train.medusa2.lm_loss import lm_loss, tilt_towards
-from train.module import HeadsOnBackbone
-from train.packed import packed_states
+from train.module import HeadsOnBackbone, packed_states
 from train.trainer import MedusaTrainer
 
 
@@ -54,13 +53,25 @@ class HeadsAndAdapter(HeadsOnBackbone):
         """Turn on activation checkpointing in the backbone; older versions of transformers use this name."""
         self.adapted.gradient_checkpointing_enable(**kwargs)
 
+    def with_labels(self, batch: Batch) -> Batch:
+        """Add the labels of heads to a batch, and `next_labels` [B, T], those of the LM loss, unless it has them."""
+        if "next_labels" in batch:
+            return batch
+        text = (batch["input_ids"], batch["loss_mask"], batch["document_ids"])
+        return super().with_labels(batch) | {"next_labels": head_labels(*text, 1, first=NEXT)[0]}
+
+    def label_counts(self, batch: Batch) -> Tensor:
+        """Count the labels in a batch: those of each of the K heads, and then those of the LM loss [K + 1]."""
+        return torch.cat([super().label_counts(batch), (batch["next_labels"] != IGNORE).sum().reshape(1)])
+
     def forward(self, counts: Tensor | None = None, in_place: bool = False, **batch: Tensor) -> HeadLosses:
         """Compute the losses of K heads, and after them the backbone's LM loss: figures have the shape [K + 1].
 
         `counts` [K + 1] is the number of labels of each in the optimiser step; for `in_place` see `head_losses`.
         The LM loss is 0 without labels, and in the run's first part (adapter.heads_first), when only the heads learn.
         Its `correct` is always 0. Hidden states in the batch are the original backbone's; they are not recomputed."""
-        backbone, hidden = self.backbone, batch.pop("hidden", None)
+        backbone, batch = self.backbone, self.with_labels(batch)
+        hidden, labels = batch.pop("hidden", None), batch["next_labels"]
         ids, positions = batch["input_ids"], batch["position_ids"]
         if hidden is None and (self.lm_loss == "kl" or not self.joint):
             with torch.no_grad(), adapter_disabled(self.adapted):
@@ -68,7 +79,6 @@ class HeadsAndAdapter(HeadsOnBackbone):
         lm, lm_labels = ids.new_zeros((), dtype=torch.float32), ids.new_zeros(())
         if self.joint:
             adapted = packed_states(backbone, ids, positions)
-            labels = head_labels(ids, batch["loss_mask"], batch["document_ids"], 1, first=NEXT)[0]
             labelled = labels != IGNORE
             teacher = tilt = None
             if hidden is not None and self.lm_loss == "kl":
@@ -113,11 +123,6 @@ class Medusa2Trainer(MedusaTrainer):
         self.trained.joint = share is not None
         self.trained.lambda_0 = lambda_0_at(self.adapter, progress)
         self.trained.teacher_tilt = (self.adapter.teacher_tilt or 0.0) * (share or 0.0)
-
-    def label_counts(self, batch: Batch) -> Tensor:
-        """Count the labels in a batch: those of each of the K heads, and then those of the LM loss [K + 1]."""
-        next_labels = head_labels(batch["input_ids"], batch["loss_mask"], batch["document_ids"], 1, first=NEXT)
-        return torch.cat([super().label_counts(batch), (next_labels != IGNORE).sum().reshape(1)])
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
         """Metrics for the log: those of K heads, the mean LM loss in nats, and the weight lambda_0 of the heads' loss.

@@ -3,8 +3,8 @@
 Tokens per second are tau / T. tau is the mean number of tokens per step, which is predicted from recorded texts of the
 backbone. T is the time of a step, which is measured in the decoding loop. Both static and dynamic trees are tried
 (`decode.drafters.layouts`). Dynamic trees accept more guesses with as many nodes, but choosing the nodes takes time.
-For heads of kind `markov` the number of candidates is chosen, too, with the best tree, except for compiled steps on a
-GPU."""
+If the trees take their nodes from a few candidates (kind `markov`), the number of candidates is chosen, too, with the
+best tree, except for compiled steps on a GPU."""
 
 from __future__ import annotations
 
@@ -35,19 +35,16 @@ from decode.bench.machine import stopwatch
 from decode.bench.methods import medusa_method
 from decode.drafters.layouts import TOP, DynamicTree, Layout, with_shortlist
 from decode.drafters.trained_heads import TrainedHeads
-from decode.generation import decoding
-from decode.request import prepare
-from decode.results import Result, tau
 from decode.settings import Settings
+from decode.texts import Result, TextGenerator, tau
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.heads.markov import MarkovHeads
 from medusa.tree import Tree, usual_shortlist
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)  # numbers of nodes of the trees to try; 1 is plain decoding
 COMPILED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # of compiled steps on a GPU
-SHORTLISTS = (8, 16, 32, 64)  # numbers of candidates to try for heads of kind markov (`Tree.shortlist`)
+SHORTLISTS = (8, 16, 32, 64)  # numbers of candidates to try if trees have them (`Tree.shortlist`)
 CLEARLY = 1.01  # a larger number of candidates must be so many times as fast as a smaller one
 WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
 NODES = 256  # of a batch, all rows together: the most with which a step on a CPU can pay
@@ -98,7 +95,7 @@ def calibrate(
     holds_for = situation(model, heads, settings, batch_size)
     found = Calibration(points, best_of(points), list(temperatures), holds_for, about)
     compiles_long = compiled_on_gpu(backbone.device, settings.compile)  # each number of candidates is another step
-    if isinstance(heads, MarkovHeads) and found.best.nodes > 1 and not compiles_long:
+    if heads.has_shortlist(heads.config) and found.best.nodes > 1 and not compiles_long:
         shortened = [with_shortlist(found.tree, size) for size in SHORTLISTS]
         known = [measured_tau(tree) for tree in shortened]
         # More rounds, because steps with different numbers of candidates differ by a few per cent.
@@ -223,13 +220,13 @@ def time_steps(
     Trees that are not `PROMISING` are timed in one round only; `taus` are the mean numbers of tokens per step, `None`
     where unknown. The batch holds the first `batch_size` prompts, repeated if there are fewer. RequestError: they leave
     no room."""
-    kwargs = settings.generate_kwargs() | {"max_new_tokens": 8 * steps, "eos_token_id": None}
+    endless = replace(settings, max_new_tokens=8 * steps, ignore_eos=True)
     batch, clock = [prompts[row % len(prompts)] for row in range(batch_size)], stopwatch(model.device)
 
     def times_of(tree: Layout) -> list[float]:
-        requests = prepare(model, batch, list(range(batch_size)), **kwargs)
+        begun = TextGenerator(model, endless, None, TrainedHeads(heads, tree)).start(batch, range(batch_size))
         times, last = [], clock()
-        for step in decoding(model, TrainedHeads(heads, tree), requests, *settings.how).steps:
+        for step in begun:
             now = clock()
             if len(step.ids) == batch_size:  # finished rows would make the step cheaper
                 times.append(now - last)

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.bench.methods import Prompts, plain_method
 from decode.drafters.layouts import TOP, DynamicTree, Layout
-from decode.results import prompt_seeds
 from decode.settings import Settings
+from decode.texts import prompt_seeds
 from medusa.backbone import Backbone
 from medusa.heads.guesses import MISSED, accepted, ranks_of
 from medusa.heads.independent import MedusaHeads

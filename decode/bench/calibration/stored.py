@@ -17,7 +17,6 @@ from decode.drafters.layouts import DynamicTree, Layout, shortlist_of, with_shor
 from decode.settings import Settings
 from medusa.errors import RunError
 from medusa.files import Json, read_json, user_cache, write_json
-from medusa.heads import NATIVE
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import DTYPES
 from medusa.quantization import quantization_of
@@ -134,12 +133,12 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
 
 
 def heads_fingerprint(heads: MedusaHeads) -> str:
-    """Return a hash of up to 16 values of each parameter of the heads, and for MTP heads also of their number.
+    """Return a hash of up to 16 values of each parameter of the heads, and of the number of heads that share a layer.
 
-    An MTP layer has the same parameters whatever this number is, and a tree fits only so many heads."""
+    A layer that comes with the model has the same parameters for any number of heads, and a tree fits one number."""
     flat = [parameter.detach().flatten() for parameter in heads.parameters()]
     some = torch.cat([values[:: max(1, len(values) // 16)][:16].float().cpu() for values in flat])
-    number = str(heads.config.num_heads) if heads.config.kind == NATIVE else ""
+    number = str(heads.config.num_heads) if heads.comes_with_model else ""
     return hashlib.sha256(some.numpy().tobytes() + number.encode()).hexdigest()[:16]
 
 

@@ -26,8 +26,9 @@ from decode.drafters.levelwise import LevelwiseDrafter
 from decode.ops.draws import SharedDraws
 from decode.rejection import accept_sampled
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.session import Session
-from decode.settings import AcceptanceRule, Settings
+from decode.settings import Settings
 from decode.step import State
 from decode.topology import Topology
 from medusa.backbone import Backbone

@@ -21,7 +21,7 @@ from decode.bench.headline import counted, interval_in_words
 from decode.bench.losslessness.cases import FALSE_ALARM, Case, figures_table, threshold
 from decode.bench.losslessness.verify import VerificationResult
 from decode.bench.report import plots
-from decode.settings import is_lossy
+from decode.rules import is_lossy
 from medusa.files import readable, write_text
 
 SHOWN_SHARE = 0.01  # nodes that a smaller share of steps accepts are not drawn; dynamic trees have many of them

@@ -13,7 +13,7 @@ from decode.bench.figures import BenchmarkResult
 from decode.bench.headline import FASTER, PERCENT, Interval, counted, interval_in_words
 from decode.bench.losslessness.cases import WHOLE_SHARE, figures_table
 from decode.bench.losslessness.verify import VerificationResult
-from decode.settings import is_lossy
+from decode.rules import is_lossy
 from medusa.tables import print_table
 
 

@@ -100,8 +100,10 @@ class DistillFigures:
     failed: int
     """The answers that could not be generated; `failed_path` lists the reasons."""
     failed_path: Path
+    tokens: int
+    """The tokens of all answers in the file. The answers of a server's chat are text, and count 0."""
     new_tokens: int
-    """The tokens that this run generated. The answers of a server's chat are text, and count 0."""
+    """Those that this run generated."""
     seconds: float
     """The seconds of decoding in this run."""
     finish_reasons: dict[str, int]
@@ -167,6 +169,7 @@ def distill(options: DistillOptions) -> DistillFigures:
         texts=len(journal.done),
         failed=journal.total - len(journal.done),
         failed_path=journal.failed_path,
+        tokens=journal.tokens,
         new_tokens=journal.new_tokens,
         seconds=seconds,
         finish_reasons=dict(sorted(journal.reasons.items())),
@@ -184,10 +187,7 @@ def _kept(options: DistillOptions, journal: Journal) -> str:
 
 def _form(options: DistillOptions) -> PromptForm:
     """Choose the form of prompts. A server applies the template itself, even if there is no tokenizer here."""
-    from medusa.loading import load_tokenizer
-
-    name = options.models.backbone
-    tokenizer = load_tokenizer(name, options.load)
+    name, tokenizer = options.models.backbone, options.files.tokenizer
     if options.server and tokenizer is None:
         given = template_options(options.template_option)
         return PromptForm(bool(options.raw), name, has_template=True, asked=options.raw, options=given)
@@ -237,28 +237,27 @@ def _about(options: DistillOptions, records: list[Record], form: PromptForm) -> 
 
 
 def _local_engine(options: DistillOptions) -> LocalEngine:
-    from decode.bench.methods import DrafterMethod, Method, transformers_method
+    from decode.bench.methods import Method, transformers_method
     from medusa.backbone import Backbone
     from medusa.commands.models import open_models
 
     opened = open_models(options, drafters=[None] if options.models.heads else [])
     loaded, settings = opened.loaded, opened.settings
-    method: Method = transformers_method(loaded.model, settings, loaded.tokenizer)
-    if opened.source is not None:
-        method = DrafterMethod(loaded.model, opened.source, settings, loaded.tokenizer)
+    method: Method = opened.generator
+    if opened.source is None:
+        method = transformers_method(loaded.model, settings, loaded.tokenizer)
     backbone = loaded.name, loaded.tokenizer, loaded.bos_token_id, Backbone(loaded.model)
     return LocalEngine(settings, options.runtime.seed, *backbone, method, options.batch_size)
 
 
 def _server_engine(options: DistillOptions) -> ServerEngine:
-    from medusa.loading import bos_token_id, load_config, load_generation_config, load_tokenizer
+    from medusa.loading import bos_token_id
 
-    name, load = options.models.backbone, options.load
-    config, tokenizer, own = load_config(name, load), load_tokenizer(name, load), load_generation_config(name, load)
-    parameters = server_parameters(options.settings, own)
-    if line := options.settings.unused_line(own):
+    files = options.files
+    parameters = server_parameters(options.settings, files.generation_config)
+    if line := options.settings.unused_line(files.generation_config):
         options.output.note(line)
     options.runtime.prepare()
     server = Server(str(options.server), options.model)
-    backbone = name, tokenizer, bos_token_id(tokenizer, config)
+    backbone = files.name, files.tokenizer, bos_token_id(files.tokenizer, files.config)
     return ServerEngine(options.settings, options.runtime.seed, *backbone, server, options.concurrency, parameters)

@@ -75,7 +75,7 @@ class LocalEngine(Engine):
         """Generate the missing answers, turn by turn for all conversations, and return the seconds of decoding."""
         from transformers import set_seed
 
-        from decode.results import text_of
+        from medusa.records.pieces import text_of
 
         seconds = 0.0
         for seed, turn, batch in self._batches(journal):

@@ -43,7 +43,7 @@ class Journal:
         self.reasons: Counter[str] = Counter()  # the number of texts for each finish reason
         self.failed: set[Key] = set()
         self.short = 0  # the number of answers that are empty or one token long
-        self.new_tokens = 0  # the number of tokens that this run has generated
+        self.tokens = 0  # the number of tokens in all answers; those of a server's chat are text, and count 0
         self._lock = threading.Lock()
         self._start = perf_counter()
         self._advance: Callable[..., None]  # advances the progress bar by a number of texts, under a title
@@ -54,6 +54,7 @@ class Journal:
         if overwrite:
             self._file.truncate(0)
         self._read()
+        self._tokens_before = self.tokens
 
     def _read(self) -> None:
         whole = 0
@@ -77,6 +78,12 @@ class Journal:
         self.done[key] = _reply(row) if key[0] in self.conversations else None  # later turns need the answers
         self.reasons[row["finish_reason"]] += 1
         self.short += _is_short(row)
+        self.tokens += len(row.get("input_ids", ())) - row.get("prompt_tokens", 0)
+
+    @property
+    def new_tokens(self) -> int:
+        """The number of tokens that this run has generated."""
+        return self.tokens - self._tokens_before
 
     @contextmanager
     def opened(self, output: Output) -> Iterator[None]:
@@ -111,7 +118,6 @@ class Journal:
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._file.flush()
             self._remember(key, line)
-            self.new_tokens += len(line.get("input_ids", ())) - line.get("prompt_tokens", 0)
             self._advance(1, self._title())
             self._check_answers()
 

@@ -15,20 +15,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa.commands.fit.options import FitOptions
+from medusa.commands.fit.options import FitOptions, HeadsChoice, choose_heads
 from medusa.commands.options import Output
 from medusa.errors import Interrupted
 from medusa.interruptions import interruptible
 
 if TYPE_CHECKING:
-    from medusa.commands.fit.choices import HeadsChoice
-    from medusa.commands.fit.plan import Plan
-    from medusa.commands.fit.probe import Probe
     from medusa.commands.fit.prompts import Split
     from medusa.commands.fit.stages import Run, Stage
-    from medusa.commands.fit.state import FitState
-
-Planned = tuple["Probe", "Plan", "list[HeadsChoice]"]
+    from medusa.commands.fit.state import FitState, Planned
 
 
 def run(options: FitOptions) -> None:
@@ -62,9 +57,10 @@ def fit(options: FitOptions) -> FitState | None:
     with continued_by(options.folder, options.output):  # not before: so far, the folder holds at most an earlier run
         if options.overwrite:
             remove_earlier(options.folder, MADE)  # not before: the plan fails if the model is missing or unsuitable
-        if "plan" not in state.stages:
-            listed = [choice._asdict() for choice in choices]
-            state.finish("plan", {"plan": asdict(plan), "probe": asdict(probe), "choices": listed})
+        is_new = state.planned is None
+        state.keep_plan(probe, plan, choices)
+        if is_new:  # otherwise a change is written with the next stage
+            state.write()
         make(Run(options, state.work, plan, probe), state, sides, choices)
     return state
 
@@ -72,9 +68,7 @@ def fit(options: FitOptions) -> FitState | None:
 def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     """Check the model and plan the run, or take both from the `state`; print the plan."""
     from decode.settings import Settings
-    from medusa.commands.fit.choices import HeadsChoice, choose_heads
     from medusa.commands.fit.plan import (
-        Plan,
         compiled_steps,
         costs_of,
         describe,
@@ -82,25 +76,24 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
         make_plan,
         require_disk,
     )
-    from medusa.commands.fit.probe import Probe, probe, why_not_decoded
+    from medusa.commands.fit.probe import probe, why_not_decoded
     from medusa.commands.models import require_compilable_files
     from medusa.commands.options import warn
-    from medusa.loading import load_backbone
+    from medusa.loading import BackboneFiles
     from medusa.memory import devices_of
 
     settings = Settings(compile=bool(options.compile), ignore_generation_config=options.ignore_generation_config)
-    require_compilable_files(options.model, options.load, settings)
-    held = state.stages.get("plan")
-    if held is not None:
-        found = Probe(**held["probe"])
+    files = BackboneFiles(options.model, options.load)
+    require_compilable_files(files, settings)
+    if state.planned is not None:
+        found, plan, choices = state.planned
         if options.compile is not None:
             state.require_calibrated(options.compile)
-            held["plan"]["compiled"] = compiled_steps(options, found)  # on disk with the next stage
-        plan, choices = Plan(**held["plan"]), [HeadsChoice(**choice) for choice in held["choices"]]
+            plan = replace(plan, compiled=compiled_steps(options, found))
     else:
         options.runtime.prepare()
         with options.output.stage("loading and timing the model"):
-            loaded = load_backbone(options.model, options.load)
+            loaded = files.load()
             found = probe(loaded)
             if compiled_steps(options, found):  # the plan must know, not a stage after text and training
                 found = replace(found, not_compiled=why_not_decoded(loaded, settings))
@@ -120,21 +113,21 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
 def make(run: Run, state: FitState, sides: Split, choices: list[HeadsChoice]) -> None:
     """Run the stages that are not finished."""
     from medusa.commands.fit import stages
-    from medusa.commands.fit.conclusion import fastest, install, is_compiled
+    from medusa.commands.fit.conclusion import fastest, install
 
     if "text" not in state.stages:
         stages.write_sides(run, sides)
-    work: list[Stage] = [stages.TextStage(run)]
-    work += [stages.TrainingStage(run, choice) for choice in choices]
-    work += [stages.CalibrationStage(run, choice, state) for choice in choices]
-    for stage in work:
-        finish(stage, run, state)
+    finish(stages.text_stage(run), run, state)
+    for choice in choices:
+        finish(stages.training_stage(run, choice), run, state)
+    for choice in choices:
+        finish(stages.calibration_stage(run, choice, state), run, state)
     best = fastest(choices, state)
     install(run.work / best.name, run.options.folder)
     state.content["kind"] = best.name
-    finish(stages.BenchmarkStage(run, is_compiled(f"calibrate {best.name}", state)), run, state)
+    finish(stages.benchmark_stage(run, state, state.is_compiled(f"calibrate {best.name}")), run, state)
     if run.options.purpose != "transformers":
-        finish(stages.ExportStage(run), run, state)
+        finish(stages.export_stage(run), run, state)
     state.finish_run()
 
 

@@ -12,12 +12,10 @@ from decode.bench.calibration.stored import FILE as CALIBRATION
 from decode.settings import Settings
 from medusa.arguments import as_arguments
 from medusa.checkpoints.stored import CONFIG, PROVENANCE, WEIGHTS
-from medusa.commands.fit.choices import HeadsChoice
-from medusa.commands.fit.options import PURPOSES, FitOptions
-from medusa.commands.fit.stages import REPORT, RESULTS
+from medusa.commands.fit.options import PURPOSES, REPORT, RESULTS, FitOptions, HeadsChoice
 from medusa.commands.fit.state import FitState
 from medusa.commands.options import CommandOptions
-from medusa.files import Json, read_json, replacing
+from medusa.files import Json, replacing
 from train.outcome import PICTURE
 
 HEADS = (WEIGHTS, PROVENANCE, PICTURE, CALIBRATION, CONFIG)  # the config last: with it, the folder loads as heads
@@ -33,11 +31,6 @@ def fastest(choices: list[HeadsChoice], state: FitState) -> HeadsChoice:
     return choices[speeds.index(max(speeds))]
 
 
-def is_compiled(stage: str, state: FitState) -> bool:
-    """Whether a finished stage ran compiled steps; stages of earlier versions do not say it."""
-    return bool(state.stages[stage].get("compiled"))
-
-
 def install(source: Path, folder: Path) -> None:
     """Copy trained heads, with their calibration, from `source` to `folder`; each file is replaced atomically."""
     for name in HEADS:
@@ -48,8 +41,7 @@ def install(source: Path, folder: Path) -> None:
 
 def conclude(options: FitOptions, state: FitState) -> None:
     """Print the speedup, the tree and the next commands, and write the results of --json."""
-    folder, results = options.folder, read_json(options.folder / RESULTS)
-    kind = state.content["kind"]
+    folder, results, kind = options.folder, state.results, state.content["kind"]
     lines = ["", results["headline"]["title"], f"Tree: {tree_of(state.stages[f'calibrate {kind}'])}"]
     lines.append(f"Heads: {folder} (kind {kind})    Report: {folder / REPORT}")
     if "export" in state.stages:
@@ -58,19 +50,15 @@ def conclude(options: FitOptions, state: FitState) -> None:
         more = f"--minutes {ceil(3 * state.stages['plan']['plan']['minutes'])} --overwrite"
         lines.append(f"More text and training may help ({more}), or another kind of heads (--compare --overwrite).")
     ignores = options.ignore_generation_config
-    settings = Settings(compile=is_compiled("benchmark", state), ignore_generation_config=ignores)
+    settings = Settings(compile=state.is_compiled("benchmark"), ignore_generation_config=ignores)
     load = replace(options.load, revision=None)  # heads record the revision
     given = as_arguments(CommandOptions(load=load, settings=settings))
     lines.append(" ".join([f'Next: medusa generate {quote(str(folder))} "Once upon a time"', *given]))
     for line in lines:
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
-    options.output.write(summary(options, state, results))
-
-
-def summary(options: FitOptions, state: FitState, results: Json) -> Json:
-    """Return the results of a finished run for --json."""
-    about = {"heads": str(options.folder), "kind": state.content["kind"], "headline": results["headline"]}
-    return about | {"request": state.content["request"], "stages": state.stages, "benchmark": results}
+    about: Json = {"heads": str(folder), "kind": kind, "headline": results["headline"]}
+    about |= {"request": state.content["request"], "stages": state.stages, "benchmark": results}
+    options.output.write(about)
 
 
 def tree_of(calibration: Json) -> str:

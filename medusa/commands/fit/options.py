@@ -1,4 +1,4 @@
-"""The options of `medusa fit`."""
+"""The options of `medusa fit`, and the heads that they choose, from a table in the package."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import os
 from argparse import BooleanOptionalAction
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from decode.settings import IGNORES
 from medusa.commands.effects import require_of_kind, require_revisions
 from medusa.commands.options import Output, Prompts, RuntimeOptions
 from medusa.commands.prompting import raw_option, template_option
 from medusa.errors import RequestError, choose_one_of
-from medusa.files import Json, require_writable_folder
-from medusa.heads import KINDS
+from medusa.files import ASSETS, Json, require_writable_folder
+from medusa.heads import HEADS, KINDS
 from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
 
 PURPOSES = ("transformers", "vllm", "sglang")
 STATE = "fit.json"  # in the output folder: the request, the plan and the results of finished stages
+REPORT, RESULTS = "report.html", "benchmark.json"  # of the benchmark
 
 
 class FitOptions(Options):
@@ -89,7 +91,9 @@ class FitOptions(Options):
         if self.purpose not in PURPOSES:
             raise RequestError(f"--for is {self.purpose!r}; {choose_one_of(self.purpose, PURPOSES)}")
         if self.kind is not None and self.kind not in KINDS:
-            raise RequestError(f"--kind is {self.kind!r}; {choose_one_of(self.kind, KINDS)}")
+            known = [*KINDS, *(name for name in HEADS.names() if name not in HEADS.own)]
+            if self.kind not in known:
+                raise RequestError(f"--kind is {self.kind!r}; {choose_one_of(self.kind, known)}")
         if self.kind is not None and self.compare:
             raise RequestError("--compare trains several kinds, and --kind names one; leave one out")
         if self.purpose != "transformers" and (self.compare or self.kind not in (None, "eagle")):
@@ -122,3 +126,25 @@ class FitOptions(Options):
         about["ignore_generation_config"] = self.ignore_generation_config or None
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}
         return {"model": self.model, "prompts": prompts, "seed": self.runtime.seed} | about | load
+
+
+class HeadsChoice(NamedTuple):
+    """Heads to train: their name, their section `heads` in a recipe, and the reason for the choice."""
+
+    name: str
+    heads: Json
+    reason: str
+
+
+def choose_heads(options: FitOptions) -> list[HeadsChoice]:
+    """Choose the heads to train; the result has one element, or several with --compare."""
+    import yaml
+
+    table = yaml.safe_load((ASSETS / "kinds.yaml").read_text(encoding="utf-8"))
+    if options.compare:
+        reason = "--compare: the fastest after calibration is kept"
+        return [HeadsChoice(kind, {"kind": kind}, reason) for kind in table["compare"]]
+    if options.kind is not None and options.purpose == "transformers":
+        return [HeadsChoice(options.kind, {"kind": options.kind}, "--kind asks for it")]
+    row = table["transformers" if options.purpose == "transformers" else "servers"]
+    return [HeadsChoice(row["heads"]["kind"], row["heads"], row["reason"])]

@@ -10,15 +10,16 @@ from pathlib import Path
 import torch
 
 from decode.bench.calibration.calibrate import SHORTLISTS, compiled_on_gpu, sizes_for
-from medusa.commands.fit.choices import HeadsChoice
-from medusa.commands.fit.options import FitOptions
+from medusa.commands.fit.options import FitOptions, HeadsChoice
 from medusa.commands.fit.probe import Probe
+from medusa.config import MedusaConfig
 from medusa.errors import NotCompilableError
 from medusa.files import Json, free_bytes, readable
+from medusa.heads import class_of
 from medusa.loading import Loaded
 from medusa.memory import total_memory
 from train.config import HeadsConfig
-from train.footprint import CARDS, HeadsSize, fits, heads_size, training_bytes
+from train.hardware import CARDS, HeadsSize, fits, heads_size, training_bytes
 from train.heads import new_config
 
 TRAINING_SHARE = 2.0  # seconds of training for each second of generating text
@@ -39,7 +40,6 @@ BENCHMARK_SHARE, BENCHMARK_SECONDS = 0.25, 75.0  # the benchmark may take this s
 # Seconds to compile the steps of a tree, a guess: one machine with a GPU took 12 to 23 for 6 layers and 13 to 19 for 8,
 # and 32 to 65 with heads that draft level by level.
 COMPILING, COMPILING_LAYER = 10.0, 1.5
-LEVEL_BY_LEVEL = ("hydra", "recurrent", "eagle", "mtp")
 METHODS = 2.7  # plain decoding, generate, and the heads, which take less
 
 
@@ -106,7 +106,7 @@ def costs_of(choice: HeadsChoice, loaded: Loaded, probe: Probe) -> Costs:
     size = heads_size(config, probe.vocab_size)
     shared = config.num_heads * probe.hidden_size * probe.vocab_size if config.lm_head == "shared" else 0
     learning = probe.read_seconds * (1 + HEAD_COST * (size.trained + shared) / probe.parameters)
-    return Costs(size, learning, *compiling(config.kind, probe))
+    return Costs(size, learning, *compiling(config, probe))
 
 
 def compiled_steps(options: FitOptions, probe: Probe) -> bool:
@@ -120,20 +120,25 @@ def compiled_steps(options: FitOptions, probe: Probe) -> bool:
     return options.compile
 
 
-def compiling(kind: str, probe: Probe) -> tuple[int, float]:
-    """Count the trees whose steps a calibration of heads of this kind compiles, and estimate the seconds for each."""
-    device = torch.device(probe.device)
+def compiling(config: MedusaConfig, probe: Probe) -> tuple[int, float]:
+    """Count the trees whose steps a calibration of such heads compiles, and estimate the seconds for each."""
+    device, kind = torch.device(probe.device), class_of(config.kind)
     trees = 2 * len(sizes_for(device, 1, compiled=True)) - 1  # static and dynamic; one size is plain decoding
-    if kind == "markov" and not compiled_on_gpu(device, compiled=True):
+    if kind.has_shortlist(config) and not compiled_on_gpu(device, compiled=True):
         trees += len(SHORTLISTS) - 1
-    return trees, (COMPILING + COMPILING_LAYER * probe.layers) * (2 if kind in LEVEL_BY_LEVEL else 1)
+    return trees, (COMPILING + COMPILING_LAYER * probe.layers) * (2 if kind.in_levels(config) else 1)
+
+
+def answer_tokens(options: FitOptions, probe: Probe) -> int:
+    """Return the number of tokens that the model writes as an answer, at most; at least one must fit before them."""
+    return min(options.tokens, probe.context - 1) if probe.context else options.tokens
 
 
 def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_prompts: int, test_prompts: int) -> Plan:
     """Plan a run from the probe of its model, the costs of each kind of heads, and the numbers of prompts.
 
     NotCompilableError: compiled steps are asked for, and are not possible."""
-    tokens = min(options.tokens, probe.context - 1) if probe.context else options.tokens
+    tokens = answer_tokens(options, probe)
     slowest = max(cost.token_seconds for cost in costs)
     one_text = tokens * probe.batch_step_seconds / probe.batch_size
     learning = min(TRAINING_SHARE * one_text, EPOCHS * tokens * slowest)  # from one text

@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import cycle, islice
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeVar
 
 import yaml
 
 from decode.bench.calibration.stored import TooFewStepsError
 from decode.settings import Settings
 from medusa.arguments import as_arguments
-from medusa.commands import benchmark, calibrate, distill, export
-from medusa.commands.benchmark import BenchmarkOptions
-from medusa.commands.calibrate import CalibrateOptions
-from medusa.commands.distill import DistillOptions
-from medusa.commands.export import ExportOptions
-from medusa.commands.fit.choices import HeadsChoice
-from medusa.commands.fit.options import FitOptions
-from medusa.commands.fit.plan import Plan
+from medusa.commands.benchmark import BenchmarkOptions, benchmark
+from medusa.commands.calibrate import CalibrateOptions, find_tree
+from medusa.commands.distill import DistillOptions, distill
+from medusa.commands.export import ExportOptions, export
+from medusa.commands.fit.options import REPORT, RESULTS, FitOptions, HeadsChoice
+from medusa.commands.fit.plan import Plan, answer_tokens
 from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import Split, write_prompts
 from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, ModelsWithHeads, Prompts, warn
 from medusa.errors import NotCompilableError
-from medusa.files import Json, read_json, write_text
+from medusa.files import Json, write_text
 from medusa.options import Options
 
 TEMPERATURE = 0.7  # of the text: enough variety that several answers to one prompt differ
 CALIBRATION_TOKENS = 128  # per text
 CALIBRATED_ON = 6000  # tokens; at up to six tokens a step, twice the steps that a calibration needs
 FEWEST_TEXTS = 32
-TEST, TRAIN, TEXT, RECIPE = "test.jsonl", "prompts.jsonl", "text.jsonl", "recipe.yaml"
-REPORT, RESULTS = "report.html", "benchmark.json"
+TEST, TRAIN, TEXT = "test.jsonl", "prompts.jsonl", "text.jsonl"
+Result = TypeVar("Result")
+
+
+class Stage(NamedTuple):
+    """A stage of a run. Its `work` is done once, and returns the figures that the run's state keeps."""
+
+    name: str
+    title: str
+    command: str  # that does the work of this stage alone
+    work: Callable[[], Json]
 
 
 class Run(NamedTuple):
@@ -48,9 +54,9 @@ class Run(NamedTuple):
     plan: Plan
     probe: Probe
 
-    def prompts(self, name: str) -> Prompts:
-        """The prompts in a file of the work folder."""
-        return replace(self.options.prompts, prompts=str(self.work / name), max_prompts=None)
+    def prompts(self, name: str, most: int | None = None) -> Prompts:
+        """The prompts in a file of the work folder, all of them or the first `most`."""
+        return replace(self.options.prompts, prompts=str(self.work / name), max_prompts=most)
 
     def settings(self, tokens: int, temperature: float = 0.0, compiled: bool = False) -> Settings:
         """The decoding options of a stage that writes at most `tokens` tokens to a prompt."""
@@ -58,22 +64,15 @@ class Run(NamedTuple):
         asked = {name: getattr(self.options, name) for name in names}
         return Settings(max_new_tokens=tokens, temperature=temperature, compile=compiled, **asked)
 
-    def compiled_or_eager(self, compiled: bool, work: Callable[[bool], None]) -> bool:
-        """Do `work` with compiled steps, or with eager ones where only the default compiles and fails; return which."""
+    def compiled_or_eager(self, compiled: bool, work: Callable[[bool], Result]) -> tuple[Result, bool]:
+        """Do `work` with compiled steps, or with eager ones where only the default compiles and fails; tell which."""
         try:
-            work(compiled)
+            return work(compiled), compiled
         except NotCompilableError as error:
             if self.options.compile or not compiled:
                 raise
             warn(f"steps are not compiled, so the speedup is that of eager steps: {error}")
-            work(False)
-            return False
-        return compiled
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of an answer, at most."""
-        return self.plan.text_tokens // max(self.plan.texts, 1)
+        return work(False), False
 
 
 def write_sides(run: Run, sides: Split) -> None:
@@ -83,103 +82,54 @@ def write_sides(run: Run, sides: Split) -> None:
     write_prompts(run.work / TEST, sides.test)
 
 
-class Stage(Protocol):
-    """A stage of a run. Its `work` is done once, and returns the figures that the run's state keeps."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def command(self) -> str:
-        """The command that does the work of this stage alone."""
-
-    def work(self) -> Json: ...
-
-
-@dataclass(frozen=True)
-class TextStage:
+def text_stage(run: Run) -> Stage:
     """The stage in which the model answers the prompts."""
+    options = DistillOptions(
+        models=Models(backbone=run.options.model),
+        load=run.options.load,
+        prompts=run.prompts(TRAIN),
+        settings=run.settings(answer_tokens(run.options, run.probe), TEMPERATURE),
+        raw=run.options.raw,
+        template_option=run.options.template_option,
+        batch_size=run.probe.batch_size,
+        runtime=run.options.runtime,
+        output=run.options.output_to(None),
+        out=str(run.work / TEXT),
+    )
 
-    run: Run
-    name = "text"
-
-    @property
-    def title(self) -> str:
-        return f"1/4 The model answers {self.run.plan.texts:,} prompts"
-
-    @property
-    def options(self) -> DistillOptions:
-        run = self.run
-        return DistillOptions(
-            models=Models(backbone=run.options.model),
-            load=run.options.load,
-            prompts=run.prompts(TRAIN),
-            settings=run.settings(run.tokens, TEMPERATURE),
-            raw=run.options.raw,
-            template_option=run.options.template_option,
-            batch_size=run.probe.batch_size,
-            runtime=run.options.runtime,
-            output=run.options.output_to(None),
-            out=str(run.work / TEXT),
-        )
-
-    @property
-    def command(self) -> str:
-        return command_line("distill", self.options)
-
-    def work(self) -> Json:
-        figures = distill.distill(self.options)
-        self.run.options.output.note(str(figures))
+    def work() -> Json:
+        figures = distill(options)
+        run.options.output.note(str(figures))
         if figures.warning:
             warn(figures.warning)
         if figures.failed:  # later questions of long conversations; to try again would not help
             asked = figures.texts + figures.failed
             warn(f"training does without {figures.failed} of {asked} answers; {figures.failed_path} has the reasons")
-        rows = [json.loads(line) for line in (self.run.work / TEXT).read_text(encoding="utf-8").splitlines()]
-        tokens = sum(len(row["input_ids"]) - row["prompt_tokens"] for row in rows)
-        return {"texts": len(rows), "tokens": tokens, "mean_tokens": tokens / len(rows)}
+        return {"texts": figures.texts, "tokens": figures.tokens, "mean_tokens": figures.tokens / figures.texts}
+
+    return Stage("text", f"1/4 The model answers {run.plan.texts:,} prompts", command_line("distill", options), work)
 
 
-@dataclass(frozen=True)
-class TrainingStage:
+def training_stage(run: Run, choice: HeadsChoice) -> Stage:
     """The stage in which one kind of heads is trained on the text."""
+    path, content = run.work / f"{choice.name}.yaml", recipe(run, choice)
 
-    run: Run
-    choice: HeadsChoice
-
-    @property
-    def name(self) -> str:
-        return f"train {self.choice.name}"
-
-    @property
-    def title(self) -> str:
-        minutes = f"{self.run.plan.training_minutes:.3g} minutes"
-        return f"2/4 Heads of kind {self.choice.name} are trained for {minutes}; the model does not change"
-
-    @property
-    def recipe(self) -> Path:
-        return self.run.work / f"{self.choice.name}.yaml"
-
-    @property
-    def command(self) -> str:
-        return shlex.join(["medusa", "train", str(self.recipe)])
-
-    def work(self) -> Json:
+    def work() -> Json:
         from train.checkpoints import whole_checkpoints
         from train.recipe import parse_recipe
         from train.run import finished, train
 
-        options, content = self.run.options, recipe(self.run, self.choice)
-        write_text(self.recipe, yaml.safe_dump(content, sort_keys=False))
-        options.runtime.prepare()
-        config = parse_recipe(content, str(self.recipe))
+        write_text(path, yaml.safe_dump(content, sort_keys=False))
+        run.options.runtime.prepare()
+        config = parse_recipe(content, str(path))
         if (done := finished(config)) is not None:  # an interruption came before the state was written
             return done.to_dict()
         resume = bool(whole_checkpoints(Path(config.output_dir)))
-        return train(config, resume=resume, overwrite=not resume, quiet=options.output.quiet).to_dict()
+        return train(config, resume=resume, overwrite=not resume, quiet=run.options.output.quiet).to_dict()
+
+    minutes = f"{run.plan.training_minutes:.3g} minutes"
+    title = f"2/4 Heads of kind {choice.name} are trained for {minutes}; the model does not change"
+    return Stage(f"train {choice.name}", title, shlex.join(["medusa", "train", str(path)]), work)
 
 
 def recipe(run: Run, choice: HeadsChoice) -> Json:
@@ -201,69 +151,46 @@ def recipe(run: Run, choice: HeadsChoice) -> Json:
     }
 
 
-@dataclass(frozen=True)
-class CalibrationStage:
-    """The stage that finds the fastest tree for one kind of heads."""
+def calibration_stage(run: Run, choice: HeadsChoice, state: FitState) -> Stage:
+    """The stage that finds the fastest tree for one kind of heads, after the text stage."""
+    length = min(max(state.stages["text"]["mean_tokens"], 1), CALIBRATION_TOKENS)
+    planned = run.plan.compiled
 
-    run: Run
-    choice: HeadsChoice
-    state: FitState
-
-    @property
-    def name(self) -> str:
-        return f"calibrate {self.choice.name}"
-
-    @property
-    def title(self) -> str:
-        return f"3/4 The fastest tree for heads of kind {self.choice.name}"
-
-    def options(self, compiled: bool) -> CalibrateOptions:
-        run = self.run
-        length = min(max(self.state.stages["text"]["mean_tokens"], 1), CALIBRATION_TOKENS)
+    def options(compiled: bool) -> CalibrateOptions:
         return CalibrateOptions(
-            models=ModelsWithHeads(backbone=run.options.model, heads=str(run.work / self.choice.name)),
+            models=ModelsWithHeads(backbone=run.options.model, heads=str(run.work / choice.name)),
             load=run.options.load,
-            prompts=replace(run.prompts(TRAIN), max_prompts=max(ceil(CALIBRATED_ON / length), FEWEST_TEXTS)),
+            prompts=run.prompts(TRAIN, max(ceil(CALIBRATED_ON / length), FEWEST_TEXTS)),
             settings=run.settings(CALIBRATION_TOKENS, compiled=compiled),
             runtime=run.options.runtime,
-            output=run.options.output_to(run.work / f"{self.choice.name}-calibration.json"),
+            output=run.options.output_to(run.work / f"{choice.name}-calibration.json"),
         )
 
-    @property
-    def command(self) -> str:
-        return command_line("calibrate", self.options(self.run.plan.compiled))
-
-    def work(self) -> Json:
-        """Calibrate, and say whether the steps were compiled."""
-        compiled = self.run.plan.compiled
+    def work() -> Json:
         try:
-            compiled = self.run.compiled_or_eager(compiled, lambda compiled: calibrate.run(self.options(compiled)))
+            found, compiled = run.compiled_or_eager(planned, lambda compiled: find_tree(options(compiled)))
         except TooFewStepsError as error:  # too little text: decoding takes the default tree
-            self.run.options.output.note(f"no calibration: {error}")
-            return {"refused": str(error), "compiled": compiled}
-        found = read_json(Path(str(self.options(compiled).output.json)))
-        best = found["points"][found["chosen"]]
-        return {name: best[name] for name in ("nodes", "dynamic", "tau", "step_ms")} | {"compiled": compiled}
+            run.options.output.note(f"no calibration: {error}")
+            return {"refused": str(error), "compiled": planned}
+        return {name: getattr(found.best, name) for name in ("nodes", "dynamic", "tau", "step_ms")} | {
+            "compiled": compiled
+        }
+
+    title = f"3/4 The fastest tree for heads of kind {choice.name}"
+    return Stage(f"calibrate {choice.name}", title, command_line("calibrate", options(planned)), work)
 
 
-@dataclass(frozen=True)
-class BenchmarkStage:
-    """The stage that measures the speedup on the prompts set aside, and writes the report."""
+def benchmark_stage(run: Run, state: FitState, planned: bool) -> Stage:
+    """The stage that measures the speedup on the prompts set aside, and writes the report.
 
-    run: Run
-    compiled: bool
-    name = "benchmark"
+    `planned`: with compiled steps, if compiling does not fail."""
+    folder = run.options.folder
 
-    @property
-    def title(self) -> str:
-        return f"4/4 The speedup on {self.run.plan.test_prompts} prompts set aside"
-
-    def options(self, compiled: bool) -> BenchmarkOptions:
-        run, folder = self.run, self.run.options.folder
+    def options(compiled: bool) -> BenchmarkOptions:
         return BenchmarkOptions(
             models=Models(backbone=run.options.model, heads=str(folder), tree="auto"),
             load=run.options.load,
-            prompts=replace(run.prompts(TEST), max_prompts=run.plan.test_prompts),
+            prompts=run.prompts(TEST, run.plan.test_prompts),
             settings=run.settings(run.plan.benchmark_tokens, compiled=compiled),
             rounds=run.plan.rounds,
             report=str(folder / REPORT),
@@ -272,53 +199,33 @@ class BenchmarkStage:
             output=run.options.output_to(folder / RESULTS),
         )
 
-    @property
-    def command(self) -> str:
-        return command_line("benchmark", self.options(self.compiled))
+    def measure(compiled: bool) -> Json:
+        asked = options(compiled)
+        shown = command_line("benchmark", asked)  # in the report
+        return benchmark(replace(asked, output=replace(asked.output, command_line=shown)))
 
-    def work(self) -> Json:
-        """Measure, and say whether the steps were compiled."""
+    def work() -> Json:
+        state.results, compiled = run.compiled_or_eager(planned, measure)
+        return state.results["methods"]["medusa"] | {"compiled": compiled}
 
-        def measure(compiled: bool) -> None:
-            options = self.options(compiled)
-            shown = command_line("benchmark", options)  # in the report
-            benchmark.run(replace(options, output=replace(options.output, command_line=shown)))
-
-        compiled = self.run.compiled_or_eager(self.compiled, measure)
-        return read_json(self.run.options.folder / RESULTS)["methods"]["medusa"] | {"compiled": compiled}
+    title = f"4/4 The speedup on {run.plan.test_prompts} prompts set aside"
+    return Stage("benchmark", title, command_line("benchmark", options(planned)), work)
 
 
-@dataclass(frozen=True)
-class ExportStage:
+def export_stage(run: Run) -> Stage:
     """The stage that writes the heads in the format of the server that `--for` names."""
-
-    run: Run
-    name = "export"
-
-    @property
-    def title(self) -> str:
-        return f"The heads in the format of {self.run.options.purpose}"
-
-    @property
-    def options(self) -> ExportOptions:
-        options = self.run.options
-        return ExportOptions(
-            heads=str(options.folder),
-            to=options.purpose,
-            out=str(options.folder / options.purpose),
-            overwrite=True,
-            backbone=options.model,
-            load=options.load,
-            output=options.output_to(self.run.work / "export.json"),
-        )
-
-    @property
-    def command(self) -> str:
-        return command_line("export", self.options)
-
-    def work(self) -> Json:
-        export.run(self.options)
-        return read_json(Path(str(self.options.output.json)))
+    asked = run.options
+    options = ExportOptions(
+        heads=str(asked.folder),
+        to=asked.purpose,
+        out=str(asked.folder / asked.purpose),
+        overwrite=True,
+        backbone=asked.model,
+        load=asked.load,
+        output=asked.output_to(run.work / "export.json"),
+    )
+    title = f"The heads in the format of {asked.purpose}"
+    return Stage("export", title, command_line("export", options), lambda: export(options))
 
 
 def command_line(command: str, options: Options) -> str:

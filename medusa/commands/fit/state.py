@@ -1,15 +1,19 @@
-"""The state of a `medusa fit` run: one JSON file that names the request and holds the results of finished stages."""
+"""The state of a `medusa fit` run: its request and the results of finished stages. Only this module reads them."""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
-from medusa.commands.fit.options import STATE
+from medusa.commands.fit.options import RESULTS, STATE, HeadsChoice
+from medusa.commands.fit.plan import Plan
+from medusa.commands.fit.probe import Probe
 from medusa.errors import RequestError
 from medusa.files import Json, read_json, write_json
 
 WORK = "stages"  # the folder for prompts, text and training runs, inside the output folder
+Planned = tuple[Probe, Plan, list[HeadsChoice]]
 
 
 class FitState:
@@ -22,6 +26,7 @@ class FitState:
         self.folder, self.path = folder, folder / STATE
         self.work = folder / WORK
         self.content: Json = {"request": request, "stages": {}}
+        self.results: Json = {}  # all results of the finished benchmark
         if overwrite or not self.path.exists():
             return
         found = read_json(self.path)
@@ -38,6 +43,8 @@ class FitState:
                     f"{folder} holds a run with {what}; type the same command to continue it, choose another --output, "
                     "or add --overwrite to start again"
                 )
+        if "benchmark" in self.stages:
+            self.results = read_json(folder / RESULTS)
 
     @property
     def stages(self) -> Json:
@@ -45,14 +52,29 @@ class FitState:
         return self.content["stages"]
 
     @property
+    def planned(self) -> Planned | None:
+        """The probe of the model, the plan and the heads of a planned run; `None` before."""
+        if (held := self.stages.get("plan")) is None:
+            return None
+        return Probe(**held["probe"]), Plan(**held["plan"]), [HeadsChoice(**choice) for choice in held["choices"]]
+
+    def keep_plan(self, probe: Probe, plan: Plan, choices: list[HeadsChoice]) -> None:
+        """Keep what `planned` returns; it is written to disk when a stage is finished."""
+        listed = [choice._asdict() for choice in choices]
+        self.stages["plan"] = {"plan": asdict(plan), "probe": asdict(probe), "choices": listed}
+
+    @property
     def finished(self) -> bool:
         """Whether all stages of the run are finished."""
         return bool(self.content.get("finished"))
 
+    def is_compiled(self, stage: str) -> bool:
+        """Whether a finished stage ran compiled steps; stages of earlier versions do not say it."""
+        return bool(self.stages[stage].get("compiled"))
+
     def require_calibrated(self, compiled: bool) -> None:
         """Raise a RequestError if heads were calibrated already, with eager steps if `compiled`, else with compiled."""
-        done = [bool(figures.get("compiled")) for name, figures in self.stages.items() if name.startswith("calibrate ")]
-        if (not compiled) in done:
+        if (not compiled) in [self.is_compiled(stage) for stage in self.stages if stage.startswith("calibrate ")]:
             steps, option = ("eager", "--compile") if compiled else ("compiled", "--no-compile")
             way = f"leave out {option}, or add --overwrite to start again"
             raise RequestError(f"{self.folder} was calibrated with {steps} steps; {way}")
@@ -60,11 +82,15 @@ class FitState:
     def finish_run(self) -> None:
         """Note on disk that all stages are finished."""
         self.content["finished"] = True
-        write_json(self.path, self.content)
+        self.write()
 
     def finish(self, stage: str, figures: object) -> None:
         """Keep the figures of a finished stage on disk."""
         self.stages[stage] = figures
+        self.write()
+
+    def write(self) -> None:
+        """Write the state to the folder of the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.content)
 

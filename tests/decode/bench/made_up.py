@@ -18,7 +18,7 @@ from decode.bench.figures import (
     TemperatureFigures,
 )
 from decode.bench.prediction import Prediction
-from decode.results import Result
+from decode.texts import Result
 
 TOKENS = 12
 

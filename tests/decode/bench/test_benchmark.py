@@ -21,8 +21,8 @@ from decode.bench.benchmark import (
 from decode.bench.compare import Sample
 from decode.bench.figures import AcceptedNode, PositionFigures, Rate
 from decode.bench.methods import medusa_method, plain_method
-from decode.results import Result
 from decode.settings import Settings
+from decode.texts import Result
 from medusa.heads.guesses import MISSED
 from tests.decode.bench.made_up import TOKENS, Fake, contenders
 from tests.helpers import random_heads, random_ids, tiny_model

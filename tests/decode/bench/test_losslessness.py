@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import decode.verify
 import pytest
 import torch
 from transformers import LogitsProcessorList
@@ -21,8 +22,8 @@ from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads
 from decode.masks import tree_masks
 from decode.reader import Reader
-from decode.results import Result
 from decode.settings import Settings
+from decode.texts import Result
 from medusa import Tree
 from medusa.errors import RequestError
 from medusa.loading import Loaded
@@ -301,7 +302,7 @@ def test_no_gap_is_allowed_in_float64() -> None:
 def test_verify_compares_with_generate_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of our forwards changes our plain decoding alike, so comparing with it shows nothing."""
     rename_attention(monkeypatch)
-    monkeypatch.setattr("decode.generation.require_tree_forward", lambda model: None)  # or decoding would refuse
+    monkeypatch.setattr("decode.texts.require_tree_forward", lambda model: None)  # or decoding would refuse
     falcon = tiny_model("falcon")
     assert compare_greedy(falcon, *methods(falcon), [PROMPT]).passed
     for model, equal in ((falcon, 0), (tiny_model("llama"), 1)):

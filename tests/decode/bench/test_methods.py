@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from decode.bench.methods import left_padded, medusa_method, plain_method, transformers_method
-from decode.results import tau
 from decode.settings import Settings
+from decode.texts import tau
 from medusa import MedusaConfig, MedusaHeads
 from medusa.backbone import Backbone
 from tests.helpers import HIDDEN, VOCAB, plain, random_heads, random_ids, tiny_model

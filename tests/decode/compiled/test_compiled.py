@@ -12,29 +12,28 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import pytest
 import torch
-from decode.compiled.fixed_cache import FixedCache
-from decode.compiled.sampler import FixedSampler
 from torch import Tensor
 from transformers import EtaLogitsWarper, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-from decode import generate
-from decode.accept import Truncation
+from decode import cache, generate, session
+from decode.accept import Acceptance, Truncation, accept_walk
 from decode.bench.losslessness.chi2 import goodness_of_fit
-from decode.compiled import fixed_cache, region, stepper
+from decode.compiled import region
 from decode.compiled.region import Regions
-from decode.compiled.stepper import _has_compiler
+from decode.compiled.stepper import _has_compiler, option_key
 from decode.draft import Draft
 from decode.drafters.layouts import DynamicTree, resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
-from decode.drafters.trellis import TrellisDrafter
 from decode.generation import decoding, steps
-from decode.loop import Acceptor
+from decode.ops.draws import BlockDraws
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.sequences import Request
 from decode.target import Target
 from decode.topology import Topology
@@ -61,9 +60,9 @@ Step = Callable[[], Tensor]
 
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let short texts outgrow windows and caches."""
-    monkeypatch.setattr(fixed_cache, "BLOCK", 4)
-    monkeypatch.setattr(fixed_cache, "STEP", 16)
-    monkeypatch.setattr(stepper, "AHEAD", 4)
+    monkeypatch.setattr(cache, "BLOCK", 16)
+    monkeypatch.setattr(cache, "MIN_GROWTH", 16)
+    monkeypatch.setattr(session, "AHEAD", 4)
 
 
 def texts(model: Any, heads: Any, prompts: list[list[int]], tree: Any, **kwargs: Any) -> list[list[int]]:
@@ -134,7 +133,10 @@ def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
     requests = prepare(llama, prompts, max_new_tokens=40, do_sample=False, eos_token_id=stop)
     factory = TrainedHeads(heads, resolve_tree(TREES[tree], heads))
     eager, fixed = (
-        [(step.ids, step.lengths) for step in decoding(llama, factory, requests, Acceptor("greedy"), compile=c).steps]
+        [
+            (step.ids, step.lengths)
+            for step in decoding(llama, factory, requests, AcceptanceRule("greedy"), compile=c).steps
+        ]
         for c in (False, True)
     )
     assert eager == fixed
@@ -143,12 +145,11 @@ def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
 
 @pytest.mark.usefixtures("traced")
 def test_a_kept_region_follows_changes_of_markov_heads(llama: Any) -> None:
-    """Their drafter keeps products of weights (`decode.drafters.path_rows`), and a region keeps the drafter."""
+    """A region keeps the drafter, which must read the weights again."""
     heads = random_heads(llama, seed=1, **FORMS["markov"])
     requests = prepare(llama, [random_ids(5)], max_new_tokens=12, eos_token_id=None, **ANY_TOKEN)
     drafts = []
     for _ in range(2):
-        # The compiled text comes first, because an eager one would compute the products anew.
         fixed, eager = (all_accepted(llama, heads, requests, compile) for compile in (True, False))
         assert eager == fixed
         drafts.append(fixed)
@@ -156,27 +157,6 @@ def test_a_kept_region_follows_changes_of_markov_heads(llama: Any) -> None:
             heads.token.mul_(-1)
             heads.root.mul_(-1)
     assert drafts[0] != drafts[1], "the change has an effect"
-
-
-@pytest.mark.usefixtures("as_written")
-def test_only_the_first_text_of_a_region_makes_an_eager_draft(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads, drafts, at_load = random_heads(llama, seed=1, **FORMS["markov"]), list[Any](), list[int]()
-    propose, load = TrellisDrafter.propose, region.Region.load
-
-    def proposed(drafter: Any, frontier: Any) -> Any:
-        drafts.append(frontier)
-        return propose(drafter, frontier)
-
-    def loaded(one: Any, *states: Any) -> None:
-        before = len(drafts)
-        load(one, *states)
-        at_load.append(len(drafts) - before)
-
-    monkeypatch.setattr(TrellisDrafter, "propose", proposed)
-    monkeypatch.setattr(region.Region, "load", loaded)
-    for length in (4, 5, 6):
-        texts(llama, heads, [random_ids(length)], TREES["shallow"], max_new_tokens=4)
-    assert at_load == [1, 0, 0]
 
 
 VARIED = "eagle-3, variants"
@@ -223,7 +203,7 @@ def test_rows_end_one_after_the_other() -> None:
             model,
             TrainedHeads(heads, resolve_tree(TREES["static"], heads)),
             prepare(model, prompts, max_new_tokens=30, do_sample=False, eos_token_id=stop),
-            Acceptor("greedy"),
+            AcceptanceRule("greedy"),
             compile=True,
         ).steps
     )
@@ -242,12 +222,12 @@ def test_a_text_outgrows_its_cache(llama: Any, monkeypatch: pytest.MonkeyPatch) 
     found = texts(llama, random_heads(llama), prompts, "dynamic:6", max_new_tokens=70, do_sample=False)
     assert found == [plain(llama, prompt, max_new_tokens=70) for prompt in prompts]
     [(_, grown)] = Regions.of(llama)
-    assert 9 + 70 <= grown.capacity < 2 * (9 + 70)
+    assert 9 + 70 <= grown.caches[0].capacity < 2 * (9 + 70)
 
 
 def all_accepted(model: Any, heads: Any, requests: list[Request], compile: bool) -> list[tuple[Any, Any]]:
     """The steps with a chain of guesses and a rule that accepts them all, which shows the drafts."""
-    factory, rule = TrainedHeads(heads, Tree.chain(heads.config.num_heads)), Acceptor("typical", 1e-9, 1e-9)
+    factory, rule = TrainedHeads(heads, Tree.chain(heads.config.num_heads)), AcceptanceRule("typical", 1e-9, 1e-9)
     return [(step.ids, step.lengths) for step in decoding(model, factory, requests, rule, compile=compile).steps]
 
 
@@ -266,7 +246,7 @@ def test_a_row_that_has_ended_stays_as_it_is(
     assert [lengths for _, lengths in eager] == [{0: 12, 1: 12}] * 2 + [{1: 12}] * 2
     assert fixed == eager
     [(_, kept)] = Regions.of(llama)
-    assert [int(cache.lengths[0]) for cache in kept.caches] == [44] + [44 - (kind == "eagle")] * (len(kept.caches) - 1)
+    assert [int(one.filled[0]) for one in kept.caches] == [44] + [44 - (kind == "eagle")] * (len(kept.caches) - 1)
 
 
 @pytest.mark.usefixtures("as_written")
@@ -315,15 +295,23 @@ def test_samples_follow_the_target(truncation: Truncation | None) -> None:
     tree = Tree.from_paths([[0], [1], [3], [0, 0], [0, 2], [1, 0], [3, 0], [0, 0, 0]])
     ids = torch.tensor([0, 1, 2, 4, 3, 5, 0, 1, 2])  # siblings differ
     logits = 1.2 * torch.randn(tree.num_nodes, 6)
-    sampler = object.__new__(FixedSampler)
-    sampler.acceptor, sampler.truncation, sampler.do_sample = Acceptor("rejection"), truncation, True
-    sampler.processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)])
-    exact = outcomes(tree, ids, sampler._scores(logits).double().softmax(-1))
+    request = prepare(shared_model("llama"), [[1]], do_sample=True, max_new_tokens=3)[0]
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)])
+    target = Target([request._replace(processors=processors)], truncation)
+    exact = outcomes(tree, ids, target.scores_of(logits, logits.device).double().softmax(-1))
     assert abs(sum(exact.values()) - 1) < 1e-9
     rows = 200_000
     draft = Draft(ids.expand(rows, -1), Topology.of(tree))
     u = torch.rand(rows, tree.max_depth + 1, dtype=torch.float64)
-    accepted = sampler.accept(draft, logits.expand(rows, -1, -1), u, torch.full((rows,), 10))
+    wide = logits.expand(rows, -1, -1)
+
+    def scores(rows: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        return target.scores_of(wide[rows, nodes], logits.device), rows
+
+    def walk(u: Tensor) -> Acceptance:
+        return accept_walk(draft, scores, partial(target.decide, BlockDraws(u)), lazy=False)
+
+    accepted = walk(u)
     end = accepted.path.gather(1, accepted.length[:, None] - 1)[:, 0]
     places = {outcome: index for index, outcome in enumerate(exact)}
     table = torch.full((tree.num_nodes, 6), -1)
@@ -332,7 +320,7 @@ def test_samples_follow_the_target(truncation: Truncation | None) -> None:
     counts = table[end, accepted.next_root].bincount(minlength=len(exact))
     assert goodness_of_fit(counts, torch.tensor(list(exact.values()), dtype=torch.float64)).p_value > FALSE_ALARM
     # A walk that reads one number twice is found out.
-    broken = sampler.accept(draft, logits.expand(rows, -1, -1), u[:, :1].expand_as(u), torch.full((rows,), 10))
+    broken = walk(u[:, :1].expand_as(u))
     ends = broken.path.gather(1, broken.length[:, None] - 1)[:, 0]
     wrong = table[ends, broken.next_root].bincount(minlength=len(exact))
     assert goodness_of_fit(wrong, torch.tensor(list(exact.values()), dtype=torch.float64)).p_value < FALSE_ALARM
@@ -346,18 +334,19 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-# The rule reads the draft, whatever drafted it: each rule meets each form of tree. Typical acceptance of a root alone
-# is none, and `typical-sampled` walks as `rejection` does, on other scores. All kinds that follow the path grow their
-# trees by the same code, so only two of them meet both forms. The greedy rule meets a static tree in
-# `test_a_longer_text_compiles_nothing`.
-TRACED: list[Any] = [("greedy", "with temperatures", "medusa"), ("greedy", "root", "medusa")]
-TRACED += [("rejection", tree, "medusa") for tree in ("static", "with temperatures", "root")]
-TRACED += [("typical", tree, "medusa") for tree in ("static", "with temperatures")]
-TRACED += [("typical-sampled", "static", "medusa")]
-TRACED += [("greedy", tree, kind) for kind in ("recurrent", "eagle") for tree in ("shallow", "shallow, grown")]
-TRACED += [("greedy", "shallow", "eagle-1"), ("greedy", "shallow, grown", "eagle-3")]
-TRACED += [("greedy", "shallow", VARIED), ("greedy", "shallow", "mtp")]
-TRACED += [("greedy", "shallow", "eagle, window")]
+# The rule reads the draft, whatever drafted it: each rule and each form of tree is met once. All kinds that follow the
+# path grow their trees by the same code. The greedy rule meets a static tree in `test_a_longer_text_compiles_nothing`.
+TRACED = [
+    ("greedy", "root", "medusa"),
+    ("rejection", "static", "medusa"),
+    ("typical", "with temperatures", "medusa"),
+    ("typical-sampled", "static", "medusa"),
+    ("greedy", "shallow", "recurrent"),
+    ("greedy", "shallow, grown", "eagle"),
+    ("greedy", "shallow", VARIED),
+    ("greedy", "shallow", "mtp"),
+    ("greedy", "shallow", "eagle, window"),
+]
 
 
 @pytest.mark.usefixtures("traced")
@@ -390,17 +379,6 @@ def test_compiled_code_writes_the_same_text_and_is_cached(monkeypatch: pytest.Mo
         assert found == [plain(model, prompt, max_new_tokens=limit) for prompt in prompts]
         assert graphs["unique_graphs"] - before == (limit == 20)
     assert len(Regions.of(model)) == 1
-
-
-@pytest.mark.parametrize(("limit", "in_cpp"), [(region.SMALL, True), (0, False)])
-def test_calls_of_kernels_are_compiled_for_small_backbones(
-    limit: int, in_cpp: bool, traced: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model("llama", num_hidden_layers=1)
-    monkeypatch.setattr(region, "SMALL", limit)
-    texts(model, random_heads(model), [random_ids(4)], TREES["chain"], max_new_tokens=3, do_sample=False)
-    assert [settings.get("cpp_wrapper", False) for settings in traced] == [in_cpp]
-    assert traced[0]["inplace_buffers"] is False
 
 
 @pytest.mark.usefixtures("as_written")
@@ -511,42 +489,32 @@ def test_a_hook_registered_later_is_detected() -> None:
 def test_sampling_options_that_look_alike() -> None:
     """The options differ beyond the four digits of a tensor's repr."""
     request = prepare(tiny_model("llama"), [random_ids(3)], max_new_tokens=3, do_sample=True)[0]
-    keys = [
-        FixedSampler.key(
-            Target([request._replace(processors=LogitsProcessorList([EtaLogitsWarper(e)]))]), Acceptor("rejection")
-        )
-        for e in (0.00031, 0.00034, 0.00034)
-    ]
+    rule, warpers = AcceptanceRule("rejection"), [EtaLogitsWarper(e) for e in (0.00031, 0.00034, 0.00034)]
+    targets = [Target([request._replace(processors=LogitsProcessorList([warper]))]) for warper in warpers]
+    keys = [option_key(target, rule) for target in targets]
     assert keys[0] != keys[1] == keys[2]
 
 
-@torch.inference_mode()
+@pytest.mark.usefixtures("as_written")
 def test_nothing_of_an_earlier_text_remains(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN left in the buffers would reach the next text even when masked: 0 x NaN."""
-    monkeypatch.setattr(fixed_cache, "BLOCK", 4)
-    requests = prepare(llama, [random_ids(5)], max_new_tokens=3, do_sample=False)
-    session = decoding(llama, None, requests, Acceptor("greedy")).session
-    session.prefill()
-    source, fixed = session.verifier.cache, FixedCache(session.verifier.cache)
-    written = [(layer.keys[:, :, :5].clone(), layer.values[:, :, :5].clone()) for layer in source.tree_layers]
-    fixed.make_room(16, keep=False)
-    for buffer in fixed.buffers:
-        buffer.fill_(torch.nan)
-    fixed.load(source)
-    for slots in (16, 32):
-        fixed.make_room(slots)
-        fixed.window = fixed_cache.window_of(slots, fixed.lengths.device)
-        for layer, (keys, values) in zip(fixed.tree_layers, written, strict=True):
-            for states, text in zip(layer.read(), (keys, values), strict=True):
-                assert torch.equal(states[:, :, :5], text)
-                assert not states[:, :, 5:].any()
+    small_steps(monkeypatch)
+    Regions.of(llama).clear()
+    heads, options = random_heads(llama), {"max_new_tokens": 30, "do_sample": False}
+    for length in (40, 5):
+        found = texts(llama, heads, [random_ids(length)], TREES["chain"], **options)
+        assert found == [plain(llama, random_ids(length), **options)]
+        [(_, kept)] = Regions.of(llama)
+        with torch.inference_mode():
+            for buffer in kept.caches[0].buffers:
+                buffer.fill_(torch.nan)
 
 
 @pytest.mark.usefixtures("traced")
 def test_a_model_that_cannot_be_captured_is_refused_in_one_line() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = tiny_model("llama", rope_parameters=rope)
-    with pytest.raises(RequestError, match=r"^compile= is not possible.* LlamaForCausalLM \(.*\); leave it out$"):
+    with pytest.raises(RequestError, match=r"^compile is not possible.* LlamaForCausalLM \(.*\); leave it out$"):
         texts(model, random_heads(model), [random_ids(4)], TREES["chain"], max_new_tokens=4, do_sample=False)
     assert not Regions.of(model)
 
@@ -601,7 +569,7 @@ def test_a_longer_text_compiles_nothing(kind: str, monkeypatch: pytest.MonkeyPat
         assert found == [plain(model, prompt, **options) for prompt in prompts]
     assert graphs["unique_graphs"] == before
     [(_, kept)] = Regions.of(model)
-    assert kept.capacity > 160 > kept.cache.width, "the last text reads only its own slots"
+    assert kept.caches[0].capacity > 160 > kept.caches[0].width, "the last text reads only its own slots"
 
 
 @pytest.mark.parametrize(
@@ -625,4 +593,4 @@ def test_unsupported_options_are_rejected(
 def test_hidden_states_cannot_be_kept(llama: Any) -> None:
     requests = prepare(llama, [random_ids(4)], max_new_tokens=4, do_sample=False)
     with pytest.raises(RequestError, match="hidden states"):
-        decoding(llama, None, requests, Acceptor("greedy"), keep_hidden=True, compile=True)
+        decoding(llama, None, requests, AcceptanceRule("greedy"), keep_hidden=True, compile=True)

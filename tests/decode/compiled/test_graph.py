@@ -20,9 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation import decoding
-from decode.loop import Acceptor
 from decode.ops.draws import cumulative, invert_each
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from medusa import Tree
 from tests.helpers import random_heads, random_ids, random_tree, tiny_model
 
@@ -46,7 +46,7 @@ def final_graph(model: Any, heads: Any, tree: Tree, batch: int) -> torch.fx.Grap
     with pytest.MonkeyPatch.context() as patch, inductor.patch(fx_graph_cache=False):
         patch.setattr(post_grad, "reinplace_inplaceable_ops", last)
         with pytest.raises(Stop):
-            next(iter(decoding(model, factory, requests, Acceptor("greedy"), compile=True).steps))
+            next(iter(decoding(model, factory, requests, AcceptanceRule("greedy"), compile=True).steps))
     return found[0]
 
 

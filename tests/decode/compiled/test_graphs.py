@@ -12,22 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from decode.compiled.direct import DirectStep
 from torch import Tensor
 from torch._inductor import compile_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from decode import generate
-from decode.bench import methods
+from decode import cache, generate, session
+from decode.bench import benchmark
 from decode.bench.benchmark import Contender, run_rounds
-from decode.bench.methods import DrafterMethod, plain_method
-from decode.compiled import fixed_cache, graphs, stepper
+from decode.bench.methods import plain_method
+from decode.compiled import graphs
 from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Regions
-from decode.drafters import best_first, trellis
 from decode.ops import fast_topk
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
+from decode.texts import TextGenerator
 from medusa import argmax
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, run_as_written, tiny_model
 
@@ -135,17 +134,15 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[0])
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: streams.__setitem__(0, stream))
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    for module in (graphs, methods):
+    for module in (graphs, benchmark):
         monkeypatch.setattr(module, "possible", lambda device: True)
     run_as_written(monkeypatch)
-    monkeypatch.setattr(fixed_cache, "BLOCK", 4)
-    monkeypatch.setattr(fixed_cache, "STEP", 16)
-    monkeypatch.setattr(stepper, "AHEAD", 4)
+    monkeypatch.setattr(cache, "BLOCK", 16)
+    monkeypatch.setattr(cache, "MIN_GROWTH", 16)
+    monkeypatch.setattr(session, "AHEAD", 4)
     # A replay repeats operations of PyTorch, and nothing else.
     for module in (argmax, fast_topk):
         monkeypatch.setattr(module, "numpy_can_read", lambda values: False)
-    monkeypatch.setattr(best_first, "MOST_NODES", 0)
-    monkeypatch.setattr(trellis, "has_trellis_fill", lambda: False)
     return FakeGraph
 
 
@@ -206,7 +203,6 @@ def test_every_input_of_a_step_stays_where_it_is(
         return recorded
 
     monkeypatch.setattr(compile_fx, "compile_fx", backend)
-    monkeypatch.setattr(DirectStep, "__call__", lambda direct, window: direct.step())  # every step finds its inputs
     model = tiny_model("llama", num_hidden_layers=1)
     tree, heads = random_tree(6, max_depth=3), random_heads(model, kind=kind)
     texts(model, heads, [random_ids(6)], tree, max_new_tokens=30, compile=True, **options)
@@ -337,15 +333,15 @@ def test_no_graph_is_captured_while_time_counts(fake_cuda: type[FakeGraph], monk
     ends = [next(token for token in text if token not in written[2]) for text in written[:2]]
     model.generation_config.eos_token_id = ends
     assert all(text.index(end) < 8 for text, end in zip(written, ends, strict=False))
-    captured, stock = list[int](), DrafterMethod.__call__
+    captured, stock = list[int](), TextGenerator.__call__
 
     def counted(self: Any, prompts: Any, on_step: Any = None, seeds: Any = None) -> Any:
         before, found = len(fake_cuda.made), stock(self, prompts, on_step, seeds)
         captured.append(len(fake_cuda.made) - before)
         return found
 
-    monkeypatch.setattr(DrafterMethod, "__call__", counted)
-    monkeypatch.setattr(stepper, "AHEAD", 64)
+    monkeypatch.setattr(TextGenerator, "__call__", counted)
+    monkeypatch.setattr(session, "AHEAD", 64)
     method = plain_method(model, Settings(max_new_tokens=28, **OWN))
     run_rounds([Contender("plain", method)], batches, rounds=1)
     assert sum(captured[:3]) > 1

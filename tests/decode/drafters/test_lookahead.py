@@ -18,9 +18,10 @@ from decode.drafters.lookahead import LookaheadConfig, LookaheadDrafter, Pool, w
 from decode.drafters.tries import Trie, chain, draft_of
 from decode.masks import visible_slots
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.sequences import Sequences
 from decode.session import Session
-from decode.settings import AcceptanceRule, Settings
+from decode.settings import Settings
 from decode.step import Judge
 from decode.strategies.contrastive import Amateur
 from medusa.tree_support import LayerKind

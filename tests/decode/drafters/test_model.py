@@ -18,8 +18,9 @@ from decode.drafters.layouts import DynamicTree
 from decode.drafters.model import DraftModel, DraftModelConfig
 from decode.drafters.small_model import require_same_tokenizer
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.session import Session
-from decode.settings import AcceptanceRule, Settings
+from decode.settings import Settings
 from decode.topology import chain
 from medusa import Tree
 from medusa.errors import RequestError

@@ -147,13 +147,13 @@ def test_steps_accept_no_more_than_they_draft(llama: Any) -> None:
 
 def test_unsupported_thresholds_are_rejected(llama: Any) -> None:
     heads, ids = heads_for(llama, "hydra"), torch.tensor([[1, 2]])
-    with pytest.raises(RequestError, match="stop-drafting works only with a dynamic tree; use tree dynamic:N"):
+    with pytest.raises(RequestError, match="stop_drafting works only with a dynamic tree; use tree dynamic:N"):
         resolve_tree("chain", heads, 0.1)
-    with pytest.raises(RequestError, match=r"stop-drafting is 1.5; it must be between 0 and 1"):
+    with pytest.raises(RequestError, match=r"stop_drafting is 1.5; it must be between 0 and 1"):
         Settings(stop_drafting=1.5)
     with pytest.raises(RequestError, match="use draft topk"):
         DecodingOptions(draft="sample", stop_drafting=0.1).rule_for(True)
     with pytest.raises(RequestError, match="use typical-sampled"):
         DecodingOptions(acceptance="typical", stop_drafting=0.1).rule_for(True)
-    with pytest.raises(RequestError, match="compile= needs steps of one shape"):
+    with pytest.raises(RequestError, match="compile needs steps of one shape"):
         generate(llama, heads, ids, tree="dynamic:8", stop_drafting=0.1, compile=True, max_new_tokens=4)

@@ -12,7 +12,7 @@ import pytest
 
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
-from decode.serve.texts import TextGenerator
+from decode.texts import TextGenerator
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from tests.decode.serve.server_tools import SHORT
@@ -28,11 +28,8 @@ def generator() -> TextGenerator:
     loaded = load_backbone("demo")
     assert loaded.tokenizer is not None
     loaded.tokenizer.chat_template = CHATML
-    return TextGenerator(
-        loaded.model,
-        loaded.tokenizer,
-        drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight")),
-    )
+    source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
+    return TextGenerator(loaded.model, SHORT, loaded.tokenizer, source)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +39,7 @@ def api(generator: TextGenerator) -> CompletionApi:
     from decode.serve.app import CompletionApi
     from decode.serve.worker import BatchWorker
 
-    return CompletionApi(BatchWorker(generator, 4), "demo", SHORT)
+    return CompletionApi(BatchWorker(generator, 4), "demo")
 
 
 @pytest.fixture(scope="module")

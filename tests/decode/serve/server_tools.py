@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+from dataclasses import replace
 from typing import Any
 
-from decode.bench.methods import plain_method
-from decode.results import text_of
-from decode.serve.texts import TextGenerator
 from decode.settings import Settings
+from decode.texts import Decoding, TextGenerator
+from medusa.records.pieces import text_of
 
 SHORT = Settings(max_new_tokens=12)
 PROMPTS = ["Once upon a time", "The dog", "One day, a girl named Mia went to the park with her red ball"]
@@ -30,5 +30,11 @@ def expected(generator: TextGenerator, text: str, settings: Settings = SHORT) ->
 
 def written(generator: TextGenerator, ids: list[int], settings: Settings = SHORT) -> str:
     """By plain decoding."""
-    result = plain_method(generator.model, settings, generator.tokenizer)([ids])[0]
+    result = TextGenerator(generator.model, settings, generator.tokenizer)([ids])[0]
     return text_of(result.new_ids, generator.tokenizer, settings.stop)
+
+
+def begin(
+    generator: TextGenerator, ids: list[int], settings: Settings | None = None, seed: int = 0, **how: Any
+) -> Decoding:
+    return replace(generator, settings=settings or generator.settings, **how).start([ids], [seed])

@@ -13,15 +13,15 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext, DrafterFactory
 from decode.drafters.layouts import DynamicTree, smaller, with_shortlist
-from decode.generation import stepper_for
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.serve.adaptive import AdaptiveStepper, drafts_of
 from decode.serve.batch import RunningBatch
 from decode.serve.pace import Pace
-from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
-from decode.settings import AcceptanceRule, Settings
+from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
+from decode.texts import TextGenerator, stepper_for
 from medusa.tree import Tree, named_trees
 from tests.decode.serve.server_tools import PROMPTS, expected
 from tests.decode.serve.test_joining import GREEDY, KINDS, alone, arrivals, decode

@@ -19,15 +19,16 @@ from nicegui.testing import user_simulation
 from decode.draft import DraftRecord
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
-from decode.results import Result
 from decode.serve.chat import ChatWorker, Conversation, Side, Snapshot, verdict
 from decode.serve.chat_card import marked
 from decode.serve.chat_options import NO_DRAFTER, drafters_of
 from decode.serve.chat_page import ChatPage, PageConfig
-from decode.serve.texts import TextGenerator, TextPiece, TextStream
 from decode.settings import Settings
+from decode.texts import Result, TextGenerator
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
+from medusa.records.pieces import TextPiece, TextStream
+from tests.decode.serve.server_tools import begin
 from tests.train.templates import CHATML
 
 SHORT = Settings(max_new_tokens=16)
@@ -39,7 +40,7 @@ def generator() -> TextGenerator:
     loaded = load_backbone("demo")
     source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
     assert loaded.tokenizer is not None
-    return TextGenerator(loaded.model, loaded.tokenizer, source)
+    return TextGenerator(loaded.model, SHORT, loaded.tokenizer, source)
 
 
 @pytest.fixture
@@ -120,7 +121,10 @@ def test_the_verdict_of_a_race(theirs: Any, ours: Any, settings: Settings, told:
 
 def sides_of(generator: TextGenerator, message: str = "Once upon a time") -> list[Side]:
     ids = Conversation(generator.tokenizer).ask(message, generator.model).prompt
-    return [Side(generator.run(ids, SHORT, plain=plain), TextStream(generator.tokenizer)) for plain in (True, False)]
+    return [
+        Side(begin(generator, ids, SHORT, source=one), TextStream(generator.tokenizer))
+        for one in (None, generator.source)
+    ]
 
 
 def test_the_worker_writes_texts_in_sequence(generator: TextGenerator) -> None:
@@ -164,7 +168,7 @@ def test_the_worker_stops_on_request(generator: TextGenerator) -> None:
 
 
 def test_a_conversation_is_continued_and_reset(generator: TextGenerator) -> None:
-    config = PageConfig(ChatWorker(generator), SHORT, "demo", "heads", None, 0)
+    config = PageConfig(ChatWorker(generator), "demo", "heads", None, 0)
     pages: list[ChatPage] = []
 
     def root() -> None:
@@ -204,7 +208,7 @@ def test_a_conversation_is_continued_and_reset(generator: TextGenerator) -> None
 
 def test_an_answer_that_is_not_written_again_is_kept(generator: TextGenerator) -> None:
     """The reader asks to write it again, and stops before the model is free."""
-    config, pages = PageConfig(ChatWorker(generator), SHORT, "demo", "heads", None, 0), []
+    config, pages = PageConfig(ChatWorker(generator), "demo", "heads", None, 0), []
 
     async def scene() -> None:
         async with user_simulation(root=lambda: pages.append(ChatPage(config)) or pages[-1].build()) as user:
@@ -229,7 +233,7 @@ def test_an_answer_that_is_not_written_again_is_kept(generator: TextGenerator) -
 
 
 def test_a_system_message_applies_from_the_next_answer_on(generator: TextGenerator, with_template: Any) -> None:
-    config, pages = PageConfig(ChatWorker(generator), SHORT, "demo", "heads", "Be kind.", 0), []
+    config, pages = PageConfig(ChatWorker(generator), "demo", "heads", "Be kind.", 0), []
 
     async def scene() -> None:
         async with user_simulation(root=lambda: pages.append(ChatPage(config)) or pages[-1].build()) as user:
@@ -259,7 +263,7 @@ def test_a_system_message_applies_from_the_next_answer_on(generator: TextGenerat
 
 def test_the_drafters_of_a_page(generator: TextGenerator) -> None:
     """Every drafter writes the same text, with what is loaded already."""
-    drafters = drafters_of(generator, "heads", SHORT)
+    drafters = drafters_of(generator, "heads")
     assert list(drafters) == [
         "heads, 8 nodes",
         "heads, chain of 7 nodes",
@@ -270,20 +274,17 @@ def test_the_drafters_of_a_page(generator: TextGenerator) -> None:
     ids = generator.tokenizer("Once upon a time")["input_ids"]
     texts = []
     for source in drafters.values():
-        run = generator.run(ids, SHORT, plain=source is None, source=source)
-        list(run)
-        texts.append(run.results[0].new_ids)
+        texts.append(begin(generator, ids, SHORT, source=source).finish()[0].new_ids)
     assert texts == [texts[0]] * len(texts)
-    drawn = Settings(temperature=1.0, draft="sample")
-    assert list(drafters_of(generator, "heads", drawn)) == ["heads, 8 nodes", "heads, chain of 7 nodes", NO_DRAFTER]
-    compiled = Settings(compile=True)
-    assert list(drafters_of(generator, "heads", compiled)) == ["heads, 8 nodes", NO_DRAFTER]
+    drawn = replace(generator, settings=Settings(temperature=1.0, draft="sample"))
+    assert list(drafters_of(drawn, "heads")) == ["heads, 8 nodes", "heads, chain of 7 nodes", NO_DRAFTER]
+    compiled = replace(generator, settings=Settings(compile=True))
+    assert list(drafters_of(compiled, "heads")) == ["heads, 8 nodes", NO_DRAFTER]
 
 
 def test_options_belong_to_a_page_and_wrong_options_are_refused(generator: TextGenerator) -> None:
-    config = PageConfig(
-        ChatWorker(generator), Settings(max_new_tokens=16, acceptance="greedy"), "demo", "heads", None, 0
-    )
+    greedy = replace(generator, settings=Settings(max_new_tokens=16, acceptance="greedy"))
+    config = PageConfig(ChatWorker(greedy), "demo", "heads", None, 0)
 
     async def scene() -> None:
         async with user_simulation(root=lambda: pages.append(ChatPage(config)) or pages[-1].build()) as user:
@@ -298,4 +299,4 @@ def test_options_belong_to_a_page_and_wrong_options_are_refused(generator: TextG
 
     pages: list[ChatPage] = []
     asyncio.run(scene())
-    assert config.settings.max_new_tokens == 16
+    assert greedy.settings.max_new_tokens == 16

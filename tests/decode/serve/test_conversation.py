@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from decode.bench.methods import plain_method
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
-from decode.results import DecodingRun, Result
 from decode.serve.chat import Conversation, Side, race
-from decode.serve.texts import TextGenerator, TextStream
 from decode.settings import Settings
+from decode.texts import Decoding, Result, TextGenerator
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
+from medusa.records.pieces import TextStream
+from tests.decode.serve.server_tools import begin
 from tests.train.templates import CHATML
 
 SHORT = Settings(max_new_tokens=24)
@@ -27,7 +27,7 @@ def generator() -> TextGenerator:
     loaded = load_backbone("demo")
     source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
     assert loaded.tokenizer is not None
-    return TextGenerator(loaded.model, loaded.tokenizer, source)
+    return TextGenerator(loaded.model, SHORT, loaded.tokenizer, source)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def answer(
 ) -> str:
     turn = conversation.ask(message, generator.model)
     side = Side(
-        generator.run(turn.prompt, settings, **how), TextStream(generator.tokenizer, settings.stop, turn.prompt)
+        begin(generator, turn.prompt, settings, **how), TextStream(generator.tokenizer, settings.stop, turn.prompt)
     )
     for _ in race([side]):
         pass
@@ -71,7 +71,7 @@ def test_without_a_template_a_message_is_appended_to_the_text(generator: TextGen
 def test_after_the_end_of_a_text_a_new_text_begins(generator: TextGenerator) -> None:
     conversation = Conversation(generator.tokenizer)
     turn = conversation.ask(PROMPT, generator.model)
-    run = generator.run(turn.prompt, SHORT)
+    run = begin(generator, turn.prompt)
     list(run)
     run.results[0].finish_reason = "eos"
     conversation.keep(turn, run.results[0], "")
@@ -115,23 +115,23 @@ def test_a_full_context_is_reported(generator: TextGenerator) -> None:
 
 def test_a_run_equals_the_method(generator: TextGenerator) -> None:
     ids = generator.tokenizer(PROMPT)["input_ids"]
-    expected = plain_method(generator.model, SHORT)([ids])[0]
-    for is_plain in (True, False):
-        run = generator.run(ids, SHORT, plain=is_plain)
+    expected = TextGenerator(generator.model, SHORT)([ids])[0]
+    for source in (None, generator.source):
+        run = begin(generator, ids, source=source)
         steps = [step.ids[0] for step in run]
         result = run.results[0]
         assert [token for step in steps for token in step] == result.new_ids == expected.new_ids
         assert [len(step) for step in steps] == result.step_lengths
         assert result.finish_reason == expected.finish_reason == "length"
         assert result.seconds > 0
-        assert (max(result.step_lengths) > 1) is not is_plain
+        assert (max(result.step_lengths) > 1) is not (source is None)
 
 
 def test_seconds_count_only_decoding(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock does not move while the loop computes, so every second comes from the reader."""
     now = [0.0]
-    monkeypatch.setattr("decode.results.perf_counter", lambda: now[0])
-    run = generator.run(generator.tokenizer(PROMPT)["input_ids"], SHORT)
+    monkeypatch.setattr("decode.texts.perf_counter", lambda: now[0])
+    run = begin(generator, generator.tokenizer(PROMPT)["input_ids"])
     begun = run.seconds
     for _ in run:
         now[0] += 100.0
@@ -139,7 +139,7 @@ def test_seconds_count_only_decoding(generator: TextGenerator, monkeypatch: pyte
 
 
 def test_a_stopped_run_keeps_its_tokens(generator: TextGenerator) -> None:
-    run = generator.run(generator.tokenizer(PROMPT)["input_ids"], SHORT)
+    run = begin(generator, generator.tokenizer(PROMPT)["input_ids"])
     next(iter(run))
     run.stop()
     result = run.results[0]
@@ -151,8 +151,8 @@ def test_a_stopped_run_keeps_its_tokens(generator: TextGenerator) -> None:
 def test_a_seed_gives_one_sample_with_a_drafter_and_without(generator: TextGenerator) -> None:
     ids, settings = generator.tokenizer(PROMPT)["input_ids"], Settings(max_new_tokens=24, temperature=1.0)
     texts = []
-    for seed, is_plain in ((3, True), (3, False), (4, False)):
-        run = generator.run(ids, settings, seed, plain=is_plain)
+    for seed, source in ((3, None), (3, generator.source), (4, generator.source)):
+        run = begin(generator, ids, settings, seed, source=source)
         list(run)
         texts.append(run.results[0].new_ids)
     assert texts[0] == texts[1] != texts[2]
@@ -161,7 +161,7 @@ def test_a_seed_gives_one_sample_with_a_drafter_and_without(generator: TextGener
 # --- a race ----------------------------------------------------------------------------------------------------------
 
 
-class Scripted(DecodingRun):
+class Scripted(Decoding):
     """Writes `count` tokens, each of which takes so many seconds; notes when it wrote."""
 
     def __init__(self, name: str, seconds: float, count: int, notes: list[str]) -> None:
@@ -188,7 +188,9 @@ def test_the_text_that_has_taken_least_time_continues(tokenizer: Any) -> None:
 
 def test_a_race_of_plain_decoding_and_heads_gives_one_text(generator: TextGenerator) -> None:
     ids = generator.tokenizer(PROMPT)["input_ids"]
-    sides = [Side(generator.run(ids, SHORT, plain=plain), TextStream(generator.tokenizer)) for plain in (True, False)]
+    sides = [
+        Side(begin(generator, ids, source=one), TextStream(generator.tokenizer)) for one in (None, generator.source)
+    ]
     for _ in race(sides):
         pass
     assert sides[0].text == sides[1].text

@@ -17,10 +17,12 @@ from chat_families import byte_tokenizer
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.sequences import Request
-from decode.serve.texts import TextGenerator, TextStream, joined
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
+from decode.texts import TextGenerator
 from medusa.errors import RunError
+from medusa.records.pieces import TextStream, joined
+from tests.decode.serve.server_tools import begin
 from tests.decode.test_stop_strings import named, without_names
 from tests.helpers import plain, random_heads, random_ids, tiny_model
 
@@ -32,9 +34,8 @@ def generator() -> TextGenerator:
     """Its model writes any of the tokens, also special ones."""
     tokenizer = byte_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer))
-    return TextGenerator(
-        model, tokenizer, drafter_factory(None, DrafterContext(model, random_heads(model), "topk:3,2"))
-    )
+    source = drafter_factory(None, DrafterContext(model, random_heads(model), "topk:3,2"))
+    return TextGenerator(model, SAMPLED, tokenizer, source)
 
 
 def told(worker: BatchWorker, rows: list[BatchRow]) -> list[list[RowEvent]]:
@@ -88,7 +89,7 @@ def test_stop_strings_end_a_text_as_in_generate_in_every_way(generator: TextGene
         assert "".join(event.text for event in own) == shown
         kept = TextStream(generator.tokenizer, [string], keeps_special=True)  # as for tool calls
         assert joined([*kept.step(ids), *kept.end()]) == whole[: whole.index(string)]
-        run = generator.run(row.prompt, row.settings, row.seed)  # as the chat and `medusa generate` do
+        run = begin(generator, row.prompt, row.settings, row.seed)  # as the chat and `medusa generate` do
         assert [token for step in run for token in step.ids[0]] == ids
         assert run.results[0].finish_reason == "stop"
         assert run.results[0].to_json(generator.tokenizer, row.settings.stop)["text"] == shown
@@ -126,7 +127,7 @@ def test_an_undefined_text_ends_alone(generator: TextGenerator, how: str, value:
         source = None
     elif how == "drawn":
         settings = replace(SAMPLED, draft="sample")
-    made = TextGenerator(generator.model, generator.tokenizer, source)
+    made = replace(generator, source=source)
     fine = [row_of(seed, replace(settings, max_new_tokens=12)) for seed in range(3)]
     wrong = BreakingRow(random_ids(9, 9), settings, 9, lambda event: None, value=float(value))
     cold = row_of(4, replace(settings, temperature=1e-320))

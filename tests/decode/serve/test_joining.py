@@ -12,13 +12,13 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 from decode.compiled.region import Regions
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
-from decode.generation import stepper_for
 from decode.request import prepare
+from decode.rules import AcceptanceRule
 from decode.serve.batch import RunningBatch
-from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
-from decode.settings import AcceptanceRule, Settings
+from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
+from decode.texts import TextGenerator, stepper_for
 from tests.decode.serve.server_tools import PROMPTS, expected
 from tests.helpers import FAMILIES, plain, random_heads, random_ids, shared_model, tiny_model
 

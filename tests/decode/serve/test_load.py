@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from decode.serve.app import CompletionApi
-from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchRow, BatchWorker
 from decode.settings import Settings
+from decode.texts import TextGenerator
 from load_clients import NONSENSE, Client, Found, Wanted
 from load_test import LoadOptions, load, requests, texts_left
 from tests.decode.serve.server_tools import PROMPTS, SHORT, expected

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode.serve.logprobs import LOWEST, PIECE, scored
-from decode.serve.texts import TextGenerator
+from decode.texts import TextGenerator
 from medusa.backbone import Backbone
 from tests.decode.serve.server_tools import PROMPTS, ask, expected
 from tests.helpers import FAMILIES, random_ids, shared_model

@@ -19,15 +19,15 @@ from starlette.applications import Starlette
 
 from decode.serve.app import CompletionApi, serve
 from decode.serve.schema import ApiError, ChatRequest, CompletionRequest
-from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
+from decode.texts import TextGenerator
 from medusa.__main__ import main
 from medusa.commands.distill.client import Server, ServerError
 from medusa.errors import RunError
 from medusa.records.record import Record, prompt_ids
-from tests.decode.serve.server_tools import PROMPTS, SHORT, ask, expected, written
+from tests.decode.serve.server_tools import PROMPTS, SHORT, ask, begin, expected, written
 from tests.helpers import tiny_model
 
 # --- the API ---------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_metrics_count_requests_tokens_and_accepted_guesses(url: str, generator:
     assert ask(url, "/v1/completions", {"prompt": ids, "max_tokens": 24})[0] == 200
     assert ask(url, "/v1/completions", {"prompt": "", "max_tokens": 24})[0] == 400
     settings = Settings(max_new_tokens=24)
-    run = generator.run(ids, settings)
+    run = begin(generator, ids, settings)
     lengths = [step.lengths[0] for step in run]
     assert max(lengths) > 1
     grown = {name: value - before.get(name, 0) for name, value in figures(url).items()}
@@ -310,15 +310,14 @@ def decode(worker: BatchWorker, *rows: BatchRow) -> None:
 def test_batches_of_an_amateur_with_longrope_hold_one_row(generator: TextGenerator) -> None:
     """Longrope rotates all rows by the longest of them."""
     settings = Settings(amateur=Amateur(tiny_model("phi3, longrope")))
-    row = BatchRow([5] * 4, settings, 0, lambda event: None)
-    assert BatchWorker(generator, 3)._room(row) == 1
-    assert BatchWorker(generator, 3)._room(replace(row, settings=SHORT)) == 3
+    assert BatchWorker(replace(generator, settings=settings), 3).room == 1
+    assert BatchWorker(generator, 3).room == 3
 
 
 def test_a_prompt_that_does_not_fit_the_amateur_is_refused_alone(generator: TextGenerator) -> None:
     """In a batch, the check of its rows together would fail all of them."""
     amateur = Amateur(tiny_model("llama", vocab_size=4096, max_position_embeddings=32))
-    api = CompletionApi(BatchWorker(generator, 4), "demo", Settings(amateur=amateur))
+    api = CompletionApi(BatchWorker(replace(generator, settings=Settings(amateur=amateur)), 4), "demo")
     with pytest.raises(ApiError, match="the amateur's context ends at 32"):
         api.begin(CompletionRequest(prompt=[[5] * 40]))
     assert api.worker.arrivals.empty()

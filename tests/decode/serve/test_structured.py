@@ -14,10 +14,10 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 
 from decode.serve.app import CompletionApi
 from decode.serve.schema import CompletionRequest
-from decode.serve.texts import TextGenerator
 from decode.serve.worker import BatchWorker
 from decode.settings import Settings
 from decode.strategies.grammar import lark_source
+from decode.texts import TextGenerator
 from medusa.__main__ import main
 from tests.decode.serve.server_tools import PROMPTS, ask, expected
 
@@ -68,11 +68,12 @@ def test_wrong_formats_are_refused(url: str, asked: Any, told: str) -> None:
 
 def test_a_request_overrides_the_grammar_of_the_server(generator: TextGenerator) -> None:
     grammar = generator.grammars.compiled(lark_source('start: "no"'))
-    api = CompletionApi(BatchWorker(generator, 1), "demo", Settings(max_new_tokens=12, grammar=grammar))
+    made = replace(generator, settings=Settings(max_new_tokens=12, grammar=grammar))
+    api = CompletionApi(BatchWorker(made, 1), "demo")
     format_of = {"type": "text"}, {"type": "json_object"}
-    default = api._with_format(api.settings, CompletionRequest(prompt="a").response_format)
+    default = api._with_format(made.settings, CompletionRequest(prompt="a").response_format)
     text, some = (
-        api._with_format(api.settings, CompletionRequest(prompt="a", response_format=one).response_format)  # type: ignore[arg-type]
+        api._with_format(made.settings, CompletionRequest(prompt="a", response_format=one).response_format)  # type: ignore[arg-type]
         for one in format_of
     )
     assert (default.grammar, text.grammar) == (grammar, None)
@@ -108,8 +109,8 @@ def test_generate_follows_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--json-schema", "{tmp}/list"], "the JSON schema is invalid: Expecting object schema"),
         (["--grammar", "{tmp}/text"], "the grammar is invalid: "),
         (["--grammar", "{tmp}/good", "--json-schema", "{tmp}/list"], "leave one of them out"),
-        (["--grammar", "{tmp}/good", "--ignore-eos"], "ends where the grammar ends; leave out --ignore-eos"),
-        (["--grammar", "{tmp}/good", "--compile"], "leave out --compile"),
+        (["--grammar", "{tmp}/good", "--ignore-eos"], "--ignore-eos has no effect on a grammar"),
+        (["--grammar", "{tmp}/good", "--compile"], "--compile is not possible: a grammar"),
     ],
 )
 def test_wrong_options_are_one_line(

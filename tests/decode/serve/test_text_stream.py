@@ -9,9 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode.results import text_of
-from decode.serve.texts import TextPiece, TextStream
 from medusa.loading import load_tokenizer
+from medusa.records.pieces import TextPiece, TextStream, text_of
 
 TEXT = "Häuser, 猫 and 👩‍👩‍👧: a story. The end? No! The end. 🐙"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,21 +93,21 @@ def test_the_server_answers_with_calls_of_tools(stream: bool) -> None:
     from starlette.testclient import TestClient
 
     from decode.serve.app import CompletionApi
-    from decode.serve.texts import TextGenerator
     from decode.serve.worker import BatchWorker
     from decode.settings import Settings
     from decode.strategies.grammar import lark_source
+    from decode.texts import TextGenerator
     from medusa.loading import load_backbone
 
     loaded = load_backbone("demo")
     assert loaded.tokenizer is not None
     loaded.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> #}"
-    generator = TextGenerator(loaded.model, loaded.tokenizer, None)
+    generator = TextGenerator(loaded.model, Settings(max_new_tokens=128), loaded.tokenizer)
     call = WRITTEN["Hermes and Qwen"].removesuffix("<|im_end|>")
     grammar = generator.grammars.compiled(lark_source(f"start: {json.dumps('Yes.' + call)}"))
-    worker = BatchWorker(generator, 2)
+    worker = BatchWorker(replace(generator, settings=replace(generator.settings, grammar=grammar)), 2)
     worker.start(lambda: None)
-    api = CompletionApi(worker, "demo", Settings(max_new_tokens=128, grammar=grammar))
+    api = CompletionApi(worker, "demo")
     body = {"messages": [{"role": "user", "content": "Add."}], "tools": ADD, "stream": stream}
     with TestClient(api.app(["testserver"])) as client:
         reply = client.post("/v1/chat/completions", json=body)

@@ -16,9 +16,9 @@ from decode.bench.losslessness.experiment import Experiment
 from decode.bench.losslessness.verify import compare_greedy
 from decode.bench.methods import medusa_method, plain_method, transformers_method
 from decode.drafters.trained_heads import TrainedHeads
-from decode.results import Result
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast, ContrastReader
+from decode.texts import Result
 from medusa import Tree
 from medusa.errors import RequestError
 from tests.helpers import (
@@ -118,8 +118,10 @@ def obvious(expert: Any, amateur: Amateur, prompt: list[int], new: int = NEW, pe
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("other", ["gpt2", "mistral", "llama4_text", "gemma3_text"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "other"),
+    [("llama", "gpt2"), ("llama", "gemma3_text"), ("gemma2", "mistral"), ("gemma2", "llama4_text")],
+)
 def test_greedy_text_of_two_models_of_any_kind(family: str, other: str) -> None:
     """The drafter has a different number of correct tokens in every step of a ragged batch in which rows end."""
     expert = tiny_model(family)
@@ -312,14 +314,14 @@ def test_unsupported_requests_are_rejected(expert: Any, small: Any) -> None:
         generate(expert, inputs=ids, drafter="ngram", amateur=tiny_model("bloom"), max_new_tokens=2)
     with pytest.raises(RequestError, match="pass a model"):
         generate(expert, inputs=ids, drafter="ngram", amateur="demo")
-    with pytest.raises(RequestError, match="cannot be compiled"):
+    with pytest.raises(RequestError, match="compile is not possible"):
         generate(expert, random_heads(expert), ids, amateur=small, compile=True, max_new_tokens=2)
-    with pytest.raises(RequestError, match="cannot be compiled"):
+    with pytest.raises(RequestError, match="compile is not possible"):
         Settings(compile=True, amateur=Amateur(small))
     for constants, said in (
-        ({"alpha": 1.5}, "contrast-alpha is 1.5"),
-        ({"beta": -1.0}, "contrast-beta is -1"),
-        ({"temperature": 0.0}, "amateur-temperature is 0"),
+        ({"alpha": 1.5}, "contrast_alpha is 1.5"),
+        ({"beta": -1.0}, "contrast_beta is -1"),
+        ({"temperature": 0.0}, "amateur_temperature is 0"),
     ):
         with pytest.raises(RequestError, match=said):
             Contrast(**constants)

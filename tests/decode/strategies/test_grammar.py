@@ -21,15 +21,15 @@ import jsonschema
 from decode import generate
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
-from decode.generation import stepper_for
 from decode.request import prepare
-from decode.results import text_of
+from decode.rules import AcceptanceRule
 from decode.serve.batch import RunningBatch
-from decode.settings import AcceptanceRule
 from decode.strategies.grammar import Grammar, GrammarProcessor, Grammars, json_schema_source, lark_source
+from decode.texts import stepper_for
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
+from medusa.records.pieces import text_of
 from tests.helpers import LETTERS, left_padded, random_heads, random_ids, shared_model
 
 END = LETTERS.index("8")
@@ -258,14 +258,13 @@ def test_samples_follow_the_masked_distribution(letters: Grammars, draft: str) -
 def test_json_is_always_valid(demo: Any, demo_json: Grammar, temperature: float, options: dict[str, Any]) -> None:
     heads, tokenizer = MedusaHeads.from_pretrained("demo"), demo.tokenizer
     rows = [tokenizer(text)["input_ids"] for text in ("Once upon a time", "Tom", "A person as JSON: ")]
-    sampling = {"do_sample": True, "temperature": temperature, "seeds": range(6)} if temperature else {}
+    sampling = {"do_sample": True, "temperature": temperature, "seeds": range(3)} if temperature else {}
     out = generate(
         demo.model,
         heads,
         **left_padded(rows, pad=tokenizer.eos_token_id),
         grammar=demo_json,
         max_new_tokens=120,
-        num_return_sequences=2 if temperature else 1,
         **sampling,
         **options,
     )

@@ -193,7 +193,7 @@ def test_the_copied_embedding_identifies_the_backbone(model: Any, tmp_path: Path
 
 def test_training_hydra_heads_is_rejected(model: Any, tmp_path: Path) -> None:
     write(tmp_path, checkpoint(model))
-    with pytest.raises(RequestError, match="holds the original Hydra's heads, which can decode but not be trained"):
+    with pytest.raises(RequestError, match="blocks of type hydra, which can decode but not be trained"):
         new_heads(model, HeadsConfig(num=HEADS, kind="hydra", start=str(tmp_path)), "tiny")
 
 

@@ -5,15 +5,16 @@ The tests send nothing to the Hub. Repositories are local folders, or a cache in
 
 from __future__ import annotations
 
+import builtins
 import functools
 import json
+import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -47,6 +48,7 @@ from tests.helpers import (
     random_tree,
     tiny_model,
 )
+from tests.train.processes import forked
 
 # Every token stands at depth 1, so that each step accepts at least one; below that, guesses are right now and then.
 WIDE = (
@@ -266,20 +268,19 @@ def test_wrong_requests_raise_a_one_line_error(options: dict[str, Any], words: s
     assert "\n" not in str(error.value)
 
 
-def test_a_prefilled_cache_is_rejected(llama: Any, tmp_path: Path) -> None:
-    folder = repository(random_heads(llama, 3), tmp_path / "heads")
-    cache = DynamicCache()
-    llama(torch.tensor([[1, 2]]), past_key_values=cache)
-    with pytest.raises(ValueError, match="hold text already"):
-        by_hub(llama, folder, [1, 2, 3], past_key_values=cache, max_new_tokens=4)
-
-
 def test_models_without_tree_support_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = repository(random_heads(tiny_model("llama"), 3), tmp_path / "heads")
     mamba = tiny_model("mamba")
     with pytest.raises(ValueError, match=r"cannot hold a tree: its layers .* keep a state that cannot branch"):
         by_hub(mamba, folder, [1, 2, 3], max_new_tokens=4)
-    training = tiny_model("llama").train()
+    with pytest.raises(ValueError, match="have hidden_size 32, the model"):
+        by_hub(tiny_model("llama", hidden_size=48), folder, [1, 2, 3], max_new_tokens=4)
+    cache = DynamicCache()
+    training = tiny_model("llama")
+    training(torch.tensor([[1, 2]]), past_key_values=cache)
+    with pytest.raises(ValueError, match="hold text already"):
+        by_hub(training, folder, [1, 2, 3], past_key_values=cache, max_new_tokens=4)
+    training.train()
     with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
         by_hub(training, folder, [1, 2, 3], max_new_tokens=4)
     wrong = tiny_model("llama")
@@ -287,13 +288,6 @@ def test_models_without_tree_support_are_rejected(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(wrong, "forward", lambda *args, **kwargs: forward(*args, **kwargs | {"attention_mask": None}))
     with pytest.raises(ValueError, match="does not follow our masks"):
         by_hub(wrong, folder, [1, 2, 3], max_new_tokens=4)
-
-
-def test_heads_for_another_model_are_refused(llama: Any, tmp_path: Path) -> None:
-    other = tiny_model("llama", hidden_size=48)
-    folder = repository(random_heads(other, 2), tmp_path / "heads", [[0]])
-    with pytest.raises(ValueError, match="have hidden_size 48, the model"):
-        by_hub(llama, folder, [1, 2, 3], max_new_tokens=4)
 
 
 def test_a_text_beyond_the_longrope_boundary_is_rejected(tmp_path: Path) -> None:
@@ -309,34 +303,30 @@ def test_a_text_beyond_the_longrope_boundary_is_rejected(tmp_path: Path) -> None
 
 # ------------------------------------------------------------------------------------------- without anything of ours
 
-ALONE = """
-import builtins, json, sys
 
-real = builtins.__import__
-def guarded(name, *args, **kwargs):
-    if name.split(".")[0] in ("medusa", "train", "decode"):
-        raise ImportError(f"{name} must not be needed")
-    return real(name, *args, **kwargs)
-builtins.__import__ = guarded
+def alone(jobs: list[dict[str, Any]], results: Path) -> None:
+    """Write the texts and step lengths of `jobs`, with plain transformers only."""
+    real = builtins.__import__
 
-import torch
-from transformers import AutoModelForCausalLM
+    def guarded(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] in ("medusa", "train", "decode"):
+            raise ImportError(f"{name} must not be needed")
+        return real(name, *args, **kwargs)
 
-torch.set_num_threads(1)
-results = []
-for job in json.loads(sys.argv[1]):
-    model = AutoModelForCausalLM.from_pretrained(job["backbone"], dtype="float32")
-    for settings in job["settings"]:
-        torch.manual_seed(3)
-        lengths = []
-        out = model.generate(
-            torch.tensor([job["prompt"]]), custom_generate=job["heads"], trust_remote_code=True, **settings,
-            max_new_tokens=48, medusa_step_lengths=lengths,
-        )
-        results.append([out[0, len(job["prompt"]):].tolist(), lengths])
-assert not {"medusa", "train", "decode"} & set(sys.modules)
-print(json.dumps(results))
-"""
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("medusa", "train", "decode"):
+            del sys.modules[name]
+    builtins.__import__ = guarded
+    found = []
+    for job in jobs:
+        model = AutoModelForCausalLM.from_pretrained(job["backbone"], dtype="float32")
+        for settings in job["settings"]:
+            torch.manual_seed(3)
+            lengths: list[int] = []
+            out = by_hub(model, job["heads"], job["prompt"], **settings, max_new_tokens=48, medusa_step_lengths=lengths)
+            found.append([out[0, len(job["prompt"]) :].tolist(), lengths])
+    assert not {"medusa", "train", "decode"} & set(sys.modules)
+    results.write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +343,9 @@ def demo_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_repositories_run_without_the_packages(demo_heads: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Heads for the embedded backbone, and the original's own heads for stories260K, exported by the command."""
+    """Heads for the embedded backbone, and the original's own heads for stories260K, exported by the command.
+
+    In a copy of this process that forgets the packages."""
     pairs = [("demo", str(DEMO_BACKBONE), demo_heads, [0, 403, 378])]
     try:
         models = request.getfixturevalue("shared") / "models"
@@ -368,25 +360,15 @@ def test_repositories_run_without_the_packages(demo_heads: str, tmp_path: Path, 
         words = ["export", "--heads", heads, "--to", "hub", "--output", output, "--backbone", name]
         assert main([*words, "--quiet"]) == 0
         jobs.append({"backbone": folder, "heads": output, "prompt": prompt, "settings": settings})
-        from transformers import AutoModelForCausalLM
-
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
         ours = MedusaHeads.from_pretrained(output, dtype=torch.float32)
         for chosen in settings:
             torch.manual_seed(3)
             found = [s.ids[0] for s in steps(model, ours, torch.tensor([prompt]), max_new_tokens=48, **chosen)]
             expected.append([[token for ids in found for token in ids], [len(ids) for ids in found]])
-    (tmp_path / "elsewhere").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", ALONE, json.dumps(jobs)],
-        cwd=tmp_path / "elsewhere",
-        env={"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == expected
+    process = forked(lambda: alone(jobs, tmp_path / "results"), tmp_path / "errors")
+    assert os.waitpid(process, 0)[1] == 0, (tmp_path / "errors").read_text()
+    assert json.loads((tmp_path / "results").read_text()) == expected
     assert all(max(lengths) > 1 for _, lengths in expected), "heads that fit are right now and then"
 
 
@@ -429,28 +411,6 @@ def test_heads_of_a_hub_id(llama: Any, tmp_path: Path) -> None:
     )
     assert out[0, 9:].tolist() == plain(llama, prompt, max_new_tokens=16)
     assert min(lengths[:-1]) > 1
-
-
-@pytest.mark.usefixtures("online")
-def test_requests_to_the_hub(tmp_path: Path, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    repository(random_heads(llama, 2), tmp_path / "heads", [[0]])
-    asked: dict[str, Any] = {}
-
-    def download(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(tmp_path / "heads")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    MedusaHeads.from_pretrained("org/heads", revision="v2", token="secret", cache_dir="there")
-    patterns = asked.pop("allow_patterns")
-    assert asked == {
-        "name": "org/heads",
-        "revision": "v2",
-        "token": "secret",
-        "cache_dir": "there",
-    }
-    assert {CONFIG, PROVENANCE, WEIGHTS} <= set(patterns)
-    assert not any(pattern.endswith((".py", "*")) for pattern in patterns), "code is never fetched"
 
 
 class FakeHub:
@@ -635,15 +595,6 @@ def test_card_shows_the_measurements(llama: Any) -> None:
 def test_a_missing_figure_of_the_card_is_named(llama: Any, facts: dict[str, Any], told: str) -> None:
     with pytest.raises(RequestError, match=re.escape(told)):
         model_card(random_heads(llama, 3).checkpoint(), Facts(**facts), with_code=True)
-
-
-def test_a_mistake_in_our_own_template_is_not_blamed_on_a_file(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: object, **options: object) -> NoReturn:
-        raise TypeError("a mistake of ours")
-
-    monkeypatch.setattr("medusa.export.card._listed", broken)
-    with pytest.raises(TypeError, match="a mistake of ours"):
-        model_card(random_heads(llama, 3).checkpoint(), Facts(provenance={}, benchmark=BENCHMARK), with_code=True)
 
 
 def test_card_lists_unknown_values(llama: Any) -> None:

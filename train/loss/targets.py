@@ -1,8 +1,13 @@
-"""The targets that heads learn from the backbone: its most probable tokens, or its whole distributions over tokens.
+"""What heads learn: the tokens of the text, or those of the backbone, or its whole distributions over tokens.
 
-Head k (from 0) at position t learns about token t + k + 2 (`train.loss.labels`). The backbone's own prediction of that
-token is its LM head applied to its hidden state at t + k + 1. Heads need these hidden states anyway, so learning from
-the backbone costs no further forward.
+Head k (from 0) at position t learns about token t + k + 2, because the backbone's own LM head predicts token t + 1.
+
+    ids       a b c d e | f g         two documents
+    head 0    c d e . . | . .
+    head 1    d e . . . | . .         a dot: no label, because the token would lie beyond the document's end
+
+The backbone's own prediction of token t + k + 2 is its LM head applied to its hidden state at t + k + 1. Heads need
+these hidden states anyway, so learning from the backbone costs no further forward.
 
 Shapes: B rows, T tokens; N = B T positions of a batch, R of them with a label, C of these in a chunk; K heads, H hidden
 size, V vocabulary."""
@@ -18,9 +23,62 @@ from torch import Tensor, nn
 from medusa.argmax import argmax
 from medusa.backbone import Backbone
 from medusa.vocabulary import ABSENT, places_of
-from train.loss.acceptance import Acceptance
-from train.loss.chunks import chunk_rows
-from train.loss.labels import FIRST_OFFSET, IGNORE
+from train.loss.objectives import Acceptance
+
+IGNORE = -100  # a label that does not count in the loss, as in PyTorch
+FIRST_OFFSET = 2  # from a position to the label of head 0
+NEXT = 1  # from a position to the label of the backbone's own LM head
+CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""Size of a chunk's float32 logits, of all heads together: they fit into a CPU core's cache, or keep a GPU busy."""
+MIN_ROWS = 24  # with fewer positions, reading the LM head takes longer than multiplying by it, for any V
+MIN_ROWS_OWN = {"cpu": 40, "cuda": 1024}
+"""With own LM heads, every chunk also reads and writes the gradients of their weights, which a GPU does as fast as the
+products of some hundred positions."""
+MOST_BYTES_OWN = 2 << 30  # of the logits of a chunk; for large vocabularies, this limit comes before `MIN_ROWS_OWN`
+
+
+def head_labels(
+    input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor, num_heads: int, first: int = FIRST_OFFSET
+) -> Tensor:
+    """Make the labels [K, B, T] of K heads for B rows of T tokens; `IGNORE` where a head has no label.
+
+    A token may be a label where `loss_mask` [B, T] is True. A label is in the same document as its position, by
+    `document_ids` [B, T]; padding has its own id. `first` is the offset from a position to the label of head 0."""
+    length = input_ids.shape[1]
+    labels = torch.full((num_heads, *input_ids.shape), IGNORE, dtype=torch.long, device=input_ids.device)
+    for offset in range(first, min(first + num_heads, length)):
+        labelled = loss_mask[:, offset:].bool() & (document_ids[:, offset:] == document_ids[:, :-offset])
+        labels[offset - first, :, :-offset] = torch.where(labelled, input_ids[:, offset:], IGNORE)
+    return labels
+
+
+def taught_labels(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Find the labels [K, R] of K heads, and the positions [R] at which they learn, as indices among the N positions.
+
+    The arguments are those of `head_labels`. The positions are those at which head 0 has a label: without one, no
+    decoding step starts there, so the other heads need none."""
+    labels = head_labels(input_ids, loss_mask, document_ids, num_heads).flatten(1)
+    places = (labels[0] != IGNORE).nonzero()[:, 0]
+    return labels[:, places], places
+
+
+def labels_as_tokens(labels: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+    """Replace the labels [K, R] of `taught_labels` by other tokens [B, T], which take the place of the text's."""
+    reach = torch.arange(len(labels), device=tokens.device)[:, None] + FIRST_OFFSET
+    found = tokens.flatten()[(places + reach).clamp_max(tokens.numel() - 1)]  # beyond the end there are no labels
+    return torch.where(labels == IGNORE, IGNORE, found)
+
+
+def chunk_rows(num_heads: int, vocab_size: int, device: str, own: bool = False) -> int:
+    """Number of positions whose logits of all heads form a chunk on `device`, "cpu" or "cuda".
+
+    `own`: each head has its own LM head, whose gradient is computed."""
+    kind = device if device in CHUNK_BYTES else "cuda"
+    position = 4 * num_heads * vocab_size
+    rows = max(MIN_ROWS, CHUNK_BYTES[kind] // position)
+    if own:
+        rows = max(rows, min(MIN_ROWS_OWN[kind], max(MIN_ROWS, MOST_BYTES_OWN // position)))
+    return rows
 
 
 @torch.no_grad()
