@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import decode.reader
 import pytest
 import torch
 from transformers import LogitsProcessorList
 
+import decode.reader
 import decode.rejection
 from decode.accept import TreeWalk
 from decode.bench.losslessness.cases import FALSE_ALARM, RULES, Case, Rule, passes, rules_for, threshold
@@ -126,8 +126,8 @@ def test_siblings_in_another_order_fail(model: Any, first: int, monkeypatch: pyt
     """Siblings from index `first` on are tried in reverse order; nodes with two children have none from 2 on."""
     children = TreeWalk.children
 
-    def reordered(self: TreeWalk) -> Any:
-        found = children(self)
+    def reordered(self: TreeWalk, depth: int) -> Any:
+        found = children(self, depth)
         return torch.cat([found[:, :first], found[:, first:].flip(1)], dim=1)
 
     generator = torch.Generator().manual_seed(0)
