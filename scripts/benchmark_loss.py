@@ -1,6 +1,6 @@
 """Measure peak memory and time of the loss: with all logits at once (plain), and in chunks.
 
-    python scripts/benchmark_loss.py --output docs/results/loss_memory.json
+    python scripts/benchmark_loss.py --output runs/loss_memory.json
     python scripts/benchmark_loss.py --device cuda --hidden-size 4096 --positions 2048 8192
 
 Each variant runs in a separate process with one thread. Memory is the peak of one loss and its backward pass, with the
