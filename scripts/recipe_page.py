@@ -25,8 +25,8 @@ from train.trainer_keys import GROUPS, KEYS, UNUSED
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
 SECTIONS: dict[str, type[Section]] = {"heads": HeadsConfig, "data": DataConfig, "adapter": AdapterConfig}
-TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
-BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+TYPES = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "array": "list"}
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 READING = ("dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory")
 CHOSEN = ("learning_rate", "bf16", *READING)  # the keys without a fixed default: the command chooses it
 MOST_NAMES = 12  # more names than these are not listed on the page; an error lists them
@@ -35,8 +35,8 @@ INTRODUCTION = """\
 
 A recipe is a YAML file that describes a training run. `medusa train` reads it, and `key=value` on the command line
 overrides any of its keys. This page lists every key with its type, default and meaning. An empty default means that the
-value is chosen for the backbone or that the key is off. The type "name" stands for a long list of names. The error
-after a wrong name shows the list. [Training](training.md) explains how to choose.
+value is chosen for the backbone or that the key is off. The type "name" stands for a long list of names, which the error
+after a wrong name shows. [Training](training.md) explains how to choose.
 
 ```yaml
 # example: a recipe needs three keys; the others have defaults
@@ -105,7 +105,7 @@ def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:
 def _kind(schema: Json) -> str:
     """Describe a type in words, from its JSON schema."""
     options = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
-    return " or ".join(dict.fromkeys(map(_plain_kind, options))) or "any value"
+    return " or ".join(dict.fromkeys(map(_plain_kind, options))) or "any"
 
 
 def _plain_kind(schema: Json) -> str:
@@ -114,8 +114,8 @@ def _plain_kind(schema: Json) -> str:
         return ", ".join(f"`{name}`" for name in names) if len(names) <= MOST_NAMES else "name"
     bounds = [f"{words} {schema[bound]:g}" for bound, words in BOUNDS.items() if bound in schema]
     if schema.get("maximum", 0) > 2**31:
-        bounds = [words for words in bounds if not words.startswith("at most")]
-    return " ".join([TYPES.get(schema.get("type", ""), "any value"), " and ".join(bounds)]).strip()
+        bounds = [words for words in bounds if not words.startswith("≤")]
+    return " ".join([TYPES.get(schema.get("type", ""), "any"), ", ".join(bounds)]).strip()
 
 
 def _default(value: Any, name: str = "") -> str:

@@ -27,8 +27,7 @@ def test_a_supported_row(name: str) -> None:
     assert all(set(checks) == {"float32", "bfloat16", "float16"} for checks in row.checks.values())
     cells = row.cells()
     assert len(cells) == len(script.SUPPORTED_COLUMNS)
-    assert cells[-2] == ("same" if name in WITHOUT_SDPA else "same / same")
-    assert float(cells[-1]) > 1.2
+    assert float(cells[-1]) > 1.2, "the texts are the same, so nothing follows tau"
 
 
 WITHOUT_SDPA = ("gptj", "gpt_oss") if FIRST_TRANSFORMERS else ("gemma2", "gptj", "gpt_oss")
