@@ -17,7 +17,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from medusa.files import Json, write_text
-from script_tools import run_script, script_parser
+from script_tools import markdown_table, run_script, script_parser
 from train.arguments import MedusaTrainingArguments, training_section
 from train.config import AdapterConfig, DataConfig, HeadsConfig, TrainConfig
 from train.sections import Section
@@ -61,10 +61,11 @@ def recipe_page() -> str:
         title = "`data` and `eval_data`" if name == "data" else f"`{name}`"
         parts += [f"## {title}\n", f"{_first_line(section)}\n", _table(_rows(f"{name}.", section))]
     parts += ["## `training`\n", "These keys are our own:\n", _table(_training_rows(_own_meanings()))]
-    parts += ["The following keys have the names that they have in transformers' `TrainingArguments`.\n"]
+    parts += ["The following keys have the names and the types that they have in transformers' `TrainingArguments`.\n"]
     for title, group in GROUPS.items():
         meanings = {name: key.meaning for name, key in group.items()}
-        parts += [f"### {title}\n", _table(_training_rows(meanings))]
+        rows = [(f"`{key}`", default, text) for key, _, default, text in _training_rows(meanings)]
+        parts += [f"### {title}\n", markdown_table(["key", "default", "meaning"], rows) + "\n"]
     parts += [
         "### Fields that are refused\n",
         "These fields of `TrainingArguments` are errors, because they have no effect on heads or cannot work:\n",
