@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
 from pathlib import Path
+from textwrap import dedent, fill
 from typing import Any
 
 from pydantic_core import PydanticUndefined
@@ -29,14 +29,13 @@ TYPES = {"integer": "int", "number": "float", "string": "str", "boolean": "bool"
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 READING = ("dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory")
 CHOSEN = ("learning_rate", "bf16", *READING)  # the keys without a fixed default: the command chooses it
-MOST_NAMES = 12  # more names than these are not listed on the page; an error lists them
 INTRODUCTION = """\
 # Recipe keys
 
 A recipe is a YAML file that describes a training run. `medusa train` reads it, and `key=value` on the command line
-overrides any of its keys. This page lists every key with its type, default and meaning. An empty default means that the
-value is chosen for the backbone or that the key is off. The type "name" stands for a long list of names, which the error
-after a wrong name shows. [Training](training.md) explains how to choose.
+overrides any of its keys. An empty default means that the value is chosen for the backbone or that the key is off.
+[Training](training.md) explains how to choose. A wrong key or value ends the command with status 2 and one line, before
+any weights are loaded. `python scripts/recipe_page.py` writes this page from the code.
 
 ```yaml
 # example: a recipe needs three keys; the others have defaults
@@ -48,9 +47,6 @@ heads:
 training:
   num_train_epochs: 2
 ```
-
-A wrong key or value ends the command with status 2 and one line, before any weights are loaded.
-`python scripts/recipe_page.py` writes this page from the code.
 """
 
 
@@ -68,12 +64,9 @@ def recipe_page() -> str:
         parts += [f"### {title}\n", markdown_table(["key", "default", "meaning"], rows) + "\n"]
     parts += [
         "### Fields that are refused\n",
-        "These fields of `TrainingArguments` are errors, because they have no effect on heads or cannot work:\n",
+        "These fields of `TrainingArguments` have no effect on heads or cannot work. The error says what to use instead:\n",
+        fill(", ".join(f"`{name}`" for name in UNUSED) + ".", 120, break_long_words=False),
     ]
-    reasons: dict[str, list[str]] = {}
-    for name, reason in UNUSED.items():
-        reasons.setdefault(reason, []).append(f"`{name}`")
-    parts += ["\n".join(f"- {', '.join(names)}: {reason}." for reason, names in reasons.items())]
     return "\n".join(parts) + "\n"
 
 
@@ -112,7 +105,7 @@ def _kind(schema: Json) -> str:
 def _plain_kind(schema: Json) -> str:
     names = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     if names:
-        return ", ".join(f"`{name}`" for name in names) if len(names) <= MOST_NAMES else "name"
+        return ", ".join(f"`{name}`" for name in names)
     bounds = [f"{words} {schema[bound]:g}" for bound, words in BOUNDS.items() if bound in schema]
     if schema.get("maximum", 0) > 2**31:
         bounds = [words for words in bounds if not words.startswith("≤")]
@@ -136,7 +129,7 @@ def _first_line(section: type[Section]) -> str:
 
 def _own_meanings() -> dict[str, str]:
     """The strings below the fields of `MedusaTrainingArguments`, by the fields' names."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(MedusaTrainingArguments))).body
+    (tree,) = ast.parse(dedent(inspect.getsource(MedusaTrainingArguments))).body
     assert isinstance(tree, ast.ClassDef)
     found = {}
     for field, text in zip(tree.body, tree.body[1:], strict=False):
