@@ -39,7 +39,7 @@ def commands_page() -> str:
     parsers = {name: parser_of(name) for name in COMMANDS}
     options = {name: dict(_groups(parser)) for name, parser in parsers.items()}
     shared = _shared(options)
-    parts = [INTRODUCTION, markdown_table(["command", "purpose"], map(_row, COMMANDS.items())) + "\n"]
+    parts = [INTRODUCTION]
     for name, parser in parsers.items():
         parts += [f"## {name}\n", f"`{parser.usage}`\n", *_described(parser.description or "")]
         own = [row for rows in options[name].values() for row in rows if row not in shared]
@@ -84,11 +84,6 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     (commands,) = (one for one in build_parser(command)._actions if isinstance(one, argparse._SubParsersAction))
     parser: argparse.ArgumentParser = commands.choices[command]
     return parser
-
-
-def _row(command: tuple[str, str]) -> tuple[str, str]:
-    name, purpose = command
-    return f"[`medusa {name}`](#{name})", purpose
 
 
 def _described(text: str) -> Iterator[str]:
