@@ -172,8 +172,8 @@ def summary(rows: Sequence[Row]) -> str:
     errors = short([checks["float32"] for row in good for checks in row.checks.values()]), short(half)
     control = min(check.control for row in good for check in row.all_checks)
     figures = (
-        f"Largest error: {errors[0]} in float32, {errors[1]} in 16 bits. Smallest control: {control:.2f}. Smallest tau: "
-        f"{min(row.tau or 0 for row in good):.2f}."
+        f"Largest error: {errors[0]} in float32, {errors[1]} in 16 bits. Smallest control: {control:.2f}. "
+        f"Smallest tau: {min(row.tau or 0 for row in good):.2f}."
     )
     return f"{fill(names, 120, break_long_words=False, break_on_hyphens=False)}.\n\n{figures}"
 

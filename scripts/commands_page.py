@@ -25,8 +25,8 @@ INTRODUCTION = """\
 
 Every command with all its options. Options that several commands share are explained once, under [shared
 options](#shared-options). `medusa COMMAND --help` shows the main options of a command, and `--help-all` all of them. An
-option without a default is off or has no value. Words without `--` fill the arguments of the first line of each section,
-in their order. `demo` names the model, the heads and the prompts that come with the package.
+option without a default is off or has no value. Arguments without `--` have the order of the first line of each
+section. `demo` names the model, the heads and the prompts that come with the package.
 
 Results go to standard output, progress and warnings to standard error. The exit status is 0 for a finished run, 1 for a
 run that failed and 2 for a wrong request, which is answered with one line. After Ctrl-C it is 130, after SIGTERM 143.

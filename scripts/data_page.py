@@ -116,7 +116,8 @@ def _parameters() -> list[str]:
         off.setdefault(", ".join(sorted(map(_code, map(_json, values)))), []).append(name)
     return [
         markdown_table(["endpoint", "parameters"], rows) + "\n",
-        _paragraph(f"{'; '.join(others)}. These mean the default, like null: {unlimited}. `top_k: -1` turns top-k off."),
+        _paragraph(f"{'; '.join(others)}."),
+        _paragraph(f"These mean the default, like null: {unlimited}. `top_k: -1` turns top-k off."),
         _paragraph(
             "These parameters are not supported where the first table does not list them. Values that leave them off "
             "pass; others return status 400."

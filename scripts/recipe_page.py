@@ -64,7 +64,7 @@ def recipe_page() -> str:
         parts += [f"### {title}\n", markdown_table(["key", "default", "meaning"], rows) + "\n"]
     parts += [
         "### Fields that are refused\n",
-        "These fields of `TrainingArguments` have no effect on heads or cannot work. The error says what to use instead:\n",
+        "These fields of `TrainingArguments` have no effect on heads or cannot work. The error names the way out:\n",
         fill(", ".join(f"`{name}`" for name in UNUSED) + ".", 120, break_long_words=False),
     ]
     return "\n".join(parts) + "\n"

@@ -52,9 +52,7 @@ def test_every_key_of_the_shipped_recipes_is_on_the_page(page: str, path: Path) 
 
 def test_types_are_described_in_words() -> None:
     assert recipe_page._kind({"type": "integer", "minimum": 1}) == "int ≥ 1"
-    assert (
-        recipe_page._kind({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}) == "float > 0"
-    )
+    assert recipe_page._kind({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}) == "float > 0"
     assert recipe_page._kind({"enum": ["a", "b"]}) == "`a`, `b`"
     assert recipe_page._kind({}) == "any"
 
