@@ -57,7 +57,8 @@ class LoadOptions(Options):
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(LoadOptions, script_parser(__doc__), argv)
     prompts = [str(record.text) for record in read_records("demo")]
-    with TemporaryFile("w+", encoding="utf-8") as log, served(options.batch_size, log) as (address, process):
+    words = f"demo --name demo --batch-size {options.batch_size} --device cpu --quiet"
+    with TemporaryFile("w+", encoding="utf-8") as log, served(words, log) as (address, process):
         pool = requests(prompts, options.requests, options.seed, stock(), address)
         memory = psutil.Process(process.pid).memory_info
         result = load(address, pool, options, lambda: memory().rss)
@@ -81,13 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def served(batch_size: int, log: IO[str]) -> Iterator[tuple[tuple[str, int], subprocess.Popen[bytes]]]:
-    """Run `medusa serve demo` at a free port, with its messages in `log`; yield its address and its process."""
+def served(words: str, log: IO[str] | None = None) -> Iterator[tuple[tuple[str, int], subprocess.Popen[bytes]]]:
+    """Run `medusa serve` with these words at a free port; yield its address and its process.
+
+    Its messages go to the file `log`, by default to the script's standard error."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = free.getsockname()
-    words = f"serve demo --name demo --batch-size {batch_size} --device cpu --quiet --port {address[1]}"
-    process = subprocess.Popen([sys.executable, "-m", "medusa", *words.split()], stderr=log)
+    command = [sys.executable, "-m", "medusa", "serve", *words.split(), "--port", str(address[1])]
+    process = subprocess.Popen(command, stderr=log)
     try:
         while True:
             if process.poll() is not None:

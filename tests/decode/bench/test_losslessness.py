@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import decode.verify
+import decode.reader
 import pytest
 import torch
 from transformers import LogitsProcessorList
