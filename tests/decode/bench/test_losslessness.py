@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import decode.reader
 import pytest
 import torch
 from transformers import LogitsProcessorList
 
+import decode.reader
 import decode.rejection
 from decode.accept import TreeWalk
 from decode.bench.losslessness.cases import FALSE_ALARM, RULES, Case, Rule, passes, rules_for, threshold
