@@ -31,7 +31,7 @@ from fuzz_models import make_heads, noisy_copy
 from medusa import MedusaHeads
 from medusa.__main__ import main
 from medusa.errors import RequestError
-from medusa.loading import Loaded, load_backbone
+from medusa.loading import BackboneFiles, Loaded
 from medusa.options import LoadOptions
 from tests.helpers import LETTERS, VOCAB, left_padded, plain, tiny_model
 from tests.matrix_axes import (
@@ -53,6 +53,7 @@ from tests.native_models import save_native
 
 Rows = list[list[int]]
 HEADS = {"num_heads": 3, "num_layers": 1, "fitted": 30}
+LOAD = BackboneFiles.load  # of which the test keeps the results
 INPUTS = ("attention_mask", "position_ids", "past_key_values")
 IN_REQUESTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
 """The fields of `Settings` that a request to the server may hold under the same name."""
@@ -91,7 +92,7 @@ class Place:
         """A model whose files hold an MTP layer."""
         save_native("deepseek_v3", self.folder / "native", eos_token_id=EOS)
         self.tokenizer.save_pretrained(self.folder / "native")
-        return load_backbone(str(self.folder / "native")).model
+        return LOAD(BackboneFiles(str(self.folder / "native"))).model
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -100,7 +101,7 @@ class Place:
     def loaded(self, name: str, options: LoadOptions) -> Loaded:
         """Load a backbone like a command, but read its weights once; its settings of generation are the folder's."""
         weights = (Path(name) / "model.safetensors").resolve()
-        loaded = self.once(weights, lambda: load_backbone(name, options))
+        loaded = self.once(weights, lambda: LOAD(BackboneFiles(name, options)))
         loaded.model.generation_config = GenerationConfig.from_pretrained(name)
         return loaded
 

@@ -51,7 +51,7 @@ from decode.ops import transfer
 from decode.rules import AcceptanceRule
 from decode.sequences import Request
 from decode.session import Session
-from decode.topology import Topology
+from decode.topology import Topology, chain
 from medusa import Tree
 from tests.helpers import EAGLE_FORMS, MTP_FORM, random_heads, random_ids, tiny_model
 
@@ -295,7 +295,7 @@ def outcomes(full: bool) -> dict[str, dict[str, Any]]:
 
 
 def outcome_of(make: Callable[[], tuple[Session, Stepper]], mode: FakeTensorMode) -> dict[str, Any]:
-    for stored in (medusa.tree.tree_of, Topology.of):
+    for stored in (medusa.tree.tree_of, Topology.of, chain):
         stored.cache_clear()  # the last case has moved the tensors of its tree
     try:
         return found_in(*make(), mode)

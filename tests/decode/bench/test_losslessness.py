@@ -126,8 +126,8 @@ def test_siblings_in_another_order_fail(model: Any, first: int, monkeypatch: pyt
     """Siblings from index `first` on are tried in reverse order; nodes with two children have none from 2 on."""
     children = TreeWalk.children
 
-    def reordered(self: TreeWalk) -> Any:
-        found = children(self)
+    def reordered(self: TreeWalk, depth: int) -> Any:
+        found = children(self, depth)
         return torch.cat([found[:, :first], found[:, first:].flip(1)], dim=1)
 
     generator = torch.Generator().manual_seed(0)
