@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import check_architectures as script
-from decode import generation, masks
+from decode import masks
 from medusa.errors import RequestError
 from tests.helpers import FIRST_TRANSFORMERS, random_ids, rename_attention, tiny_model
 from tiny_models import MULTIMODAL, SUPPORTED
@@ -58,7 +58,7 @@ def test_every_supported_model_writes_the_text_of_generate(
 
 def test_texts_that_differ_from_generate_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     rename_attention(monkeypatch)
-    monkeypatch.setattr(generation, "require_tree_forward", lambda model: None)  # or decoding would refuse
+    monkeypatch.setattr("decode.texts.require_tree_forward", lambda model: None)  # or decoding would refuse
     assert not script.compare_texts(tiny_model("falcon, rope"))[0]
     assert script.compare_texts(tiny_model("llama"))[0], "a Llama takes any name"
 
@@ -74,15 +74,14 @@ def test_a_rejected_row(name: str) -> None:
 
 def test_a_wrong_mask_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """With all nodes visible, the text differs, errors exceed the limit, and the exit status is 1."""
-    visible = masks.visible
+    visible = masks.visible_slots
 
     def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
         allowed = visible(*args, **kwargs)
         return torch.ones_like(allowed)
 
-    monkeypatch.setattr(masks, "visible", broken)
-    monkeypatch.setattr(masks, "kept_wide_mask", masks.wide_mask)  # without those that other tests have made
-    monkeypatch.setattr(generation, "require_tree_forward", lambda model: None)  # or decoding would refuse
+    monkeypatch.setattr(masks, "visible_slots", broken)
+    monkeypatch.setattr("decode.texts.require_tree_forward", lambda model: None)  # or decoding would refuse
     assert script.main(["--only", "llama", "mpt"]) == 1
     shown = capsys.readouterr()
     assert "FAILS" in shown.out
