@@ -89,7 +89,7 @@ def whole(recipe: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 7), (signal.SIGTERM, 10), (signal.SIGTERM, STEPS)])
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, 10), (signal.SIGTERM, STEPS)])
 def test_a_signal_ends_a_run_after_its_step_and_the_run_resumes_bit_for_bit(
     recipe: Any, whole: Any, at: Any, tmp_path: Path, number: int, step: int
 ) -> None:
@@ -156,12 +156,11 @@ def test_a_signal_outside_training_ends_at_once_and_the_run_continues(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     def changed(output: Path) -> dict[str, Any]:
-        content = recipe(output)
+        content = recipe(output, max_steps=3, save_strategy="no")
         if "FeatureCache" in place:
             content["cache_features"] = True
         if "perplexities" in place:
             content["adapter"] = {"rank": 2}
-            content["training"] |= {"max_steps": 3, "save_strategy": "no"}
         return content
 
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -178,7 +177,7 @@ def test_a_signal_outside_training_ends_at_once_and_the_run_continues(
     trained = "perplexities" in place
     assert stop.value.saved == (f"{stopped / RESCUE / 'checkpoint-3'} is whole" if trained else "")
     assert not (stopped / "medusa_lm_head.safetensors").exists()
-    assert run(changed(stopped), resume="auto").steps == changed(stopped)["training"]["max_steps"]
+    assert run(changed(stopped), resume="auto").steps == 3
     assert same(whole, stopped)
 
 
@@ -298,9 +297,9 @@ def test_rescues_come_by_the_clock_and_leave_the_other_checkpoints_alone(recipe:
     at(14, lambda: seen.append([str(path.relative_to(tmp_path)) for path in whole_checkpoints(tmp_path)]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RescueClock, "due", lambda self: True)
-        run(recipe(tmp_path, save_steps=4, save_total_limit=2))
+        run(recipe(tmp_path, max_steps=16, save_steps=4, save_total_limit=2))
     assert seen == [["checkpoint-8", "checkpoint-12", "rescue/checkpoint-13"]]
-    assert [path.name for path in whole_checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-24"]
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["checkpoint-12", "checkpoint-16"]
 
 
 def test_rescues_can_be_resumed_even_if_other_checkpoints_hold_the_heads_only(
@@ -310,7 +309,7 @@ def test_rescues_can_be_resumed_even_if_other_checkpoints_hold_the_heads_only(
     with pytest.raises(Interrupted):
         run(recipe(tmp_path, save_steps=4, save_only_model=True))
     at(0, lambda: None)
-    assert run(recipe(tmp_path, save_steps=4, save_only_model=True), resume=True).steps == STEPS
+    assert run(recipe(tmp_path, save_steps=4, save_only_model=True, max_steps=9), resume=True).steps == 9
 
 
 def test_the_time_that_was_used_counts_in_a_resumed_run(recipe: Any, at: Any, tmp_path: Path) -> None:
@@ -337,12 +336,12 @@ def test_the_time_that_was_used_counts_in_a_resumed_run(recipe: Any, at: Any, tm
 
 def test_a_run_that_had_ended_makes_no_more_steps(recipe: Any, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    run(recipe(whole))
+    run(recipe(whole, max_steps=4))
     (whole / "medusa_lm_head.safetensors").rename(tmp_path / "kept.safetensors")
-    figures = run(recipe(whole), resume=True)
-    assert figures.steps == STEPS
+    figures = run(recipe(whole, max_steps=4), resume=True)
+    assert figures.steps == 4
     assert (whole / "medusa_lm_head.safetensors").read_bytes() == (tmp_path / "kept.safetensors").read_bytes()
-    assert run(recipe(whole, max_steps=STEPS + 2), resume=True).steps == STEPS + 2
+    assert run(recipe(whole, max_steps=6), resume=True).steps == 6
 
 
 def test_auto_starts_continues_and_reports_what_is_done(
@@ -350,14 +349,14 @@ def test_auto_starts_continues_and_reports_what_is_done(
 ) -> None:
     at(5, send(signal.SIGTERM))
     with pytest.raises(Interrupted):
-        run(recipe(tmp_path), resume="auto")
+        run(recipe(tmp_path, max_steps=8), resume="auto")
     at(0, lambda: None)
-    figures = run(recipe(tmp_path), resume="auto")
-    assert figures.steps == STEPS
+    figures = run(recipe(tmp_path, max_steps=8), resume="auto")
+    assert figures.steps == 8
     remove_rescues(tmp_path)
     monkeypatch.setattr("train.run.load", lambda *args: pytest.fail("trained again"))
     capsys.readouterr()
-    assert run(recipe(tmp_path), resume="auto") == figures
+    assert run(recipe(tmp_path, max_steps=8), resume="auto") == figures
     assert "holds the trained heads of this recipe already" in capsys.readouterr().err
     for checkpoint in whole_checkpoints(tmp_path):
         (checkpoint / "trainer_state.json").unlink()

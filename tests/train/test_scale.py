@@ -166,16 +166,15 @@ def test_every_process_has_its_gpu_and_a_sharded_backbone_starts_in_main_memory(
     assert placement(LoadOptions(device="cuda"), True, sizes) == LoadOptions("bfloat16", "cpu")
 
 
-@pytest.mark.parametrize("lm_head", ["own", "shared"])
-def test_mixed_precision_trains_about_as_well(recipe: Any, tmp_path: Path, lm_head: str) -> None:
+def test_mixed_precision_trains_about_as_well(recipe: Any, tmp_path: Path) -> None:
     finals = {}
     for bf16 in (False, True):
-        content = recipe(f"{lm_head}-{bf16}", bf16=bf16) | {"heads": {"num": 2, "lm_head": lm_head}}
+        content = recipe(str(bf16), bf16=bf16, save_strategy="no") | {"heads": {"num": 2, "lm_head": "own"}}
         finals[bf16] = run(content).heads["head1_loss"]
     assert finals[True] != finals[False], "autocast was on"
     # bfloat16 keeps 8 bits: logits of some units are off by some 1e-2, and the loss by less than that on average.
     assert finals[True] == pytest.approx(finals[False], abs=0.1)
-    heads = MedusaHeads.from_pretrained(tmp_path / f"{lm_head}-True")
+    heads = MedusaHeads.from_pretrained(tmp_path / "True")
     assert all(parameter.dtype == torch.float32 for parameter in heads.parameters())
 
 

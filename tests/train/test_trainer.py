@@ -107,10 +107,12 @@ def same_weights(left: MedusaHeads, right: MedusaHeads) -> bool:
 # --- heads alone are trained (original D9) ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lm_head", ["own", "shared"])
-def test_training_does_not_change_the_backbone(model: Any, texts: list[OwnText], tmp_path: Path, lm_head: str) -> None:
+def test_training_does_not_change_the_backbone(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    """Nor does it with LM heads of their own (tests/train/test_footprint.py)."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    run = trainer(model, texts, tmp_path, HeadsConfig(num=HEADS, lm_head=lm_head), learning_rate=1e-2, weight_decay=0.1)
+    run = trainer(
+        model, texts, tmp_path, HeadsConfig(num=HEADS, lm_head="shared"), learning_rate=1e-2, weight_decay=0.1
+    )
     start = {name: tensor.clone() for name, tensor in run.heads.state_dict().items()}
     run.train()
     assert model.state_dict().keys() == before.keys()
@@ -171,7 +173,7 @@ def test_an_lm_head_with_a_bias_is_shared_unless_own_heads_are_requested() -> No
 
 def test_blocks_of_a_head_share_no_weights(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     """`[block] * n` was one shared block (original D12), and saving failed at the end of training."""
-    run = trainer(model, texts, tmp_path, HeadsConfig(num=2, block="square", layers=3))
+    run = trainer(model, texts, tmp_path, HeadsConfig(num=2, block="square", layers=3), max_steps=2)
     run.train()
     run.save_model()
     loaded = MedusaHeads.from_pretrained(tmp_path)
@@ -206,7 +208,7 @@ def test_training_raises_accuracy_and_shortens_decoding(model: Any, texts: list[
 @pytest.mark.parametrize(
     ("backend", "kind"),
     [
-        *(("auto", kind) for kind in ("medusa", "hydra", "markov", "eagle-3")),
+        *(("auto", kind) for kind in ("medusa", "markov", "eagle-3")),
         ("plain", "recurrent"),  # tests/train/test_loss.py compares the two losses
     ],
 )
@@ -283,14 +285,13 @@ def test_evaluation_gives_accuracies_and_the_trees_tau(model: Any, texts: list[O
     assert not any(parameter.grad is not None for parameter in run.heads.parameters())
 
 
-@pytest.mark.parametrize("backend", ["chunked", "plain"])
 @pytest.mark.parametrize(
-    "heads",
+    ("heads", "backend"),
     [
-        {"kind": "medusa"},
-        {"kind": "hydra", "prefix_layers": 1},
-        {"kind": "eagle"},
-        {"kind": "eagle", "block": "gated", "feature_layers": [0, 1]},
+        ({"kind": "medusa"}, "plain"),
+        ({"kind": "hydra", "prefix_layers": 1}, "chunked"),
+        ({"kind": "eagle", "block": "gated", "feature_layers": [0, 1]}, "chunked"),
+        ({"kind": "eagle", "block": "gated", "feature_layers": [0, 1]}, "plain"),
     ],
     ids=str,
 )
@@ -457,14 +458,14 @@ def test_old_checkpoints_and_heads_are_never_resumed_or_replaced_silently(recipe
 
 
 def test_a_time_budget_ends_with_a_learning_rate_near_zero(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
-    run = trainer(model, texts, tmp_path, max_steps=-1, max_minutes=1.5 / 60, logging_steps=1, learning_rate=1e-3)
+    run = trainer(model, texts, tmp_path, max_steps=-1, max_minutes=0.8 / 60, logging_steps=1, learning_rate=1e-3)
     before = {name: tensor.clone() for name, tensor in run.heads.state_dict().items()}
     run.fit_budget()
     assert run.args.max_steps > 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in run.heads.state_dict().items()), "only timed"
     start = time.monotonic()
     run.train()
-    assert time.monotonic() - start < 6, "the budget is 1.5 s; a busy machine may add a step or two"
+    assert time.monotonic() - start < 6, "the budget is 0.8 s; a busy machine may add a step or two"
     rates = [line["learning_rate"] for line in run.state.log_history if "learning_rate" in line]
     assert max(rates) > 5e-4
     assert run.lr_scheduler.get_last_lr()[0] < 1e-4
@@ -481,12 +482,12 @@ def test_a_clock_that_is_set_changes_no_time_budget(
         def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
             steps.append(state.global_step)
 
-    run = trainer(model, texts, tmp_path, max_steps=-1, max_minutes=0.5 / 60)
+    run = trainer(model, texts, tmp_path, max_steps=-1, max_minutes=0.2 / 60)
     run.args.max_steps = 3000  # too many for the time
     run.add_callback(Counting())
     start = time.monotonic()
     run.train()
-    assert 0.5 <= time.monotonic() - start < 6
+    assert 0.2 <= time.monotonic() - start < 6
     assert 1 < len(steps) < 3000
 
 
@@ -532,16 +533,15 @@ def test_a_resumed_run_has_the_remaining_time_budget(model: Any, texts: list[Own
     assert resumed.budget.spent() > spent
 
 
-@pytest.mark.parametrize("checkpoint", ["checkpoint-20", None])
 def test_the_steps_of_a_resumed_run_are_estimated_on_top_of_those_done(
-    model: Any, texts: list[OwnText], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str | None
+    model: Any, texts: list[OwnText], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a slower machine fewer steps fit into the whole budget than the run has done, but the rest is to be used."""
     settings = {"max_minutes": 10.0, "save_strategy": "steps", "save_steps": 20, "max_steps": 20}
     trainer(model, texts, tmp_path, **settings).train()
     monkeypatch.setattr(MedusaTrainer, "seconds_per_step", lambda self: 300.0)
     resumed = trainer(model, texts, tmp_path, **settings | {"max_steps": -1})
-    resumed.train(resume_from_checkpoint=str(tmp_path / checkpoint) if checkpoint else True)  # True: the last one
+    resumed.train(resume_from_checkpoint=True)  # the last one
     assert resumed.state.global_step == 20 + 10
 
 
@@ -563,12 +563,11 @@ def test_heads_record_their_provenance(
     recipe: Any, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["medusa", "train", "recipe.yaml", "heads.num=3"])
-    figures = recipe()
+    figures = recipe(max_steps=4, logging_steps=20)  # shorter than the interval of the log
+    assert figures["steps"] == 4
+    assert {"loss", "seconds", "head1_loss", "head1_top1", f"head{HEADS}_top1"} <= figures.keys()
     told = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert told["command"] == "medusa train recipe.yaml heads.num=3"
-    assert (
-        told["versions"]["torch"] == torch.__version__.split("+")[0] or told["versions"]["torch"] == torch.__version__
-    )
     assert told["versions"].keys() >= {"torch", "transformers", "accelerate"}
     assert told["backbone"] == fingerprint(model, str(folder))
     assert not differs(model, told["backbone"])
@@ -576,9 +575,3 @@ def test_heads_record_their_provenance(
     assert told["data"]["documents"] == PROMPTS
     assert told["result"] == figures
     assert MedusaHeads.from_pretrained(tmp_path / "out").config.base_model_name_or_path == str(folder)
-
-
-def test_a_run_returns_its_figures(recipe: Any) -> None:
-    figures = recipe(max_steps=4, logging_steps=20)  # shorter than the interval of the log
-    assert figures["steps"] == 4
-    assert {"loss", "seconds", "head1_loss", "head1_top1", f"head{HEADS}_top1"} <= figures.keys()
