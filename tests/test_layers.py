@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -72,6 +73,7 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def imports_of_modules(root: Path) -> dict[str, set[str]]:
     """The modules that each module imports anywhere: at its top, inside functions and under TYPE_CHECKING."""
     known = modules(root)

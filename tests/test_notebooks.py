@@ -33,8 +33,14 @@ def cells(path: Path) -> Iterator[NotebookNode]:
         yield cell
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+LONG = ("train", "trellis")  # five CPU seconds or more: they run with --full only
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.full] * (path.stem in LONG)) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_code_of_notebooks_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process: a kernel imports everything again, which takes most of the time."""
     names = {"__name__": "__main__"}

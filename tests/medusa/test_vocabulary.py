@@ -285,7 +285,7 @@ def test_samples_have_the_target_distribution() -> None:
 @pytest.mark.parametrize(
     ("kind", "lm_head", "tree"),
     [
-        ("medusa", "own", "topk:3,2,1"),
+        pytest.param("medusa", "own", "topk:3,2,1", marks=pytest.mark.full),
         ("recurrent", "shared", "dynamic:9"),
     ],
 )

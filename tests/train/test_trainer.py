@@ -173,7 +173,7 @@ def test_an_lm_head_with_a_bias_is_shared_unless_own_heads_are_requested() -> No
 
 def test_blocks_of_a_head_share_no_weights(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     """`[block] * n` was one shared block (original D12), and saving failed at the end of training."""
-    run = trainer(model, texts, tmp_path, HeadsConfig(num=2, block="square", layers=3), max_steps=2)
+    run = trainer(model, texts, tmp_path, HeadsConfig(num=2, block="square", layers=3))
     run.train()
     run.save_model()
     loaded = MedusaHeads.from_pretrained(tmp_path)
