@@ -324,11 +324,6 @@ def test_attention_without_mask_support_is_rejected(attention: str) -> None:
         require_tree_support(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_supported_models_are_accepted(family: str) -> None:
-    require_tree_support(tiny_model(family))
-
-
 def test_the_longrope_boundary() -> None:
     """The config gives the boundary, also with parameters per kind of layer; other rotary types have no boundary."""
     assert Backbone(tiny_model("phi3, longrope")).rope_boundary == 32

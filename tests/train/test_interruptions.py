@@ -16,7 +16,6 @@ import pytest
 from transformers import TrainerCallback, TrainerState
 
 from medusa.__main__ import main
-from medusa.commandline import exit_status
 from medusa.commands.train import command_to_continue
 from medusa.errors import Interrupted, RequestError
 from medusa.heads.independent import MedusaHeads
@@ -228,14 +227,6 @@ def test_two_processes_end_at_the_same_step(recipe: Any, at: Any, tmp_path: Path
     assert whole_checkpoints(out) == [out / RESCUE / "checkpoint-5"]
     as_two_ranks(lambda: run(recipe(out, max_steps=6), resume=True), tmp_path)
     assert MedusaHeads.from_pretrained(out).config.num_heads == 2
-
-
-def test_the_exit_status_and_the_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def stopped() -> None:
-        raise Interrupted(signal.SIGTERM, "saved x")
-
-    assert exit_status("medusa train", stopped) == 143
-    assert capsys.readouterr().err == "medusa train: interrupted; saved x\n"
 
 
 @pytest.mark.parametrize(
