@@ -26,7 +26,7 @@ from decode.serve.schema import CompletionRequest
 from decode.settings import Settings
 from medusa.errors import RequestError
 from medusa.heads import KINDS, NATIVE_KINDS
-from tests.matrix_axes import DRAFTERS, GROUPS, NOT_HERE, OPTIONS, REFUSED, WAYS, Refusal
+from tests.matrix_axes import DRAFTERS, GROUPS, NOT_HERE, OPTIONS, REFUSED, REFUSED_BY_NAME, WAYS, Refusal
 from tests.matrix_ways import Cell, Place
 
 CHEAP = ("generate", "steps", "config", "custom", "batch")
@@ -62,18 +62,17 @@ def every_cell() -> Iterator[Key]:
 def cover() -> list[Key]:
     """Cells that hold each pair of a drafter, an option and a way at least once.
 
-    Each option is alone in some cells: by the command and by the server, or else by the first way that offers it.
-    Options of a group are tried together with each drafter. A few cells are added for pairs that are still missing."""
+    Each option is alone in one cell: by the command or by the server, in turns, or else by the first way that offers
+    it. Options of a group are tried together with each drafter. A few cells are added for the pairs that are left."""
     names, cells = list(DRAFTERS), list[Key]()
     for number, option in enumerate(OPTIONS):
         alone = [way for way in ways_of(option) if way in ("command", "server")] or ways_of(option)[:1]
-        cells += [Key(names[(7 * number + 5 * at) % len(names)], (option,), way) for at, way in enumerate(alone)]
+        cells.append(Key(names[7 * number % len(names)], (option,), alone[number % len(alone)]))
     for (row, drafter), (column, options) in itertools.product(enumerate(names), enumerate(GROUPS)):
         ways = [way for way in CHEAP if all(way in ways_of(option) for option in options)]
         cells += together(drafter, options, ways[(row + column) % len(ways)])
-    for row, options in enumerate(GROUPS):
-        offered = tuple(option for option in options if "custom batch" in ways_of(option))
-        cells += together(names[row], offered, "custom batch")
+    for (row, options), way in itertools.product(enumerate(GROUPS), ("custom batch", "command", "server")):
+        cells += together(names[row], tuple(option for option in options if way in ways_of(option)), way)
     done, missing = {pair for key in cells for pair in pairs(key)}, list(every_cell())
     random.Random(1).shuffle(missing)
     for key in sorted(missing, key=lambda key: key.way not in CHEAP):
@@ -94,7 +93,9 @@ def together(drafter: str, options: tuple[str, ...], way: str) -> Iterator[Key]:
 
 def pairs(key: Key) -> Iterator[tuple[str, str]]:
     for option in key.options:
-        yield from ((key.drafter, option), (option, key.way))
+        yield option, key.way
+        if option not in REFUSED_BY_NAME:  # before a drafter is asked
+            yield key.drafter, option
     yield key.drafter, key.way
 
 
