@@ -1,16 +1,14 @@
-"""decode/accept.py: every rule compared with a simple walk, and the distribution of sampling."""
+"""decode/accept.py: every rule compared with a simple walk; test_rejection.py has the distribution of sampling."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from decode.accept import Acceptance, accept_greedy, accept_longest, accept_walk, at_end, pack, typical
@@ -200,136 +198,3 @@ def test_typical_with_an_impossible_token() -> None:
     draft = Draft(torch.tensor([[1, 2]]), Topology.of(Tree.chain(1)))
     accepted = accept_typical(draft, torch.tensor([0.6, 0.4, 0.0]).expand(1, 2, -1), 0.0, 0.0)
     assert (accepted.length.tolist(), accepted.next_root.tolist()) == ([1], [0])
-
-
-# Sampling as a distribution: all texts of three tokens over six words, against their exact probabilities.
-
-WORDS, TOKENS, DRAWS = 6, 3, 12_000
-FALSE_ALARM = 1e-5  # the chance that a right sampler fails a test here, for a seed chosen blindly
-TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
-Walk = Callable[[Draft, Callable[[int, list[int]], int]], Acceptance]
-
-
-class Toy:
-    """A language model as a table: p(. | text) is drawn once per text."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.known: dict[tuple[int, ...], Tensor] = {}
-        self.drafts: dict[tuple[int, ...], list[int]] = {}
-        self.cumulative: dict[tuple[int, ...], list[float]] = {}
-
-    def p(self, text: tuple[int, ...]) -> Tensor:
-        if text not in self.known:
-            generator = torch.Generator().manual_seed(hash((self.seed, *text)) % 2**31)
-            self.known[text] = torch.randn(WORDS, generator=generator).softmax(-1)
-        return self.known[text]
-
-    def draft(self, text: tuple[int, ...]) -> list[int]:
-        """Scripted heads: at each depth a ranking of tokens that depends only on the text and is usually correct."""
-        if text in self.drafts:
-            return self.drafts[text]
-        rankings = [self.p((*text, depth)).argsort(descending=True).tolist() for depth in range(2)]
-        rankings[0] = self.p(text).argsort(descending=True).tolist()
-        pairs = zip(TREE.depth.tolist()[1:], TREE.rank.tolist()[1:], strict=True)
-        self.drafts[text] = [text[-1], *(rankings[depth - 1][rank] for depth, rank in pairs)]
-        return self.drafts[text]
-
-    def sample(self, text: tuple[int, ...], rng: random.Random) -> int:
-        """Draw a token after `text`; for so few words, Python is faster than `torch.multinomial`."""
-        if text not in self.cumulative:
-            self.cumulative[text] = self.p(text).cumsum(0).tolist()
-        return rng.choices(range(WORDS), cum_weights=self.cumulative[text])[0]
-
-
-def sampled_texts(toy: Toy, walk: Walk) -> list[tuple[int, ...]]:
-    """`DRAWS` texts of `TOKENS` tokens after token 0, written step by step as in the loop."""
-    rng = random.Random(toy.seed)
-    texts: list[tuple[int, ...]] = [(0,)] * DRAWS
-    while min(map(len, texts)) <= TOKENS:
-        open_rows = [row for row, text in enumerate(texts) if len(text) <= TOKENS]
-        ids = torch.tensor([toy.draft(texts[row]) for row in open_rows])
-
-        def draw(index: int, path: list[int], open_rows: list[int] = open_rows, ids: Tensor = ids) -> int:
-            text = (*texts[open_rows[index]], *ids[index, path[1:]].tolist())
-            return toy.sample(text, rng)
-
-        accepted = walk(Draft(ids, Topology.of(TREE)), draw)
-        written = ids.gather(1, accepted.path.clamp_min(0)).tolist()
-        roots, lengths = accepted.next_root.tolist(), accepted.length.tolist()
-        for index, row in enumerate(open_rows):
-            texts[row] += (*written[index][1 : lengths[index]], roots[index])
-    return [text[1 : TOKENS + 1] for text in texts]
-
-
-def p_value(toy: Toy, texts: list[tuple[int, ...]]) -> float:
-    """Chi-square test of the joint frequencies; cells with fewer than five expected counts are pooled."""
-    expected = {(): 1.0}
-    for _ in range(TOKENS):
-        expected = {
-            (*text, word): chance * float(toy.p((0, *text))[word])
-            for text, chance in expected.items()
-            for word in range(WORDS)
-        }
-    counts = Counter(texts)
-    large = [text for text, chance in expected.items() if chance * len(texts) >= 5]
-    observed = [counts[text] for text in large]
-    wanted = [expected[text] * len(texts) for text in large]
-    observed.append(len(texts) - sum(observed))
-    wanted.append(len(texts) - sum(wanted))
-    return float(stats.chisquare(observed, wanted).pvalue)
-
-
-def redraw_on_rejection(draft: Draft, draw: Any) -> Acceptance:
-    """Fault 1 (the original's 'nucleus'): discard a draw that matches no child, and draw the root again."""
-    accepted = walked(draft, draw)
-    roots = [draw(row, line_of(accepted, row)) for row in range(len(draft.ids))]
-    return accepted._replace(next_root=torch.tensor(roots))
-
-
-def draw_per_path(draft: Draft, draw: Any) -> Acceptance:
-    """Fault 2 (the original, and REST): draw separately for every leaf's path and keep the longest."""
-    leaves = [node for node in range(TREE.num_nodes) if not children_of(TREE, node)]
-    lines = [[node for node in TREE.paths[leaf].tolist() if node >= 0] for leaf in leaves]
-    ends, roots = [], []
-    for row, tokens in enumerate(draft.ids.tolist()):
-        tries = []
-        for line in lines:
-            for at in range(1, len(line) + 1):
-                token = draw(row, line[:at])
-                if at == len(line) or token != tokens[line[at]]:
-                    tries.append((at, line[at - 1], token))
-                    break
-        _, end, root = max(tries)
-        ends.append(end)
-        roots.append(root)
-    at = torch.tensor(ends)
-    return Acceptance(TREE.paths[at], TREE.depth[at] + 1, torch.tensor(roots), at)
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_walk_samples_the_target(seed: int) -> None:
-    """The false-alarm rate is 1e-5 per case. The two tests below show that the check finds known faults."""
-    toy = Toy(seed)
-    assert p_value(toy, sampled_texts(toy, walked)) > FALSE_ALARM
-
-
-@pytest.mark.parametrize("fault", [redraw_on_rejection, draw_per_path])
-def test_known_faults_are_found(fault: Walk) -> None:
-    toy = Toy(1)
-    assert p_value(toy, sampled_texts(toy, fault)) < FALSE_ALARM / 1000
-
-
-def test_the_walk_accepts_as_much_as_any_lossless_rule_can() -> None:
-    """For a text from the target, the accepted part is the longest prefix inside the tree."""
-    toy, rng = Toy(3), random.Random(0)
-    for _ in range(300):
-        text = tuple(rng.randrange(WORDS) for _ in range(3))
-        draft = Draft(torch.tensor([toy.draft((0,))]), Topology.of(TREE))
-        accepted = walked(draft, lambda row, path, text=text: text[len(path) - 1])
-        inside = max(
-            len(line)
-            for line in ([n for n in row if n >= 0] for row in TREE.paths.tolist())
-            if tuple(draft.ids[0, line[1:]].tolist()) == text[: len(line) - 1]
-        )
-        assert accepted.length.tolist() == [inside]

@@ -20,24 +20,20 @@ from transformers import (
     MinLengthLogitsProcessor,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
-    TextIteratorStreamer,
 )
 from transformers.generation import MaxLengthCriteria
 
 from decode import generate, medusa_generate, steps
 from decode.bench.benchmark import STAGES, StageTimer
 from decode.compiled.region import STORED
-from decode.draft import Frontier
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import default_tree, resolve_tree
 from decode.request import prepare
 from decode.target import settings_of
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
-from medusa.heads.inputs import HeadInputs
 from medusa.tree import named_trees
 from tests.helpers import (
-    LETTERS,
     REFUSED,
     VOCAB,
     left_padded,
@@ -45,7 +41,6 @@ from tests.helpers import (
     plain,
     random_heads,
     random_ids,
-    random_tree,
     tiny_model,
 )
 
@@ -72,20 +67,6 @@ class Recorder:
 
     def end(self) -> None:
         self.ends += 1
-
-
-@pytest.mark.parametrize("lm_head", ["own", "shared"])
-@torch.no_grad()
-def test_every_node_holds_the_guess_of_its_rank(llama: Any, lm_head: str) -> None:
-    """A node at depth d with rank r is the r-th best guess of head d, whatever its ancestors are."""
-    backbone, heads, tree = Backbone(llama), random_heads(llama, 5, lm_head=lm_head), random_tree(20, seed=2)
-    hidden, root = torch.randn(3, backbone.hidden_size), torch.tensor([4, 0, 9])
-    draft = HeadsDrafter(heads, backbone, tree).propose(Frontier(root, hidden, list(range(len(root)))))
-    order = heads(HeadInputs(hidden), backbone.lm_head).argsort(dim=-1, descending=True)  # [K, B, V]
-    for row in range(3):
-        assert int(draft.ids[row, 0]) == int(root[row])
-        for node in range(1, tree.num_nodes):
-            assert draft.ids[row, node] == order[tree.depth[node] - 1, row, tree.rank[node]]
 
 
 # The front doors
@@ -136,9 +117,7 @@ def test_the_default_tree_on_a_cpu_is_eight_nodes_as_deep_as_there_are_heads(lla
     assert sorted(default_tree(random_heads(llama, 2)).rank_paths) == sorted(tuple(p) for p in paths if len(p) <= 2)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "temperature": 0.7, "top_k": 9}]
-)
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"do_sample": True, "temperature": 0.7, "top_k": 9}])
 def test_dict_and_scores_are_those_of_transformers(llama: Any, heads: MedusaHeads, options: dict) -> None:
     common = {"max_new_tokens": NEW, "return_dict_in_generate": True, "output_scores": True, "do_sample": False}
     common |= options
@@ -173,15 +152,8 @@ def test_a_streamer_gets_every_token_once_and_the_end(llama: Any, heads: MedusaH
     assert streamer.ends == 1
 
 
-def test_a_streamer_of_text(llama: Any, heads: MedusaHeads, tokenizer: Any) -> None:
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=5)
-    out = generate(llama, heads, PROMPT, streamer=streamer, do_sample=False, max_new_tokens=NEW)
-    assert "".join(streamer) == "".join(LETTERS[token] for token in out[0, 6:].tolist())
-
-
 @pytest.mark.usefixtures("as_written")
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(("family", "compile"), [("gemma2", False), ("llama", True)])
 def test_a_copy_made_while_a_text_is_decoded_is_a_clean_model(family: str, compile: bool) -> None:
     """Made in every eager forward, also of tests, as by another thread; and between steps of a batch."""
     model, batch = tiny_model(family), torch.tensor([random_ids(5), random_ids(5, seed=1)])
@@ -278,7 +250,7 @@ def test_rows_are_prepared_once_if_nothing_depends_on_the_prompt(
         prepare(llama, [*prompts, []], **options)
 
 
-@pytest.mark.parametrize("longest", [2, 5, 9, 30])
+@pytest.mark.parametrize("longest", [2, 9])
 def test_a_length_criterion_of_the_user_replaces_the_usual_one(llama: Any, heads: MedusaHeads, longest: int) -> None:
     """As in transformers, also where it allows more tokens, or fewer than the prompt has."""
     ids = torch.tensor([random_ids(3)])
@@ -291,8 +263,7 @@ def test_a_length_criterion_of_the_user_replaces_the_usual_one(llama: Any, heads
     assert torch.equal(llama.generate(ids, **custom, **options), expected)
 
 
-@pytest.mark.parametrize("eos", [[9, 3], [3, 9], 9])
-@pytest.mark.parametrize("pad", [None, 5])
+@pytest.mark.parametrize(("eos", "pad"), [([9, 3], None), ([3, 9], 5), (9, None)])
 def test_rows_that_end_early_are_padded_as_usual(llama: Any, heads: MedusaHeads, eos: Any, pad: Any) -> None:
     batch = left_padded([random_ids(n, seed=n) for n in (3, 5, 6, 7)])
     options = {"max_new_tokens": 20, "eos_token_id": eos, "pad_token_id": pad, "do_sample": False}
@@ -311,29 +282,6 @@ def test_pad_tokens_inside_a_prompt_are_ordinary_tokens(llama: Any, heads: Medus
     assert torch.equal(generate(llama, heads, prompt, attention_mask=mask, **options), expected)
     written = [t for step in steps(llama, heads, prompt, **options) for t in step.ids[0]]
     assert written == expected[0, 5:].tolist()
-
-
-def test_a_generation_config_object_is_respected(llama: Any, heads: MedusaHeads) -> None:
-    free = plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)
-    config = GenerationConfig(max_new_tokens=NEW, eos_token_id=free[5], repetition_penalty=1.1, do_sample=False)
-    expected = llama.generate(PROMPT, generation_config=config)
-    assert torch.equal(generate(llama, heads, PROMPT, generation_config=config), expected)
-
-
-def test_stop_strings_in_generate(llama: Any, heads: MedusaHeads, tokenizer: Any) -> None:
-    free = plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)
-    options = {"stop_strings": LETTERS[free[4]] + LETTERS[free[5]], "tokenizer": tokenizer, "max_new_tokens": NEW}
-    expected = llama.generate(PROMPT, do_sample=False, **options)
-    assert expected.shape[1] < 6 + NEW
-    assert torch.equal(generate(llama, heads, PROMPT, do_sample=False, **options), expected)
-
-
-def test_stop_strings_of_a_generation_config(llama: Any, heads: MedusaHeads, tokenizer: Any) -> None:
-    """As in `model.generate`, the stop strings may also come from the model's generation_config.json."""
-    free = plain(llama, PROMPT[0].tolist(), max_new_tokens=NEW)
-    config = GenerationConfig(max_new_tokens=NEW, stop_strings=[LETTERS[free[5]]], do_sample=False)
-    expected = llama.generate(PROMPT, generation_config=config, tokenizer=tokenizer)
-    assert torch.equal(generate(llama, heads, PROMPT, generation_config=config, tokenizer=tokenizer), expected)
 
 
 def test_typical_is_deterministic_with_any_seed(llama: Any, heads: MedusaHeads) -> None:
@@ -575,13 +523,6 @@ def test_what_transformers_drops_is_named(llama: Any, heads: MedusaHeads, name: 
     assert "decode.generate" in str(error.value)
 
 
-def test_a_streamer_of_medusa_generate(llama: Any, heads: MedusaHeads) -> None:
-    streamer = Recorder()
-    options = {"max_new_tokens": NEW, "do_sample": False, "medusa_streamer": streamer}
-    out = llama.generate(PROMPT, custom_generate=medusa_generate, medusa_heads=heads, **options)
-    assert torch.cat(streamer.puts[1:]).tolist() == out[0, 6:].tolist()
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -601,11 +542,10 @@ def test_errors_are_in_the_words_of_python(llama: Any, heads: MedusaHeads, optio
     assert "--" not in str(error.value)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("llama", "medusa"), ("gemma3_text", "eagle")])
-def test_threads_write_the_texts_that_they_write_alone(family: str, kind: str) -> None:
+def test_threads_write_the_texts_that_they_write_alone() -> None:
     """Three threads decode at once with one model, which none of them has used before: the self-tests run too."""
-    model = tiny_model(family)
-    heads, ready = random_heads(model, kind=kind), threading.Barrier(3)
+    model = tiny_model("gemma3_text")
+    heads, ready = random_heads(model, kind="eagle"), threading.Barrier(3)
     prompts = [random_ids(length, seed=length) for length in (6, 9, 14)]
     found: dict[int, list[list[int]]] = {index: [] for index in range(len(prompts))}
 

@@ -34,8 +34,13 @@ def long_windows(family: str, **settings: Any) -> Any:
     return tiny_model(family, max_position_embeddings=8192, **chunks, **settings)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, dtype) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)),
+        *(("llama", dtype) for dtype in (torch.float64, torch.float16)),
+    ],
+)
 def test_models_with_tree_support_pass(family: str, dtype: torch.dtype) -> None:
     check = check_tree_forward(tiny_model(family, dtype=dtype))
     assert check.ok, check.reason
@@ -68,11 +73,16 @@ def one_too_wide(topology: Topology, lengths: Tensor, slots: int, kind: LayerKin
     return visible_slots(topology, lengths, slots, wider)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("broken", "family"),
-    [(all_visible, "llama"), (all_visible, "gpt2")]
-    + [(broken, family) for broken in (windows_by_slot, no_windows, one_too_wide) for family in WINDOWED],
+    ("broken", "family", "dtype"),
+    [  # bfloat16 hides more than float32
+        (all_visible, "gpt2", torch.bfloat16),
+        (all_visible, "llama", torch.float32),
+        (one_too_wide, "llama4_text", torch.float32),
+        (no_windows, "llama4_text", torch.bfloat16),
+        (windows_by_slot, "gemma3_text", torch.bfloat16),
+        *((one_too_wide, family, torch.bfloat16) for family in WINDOWED),
+    ],
 )
 def test_wrong_masks_are_caught(broken: Any, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The models include some with windows far longer than the self-test."""
@@ -85,7 +95,7 @@ def test_wrong_masks_are_caught(broken: Any, family: str, dtype: torch.dtype, mo
     assert f"differs from plain forwards by {check.error:.2g}" in str(check.reason)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gptj"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_positions_by_slot_are_caught(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Backbone.forward
 
@@ -174,8 +184,10 @@ def test_non_finite_logits_are_reported() -> None:
         require_tree_forward(model)
 
 
-@pytest.mark.parametrize("context", [9, 12, 20, 21])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", LONGROPE])
+@pytest.mark.parametrize(
+    ("family", "context"),
+    [*(("gpt2", context) for context in (9, 12, 20, 21)), ("llama", 9), ("opt", 20), (LONGROPE, 9), (LONGROPE, 21)],
+)
 def test_short_contexts_use_shorter_prompts(family: str, context: int) -> None:
     """Learned positions have no row beyond the end, and longrope rotates all nodes differently beyond its boundary."""
     ends = {"max_position_embeddings": context}
@@ -206,7 +218,7 @@ def test_lower_matmul_precision_is_taken_into_account() -> None:
     assert check_tree_forward(model).tolerance == 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_model_insensitive_to_masks_is_accepted(dtype: torch.dtype) -> None:
     """All tokens are equal to this model, so errors and control are rounding, and either may be larger."""
     model = tiny_model("llama", dtype=dtype)
@@ -228,7 +240,7 @@ def test_occasional_changes_of_experts_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize("family", ["llama", *WINDOWED])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text"])
 def test_the_self_test_leaves_the_model_unchanged(family: str, broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model keeps no attribute, hook or short window, also after a failed forward, and no random number is used."""
     model = long_windows(family) if family in WINDOWED else tiny_model(family)
@@ -251,7 +263,7 @@ def test_the_self_test_leaves_the_model_unchanged(family: str, broken: bool, mon
     assert torch.equal(model(PROMPT).logits, logits)
 
 
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("family", ["gemma2", "llama4_text"])
 def test_other_threads_see_no_short_window(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread runs the model during each of the self-test's forwards."""
     model, ids = long_windows(family), torch.tensor([random_ids(30)])
