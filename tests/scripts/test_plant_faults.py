@@ -12,16 +12,18 @@ import plant_faults
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_fault_can_be_planted_and_has_a_name_of_its_own() -> None:
-    names = list[str]()
-    for fault in plant_faults.read_faults():
-        source = (ROOT / fault.file).read_text(encoding="utf-8")
-        assert fault.plant(source) != source, fault.name
-        names.append(fault.name)
-        for test in fault.tests:
-            path, _, name = test.partition("::")
-            source = (ROOT / path).read_text(encoding="utf-8")
-            assert not name or f"def {name.partition('[')[0]}(" in source, fault.name
+@pytest.mark.parametrize("fault", plant_faults.read_faults(), ids=lambda fault: fault.name)
+def test_every_fault_can_be_planted(fault: plant_faults.Fault) -> None:
+    source = (ROOT / fault.file).read_text(encoding="utf-8")
+    assert fault.plant(source) != source
+    for test in fault.tests:
+        path, _, name = test.partition("::")
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert not name or f"def {name.partition('[')[0]}(" in source
+
+
+def test_names_of_faults_are_unique() -> None:
+    names = [fault.name for fault in plant_faults.read_faults()]
     assert len(set(names)) == len(names)
     assert all(": " in name for name in names), "the area comes first, for --only"
 
