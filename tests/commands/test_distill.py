@@ -240,22 +240,29 @@ def test_a_killed_distillation_resumes_without_loss_or_repetition(
     assert done.figures["finish_reasons"] == whole.figures["finish_reasons"], "of all texts, not of the last run's"
 
 
-def test_a_distillation_resumes_with_the_same_prompts_alone(distill: Any, tmp_path: Path) -> None:
-    """A greedy one resumes with another batch size, too, but not with a line of another program."""
-    whole = distill("--batch-size", "2", prompts=MANY)
+def test_only_greedy_distillation_resumes_with_another_batch_size(distill: Any, place: Place) -> None:
+    for temperature, status in (("0", 0), ("1", 2)):
+        output = f"{temperature}.jsonl"
+        distill("--temperature", temperature, "--batch-size", "2", prompts=MANY, output=output)
+        done = distill("--temperature", temperature, "--batch-size", "5", prompts=MANY, output=output)
+        assert done.status == status
+
+
+def test_other_prompts_under_the_same_name_are_other_settings(distill: Any) -> None:
+    distill(prompts=MANY)
     done = distill(prompts=MANY[::-1])
     assert done.status == 2
     assert "other settings" in done.err
-    assert distill("--batch-size", "5", prompts=MANY).status == 0
+
+
+def test_an_unexpected_line_is_named(distill: Any, tmp_path: Path) -> None:
+    whole = distill(prompts=MANY)
     with (tmp_path / "own.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"text": "a"}\n')
-    done = distill("--batch-size", "2", prompts=MANY)
+    done = distill(prompts=MANY)
     assert done.status == 2
     assert "own.jsonl:25 was not written by medusa distill" in done.err
     assert done.lines[:-1] == whole.lines
-    sampled = {"prompts": MANY[:2], "output": "sampled.jsonl"}
-    assert distill("--temperature", "1", "--batch-size", "2", **sampled).status == 0
-    assert distill("--temperature", "1", "--batch-size", "5", **sampled).status == 2
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------

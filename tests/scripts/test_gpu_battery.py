@@ -40,20 +40,15 @@ def rehearsing(words: Sequence[str]) -> int:
 
 
 @pytest.mark.slow
-def test_the_rehearsal_runs_every_stage(tmp_path: Path, full: bool) -> None:
-    """In a copy of this process, as the battery changes its environment.
-
-    Without `--full`, only the kind of heads that the benchmark measures is trained."""
+def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
+    """In a copy of this process, as the battery changes its environment."""
     told = tmp_path / "told"
-    others = {f"train {kind}" for kind in KINDS if kind != bench.MAIN_KIND} | {"kinds", "verify"}
-    stages = [name for name in STAGES if full or name not in others]
-    words = ["--output", str(tmp_path), "--stage", *stages]
     with told.open("w") as file:
-        process = forked_command(words, file.fileno(), file.fileno(), rehearsing)
+        process = forked_command(["--output", str(tmp_path)], file.fileno(), file.fileno(), rehearsing)
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     figures = run.read_figures(tmp_path)
-    states = {name: (figures[name][-1]["status"], figures[name][-1].get("error")) for name in stages}
-    assert states == dict.fromkeys(stages, ("done", None)), told.read_text()
+    states = {name: (figures[name][-1]["status"], figures[name][-1].get("error")) for name in STAGES}
+    assert states == dict.fromkeys(STAGES, ("done", None)), told.read_text()
     assert status == 0
     assert [figure["error"] for kept in figures.values() for figure in kept if "error" in figure] == []
 
@@ -75,13 +70,12 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path, full: bool) -> None:
     traces = {figure["traced"]: tmp_path / figure["trace"] for figure in figures["benchmark"] if "trace" in figure}
     assert set(traces) == {"markov, 7 nodes, compiled", "plain, compiled"}
     assert all(place.is_file() for place in traces.values())
-    if full:
-        assert [figure["passed"] for figure in figures["verify"] if "passed" in figure] == [True, True]
-        for kind in KINDS:
-            assert any(figure.get("method", "").startswith(f"{kind}, ") for figure in figures["kinds"])
+    assert [figure["passed"] for figure in figures["verify"] if "passed" in figure] == [True, True]
+    for kind in KINDS:
+        assert any(figure.get("method", "").startswith(f"{kind}, ") for figure in figures["kinds"])
 
     page = (tmp_path / REPORT).read_text()
-    assert all(f"## {name}\n" in page for name in stages)
+    assert all(f"## {name}\n" in page for name in STAGES)
     assert "T(n)/T(1)" in page
     assert f"{methods['markov, 7 nodes, compiled']['tau']:.4g}" in page
 
