@@ -46,12 +46,16 @@ class TreeLayer(CacheLayerMixin):
     """One layer of a `TreeCache`, with the interface that transformers' attention calls."""
 
     is_sliding = False  # our masks limit windows by position, so no key is ever dropped
-    is_compileable = True
 
     def __init__(self, owner: TreeCache) -> None:
         super().__init__()
         self.owner = owner
         self.places: tuple[Place, ...] = ()  # of keys and of values
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether the model must make a causal mask even where its attention needs none, as compiled code does."""
+        return self.owner.is_compiled
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # If keys and values have one shape, as in most models, one buffer holds both.
