@@ -104,27 +104,6 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(say: Any, monkeypatch: pytes
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (CHAT, "there are no heads; give --heads H or --drafter ngram, or --plain"),
-        ((*CHAT, "--web", "--plain"), "there are no heads; give --heads H or --drafter ngram"),
-        ((*WITH_HEADS, "--port", "80"), "--port belongs to the page in the browser"),
-        ((*WITH_HEADS, "--port", "8765"), "--port belongs to the page in the browser"),
-        ((*WITH_HEADS, "--web", "--json", "x.json"), "--json belongs to the chat in the terminal"),
-        ((*WITH_HEADS, "--system", "Be kind."), "--system needs a chat template"),
-        ((*WITH_HEADS, "--temperature", "-1"), "temperature is -1.0; it must be 0"),
-        ((*WITH_HEADS, "--acceptance", "typical"), "needs a temperature above 0"),
-        ((*CHAT, "--drafter", "nobody"), "nobody"),
-        ((*WITH_HEADS, "--json", "/no/such/folder/x.json"), "--json /no/such/folder/x.json: there is no folder"),
-    ],
-)
-def test_wrong_requests_print_a_one_line_error(say: Any, words: tuple[str, ...], told: str) -> None:
-    done = say(*words)
-    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
-    assert told in done.err
-
-
 def test_without_the_extra_an_error_names_the_package_to_install(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nicegui", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -95,9 +95,7 @@ def test_generate_with_heads_and_prompts_by_position(medusa: Medusa, place: Plac
 
     named = ("--backbone", place.backbone, "--heads", place.heads)
     expected = results(*named, "--prompt", "abc", "--prompt", "d")
-    assert results(place.heads, "abc", "d") == expected
     assert results(place.heads, "abc", "--seed", "1", "d") == expected
-    assert results("--heads", place.heads, "abc", "d") == expected
     assert results("abc", *named, "--prompt", "d") == expected
     assert results("--backbone", place.backbone, "--drafter", "ngram", "abc", "d") == expected
     assert results("--backbone", place.backbone, "--plain", "abc", "d") == expected
@@ -106,7 +104,6 @@ def test_generate_with_heads_and_prompts_by_position(medusa: Medusa, place: Plac
 @pytest.mark.parametrize(
     "argv",
     [
-        ("benchmark", "HEADS", "--prompts", "PROMPTS", "--rounds", "1", "--max-prompts", "1", *SHORT),
         ("evaluate", "HEADS", "--data", "PROMPTS", "--max-prompts", "2", *SHORT),
         ("export", "HEADS", "--to", "hub", "--output", "OUT"),
         ("info", "HEADS"),
@@ -120,7 +117,10 @@ def test_commands_take_heads_by_position(medusa: Medusa, place: Place, tmp_path:
     assert done.status == 0, done.err
 
 
-@pytest.mark.parametrize("argv", [("chat",), ("serve",), ("calibrate",), ("verify", "--prompts", "PROMPTS")])
+@pytest.mark.parametrize(
+    "argv",
+    [("chat",), ("serve",), ("calibrate",), *((name, "--prompts", "PROMPTS") for name in ("verify", "benchmark"))],
+)
 def test_commands_find_the_backbone_of_the_heads(
     medusa: Medusa, place: Place, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
 ) -> None:
@@ -167,33 +167,31 @@ def test_a_relative_backbone_is_found_from_its_folder(
 # --- help ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_fits_one_screen(medusa: Medusa, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    status, text, err = medusa(*command.split(), "--help")
-    assert (status, err) == (0, "")
-    lines = text.splitlines()
-    assert len(lines) <= 30, text
-    assert max(map(len, lines)) <= 80, [line for line in lines if len(line) > 80]
-
-
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_purpose_examples_and_main_options(medusa: Medusa, command: str) -> None:
-    text = medusa(command, "--help").out
-    usage, purpose, *_ = text.split("\n\n")
+def test_help_fits_one_screen_and_help_all_shows_every_option(
+    medusa: Medusa, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """The short help has purpose, examples and the main options."""
+    monkeypatch.setenv("COLUMNS", "80")
+    brief, whole = one_screen(medusa(command, "--help")), medusa(command, "--help-all").out
+    usage, purpose, *_ = brief.split("\n\n")
     assert usage.startswith(f"usage: medusa {command}")
     assert purpose.strip()[0].isupper()
-    assert f"\n  medusa {command}" in text, "an example"
-    assert f"medusa {command} --help-all" in text
-    assert len(re.findall(r"^  [-\w{]", text.partition("options:")[2], re.MULTILINE)) <= 16
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_all_shows_every_option(medusa: Medusa, command: str) -> None:
-    brief, full = medusa(command, "--help").out, medusa(command, "--help-all").out
+    assert f"\n  medusa {command}" in brief, "an example"
+    assert f"medusa {command} --help-all" in brief
+    assert len(re.findall(r"^  [-\w{]", brief.partition("options:")[2], re.MULTILINE)) <= 16
     named = r"^  (--[\w-]+)"
-    assert {*re.findall(named, brief, re.MULTILINE)} <= {*re.findall(named, full, re.MULTILINE)}
-    assert "--json FILE" in full or command == "serve"
+    assert {*re.findall(named, brief, re.MULTILINE)} <= {*re.findall(named, whole, re.MULTILINE)}
+    assert "--json FILE" in whole or command == "serve"
+
+
+def one_screen(done: Outcome) -> str:
+    """A help text, which has at most 30 lines of 80 characters."""
+    assert (done.status, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert len(lines) <= 30, done.out
+    assert max(map(len, lines)) <= 80, [line for line in lines if len(line) > 80]
+    return done.out
 
 
 def test_help_all_shows_options_that_help_leaves_out_in_groups(medusa: Medusa) -> None:
@@ -205,8 +203,9 @@ def test_help_all_shows_options_that_help_leaves_out_in_groups(medusa: Medusa) -
     assert "\nmodels:\n" in full
 
 
-def test_help_of_medusa_lists_all_commands(medusa: Medusa) -> None:
-    text = medusa("--help").out
+def test_help_of_medusa_lists_all_commands(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = one_screen(medusa("--help"))
     for command, summary in COMMANDS.items():
         assert re.search(rf"^ +{command} +{re.escape(summary)}$", text, re.MULTILINE), command
     assert medusa("--help-all") == medusa("--help")
@@ -218,9 +217,7 @@ def test_help_of_medusa_lists_all_commands(medusa: Medusa) -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--help",),
         ("export", "--help-all"),
-        ("info", "demo"),
         ("generate", "demo", "Once", "--max-new-tokens", "8"),
     ],
     ids=" ".join,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import multiprocessing
 import os
@@ -24,7 +23,7 @@ from medusa.__main__ import main
 from medusa.records.record import Record
 from medusa.records.sources import read_records
 from tests.commands.fake_server import FakeServer, Reply, serving
-from tests.commands.test_cli import Place, build
+from tests.commands.test_cli import Place
 from tests.helpers import LETTERS, plain
 from tests.train.templates import CHATML
 from train.data.reader import to_examples
@@ -39,11 +38,6 @@ class Done(NamedTuple):
     err: str
     lines: list[dict[str, Any]]
     figures: dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return build(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +123,6 @@ def test_questions_follow_the_backbones_answers(distill: Any, place: Place) -> N
     assert done.figures["new_tokens"] == 5 * NEW
 
 
-def test_turns_can_be_limited(distill: Any) -> None:
-    assert by_key(distill("--max-turns", "1", prompts=CONVERSATIONS).lines).keys() == {(0, 0), (1, 0), (2, 0)}
-
-
 def test_a_base_model_gets_only_the_first_question_with_a_notice(distill: Any, place: Place) -> None:
     done = distill(prompts=[CONVERSATIONS[0]], backbone=place.backbone)
     assert [line["input_ids"][:3] for line in done.lines] == [ids("abc")]
@@ -187,13 +177,14 @@ def test_self_talk_cycles_through_the_beginnings_in_a_file(distill: Any, tmp_pat
 # --- heads -----------------------------------------------------------------------------------------------------------
 
 
-def test_heads_do_not_change_distilled_text(distill: Any, place: Place) -> None:
-    plainly = distill(prompts=CONVERSATIONS)
-    argv = ("--heads", place.heads, "--tree", "topk:2,2")
+def test_heads_do_not_change_distilled_text_and_turns_can_be_limited(distill: Any, place: Place) -> None:
+    few = ("--max-turns", "1")
+    plainly = distill(*few, prompts=CONVERSATIONS)
+    assert by_key(plainly.lines).keys() == {(0, 0), (1, 0), (2, 0)}
+    argv = (*few, "--heads", place.heads, "--tree", "topk:2,2")
     assert distill(*argv, prompts=CONVERSATIONS, output="other.jsonl").lines == plainly.lines
     sampled = distill(*argv, "--temperature", "1", prompts=CONVERSATIONS, output="sampled.jsonl")
-    assert sampled.status == 0
-    assert len(sampled.lines) == 5
+    assert (sampled.status, len(sampled.lines)) == (0, 3)
 
 
 # --- interruptions ---------------------------------------------------------------------------------------------------
@@ -238,7 +229,7 @@ def test_a_killed_distillation_resumes_without_loss_or_repetition(
     command = ["distill", "--backbone", talking, "--prompts", str(tmp_path / "prompts.jsonl")]
     command += ["--max-new-tokens", str(NEW), "--output", str(output), *argv]
     rng = random.Random(int(temperature))
-    for limit in sorted(rng.sample(range(1, 20), 3)):
+    for limit in sorted(rng.sample(range(1, 20), 2)):
         assert killed_after(limit, command, output)
         assert output.read_bytes().count(b"\n") < 3 * len(MANY), "in the middle, not at the end"
         with output.open("ab") as file:  # as if the last line had been cut off as well
@@ -275,26 +266,6 @@ def test_an_unexpected_line_is_named(distill: Any, tmp_path: Path) -> None:
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_loses_no_text(distill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from medusa.commands.distill.journal import Journal
-
-    whole = distill(prompts=MANY)
-    once = Journal._remember
-
-    def filling(journal: Journal, key: Any, row: Any) -> None:
-        if len(journal.done) == 7:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        once(journal, key, row)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Journal, "_remember", filling)
-        done = distill(prompts=MANY, output="full.jsonl")
-    assert done.status == 1
-    assert done.err.splitlines()[-1].startswith("medusa distill: failed: the disk of ")
-    assert "make room and run the same command again" in done.err
-    assert by_key(distill(prompts=MANY, output="full.jsonl").lines) == by_key(whole.lines)
 
 
 def test_a_disk_that_is_too_small_is_rejected_at_the_start(distill: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,20 +468,3 @@ def test_self_talk_by_a_server(by_server: Any, server: FakeServer, talking: str)
     begin = AutoTokenizer.from_pretrained(talking).bos_token_id
     assert [line["input_ids"][0] for line in done.lines] == [begin, begin]
     assert [body["prompt"] for _, body, _ in server.asked] == [[begin], [begin]]
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (("--server", "localhost:8000"), "give a URL such as"),
-        (("--server", "http://127.0.0.1:9"), "no OpenAI-compatible server"),
-        (("--model", "m"), "--model names a model of --server"),
-        (("--server", "http://127.0.0.1:9", "--heads", "demo"), "--heads speed up decoding on this machine"),
-        (("--tree", "chain"), "--tree works only with --heads"),
-        (("--self-talk-seeds", "x.txt"), "--self-talk-seeds works only with --self-talk"),
-    ],
-)
-def test_invalid_requests_are_rejected(distill: Any, argv: tuple[str, ...], said: str) -> None:
-    done = distill(*argv, prompts=[{"prompt": "a"}])
-    assert (done.status, done.lines) == (2, [])
-    assert said in done.err

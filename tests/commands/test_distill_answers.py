@@ -1,4 +1,4 @@
-"""Short answers end a distillation with the reason; Ctrl-C, SIGTERM and kill -9 lose no finished answer."""
+"""Short answers end a distillation with the reason; Ctrl-C and SIGTERM lose no finished answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from medusa.commands.distill.journal import Journal
 from medusa.commands.options import Models, Output, Prompts
 from medusa.options import LoadOptions
 from medusa.records.replies import remembered
-from tests.commands.test_cli import Place, build
+from tests.commands.test_cli import Place
 from tests.commands.test_prompting import TEMPLATE
 from tests.train.processes import forked_command
 
@@ -33,11 +33,6 @@ class Done(NamedTuple):
     status: int
     err: str
     output: Path
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return build(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +187,7 @@ def stopped(command: list[str], number: int, output: Path, told: Path, lines: in
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), told.read_text()
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_keeps_finished_answers_and_the_same_command_continues(
     command: list[str], tmp_path: Path, number: int, status: int
 ) -> None:
@@ -201,12 +196,10 @@ def test_a_signal_keeps_finished_answers_and_the_same_command_continues(
     assert ended == status, err
     kept = [json.loads(line) for line in output.read_text().split("\n")[:-1]]
     assert 4 <= len(kept) < 24
-    without = [word for word in command if word != "--overwrite"]
-    if number != signal.SIGKILL:
-        told = f"interrupted; {len(kept)} of 24 texts are kept in {output}; continue with: "
-        assert told in err, "a line that can be typed"
-        assert "Traceback" not in err
-        _, *without = shlex.split(err.strip().splitlines()[-1].partition(told)[2])
+    told = f"interrupted; {len(kept)} of 24 texts are kept in {output}; continue with: "
+    assert told in err, "a line that can be typed"
+    assert "Traceback" not in err
+    _, *without = shlex.split(err.strip().splitlines()[-1].partition(told)[2])
     assert main(without) == 0
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert lines[: len(kept)] == kept, "no answer is written again"

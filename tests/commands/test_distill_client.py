@@ -10,7 +10,7 @@ import pytest
 
 from medusa.commands.distill.client import Server, ServerError
 from medusa.errors import RequestError
-from tests.commands.fake_server import FakeServer, serving
+from tests.commands.fake_server import FakeServer, Reply, serving
 
 FEW = {"max_tokens": 9, "temperature": 0.0}
 
@@ -44,52 +44,35 @@ def test_texts_and_conversations(server: FakeServer, client: Server, monkeypatch
     assert all(header["Authorization"] == "Bearer secret" for header in headers)
 
 
-@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
-def test_the_url_may_contain_the_api_version(server: FakeServer, ending: str) -> None:
-    assert Server(server.url + ending).complete("ab", FEW).text == "ba"
-
-
-def test_no_api_key_is_sent_without_one(server: FakeServer, client: Server, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("key", "sent"), [(None, None), (" sec\nret\n", "Bearer secret")])
+def test_an_api_key_is_sent_in_one_line_or_not_at_all(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, key: str | None, sent: str | None
+) -> None:
+    """Python's error for a header with a line break quotes the key, which must not be printed or written."""
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    client.complete("abc", FEW)
-    assert "Authorization" not in server.asked[0][2]
+    if key:
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+    assert Server(server.url + "/v1/").complete("abc", FEW).text == "cba", "the URL may contain the version"
+    assert server.asked[0][2].get("Authorization") == sent
 
 
-def test_a_line_break_in_the_api_key_is_not_sent(server: FakeServer, client: Server, monkeypatch: Any) -> None:
-    """Python's error for such a header quotes the key, which must not be printed or written."""
-    monkeypatch.setenv("OPENAI_API_KEY", " sec\nret\n")
-    client.complete("abc", FEW)
-    assert server.asked[0][2]["Authorization"] == "Bearer secret"
+TROUBLE: list[Reply] = [(503, {}, "later"), (429, {}, "slowly"), (200, {}, '{"choices": [{"te'), None]
 
 
-TROUBLE = {
-    "overloaded": (503, {}, "later"),
-    "too many": (429, {}, "slowly"),
-    "broken JSON": (200, {}, '{"choices": [{"te'),
-    "no word": None,
-}
-
-
-@pytest.mark.parametrize("name", list(TROUBLE))
-def test_temporary_errors_are_retried(server: FakeServer, client: Server, waits: list[float], name: str) -> None:
-    server.trouble = lambda number, body: TROUBLE[name] if number <= 3 else False
-    assert client.complete("abc", FEW).text == "cba"
-    assert waits == [1, 2, 4], "longer every time"
-
-
-def test_retry_after_is_respected(server: FakeServer, client: Server, waits: list[float]) -> None:
-    server.trouble = lambda number, body: (
-        (429, {"Retry-After": str(7 * 10 ** (number - 1))}, "") if number < 3 else False
-    )
-    client.complete("abc", FEW)
-    assert waits == [7, 60], "but not for ever"
-
-
-def test_retries_end_after_six_attempts(server: FakeServer, client: Server, waits: list[float]) -> None:
-    server.trouble = lambda number, body: (500, {}, "out of order")
-    with pytest.raises(ServerError, match=r"HTTP 500: out of order \(6 attempts\)"):
+def test_temporary_errors_are_retried_five_times(server: FakeServer, client: Server, waits: list[float]) -> None:
+    """Each wait is longer, or what the server asks for, but not for ever."""
+    for reply in TROUBLE:
+        before = len(server.asked)
+        server.trouble = lambda number, body, end=before + 3, reply=reply: reply if number <= end else False
+        assert client.complete("abc", FEW).text == "cba"
+        assert waits == [1, 2, 4]
+        waits.clear()
+    before, after = len(server.asked), {"Retry-After": "7"}
+    server.trouble = lambda number, body: (429, after if number == before + 1 else {"Retry-After": "700"}, "")
+    with pytest.raises(ServerError, match=r"HTTP 429.*\(6 attempts\)"):
         client.complete("abc", FEW)
-    assert len(server.asked) == 6
+    assert waits == [7, 60, 60, 60, 60]
+    assert len(server.asked) == before + 6
 
 
 def test_client_errors_are_not_retried(server: FakeServer, client: Server) -> None:

@@ -16,7 +16,7 @@ from medusa.__main__ import main
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
 from medusa.heads.independent import MedusaHeads
-from tests.commands.test_cli import Place, build
+from tests.commands.test_cli import Place
 from tests.helpers import LETTERS
 
 # The roles are letters, so that the form of a prompt can be read off its token ids.
@@ -53,8 +53,7 @@ class Said(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    place: Place = build(tmp_path_factory.mktemp("place"))
+def models(place: Place) -> Models:
     chat = Path(place.backbone).parent / "chat"
     AutoModelForCausalLM.from_pretrained(place.backbone).save_pretrained(chat)
     tokenizer = AutoTokenizer.from_pretrained(place.backbone)
@@ -179,24 +178,19 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
 def test_every_command_says_which_form_prompts_have(
     medusa: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
+    """And a benchmark is not compared with one of another form."""
     monkeypatch.setattr("decode.bench.calibration.stored.MIN_STEPS", 8)  # a calibration of two short prompts
     (tmp_path / "p.jsonl").write_text('{"prompt": "bcd"}\n{"prompt": "efg"}\n', encoding="utf-8")
     argv = (command, "--backbone", models.chat, "--heads", models.heads, *COMMANDS[command])
     argv += ("--data" if command == "evaluate" else "--prompts", tmp_path / "p.jsonl")
     argv += ("--output", tmp_path / "own.jsonl") if command == "distill" else ()
-    assert medusa(*argv).notes == [f"{THROUGH}{models.chat} (--raw turns it off)"]
-    again = ("--overwrite",) if command == "distill" else ()
-    assert medusa(*argv, *OFF, *again).notes == [f"{THROUGH}{models.chat} with thinks=False (--raw turns it off)"]
-    raw = ("--raw", *again)
-    assert medusa(*argv, *raw).notes == [f"{PLAIN}, without the chat template of {models.chat} (--raw)"]
-
-
-def test_benchmarks_of_different_forms_are_not_compared(medusa: Any, models: Models, tmp_path: Path) -> None:
-    argv = ("benchmark", "--backbone", models.chat, "--heads", models.heads, "--prompt", "bcd", *COMMANDS["benchmark"])
-    write_json(tmp_path / "old.json", medusa(*argv).content)
-    done = medusa(*argv, "--raw", "--compare", tmp_path / "old.json")
-    assert done.status == 2
-    assert "--max-prompts and --raw" in done.err
+    done = medusa(*argv, *OFF)
+    assert done.notes == [f"{THROUGH}{models.chat} with thinks=False (--raw turns it off)"]
+    if command == "benchmark":
+        write_json(tmp_path / "old.json", done.content)
+        other = medusa(*argv, "--raw", "--compare", tmp_path / "old.json")
+        assert other.status == 2
+        assert "--max-prompts and --raw" in other.err
 
 
 def test_evaluate_continues_a_conversation_after_its_first_question(
@@ -229,27 +223,19 @@ def trained_on(data: Path, models: Models, *more: str) -> str:
     return str(heads)
 
 
-@pytest.mark.parametrize("raw", [True, False])
-def test_the_form_of_distilled_prompts_is_saved_with_the_heads(
-    generate: Any, medusa: Any, models: Models, tmp_path: Path, raw: bool
+def test_the_form_of_raw_prompts_is_saved_with_the_heads(
+    generate: Any, medusa: Any, models: Models, tmp_path: Path
 ) -> None:
+    """That of templated ones: below, with their options."""
     (tmp_path / "p.txt").write_text("bcd\nefg\n", encoding="utf-8")
-    own, flag, features = tmp_path / "own.jsonl", "--raw" if raw else "--no-raw", tmp_path / "features"
+    own = tmp_path / "own.jsonl"
     argv = ("--backbone", models.chat, "--max-new-tokens", "16", "--ignore-eos")
-    assert medusa("distill", *argv, "--prompts", tmp_path / "p.txt", "--output", own, flag).status == 0
-    assert [json.loads(line)["raw_prompt"] for line in own.read_text().splitlines()] == [raw, raw]
-    assert read_json(tmp_path / "own.settings.json")["raw"] is raw
+    assert medusa("distill", *argv, "--prompts", tmp_path / "p.txt", "--output", own, "--raw").status == 0
+    assert [json.loads(line)["raw_prompt"] for line in own.read_text().splitlines()] == [True, True]
+    assert read_json(tmp_path / "own.settings.json")["raw"] is True
     heads = trained_on(own, models)
-    assert MedusaHeads.from_pretrained(heads).config.raw_prompts is raw
-    done = generate("--heads", heads, "--tree", "chain", rows=[ROWS[0][0]])
-    assert done.prompts == ["bcd" if raw else "ubcda"]
-    ways = [
-        ("data.streaming=true",),
-        ("cache_features=true", f"features_dir={features}"),
-        (f"data.path={features}", "data.sequence_length=8", "heads.num=3"),
-    ]
-    for more in ways[: 1 if raw else 3]:  # the next test has raw prompts in features
-        assert read_json(Path(trained_on(own, models, *more)) / "config.json")["raw_prompts"] is raw, more
+    assert MedusaHeads.from_pretrained(heads).config.raw_prompts is True
+    assert generate("--heads", heads, "--tree", "chain", rows=[ROWS[0][0]]).prompts == ["bcd"]
 
 
 def test_recorded_features_keep_the_form_of_prompts(generate: Any, models: Models, tmp_path: Path) -> None:
@@ -261,6 +247,16 @@ def test_recorded_features_keep_the_form_of_prompts(generate: Any, models: Model
     assert other.status == 2
     assert "the prompts are templated, and those in" in other.err
     assert generate(*argv, rows=[ROWS[3][0]]).status == 0, "texts have no form"
+
+
+def test_recorded_features_keep_the_options(generate: Any, models: Models, tmp_path: Path) -> None:
+    argv = ("--max-new-tokens", "12", "--ignore-eos", "--record", tmp_path / "recorded")
+    assert generate(*argv, *OFF, rows=[ROWS[0][0]]).status == 0
+    heads = trained_on(tmp_path / "recorded", models)
+    assert read_json(Path(heads) / "config.json")["template_options"] == {"thinks": False}
+    other = generate(*argv, rows=[ROWS[0][0]])
+    assert other.status == 2
+    assert "the options of the chat template are none, and those in" in other.err
 
 
 def test_texts_record_no_form(medusa: Any, models: Models, tmp_path: Path) -> None:
@@ -329,13 +325,15 @@ def test_options_of_the_training_data_are_saved_with_the_heads(
     (tmp_path / "p.txt").write_text("bcd\nefg\n", encoding="utf-8")
     own, features = tmp_path / "own.jsonl", tmp_path / "features"
     argv = ("distill", "--backbone", models.chat, "--max-new-tokens", "16", "--ignore-eos", "--output", own)
-    assert medusa(*argv, "--prompts", tmp_path / "p.txt", *OFF).status == 0
+    assert medusa(*argv, "--prompts", tmp_path / "p.txt", "--no-raw", *OFF).status == 0
     rows = [json.loads(line) for line in own.read_text().splitlines()]
     assert [row["chat_template_kwargs"] for row in rows] == [{"thinks": False}] * 2
+    assert [row["raw_prompt"] for row in rows] == [False, False]
     ways = [("data.streaming=true",), ("cache_features=true", f"features_dir={features}")]
     for more in (*ways, (f"data.path={features}", "data.sequence_length=8", "heads.num=3"), ()):
         heads = trained_on(own, models, *more)
-        assert read_json(Path(heads) / "config.json")["template_options"] == {"thinks": False}, more
+        config = read_json(Path(heads) / "config.json")
+        assert (config["template_options"], config["raw_prompts"]) == ({"thinks": False}, False), more
     done = generate("--heads", heads, "--tree", "chain", rows=[ROWS[0][0]])
     assert done.prompts == ["ubcdan"]
     like = ", like the heads' training data (--raw turns it off)"
@@ -356,16 +354,6 @@ def test_a_recipe_sets_options_for_conversations(models: Models, tmp_path: Path)
         assert read_json(Path(heads) / "config.json")["template_options"] == {"thinks": True}
     recipe = str(tmp_path / "recipe.yaml")
     assert main(["train", recipe, "--overwrite", "--template-option", "thinkss=true"]) == 2
-
-
-def test_recorded_features_keep_the_options(generate: Any, models: Models, tmp_path: Path) -> None:
-    argv = ("--max-new-tokens", "12", "--ignore-eos", "--record", tmp_path / "recorded")
-    assert generate(*argv, *OFF, rows=[ROWS[0][0]]).status == 0
-    heads = trained_on(tmp_path / "recorded", models)
-    assert read_json(Path(heads) / "config.json")["template_options"] == {"thinks": False}
-    other = generate(*argv, rows=[ROWS[0][0]])
-    assert other.status == 2
-    assert "the options of the chat template are none, and those in" in other.err
 
 
 def test_a_prompt_that_a_template_has_rendered_is_answered_with_a_hint(

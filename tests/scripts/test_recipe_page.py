@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 import recipe_page
 from train.arguments import MedusaTrainingArguments, training_section
@@ -42,16 +40,6 @@ def test_the_page_has_every_key(page: str) -> None:
     assert set(listed) == expected - set(evaluated)
     assert len(listed) == len(set(listed))
     assert all(f"`{name}`" in page for name in UNUSED)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_key_of_the_shipped_recipes_is_on_the_page(page: str, path: Path) -> None:
-    def paths(content: dict[str, Any], prefix: str = "") -> list[str]:
-        inner = [one for key, value in content.items() if isinstance(value, dict) for one in paths(value, f"{key}.")]
-        return [prefix + key for key in content] + inner
-
-    for name in paths(yaml.safe_load(path.read_text(encoding="utf-8"))):
-        assert f"| `{name}` |" in page
 
 
 def test_types_are_described_in_words() -> None:
