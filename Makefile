@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 
 # What breaks everything else: exactness, acceptance, masks, cache, topology, heads, checkpoints, losses, imports.
 CORE := tests/test_lossless.py tests/test_layers.py \
-	tests/decode/test_accept.py tests/decode/test_cache.py tests/decode/test_rejection.py tests/decode/test_target.py \
-	tests/decode/test_topology.py tests/decode/test_verify.py \
+	tests/decode/test_accept.py tests/decode/test_cache.py tests/decode/test_reader.py tests/decode/test_rejection.py \
+	tests/decode/test_target.py tests/decode/test_topology.py \
 	tests/medusa/test_tree.py tests/medusa/heads tests/medusa/checkpoints \
 	tests/train/test_labels.py tests/train/test_loss.py
 # `make check` leaves to `make test` the slowest tests, and those that show that a planted fault is found.

@@ -104,7 +104,8 @@ class TreeCache(Cache):
         """Slots of each row that hold text, as far as the host knows: without what was committed, but not counted."""
         self.filled = torch.zeros(batch_size, dtype=torch.long, device=device)
         """The same on the device [B], always with what was committed."""
-        self.window = torch.empty(0)  # an element for each block of the window; only the number of elements matters
+        self.window = torch.empty(0, device=device)
+        """An element for each block of the window. Only their number matters, which is a symbol of compiled code."""
         self.even: int | None = 0  # where all rows write next, if the host knows one slot for all
         self.slots: Tensor | None = None  # during a forward: the slots [B, N] to which its N nodes are written
         self.tree_layers = [TreeLayer(self) for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import fill
 
 import torch
 import transformers
@@ -40,7 +41,7 @@ TREE = Tree.top_k([30, 3])
 PROMPTS, NEW = (1, 2, 5, 12, 40), 16  # tokens of the prompts, and new tokens, which go far beyond a sliding window
 ATTENTIONS = ("sdpa", "eager")
 CHECKED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SUPPORTED_COLUMNS = ["model", "class", "attention", *CHECKED, "control", "greedy text", "tau"]
+SUPPORTED_COLUMNS = ["model", "float32", "16 bits", "control", "tau"]
 REFUSED_COLUMNS = ["model", "class", "refused because", "the self-test alone"]
 VERSIONS = f"transformers {transformers.__version__} and torch {torch.__version__} on a CPU"
 BEGIN, END = "<!-- tables: begin (scripts/check_architectures.py --write) -->", "<!-- tables: end -->"
@@ -80,15 +81,18 @@ class Row:
         """Return the cells of this row in its table."""
         if self.name in REFUSED:
             return [self.name, self.model, self.refusal or "NOT REFUSED", re.split(": | [(]", self.caught)[0]]
-        errors = [" / ".join(short(checks[dtype]) for checks in self.checks.values()) for dtype in CHECKED]
+        columns = (("float32",), ("bfloat16", "float16"))
+        errors = [short([checks[dtype] for dtype in dtypes for checks in self.checks.values()]) for dtypes in columns]
         control = min(check.control for check in self.all_checks)
-        text = " / ".join("same" if self.same[attention] else "DIFFERS" for attention in self.checks)
-        return [self.name, self.model, " / ".join(self.checks), *errors, f"{control:.2f}", text, f"{self.tau:.2f}"]
+        text = "" if all(self.same.values()) else " DIFFERS"
+        return [self.name, *errors, f"{control:.2f}", f"{self.tau:.2f}{text}"]
 
 
-def short(check: TreeCheck) -> str:
-    """Format the error of a self-test with one digit; a failed self-test is marked."""
-    return ("" if check.ok else "FAILS ") + ("0" if check.error == 0 else f"{check.error:.0e}".replace("e-0", "e-"))
+def short(checks: Sequence[TreeCheck]) -> str:
+    """Format the largest error of some self-tests with one digit; a failed self-test is marked."""
+    error = max(check.error for check in checks)
+    mark = "" if all(check.ok for check in checks) else "FAILS "
+    return mark + ("0" if error == 0 else f"{error:.0e}".replace("e-0", "e-"))
 
 
 def check_supported(name: str) -> Row:
@@ -150,11 +154,28 @@ def generated(model: PreTrainedModel, ids: list[int]) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Format both tables, with the versions that they were made with."""
-    supported = markdown_table(SUPPORTED_COLUMNS, [row.cells() for row in rows if row.name not in REFUSED])
+def markdown(rows: Sequence[Row], brief: bool = False) -> str:
+    """Format the findings, with the versions that they were made with; `brief` names the supported models only."""
+    found = [row for row in rows if row.name not in REFUSED]
+    supported = summary(found) if brief else markdown_table(SUPPORTED_COLUMNS, [row.cells() for row in found])
     refused = markdown_table(REFUSED_COLUMNS, [row.cells() for row in rows if row.name in REFUSED])
     return f"Run with {VERSIONS}.\n\n### Supported\n\n{supported}\n\n### Refused\n\n{refused}"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Name the supported models, and give the worst of their figures; a model that failed is marked."""
+    names = "; ".join(row.name if row.as_expected else f"{row.name} (FAILS)" for row in rows)
+    good = [row for row in rows if row.as_expected]
+    if not good:
+        return f"{names}."
+    half = [checks[dtype] for row in good for checks in row.checks.values() for dtype in ("bfloat16", "float16")]
+    errors = short([checks["float32"] for row in good for checks in row.checks.values()]), short(half)
+    control = min(check.control for row in good for check in row.all_checks)
+    figures = (
+        f"Largest error: {errors[0]} in float32, {errors[1]} in 16 bits. Smallest control: {control:.2f}. "
+        f"Smallest tau: {min(row.tau or 0 for row in good):.2f}."
+    )
+    return f"{fill(names, 120, break_long_words=False, break_on_hyphens=False)}.\n\n{figures}"
 
 
 def write_page(path: Path, rows: Sequence[Row]) -> None:
@@ -165,14 +186,14 @@ def write_page(path: Path, rows: Sequence[Row]) -> None:
     _, end, after = rest.partition(END)
     if not end:
         raise RequestError(f"{path} lacks the lines {BEGIN!r} and {END!r} between which the tables go")
-    write_text(path, f"{before}{BEGIN}\n\n{markdown(rows)}\n\n{END}{after}")
+    write_text(path, f"{before}{BEGIN}\n\n{markdown(rows, brief=True)}\n\n{END}{after}")
 
 
 class CheckOptions(Options):
     """Options of check_architectures.py."""
 
     only: tuple[str, ...] | None = option(None, "check only these rows", metavar="NAME", nargs="+")
-    write: str | None = option(None, "put the tables into this Markdown file", metavar="PAGE")
+    write: str | None = option(None, "put the findings into this Markdown file", metavar="PAGE")
     backbone: str | None = option(None, "check this model instead: demo, a folder or a Hub id", metavar="MODEL")
     load: LoadOptions = group(LoadOptions, "loading of --backbone")
     output: Output = group(Output, "output", only=("json",))

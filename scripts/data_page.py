@@ -5,7 +5,7 @@ python scripts/data_page.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import fill
 
@@ -105,23 +105,30 @@ def _code(text: str) -> str:
 
 def _parameters() -> list[str]:
     common = set(GenerationRequest.model_fields)
-    rows = [(f"`{name}`", "both") for name in sorted(common)]
+    rows = [("both", _names(common))]
     for kind, path in ((ChatRequest, "/v1/chat/completions"), (CompletionRequest, "/v1/completions")):
-        rows += [(f"`{name}`", f"`{path}`") for name in sorted(set(kind.model_fields) - common)]
-    rows += [(f"`{name}`", f"another name of `{own}`") for name, own in sorted(ALIASES.items())]
-    rows += [(f"`{name}: {value}`", "the default, like null") for name, value in sorted(UNLIMITED.items())]
-    rows.append(("`top_k: -1`", "0, which turns it off"))
-    off = [(f"`{name}`", ", ".join(map(_code, map(_json, values)))) for name, values in UNSUPPORTED.items()]
-    ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))
+        rows.append((f"`{path}`", _names(set(kind.model_fields) - common)))
+    others = [f"`{name}` is another name of `{own}`" for name, own in sorted(ALIASES.items())]
+    unlimited = ", ".join(f"`{name}: {value}`" for name, value in sorted(UNLIMITED.items()))
+    off: dict[str, list[str]] = {}
+    for name, values in UNSUPPORTED.items():
+        off.setdefault(", ".join(sorted(map(_code, map(_json, values)))), []).append(name)
     return [
-        markdown_table(["parameter", "endpoint"], rows) + "\n",
+        markdown_table(["endpoint", "parameters"], rows) + "\n",
+        _paragraph(f"{'; '.join(others)}."),
+        _paragraph(f"These mean the default, like null: {unlimited}. `top_k: -1` turns top-k off."),
         _paragraph(
             "These parameters are not supported where the first table does not list them. Values that leave them off "
             "pass; others return status 400."
         ),
-        markdown_table(["parameter", "values that pass"], sorted(off)) + "\n",
-        _paragraph(f"These pass with any value, and change nothing: {ignored}."),
+        markdown_table(["values that pass", "parameters"], [(values, _names(off[values])) for values in sorted(off)])
+        + "\n",
+        _paragraph(f"These pass with any value, and change nothing: {_names(IGNORED)}."),
     ]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def _json(value: object) -> str:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
 from pathlib import Path
+from textwrap import dedent, fill
 from typing import Any
 
 from pydantic_core import PydanticUndefined
@@ -26,18 +26,17 @@ from train.trainer_keys import GROUPS, KEYS, UNUSED
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
 SECTIONS: dict[str, type[Section]] = {"heads": HeadsConfig, "data": DataConfig, "adapter": AdapterConfig}
-TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
-BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+TYPES = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "array": "list"}
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 READING = ("dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory")
 CHOSEN = ("learning_rate", "bf16", *READING)  # the keys without a fixed default: the command chooses it
-MOST_NAMES = 12  # more names than these are not listed on the page; an error lists them
 INTRODUCTION = """\
 # Recipe keys
 
 A recipe is a YAML file that describes a training run. `medusa train` reads it, and `key=value` on the command line
-overrides any of its keys. This page lists every key with its type, default and meaning. An empty default means that the
-value is chosen for the backbone or that the key is off. The type "name" stands for a long list of names. The error
-after a wrong name shows the list. [Training](training.md) explains how to choose.
+overrides any of its keys. An empty default means that the value is chosen for the backbone or that the key is off.
+[Training](training.md) explains how to choose. A wrong key or value ends the command with status 2 and one line, before
+any weights are loaded. `python scripts/recipe_page.py` writes this page from the code.
 
 ```yaml
 # example: a recipe needs three keys; the others have defaults
@@ -49,9 +48,6 @@ heads:
 training:
   num_train_epochs: 2
 ```
-
-A wrong key or value ends the command with status 2 and one line, before any weights are loaded.
-`python scripts/recipe_page.py` writes this page from the code.
 """
 
 
@@ -62,23 +58,18 @@ def recipe_page() -> str:
         title = "`data` and `eval_data`" if name == "data" else f"`{name}`"
         rows = [*_rows(f"{name}.", section), *(_rows_of_kinds() if name == "heads" else [])]
         parts += [f"## {title}\n", f"{_first_line(section)}\n", _table(rows)]
-    parts += [
-        "## `training`\n",
-        "These keys are our own:\n",
-        _table(_training_rows(_meanings(MedusaTrainingArguments))),
-    ]
-    parts += ["The following keys have the names that they have in transformers' `TrainingArguments`.\n"]
+    own = _table(_training_rows(_meanings(MedusaTrainingArguments)))
+    parts += ["## `training`\n", "These keys are our own:\n", own]
+    parts += ["The following keys have the names and the types that they have in transformers' `TrainingArguments`.\n"]
     for title, group in GROUPS.items():
         meanings = {name: key.meaning for name, key in group.items()}
-        parts += [f"### {title}\n", _table(_training_rows(meanings))]
+        rows = [(f"`{key}`", default, text) for key, _, default, text in _training_rows(meanings)]
+        parts += [f"### {title}\n", markdown_table(["key", "default", "meaning"], rows) + "\n"]
     parts += [
         "### Fields that are refused\n",
-        "These fields of `TrainingArguments` are errors, because they have no effect on heads or cannot work:\n",
+        "These fields of `TrainingArguments` have no effect on heads or cannot work. The error names the way out:\n",
+        fill(", ".join(f"`{name}`" for name in UNUSED) + ".", 120, break_long_words=False),
     ]
-    reasons: dict[str, list[str]] = {}
-    for name, reason in UNUSED.items():
-        reasons.setdefault(reason, []).append(f"`{name}`")
-    parts += ["\n".join(f"- {', '.join(names)}: {reason}." for reason, names in reasons.items())]
     return "\n".join(parts) + "\n"
 
 
@@ -118,17 +109,17 @@ def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:
 def _kind(schema: Json) -> str:
     """Describe a type in words, from its JSON schema."""
     options = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
-    return " or ".join(dict.fromkeys(map(_plain_kind, options))) or "any value"
+    return " or ".join(dict.fromkeys(map(_plain_kind, options))) or "any"
 
 
 def _plain_kind(schema: Json) -> str:
     names = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     if names:
-        return ", ".join(f"`{name}`" for name in names) if len(names) <= MOST_NAMES else "name"
+        return ", ".join(f"`{name}`" for name in names)
     bounds = [f"{words} {schema[bound]:g}" for bound, words in BOUNDS.items() if bound in schema]
     if schema.get("maximum", 0) > 2**31:
-        bounds = [words for words in bounds if not words.startswith("at most")]
-    return " ".join([TYPES.get(schema.get("type", ""), "any value"), " and ".join(bounds)]).strip()
+        bounds = [words for words in bounds if not words.startswith("≤")]
+    return " ".join([TYPES.get(schema.get("type", ""), "any"), ", ".join(bounds)]).strip()
 
 
 def _default(value: Any, name: str = "") -> str:
@@ -148,7 +139,7 @@ def _first_line(section: type[Section]) -> str:
 
 def _meanings(arguments: type) -> dict[str, str]:
     """The strings below the fields of a dataclass, by the fields' names."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(arguments))).body
+    (tree,) = ast.parse(dedent(inspect.getsource(arguments))).body
     assert isinstance(tree, ast.ClassDef)
     found = {}
     for field, text in zip(tree.body, tree.body[1:], strict=False):

@@ -31,7 +31,7 @@ from fuzz_models import make_heads, noisy_copy
 from medusa import MedusaHeads
 from medusa.__main__ import main
 from medusa.errors import RequestError
-from medusa.loading import BackboneFiles, Loaded, load_backbone
+from medusa.loading import BackboneFiles, Loaded
 from medusa.options import LoadOptions
 from tests.helpers import LETTERS, VOCAB, left_padded, plain, tiny_model
 from tests.matrix_axes import (
@@ -92,7 +92,7 @@ class Place:
         """A model whose files hold an MTP layer."""
         save_native("deepseek_v3", self.folder / "native", eos_token_id=EOS)
         self.tokenizer.save_pretrained(self.folder / "native")
-        return load_backbone(str(self.folder / "native")).model
+        return LOAD(BackboneFiles(str(self.folder / "native"))).model
 
     @cached_property
     def grammars(self) -> Grammars:

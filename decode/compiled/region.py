@@ -50,9 +50,7 @@ class Region:
         self.backbone = state.reader.backbone
         heads_caches = [] if state.heads_cache is None else state.heads_cache.caches
         self.caches = [*state.reader.caches, *heads_caches]
-        max_depth = tree.max_depth
-        self.nodes = [tree.num_nodes] * len(state.reader.caches) + [max_depth + 1] * len(heads_caches)
-        """Slots that a step writes in each of the caches."""
+        self.nodes, max_depth = tree.num_nodes, tree.max_depth  # the path that caches of heads read has no more nodes
         device, rows = self.backbone.device, len(state.root)
         state.root, state.hidden, state.alive = map(static, (state.root, state.hidden, state.alive))
         self.u = static(torch.zeros(rows, max_depth + 1, dtype=torch.float64, device=device))
@@ -99,8 +97,10 @@ class Region:
 
     def open(self) -> None:
         """Make room for the next step, and let it see all texts."""
-        for cache, nodes in zip(self.caches, self.nodes, strict=True):
-            cache.open(nodes, self.state.rows)
+        rows = self.state.rows
+        end = self.nodes + max(self.caches[0].lengths[row] for row in rows)
+        for cache in self.caches:  # all have the same window, as a graph is recorded for one
+            cache.open(end - max(cache.lengths[row] for row in rows), rows)
             if keep_in_place(cache):
                 self.forget_graphs()
 

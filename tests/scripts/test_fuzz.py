@@ -6,15 +6,16 @@ import itertools
 import re
 import shlex
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from decode.verify import Verifier
-from torch import Tensor
 
 import fuzz as script
+from decode.accept import Acceptance
+from decode.draft import Draft
+from decode.step import State
 from fuzz_cases import DOORS, DRAFTERS, draw_case
+from medusa.backbone import Readout
 from medusa.errors import RequestError, RunError
 from tiny_models import SUPPORTED
 
@@ -36,10 +37,11 @@ def test_a_planted_fault_is_found_again_by_the_printed_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """The cache keeps the first nodes of a draft instead of the accepted path; without the fault, nothing differs."""
-    commit = Verifier.commit
+    compact = State.compact
 
-    def keep_first_nodes(self: Verifier, path: Tensor, *args: Any, **kwargs: Any) -> None:
-        commit(self, torch.arange(path.shape[1]).expand_as(path), *args, **kwargs)
+    def keep_first_nodes(self: State, draft: Draft, readout: Readout, accepted: Acceptance) -> None:
+        first = torch.arange(accepted.path.shape[1]).expand_as(accepted.path)
+        compact(self, draft, readout, accepted._replace(path=first))
 
     def is_telling(case: script.Case) -> bool:
         """Whether long paths at random nodes are accepted, and nothing but the length is asked for."""
@@ -48,7 +50,7 @@ def test_a_planted_fault_is_found_again_by_the_printed_command(
     seed = next(str(seed) for seed in itertools.count() if is_telling(draw_case(seed, 0)))
     monkeypatch.setattr(script, "ATTEMPTS", 3)
     with monkeypatch.context() as planted:
-        planted.setattr(Verifier, "commit", keep_first_nodes)
+        planted.setattr(State, "compact", keep_first_nodes)
         assert script.main(["--cases", "1", "--seed", seed]) == 1
         found = COMMAND.findall(capsys.readouterr().out)
         assert script.main(shlex.split(found[0])) == 1

@@ -571,6 +571,7 @@ def test_a_longer_text_compiles_nothing(kind: str, monkeypatch: pytest.MonkeyPat
     assert graphs["unique_graphs"] == before
     [(_, kept)] = Regions.of(model)
     assert kept.caches[0].capacity > 160 > kept.caches[0].width, "the last text reads only its own slots"
+    assert len({cache.width for cache in kept.caches}) == 1, "a graph is recorded for one window"
 
 
 @pytest.mark.parametrize(
