@@ -208,7 +208,7 @@ def test_random_compiled_steps_do_what_lists_of_tokens_do(seed: int) -> None:
     """Windows are whole blocks, and rows that have ended stay in the batch, also beyond the window."""
     rng = random.Random(seed)
     both = Checked(rng, 3, fixed=True)
-    both.cache.block = BLOCK
+    both.cache.for_steps(compiled=True)
     for _ in range(25):
         both.forward(rng.choice([1, 7, 7, 90]))
         both.commit()
