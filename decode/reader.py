@@ -170,4 +170,4 @@ class ReaderFactory:
         """Make a reader of the texts in `sequences`, with empty KV caches of `capacity` slots per row."""
         prepare_linear(backbone.model)
         cache = TreeCache(backbone.model.config, len(sequences), capacity, backbone.device, fixed)
-        return Reader(backbone, cache, sequences)
+        return Reader(backbone, cache, None if fixed else sequences)  # compiled steps outlive a session's texts

@@ -40,7 +40,7 @@ Key = tuple[object, ...]
 class Region:
     """A step (`decode.step`) compiled for one batch size, tree, rule and set of options, with the state of its rows."""
 
-    judge: Judge  # of the session whose texts are decoded
+    judge: Judge | None = None  # of the session whose texts are decoded
 
     def __init__(self, state: State, drafter: Drafter, tree: Layout, graphs: str, heads: nn.Module | None) -> None:
         """Compile steps on `state`, whose prompts are read, with drafts that fill `tree`.
@@ -78,6 +78,7 @@ class Region:
             return self.compiled()
 
     def _step(self) -> Tensor:
+        assert self.judge is not None, "no text has begun"
         return step(self.state, self.drafter, self.judge, BlockDraws(self.u), nothing).packed
 
     def begin(self, judge: Judge, root: Tensor, hidden: Tensor) -> None:
@@ -108,7 +109,7 @@ class Region:
         """Read prompts again, and keep nothing of the texts that were decoded."""
         for cache in self.caches:
             cache.for_steps(compiled=False)
-        del self.judge
+        self.judge = None
 
     def release(self) -> None:
         """Free the memory of the KV caches. The compiled code stays."""
