@@ -217,6 +217,20 @@ def test_random_compiled_steps_do_what_lists_of_tokens_do(seed: int) -> None:
             both.live.remove(rng.choice(both.live))
 
 
+def test_a_row_that_has_ended_writes_inside_the_buffer() -> None:
+    """It is much longer than the rows that still grow, whose window ends before its text."""
+    cache = TreeCache(LlamaConfig(num_hidden_layers=1), 2, 1, CPU, fixed=True)
+    append(cache, [[0.0] * 600] * 2)
+    cache.keep([3, 600])
+    cache.for_steps(compiled=True)
+    cache.open(700, [0])
+    cache.append(700)
+    nodes = torch.arange(700.0).expand(2, 1, 700)[..., None]
+    keys, _ = cache.update(nodes, -nodes, 0)
+    assert keys.shape[2] < 600 + 700
+    assert torch.equal(keys[0, 0, 3:703], nodes[0, 0])
+
+
 def test_a_cache_starts_again_without_what_it_held() -> None:
     """A masked NaN of an earlier text would reach the output, as 0 x NaN."""
     cache = cache_of(2, 2, capacity=8)

@@ -47,6 +47,19 @@ def test_a_draft_is_read_like_a_forward_per_path(family: str, attention: str) ->
         assert (logits[row, 1:] - logits[row, :-1]).abs().max() > 0.05, "nodes do not differ: no power"
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral, window", "llama4_text"])
+@pytest.mark.parametrize("lengths", [[11, 11], [11, 8]], ids=["even rows", "ragged rows"])
+@torch.no_grad()
+def test_a_root_alone_is_read_like_the_next_token(family: str, lengths: list[int]) -> None:
+    """Rows of one length need no mask of ours, because the model's own one is causal."""
+    model, root = tiny_model(family, dtype=torch.float64), Tree.chain(0)
+    prompts = [random_ids(length, seed=row) for row, length in enumerate(lengths)]
+    logits = read(model, prompts)[0](Draft(torch.tensor([[3], [4]]), Topology.of(root))).logits
+    for row, prompt in enumerate(prompts):
+        expected = path_logits(model, prompt, [3 + row], root)
+        torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)  # as above
+
+
 @torch.no_grad()
 def test_nodes_beyond_the_context_use_valid_positions() -> None:
     """Learned positions end with the table: nodes within the table must be correct, others may have any values."""
