@@ -42,6 +42,10 @@ class Place(NamedTuple):
     part: int
 
 
+Index = tuple[Tensor, Tensor, Tensor]
+"""Indices of rows [B, 1, 1], KV heads [1, H, 1] and slots [B, 1, N]."""
+
+
 class TreeLayer(CacheLayerMixin):
     """One layer of a `TreeCache`, with the interface that transformers' attention calls."""
 
@@ -51,11 +55,6 @@ class TreeLayer(CacheLayerMixin):
         super().__init__()
         self.owner = owner
         self.places: tuple[Place, ...] = ()  # of keys and of values
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether the model must make a causal mask even where its attention needs none, as compiled code does."""
-        return self.owner.is_compiled
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # If keys and values have one shape, as in most models, one buffer holds both.
@@ -105,13 +104,14 @@ class TreeCache(Cache):
         self.used: list[int] = []  # parts of each buffer that a layer has taken
         self.capacity, self.fixed, self.block = rounded(capacity) if fixed else capacity, fixed, 1
         self.lengths = [0] * batch_size
-        """Slots of each row that hold text, as far as the host knows: without what was committed, but not counted."""
+        """Slots of each row that hold text, as far as the host knows: `commit` does not change them, `count` does."""
         self.filled = torch.zeros(batch_size, dtype=torch.long, device=device)
         """The same on the device [B], always with what was committed."""
         self.window = torch.empty(0, device=device)
         """An element for each block of the window. Only their number matters, which is a symbol of compiled code."""
         self.even: int | None = 0  # where all rows write next, if the host knows one slot for all
         self.slots: Tensor | None = None  # during a forward: the slots [B, N] to which its N nodes are written
+        self.indices: dict[tuple[int, torch.device], Index] = {}  # of these slots, for eager forwards
         self.tree_layers = [TreeLayer(self) for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
         super().__init__(layers=list(self.tree_layers))
 
@@ -132,6 +132,8 @@ class TreeCache(Cache):
     def for_steps(self, compiled: bool) -> None:
         """Let compiled steps write to the cache, or eager forwards."""
         self.block = BLOCK if compiled else 1
+        for layer in self.tree_layers:
+            layer.is_compileable = compiled  # then the model makes a causal mask even where its attention needs none
 
     @property
     def num_bytes(self) -> int:
@@ -152,6 +154,7 @@ class TreeCache(Cache):
 
     def append(self, count: int) -> Tensor:
         """Reserve the `count` slots after each text for the next forward; returns their positions [B, count]."""
+        self.indices.clear()
         positions = self.filled[:, None] + torch.arange(count, device=self.filled.device)
         # Rows that have ended can be longer than the window.
         self.slots = positions if self.even is not None else positions.clamp_max(self.width - 1)
@@ -182,13 +185,10 @@ class TreeCache(Cache):
         self.count(counts)
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Shorten each row b to its first `lengths[b]` slots, for example to remove padding.
-
-        Until the next forward, the slots after them are draft nodes, from which `commit` may choose."""
+        """Shorten each row b to its first `lengths[b]` slots, for example to remove padding."""
         self.lengths = list(lengths)
         self.filled.copy_(on_device(self.lengths, self.filled.device))
         self.even = self.lengths[0] if len({*self.lengths}) == 1 and not self.is_compiled else None
-        self.append(1)
 
     def read(self, place: Place) -> Tensor:
         """The keys or values [B, H, W, D] of one layer in the window."""
@@ -199,6 +199,12 @@ class TreeCache(Cache):
         buffer = self.buffers[place.buffer]
         if self.even is not None:  # a view is written in a third of the time
             buffer[place.part].narrow(2, self.even, states.shape[2]).copy_(states)
+            return
+        if not self.is_compiled:  # all layers write to the same slots
+            key = states.shape[1], states.device
+            if key not in self.indices:
+                self.indices[key] = self._index(*key)
+            buffer[place.part].index_put_(self.indices[key], states)
             return
         # The compiler writes in place if the index is applied to a whole input, but copies it for an index to a view.
         part = torch.full((1, 1, 1), place.part, device=states.device)
@@ -219,7 +225,7 @@ class TreeCache(Cache):
             moved = buffer[parts, rows, heads, source[:, None].to(buffer.device)]
             buffer.index_put_((parts, rows, heads, slots), moved)
 
-    def _index(self, num_heads: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def _index(self, num_heads: int, device: torch.device) -> Index:
         """Indices of rows [B, 1, 1], KV heads [1, H, 1] and the slots reserved last [B, 1, N]."""
         assert self.slots is not None
         rows = torch.arange(len(self.slots), device=device)[:, None, None]
@@ -293,7 +299,8 @@ class TreeCache(Cache):
                 layer.lazy_initialization(*(other.buffers[place.buffer][place.part] for place in of_other.places))
         for number, old in enumerate(self.buffers):
             new = self._buffer(len(old), old[0], self.capacity)
-            new[:, : len(mine), :, : old.shape[3]] = old[:, : len(mine)]
+            used = max(mine, default=0)
+            new[:, : len(mine), :, :used] = old[:, : len(mine), :, :used]
             self.buffers[number] = new
         for layer, of_other in zip(self.tree_layers, other.tree_layers, strict=True):
             for (number, part), place in zip(layer.places, of_other.places, strict=True):

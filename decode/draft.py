@@ -11,9 +11,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from decode.topology import Topology
+from decode.topology import Topology, chain
 from medusa.heads.context_kv import ContextKV
-from medusa.tree import Tree
 
 
 class Frontier(NamedTuple):
@@ -130,7 +129,7 @@ class NoDraft:
     """A drafter that proposes only the root (the last decided token), so that a step writes one token per text."""
 
     def __init__(self, device: torch.device) -> None:
-        self.topology = Topology.of(Tree.chain(0).to(device))
+        self.topology = chain(1, device)
 
     def propose(self, frontier: Frontier) -> Draft:
         return Draft(frontier.root[:, None], self.topology)

@@ -1,9 +1,4 @@
-"""The decoding loop: every step proposes a draft, verifies it, accepts some of its nodes and compacts the KV cache.
-
-Eager, plain and compiled decoding share `run`, the loop over the decoding steps of a batch. The root of a draft is the
-token that is already decided, but not yet read by the backbone.
-
-Shapes: B rows, R of them whose walk has not ended, N nodes of a draft, D its depth, H hidden size, V vocabulary."""
+"""The decoding loop: runs steps (`decode.step`) until all texts have ended, and writes what they decided."""
 
 from __future__ import annotations
 
@@ -15,10 +10,11 @@ import torch
 
 from decode.draft import Drafter, DraftRecord, forget
 from decode.ops.draws import NO_TOKEN, RewoundDraws
+from decode.ops.fast_linear import fast_linear
 from decode.ops.transfer import host_waits
 from decode.rules import AcceptanceRule
 from decode.session import Session
-from decode.step import Decided, Judge, State, step
+from decode.step import Decided, Judge, State, decode_step
 from medusa.errors import RunError
 
 NOT_DEFINED = "the model gives probabilities that are NaN; load it in another dtype, such as float32"
@@ -91,24 +87,26 @@ class Stepper:
         draws = self.session.target.draws.of(self.rows)
         if not self.judge.lazy:
             draws = RewoundDraws(draws.generators, self.state.root.device)
-        decided = step(self.state, self.drafter, self.judge, draws, timer.lap)
+        # Also for drafts, most of whose time goes to the LM head.
+        with fast_linear(self.session.backbone.head_weight, 2 * len(self.rows)):
+            decided = decode_step(self.state, self.drafter, self.judge, draws, timer.lap)
         outcome = unpack(decided.packed.tolist())  # the one moment at which most steps wait for the device
-        draws.keep(outcome.lengths)
+        draws.rewind(outcome.lengths)
         self.state.count(outcome.lengths)
         return self._finished(decided, outcome)
 
     def _finished(self, decided: Decided, outcome: StepOutcome) -> StepOutcome:
         """Keep what the step decided, and the hidden states and drafts that are to be recorded."""
         self.roots, path = outcome.roots, decided.accepted.path
-        self.session.keep(decided.hidden, path, outcome.lengths, self.rows)
+        self.session.record(decided.hidden, path, outcome.lengths, self.rows)
         if self.keep_drafts:
             return outcome._replace(drafts=decided.draft.records(path, outcome.lengths))
         return outcome
 
-    def keep(self, left: Sequence[int]) -> None:
+    def select(self, left: Sequence[int]) -> None:
         """Keep only the live rows at the places `left`, because the other texts have ended."""
         self.roots = [self.roots[place] for place in left]
-        self.state.keep(left)
+        self.state.select(left)
 
     def join(self, other: Stepper, places: Sequence[int]) -> None:
         """Take over the texts of `other`, which has just started, as the rows `places` (`Session.join`)."""
@@ -171,7 +169,7 @@ def _drop_ended(stepper: Stepper) -> None:
     reasons = stepper.session.sequences.finish_reason
     left = [place for place, row in enumerate(stepper.rows) if reasons[row] is None]
     if len(left) < len(stepper.rows):
-        stepper.keep(left)
+        stepper.select(left)
 
 
 def unpack(packed: Sequence[list[int]]) -> StepOutcome:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from decode.cache import TreeCache
 from decode.draft import Draft
-from decode.masks import tree_masks
+from decode.masks import after_text, tree_masks
 from decode.ops.fast_linear import fast_linear, prepare_linear
 from decode.ops.grouped_attention import grouped
 from decode.ops.transfer import on_device
@@ -121,7 +121,11 @@ class Reader:
         return self.forward(draft.ids, positions, masks)
 
     def _masks(self, topology: Topology) -> Mask:
-        return tree_masks(self.layers, self.backbone.dtype, topology, self.cache.filled, self.cache.width)
+        cache, dtype = self.cache, self.backbone.dtype
+        if cache.even is not None and self.layers.is_full:  # every node sees all of the text before the tree
+            mask = after_text(topology, dtype, cache.even).expand(len(cache.lengths), -1, -1, -1)
+            return self.layers.masks(lambda kind: mask)
+        return tree_masks(self.layers, dtype, topology, cache.filled, cache.width)
 
     def depth_limit(self, draft: Draft) -> Tensor | None:
         """The greatest depth [B] at which a node of each row may be accepted; `None`: all depths fit the context."""
@@ -150,7 +154,7 @@ class Reader:
             return
         text = self.sequences.prefix(0)  # [1, boundary + 1]: its root is written, and its position turns all others
         self.cache.cut([0])
-        self.prefill(text, [text.shape[1]])
+        Reader.prefill(self, text, [text.shape[1]])  # this model alone: a subclass would also let its others read
         self.cache.cut([boundary])  # without the root, which the draft holds
 
     @property

@@ -90,7 +90,7 @@ class Session:
                 self.kept_hidden[row].append(hidden[row, : max(len(prompt) - start, 0)])
         return hidden if self.heads_cache is None else self.heads_cache.piece(hidden, next_ids)
 
-    def keep(self, hidden: Tensor, path: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> None:
+    def record(self, hidden: Tensor, path: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> None:
         """With `keep_hidden`, record hidden states of the first `lengths[b]` nodes on `path[b]` for text `rows[b]`."""
         if self.kept_hidden is not None:
             for states, nodes, length, row in zip(hidden, path.to(hidden.device), lengths, rows, strict=True):

@@ -1,7 +1,7 @@
 """One decoding step: propose a draft, verify it, accept some of its nodes, and compact the KV caches.
 
-All ways of decoding run `step`: eager, compiled, plain (the draft is the root alone), and the server's running batch.
-It uses tensors only. The host reads its result, `Decided.packed`, when it is done, and keeps the books (`decode.loop`).
+All ways of decoding run `decode_step`: eager, compiled, plain (the draft is the root alone), and the server's batch. It
+uses tensors only. The host reads its result, `Decided.packed`, when it is done, and keeps the books (`decode.loop`).
 
 Shapes: B rows of the batch, N nodes of a draft, D its depth, H hidden size, V vocabulary."""
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from decode.accept import Acceptance, accept_greedy, accept_longest, accept_walk, at_end, pack, passes_of
 from decode.draft import Draft, Drafter, Frontier
 from decode.heads_cache import HeadsCache
-from decode.ops.draws import Draws
+from decode.ops.draws import BlockDraws, TokenDraws
 from decode.ops.fast_topk import most_probable
 from decode.ops.transfer import on_device
 from decode.reader import Reader
@@ -40,7 +40,9 @@ class Decided(NamedTuple):
     hidden: Tensor  # [B, N, H] the hidden states of all nodes
 
 
-def step(state: State, drafter: Drafter, judge: Judge, draws: Draws, lap: Callable[[str], object]) -> Decided:
+def decode_step(
+    state: State, drafter: Drafter, judge: Judge, draws: TokenDraws, lap: Callable[[str], object]
+) -> Decided:
     """Decode one step of all rows; `lap` is called with the name of each stage when it ends."""
     draft = drafter.propose(state.frontier())
     lap("propose")
@@ -94,7 +96,7 @@ class State:
     def begin(self, root: Tensor, hidden: Tensor) -> None:
         """Set the last decided tokens [B], and the hidden states [B, H] before them."""
         if self.is_compiled:
-            self.root.copy_(root)
+            self.root.copy_(root.clamp_min(0))  # NO_TOKEN has no embedding; its row ends before it is read
             self.hidden.copy_(hidden)
         else:
             self.root, self.hidden = root, hidden
@@ -107,7 +109,7 @@ class State:
         if self.heads_cache is not None:
             self.heads_cache.count(lengths, places)
 
-    def keep(self, left: Sequence[int]) -> None:
+    def select(self, left: Sequence[int]) -> None:
         """Keep only the live rows at the places `left`, because the texts of the others have ended."""
         self.rows = [self.rows[place] for place in left]
         if self.is_compiled:  # all rows stay in the batch, and some no longer grow
@@ -140,7 +142,7 @@ class Judge:
         self.rule, self.target, self.sequences, self.lazy = rule, target, sequences, lazy
         self.passes = passes_of(rule)
 
-    def __call__(self, draft: Draft, logits: Tensor, draws: Draws, state: State) -> Acceptance:
+    def __call__(self, draft: Draft, logits: Tensor, draws: TokenDraws, state: State) -> Acceptance:
         """Decide on a draft of the live rows, from the `logits` [B, N, V] after its nodes."""
         target, depth_limit = self.target, state.reader.depth_limit(draft)
         if self.passes is not None:
@@ -149,6 +151,7 @@ class Judge:
             return accept_greedy(draft, most_probable(logits).to(draft.ids.device), depth_limit)
         scores = partial(self._scores, draft, logits, state.rows)
         if draft.proposal is not None:
+            assert not isinstance(draws, BlockDraws), "compiled steps draw no drafts"
             return accept_sampled(draft, scores, draws, depth_limit, self.lazy)
         return accept_walk(draft, scores, partial(target.decide, draws), depth_limit, self.lazy)
 

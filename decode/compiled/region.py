@@ -21,7 +21,7 @@ from decode.drafters.layouts import Layout
 from decode.ops.draws import BlockDraws
 from decode.ops.fast_linear import fast_linear
 from decode.ops.grouped_attention import grouped
-from decode.step import Judge, State, step
+from decode.step import Judge, State, decode_step
 from medusa.backbone import by_value
 from medusa.memory import plain_tensors, total_memory
 
@@ -79,7 +79,7 @@ class Region:
 
     def _step(self) -> Tensor:
         assert self.judge is not None, "no text has begun"
-        return step(self.state, self.drafter, self.judge, BlockDraws(self.u), nothing).packed
+        return decode_step(self.state, self.drafter, self.judge, BlockDraws(self.u), nothing).packed
 
     def begin(self, judge: Judge, root: Tensor, hidden: Tensor) -> None:
         """Decode the texts of another session, whose prompts the caches hold; for `root` and `hidden` see `State`."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
-from transformers import PretrainedConfig
+from transformers import EtaLogitsWarper, PretrainedConfig
 
 from decode.compiled.graphs import graphs_for
 from decode.compiled.region import Key, Region, Regions, modules_key
@@ -130,6 +130,8 @@ def option_key(target: Target, rule: AcceptanceRule) -> Key:
     if others:
         way_out = "use only temperature, top-k, top-p, min-p and the like, or leave it out"
         raise OptionError("compile", f"cannot be combined with {others[0]}, which reads the text; {way_out}")
+    if any(isinstance(p, EtaLogitsWarper) for row in target.processors for p in row):
+        raise OptionError("compile", "cannot be combined with eta_cutoff; use epsilon_cutoff, or leave it out")
     kinds = [settings_of(row) for row in target.processors]
     if any(kind != kinds[0] for kind in kinds):
         raise OptionError("compile", "needs the same sampling options in all rows of a batch")

@@ -204,6 +204,7 @@ class ModelDrafter(LevelwiseDrafter):
                 first += width
             kept.append(path)
         self.cache.cut([length - 1 for length in self.text_lengths])
+        self.cache.append(1)  # the slots after these are draft nodes, of which some were accepted
         self.cache.keep([len(path) for path in kept], kept)
 
     def _padded(self, lines: list[list[int]]) -> Tensor:

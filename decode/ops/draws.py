@@ -41,7 +41,7 @@ class RowDraws:
         p = p.index_select(0, index)
         return (p / torch.stack(noise)).argmax(-1).masked_fill_(p[:, 0].isnan(), NO_TOKEN)
 
-    def keep(self, counts: Sequence[int]) -> None:
+    def rewind(self, counts: Sequence[int]) -> None:
         """Tell how many of the tokens drawn for each row were needed; here all were."""
 
     def uniforms(self, rows: Tensor, count: int) -> Tensor:
@@ -62,7 +62,7 @@ class RowDraws:
 
 
 class RewoundDraws(RowDraws):
-    """Draws of tokens for walks that go on after their ends: `keep` takes back what was drawn after a row's last token.
+    """Draws of tokens for walks that go on after their ends: `rewind` takes back what came after a row's last token.
 
     So a seed gives the same text, whether or not a walk is lazy (`decode.accept.TreeWalk`)."""
 
@@ -75,7 +75,7 @@ class RewoundDraws(RowDraws):
         self.states.append([generator.get_state() for generator in self.sources])
         return super().tokens(rows, p, index)
 
-    def keep(self, counts: Sequence[int]) -> None:
+    def rewind(self, counts: Sequence[int]) -> None:
         """Set the generator of each row back to where it was after `counts[b]` draws of a token."""
         for row, count in enumerate(counts):
             if count < len(self.states):
@@ -92,9 +92,6 @@ class BlockDraws:
         """Draw the next token of each row by inverse transform sampling: `rows` is everyone, and `index` in order."""
         return invert_each(cumulative(p), next(self.columns))
 
-    def uniforms(self, rows: Tensor, count: int) -> Tensor:
-        raise NotImplementedError("compiled steps draw no drafts")
-
 
 class SharedDraws:
     """The draws of `RowDraws`, with one generator for all rows; fast for very many rows that share distributions."""
@@ -110,7 +107,10 @@ class SharedDraws:
         return torch.rand(len(rows), count, dtype=torch.float64, generator=self.generator, device=rows.device)
 
 
-Draws = RowDraws | SharedDraws | BlockDraws
+TokenDraws = RowDraws | SharedDraws | BlockDraws
+"""Draws of the tokens of a walk."""
+Draws = RowDraws | SharedDraws
+"""Draws also for drafts and their rejection, which take uniform numbers."""
 
 
 def default_generator(device: torch.device) -> torch.Generator:

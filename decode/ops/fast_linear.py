@@ -30,8 +30,10 @@ STOCK = F.linear
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute what `torch.nn.functional.linear` computes: `input` [..., K] times `weight` [N, K], plus `bias` [N]."""
+    if not _HERE.depth:
+        return STOCK(input, weight, bias)
     products = input.numel() * len(weight)
-    if not _HERE.depth or products < MIN_PACKED or products == weight.numel() or torch.is_grad_enabled():
+    if products < MIN_PACKED or products == weight.numel() or torch.is_grad_enabled():
         return STOCK(input, weight, bias)
     if torch.is_autocast_enabled("cpu") or not is_plain(input) or not _is_usual(weight, bias):
         return STOCK(input, weight, bias)
@@ -89,7 +91,8 @@ class fast_linear:
     """While the context is open, this thread computes large products of linear layers by oneDNN, where it is faster.
 
     It is for a forward over `tokens` tokens in a model whose largest weight is about the size of `largest`. The first
-    context puts `linear` in the place of `torch.nn.functional.linear`, which other threads do not notice."""
+    context replaces `torch.nn.functional.linear` by `linear` for the whole process. Outside of these contexts, `linear`
+    only calls the original."""
 
     def __init__(self, largest: Tensor, tokens: int) -> None:
         """Decide whether it pays."""

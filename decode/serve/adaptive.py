@@ -106,8 +106,8 @@ class AdaptiveStepper(Stepper):
         state.hidden = torch.where(has_read, read, state.hidden)
         self.unread.clear()
 
-    def keep(self, left: Sequence[int]) -> None:
-        super().keep(left)
+    def select(self, left: Sequence[int]) -> None:
+        super().select(left)
         self.unread = {row: self.unread[row] for row in self.rows if row in self.unread}
 
     def join(self, other: Stepper, places: Sequence[int]) -> None:

@@ -63,6 +63,7 @@ class RunningBatch:
         try:
             self.stepper.join(new, places)
         except BaseException:
+            new.close()
             self.clear()
             raise
         return places
