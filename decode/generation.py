@@ -36,7 +36,7 @@ from decode.request import (
 from decode.sequences import Request
 from decode.settings import DecodingOptions, listing_options
 from decode.strategies.contrastive import Amateur, AmateurLike
-from decode.texts import Decoding, decoding
+from decode.texts import Decoding, stepper_for
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 
@@ -61,7 +61,7 @@ def steps(
     host per step. `kwargs` are those of `model.generate`; for the other arguments see `generate`."""
     options = DecodingOptions.taken_from(kwargs)
     requests = prepare(model, _prompts(model, input_ids, attention_mask, kwargs), **kwargs)
-    return _start(DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer, keep_drafts).steps
+    return iter(_start(DrafterContext(model, heads, tree), requests, options, drafter, amateur, timer, keep_drafts))
 
 
 @listing_options()
@@ -182,7 +182,8 @@ def _start(
     rule = options.rule_for(requests[0].do_sample)
     factory = drafter_factory(drafter, context._replace(stop_drafting=options.stop_drafting))
     contrast = Amateur.of(amateur)
-    return decoding(context.model, factory, requests, rule, options.compiled, contrast, timer, keep_drafts=keep_drafts)
+    stepper = stepper_for(context.model, factory, requests, rule, options.compiled, contrast, keep_drafts=keep_drafts)
+    return Decoding(stepper, timer)
 
 
 def _finished(
@@ -196,7 +197,7 @@ def _finished(
         raise RequestError("a streamer takes one prompt at a time; use decode.steps for batches")
     if streamer is not None:
         streamer.put(torch.tensor([sequences.prompts[0]]))
-        for step in begun.steps:
+        for step in begun:
             streamer.put(torch.tensor(step.ids[0]))
         streamer.end()
     else:

@@ -34,7 +34,7 @@ DRAFTS = ("topk", "sample")
 CUDA_GRAPHS = ("own", "torch", "off")
 """How compiled steps use CUDA graphs on a GPU: our own, those of torch.compile, or none."""
 Function = TypeVar("Function", bound=Callable[..., object])
-ONE_SHAPE = "needs steps of one shape, and stop_drafting changes the shape; leave one out"
+ONE_SHAPE = "needs steps of one shape, and {} changes the shape; leave one out"
 IGNORES = f"leave out the penalties, banned and forced tokens, and stop strings of the checkpoint's {FILE}"
 
 
@@ -68,19 +68,19 @@ class DecodingOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compile and self.stop_drafting:
-            raise OptionError("compile", ONE_SHAPE)
+            raise OptionError("compile", ONE_SHAPE, "stop_drafting")
         if self.cuda_graphs not in CUDA_GRAPHS:
             raise OptionError("cuda_graphs", f"is {self.cuda_graphs!r}; {choose_one_of(self.cuda_graphs, CUDA_GRAPHS)}")
         if self.cuda_graphs != CUDA_GRAPHS[0] and not self.compile:
-            raise OptionError("cuda_graphs", "is for compiled steps; ask for them (compile), or leave it out")
+            raise OptionError("cuda_graphs", "is for compiled steps; add {}, or leave it out", "compile")
         if self.compile and self.acceptance is not None and not rule_and_limit(self.acceptance)[0].compiles:
             raise NotCompilableError(f"acceptance {self.acceptance!r} cannot be compiled")
         if self.compile and self.draft == "sample":
-            raise OptionError("compile", "cannot be combined with draft sample; use draft topk")
+            raise OptionError("compile", "cannot be combined with {} sample; use {} topk", "draft", "draft")
 
     @property
     def compiled(self) -> str | Literal[False]:
-        """The argument `compile` of `decode.generation.decoding`."""
+        """The argument `compile` of `decode.texts.stepper_for`."""
         return self.cuda_graphs if self.compile else False
 
     @classmethod
@@ -112,7 +112,9 @@ class DecodingOptions(Options):
         if sampled and not do_sample:
             raise RequestError("draft 'sample' needs a temperature above 0 (do_sample=True); at 0 use draft 'topk'")
         if sampled and self.stop_drafting:
-            raise OptionError("stop_drafting", "prunes by the drafted tokens, which would bias samples; use draft topk")
+            raise OptionError(
+                "stop_drafting", "prunes by drafted tokens, which would bias samples; use {} topk", "draft"
+            )
         if self.stop_drafting and not rule.walks:
             instead = "typical-sampled" if do_sample else "greedy"
             problem = f"lets texts of acceptance {written!r} depend on the batch; use {instead}"
@@ -177,8 +179,13 @@ class Settings(DecodingOptions):
         return self.rule_for(self.do_sample)
 
     @property
+    def uses_typical(self) -> bool:
+        """Whether typical acceptance is asked for, so that epsilon and delta have an effect."""
+        return self.do_sample and not self.rule.kind.lossless
+
+    @property
     def how(self) -> tuple[AcceptanceRule, str | Literal[False], Amateur | None]:
-        """The arguments `rule`, `compile` and `amateur` of `decode.generation.decoding`."""
+        """The arguments `rule`, `compile` and `amateur` of `decode.texts.stepper_for`."""
         return self.rule, self.compiled, self.amateur
 
     @property

@@ -162,12 +162,9 @@ class Decoding:
         """Time spent decoding. Time that the caller spends between two steps does not count."""
         self._loop = run(stepper, timer or Timer())
 
-    @property
-    def steps(self) -> Iterator[Step]:
-        """Decodes the texts step by step."""
-        return iter(self)  # not kept here: a generator that is dropped ends the decoding at once
-
     def __iter__(self) -> Iterator[Step]:
+        """Decode step by step. An iterator that is dropped ends the decoding."""
+        otherwise = "stopped"
         try:
             start = perf_counter()
             for step in self._loop:
@@ -179,9 +176,10 @@ class Decoding:
                 yield step
                 start = perf_counter()
             self.seconds += perf_counter() - start
+            otherwise = "length"
         finally:
             self._loop.close()
-        self._end("length")
+            self._end(otherwise)
 
     def finish(self, on_step: OnStep | None = None) -> list[Result]:
         """Decode all texts to their ends, and return the results."""
@@ -203,21 +201,6 @@ class Decoding:
             if (kept := self.session.kept_hidden) is not None:
                 length = len(result.input_ids) + len(result.new_ids)  # a text may be cut before its last accepted guess
                 result.hidden = torch.cat(kept[row])[:length]
-
-
-def decoding(
-    model: PreTrainedModel,
-    factory: DrafterFactory | None,
-    requests: Sequence[Request],
-    rule: AcceptanceRule,
-    compile: bool | str = False,
-    amateur: Amateur | None = None,
-    timer: Timer | None = None,
-    keep_hidden: bool = False,
-    keep_drafts: bool = False,
-) -> Decoding:
-    """Begin to decode requests. For the arguments and errors see `stepper_for`."""
-    return Decoding(stepper_for(model, factory, requests, rule, compile, amateur, keep_hidden, keep_drafts), timer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,8 +226,8 @@ class TextGenerator:
         """Begin to decode prompts, or raise a `RequestError`. `keep_drafts`: see `decode.steps`."""
         start = perf_counter()
         requests = prepare(self.model, prompts, seeds, **self.settings.generate_kwargs(self.tokenizer))
-        how = *self.settings.how, self.clock, self.keep_hidden, keep_drafts
-        begun = decoding(self.model, self.source, requests, *how)
+        how = *self.settings.how, self.keep_hidden, keep_drafts
+        begun = Decoding(stepper_for(self.model, self.source, requests, *how), self.clock)
         begun.seconds = perf_counter() - start
         return begun
 

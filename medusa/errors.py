@@ -16,14 +16,15 @@ class RequestError(ValueError):
 class OptionError(RequestError):
     """A wrong option. The message begins with the option's name, which the command line writes as it is typed there."""
 
-    def __init__(self, option: str, problem: str) -> None:
-        """Name the `option` as in Python."""
-        super().__init__(f"{option} {problem}")
-        self.typed = f"--{option.replace('_', '-')} {problem}"
+    def __init__(self, option: str, problem: str, *others: str) -> None:
+        """Name the `option` as in Python, and where `problem` has a {}, each of the `others`."""
+        flags = [f"--{name.replace('_', '-')}" for name in (option, *others)]
+        super().__init__(f"{option} {problem.format(*others) if others else problem}")
+        self.typed = f"{flags[0]} {problem.format(*flags[1:]) if others else problem}"
 
 
 class NotCompilableError(OptionError):
-    """Compiled steps (the option `compile`) are not possible with this model, on this machine or with other options."""
+    """Compiled steps are not possible: the model, the machine or another option rules them out."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("compile", f"is not possible: {reason}; leave it out")

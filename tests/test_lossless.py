@@ -22,7 +22,7 @@ from decode.bench.methods import plain_method
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.settings import Settings
-from decode.texts import decoding
+from decode.texts import Decoding, stepper_for
 from medusa import Tree
 from tests.helpers import (
     FAMILIES,
@@ -627,7 +627,7 @@ def test_models_that_read_the_text_again_at_the_longrope_boundary(family: str) -
 def plain_steps(model: Any, prompt: list[int]) -> Any:
     """Steps of the package's plain decoding."""
     requests = prepare(model, [prompt], max_new_tokens=NEW, do_sample=False)
-    return decoding(model, None, requests, AcceptanceRule("greedy")).steps
+    return iter(Decoding(stepper_for(model, None, requests, AcceptanceRule("greedy"))))
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "phi"])

@@ -29,7 +29,7 @@ from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
 from medusa.memory import bytes_of, peak_memory
 
-LOSSY = [rule.name for rule in RULES.values() if rule.samples and not rule.lossless]
+LOSSY_SAMPLING = [rule.name for rule in RULES.values() if rule.samples and not rule.lossless]
 """The lossy rules for a temperature above 0."""
 
 
@@ -103,7 +103,7 @@ def require_settings(settings: Settings, temperatures: Sequence[float], lossy: b
     """Raise a `RequestError` if `settings` do not suit one of the `temperatures` or, with `lossy`, a lossy rule."""
     for temperature in temperatures:
         lossless_at(settings, temperature)
-    for rule in LOSSY if lossy else ():
+    for rule in LOSSY_SAMPLING if lossy else ():
         sampled_by(settings, rule)
 
 
@@ -130,14 +130,14 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[figures.LossyFigures]:
     contenders = [
         Contender("plain", job.plain(warm)),
         job.by_transformers("transformers", warm),
-        *(Contender(rule, job.drafted(replace(warm, acceptance=rule))) for rule in ("rejection", *LOSSY)),
+        *(Contender(rule, job.drafted(replace(warm, acceptance=rule))) for rule in ("rejection", *LOSSY_SAMPLING)),
     ]
     measured, backbone, rows = job.measure(contenders, 1, "lossy rules"), Backbone(job.loaded.model), []
     for contender in [contenders[0], *contenders[2:]]:
         name, found = contender.name, measured[contender.name]
         likelihood = log_likelihood(backbone, contender.rounds[0], warm.temperature)
         speed = (warm.temperature, found.tau, found.speedup_vs_generate)
-        rows.append(figures.LossyFigures(name, name not in LOSSY, *speed, likelihood))
+        rows.append(figures.LossyFigures(name, name not in LOSSY_SAMPLING, *speed, likelihood))
     return rows
 
 

@@ -49,7 +49,7 @@ class CompiledStepper(Stepper):
         self.tree: Layout = Tree.chain(0) if factory is None else factory.tree
         tree = self.tree
         if tree.min_probability:
-            raise OptionError("compile", ONE_SHAPE)
+            raise OptionError("compile", ONE_SHAPE, "stop_drafting")
         self.regions = Regions.of(session.backbone.model)  # before the key, which lists the model's attributes
         self.taken: Region | None = None
         nodes = tree.candidates
@@ -138,7 +138,7 @@ def option_key(target: Target, rule: AcceptanceRule) -> Key:
     if target.kept_scores is not None or target.kept_logits is not None:
         raise NotCompilableError("a compiled step gives no output_scores or output_logits")
     if rule.draft == "sample":
-        raise OptionError("compile", "cannot be combined with draft sample; use draft topk")
+        raise OptionError("compile", "cannot be combined with {} sample; use {} topk", "draft", "draft")
     return (*rule, target.truncation, target.do_sample, kinds[0])
 
 

@@ -234,6 +234,7 @@ class ModelDrafter(LevelwiseDrafter):
         self._follow(rows)
         self._first = self._read_new_text(rows)
         self.text_lengths, self.levels_read = list(self.cache.lengths), []
+        self.starts = self.cache.filled.clone()
         return (frontier.root.new_empty(len(rows), 1, 0),)
 
     def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
@@ -247,9 +248,8 @@ class ModelDrafter(LevelwiseDrafter):
         seen = torch.cat([above, itself], dim=-1)  # [B, W, A + 1]
         self.cache.open(width)
         self.cache.append(width)
-        starts = on_device(self.text_lengths, self.device)
-        positions = (starts[:, None] + (depth - 1)).expand(-1, width)
-        logits = self.reader.forward(tokens, positions, self._masks(seen, starts)).logits
+        positions = (self.starts[:, None] + (depth - 1)).expand(-1, width)
+        logits = self.reader.forward(tokens, positions, self._masks(seen)).logits
         self.cache.keep([width] * rows)
         return Guesses(self._candidates(logits), (seen,))
 
@@ -260,13 +260,13 @@ class ModelDrafter(LevelwiseDrafter):
         limit = top_k(logits, self.source.topk).values[..., -1:]
         return logits.masked_fill(logits < limit, -torch.inf)
 
-    def _masks(self, seen: Tensor, starts: Tensor) -> Mask | None:
+    def _masks(self, seen: Tensor) -> Mask | None:
         """Make attention masks [B, 1, W, S] of W nodes over S cache slots; `None` if a causal mask is enough.
 
-        A node sees the text up to `starts` [B], and the slots `seen` [B, W, A + 1] of its A ancestors and itself."""
+        A node sees the text, and the slots `seen` [B, W, A + 1] of its A drafted ancestors and itself."""
         if self.layers.is_full and self.cache.even is not None and self.is_chain:
             return None
         depth = torch.full(seen.shape[:2], seen.shape[-1] - 1, device=self.device)
         depths = [level for level, (tokens, _) in enumerate(self.levels_read) for _ in range(tokens.shape[1])]
         of_all = on_device(depths, self.device)
-        return grown_masks(self.layers, self.backbone.dtype, starts, seen, depth, of_all, self.cache.width)
+        return grown_masks(self.layers, self.backbone.dtype, self.starts, seen, depth, of_all, self.cache.width)

@@ -90,9 +90,8 @@ class Amateur(ReaderFactory):
         """Raise a `RequestError` if the amateur does not fit the model or the requests, or steps are to be compiled."""
         require_uncontrasted(compile, self)
         require_same_vocabulary(self.name, self.model.config, model.config, "amateur")
-        own, expected = Backbone(self.model).device, Backbone(model).device
-        if own != expected:
-            where = f"the amateur {self.name} is on {own}, the backbone on {expected}"
+        if self.model.device != model.device:
+            where = f"the amateur {self.name} is on {self.model.device}, the backbone on {model.device}"
             raise RequestError(f"{where}; load both on one device")
         require_tree_forward(self.model)
         require_fitting([request.prompt for request in requests], Backbone(self.model), "amateur")

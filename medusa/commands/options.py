@@ -16,7 +16,7 @@ from decode.settings import Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
 from medusa.commands.effects import require_revisions, require_splits
 from medusa.commands.prompting import raw_option, template_option
-from medusa.errors import RequestError
+from medusa.errors import OptionError, RequestError
 from medusa.files import require_writable, write_json
 from medusa.options import QUANTIZATIONS, LoadOptions, Options, count, group, option
 from medusa.places import may_be_on_hub
@@ -255,10 +255,8 @@ class CommandOptions(Options):
         if not self.uses_typical:
             for name in ("epsilon", "delta"):
                 if (value := getattr(self.settings, name)) != getattr(Settings, name):
-                    raise RequestError(
-                        f"--{name} {value:g} has an effect only with typical acceptance; add --acceptance typical "
-                        f"--temperature T, or leave out --{name}"
-                    )
+                    problem = f"{value:g} needs typical acceptance; add {{}} typical {{}} T, or leave it out"
+                    raise OptionError(name, problem, "acceptance", "temperature")
         sampling = [name for name in SAMPLING if getattr(self.settings, name) != SAMPLING[name]]
         if sampling and not self.may_sample:
             flag = f"--{sampling[0].replace('_', '-')}"
@@ -272,7 +270,7 @@ class CommandOptions(Options):
     @property
     def uses_typical(self) -> bool:
         """Whether the command decodes by typical acceptance, so that --epsilon and --delta have an effect."""
-        return self.settings.do_sample and not self.settings.rule.kind.lossless
+        return self.settings.uses_typical
 
     @property
     def draft_models(self) -> tuple[str, ...]:

@@ -290,8 +290,8 @@ LINES = {
 --report x.html --json x.html -> --json and --report both write x.html
 --report /proc/x -> nothing can be written in /proc
 --report notes.txt/x -> notes.txt is a file
---epsilon 0.2 -> --epsilon 0.2 has an effect only with typical acceptance
---temperature 1 --delta 0.2 -> --delta 0.2 has an effect only with typical acceptance
+--epsilon 0.2 -> --epsilon 0.2 needs typical acceptance
+--temperature 1 --delta 0.2 -> --delta 0.2 needs typical acceptance
 --temperature 1 --draft sample --temperatures 0,1 -> with 'greedy' use draft 'topk'
 --tree dynamic:16 --stop-drafting 0.1 --lossy -> depend on the batch; use typical
 --top-p 0.9 --temperatures 0 -> --top-p has no effect

@@ -24,7 +24,7 @@ from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.settings import Settings
 from decode.target import Target
-from decode.texts import decoding
+from decode.texts import Decoding, stepper_for
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.checkpoints.stored import CONFIG, WEIGHTS
@@ -144,7 +144,7 @@ def test_drafts_follow_changes_of_the_lm_head(kind: str, compile: bool, monkeypa
 
     def drafted(heads: MedusaHeads, compile: bool) -> list[Any]:
         factory, rule = TrainedHeads(heads, Tree.chain(HEADS)), AcceptanceRule("typical", epsilon=1e-9, delta=1e-9)
-        return [step.ids for step in decoding(model, factory, requests, rule, compile=compile).steps]
+        return [step.ids for step in Decoding(stepper_for(model, factory, requests, rule, compile=compile))]
 
     before = drafted(some, compile)
     model.lm_head.weight.data.copy_(model.lm_head.weight.data.roll(1, 0))

@@ -26,7 +26,7 @@ from decode.accept import Acceptance, Truncation, accept_walk
 from decode.bench.losslessness.chi2 import goodness_of_fit
 from decode.compiled import region
 from decode.compiled.region import Regions
-from decode.compiled.stepper import _has_compiler, option_key
+from decode.compiled.stepper import _has_compiler
 from decode.draft import Draft
 from decode.drafters.layouts import DynamicTree, resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
@@ -35,8 +35,8 @@ from decode.ops.draws import BlockDraws
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.sequences import Request
-from decode.target import Target
-from decode.texts import decoding
+from decode.target import Target, settings_of
+from decode.texts import Decoding, stepper_for
 from decode.topology import Topology
 from medusa import Tree
 from medusa.errors import RequestError
@@ -136,7 +136,7 @@ def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
     eager, fixed = (
         [
             (step.ids, step.lengths)
-            for step in decoding(llama, factory, requests, AcceptanceRule("greedy"), compile=c).steps
+            for step in Decoding(stepper_for(llama, factory, requests, AcceptanceRule("greedy"), compile=c))
         ]
         for c in (False, True)
     )
@@ -200,13 +200,15 @@ def test_rows_end_one_after_the_other() -> None:
     long = [plain(model, prompt, max_new_tokens=30, eos_token_id=None) for prompt in prompts]
     stop = long[1][4]  # ends one row early, and others where it comes
     found = list(
-        decoding(
-            model,
-            TrainedHeads(heads, resolve_tree(TREES["static"], heads)),
-            prepare(model, prompts, max_new_tokens=30, do_sample=False, eos_token_id=stop),
-            AcceptanceRule("greedy"),
-            compile=True,
-        ).steps
+        Decoding(
+            stepper_for(
+                model,
+                TrainedHeads(heads, resolve_tree(TREES["static"], heads)),
+                prepare(model, prompts, max_new_tokens=30, do_sample=False, eos_token_id=stop),
+                AcceptanceRule("greedy"),
+                compile=True,
+            )
+        )
     )
     written: dict[int, list[int]] = {}
     for step in found:
@@ -229,7 +231,7 @@ def test_a_text_outgrows_its_cache(llama: Any, monkeypatch: pytest.MonkeyPatch) 
 def all_accepted(model: Any, heads: Any, requests: list[Request], compile: bool) -> list[tuple[Any, Any]]:
     """The steps with a chain of guesses and a rule that accepts them all, which shows the drafts."""
     factory, rule = TrainedHeads(heads, Tree.chain(heads.config.num_heads)), AcceptanceRule("typical", 1e-9, 1e-9)
-    return [(step.ids, step.lengths) for step in decoding(model, factory, requests, rule, compile=compile).steps]
+    return [(step.ids, step.lengths) for step in Decoding(stepper_for(model, factory, requests, rule, compile=compile))]
 
 
 @pytest.mark.usefixtures("as_written")
@@ -489,10 +491,7 @@ def test_a_hook_registered_later_is_detected() -> None:
 
 def test_sampling_options_that_look_alike() -> None:
     """The options differ beyond the four digits of a tensor's repr."""
-    request = prepare(tiny_model("llama"), [random_ids(3)], max_new_tokens=3, do_sample=True)[0]
-    rule, warpers = AcceptanceRule("rejection"), [EtaLogitsWarper(e) for e in (0.00031, 0.00034, 0.00034)]
-    targets = [Target([request._replace(processors=LogitsProcessorList([warper]))]) for warper in warpers]
-    keys = [option_key(target, rule) for target in targets]
+    keys = [settings_of(LogitsProcessorList([EtaLogitsWarper(epsilon)])) for epsilon in (0.00031, 0.00034, 0.00034)]
     assert keys[0] != keys[1] == keys[2]
 
 
@@ -578,6 +577,7 @@ def test_a_longer_text_compiles_nothing(kind: str, monkeypatch: pytest.MonkeyPat
     ("family", "heads_options", "options", "said"),
     [
         ("llama", {}, {"repetition_penalty": 1.3}, "RepetitionPenalty"),
+        ("llama", {}, {"do_sample": True, "eta_cutoff": 0.01}, "use epsilon_cutoff"),
         ("llama", {}, {"do_sample": True, "draft": "sample"}, "use draft topk"),
         ("llama", {}, {"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
         ("phi3, longrope", {}, {}, "longrope"),
@@ -595,4 +595,4 @@ def test_unsupported_options_are_rejected(
 def test_hidden_states_cannot_be_kept(llama: Any) -> None:
     requests = prepare(llama, [random_ids(4)], max_new_tokens=4, do_sample=False)
     with pytest.raises(RequestError, match="hidden states"):
-        decoding(llama, None, requests, AcceptanceRule("greedy"), keep_hidden=True, compile=True)
+        stepper_for(llama, None, requests, AcceptanceRule("greedy"), keep_hidden=True, compile=True)

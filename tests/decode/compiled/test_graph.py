@@ -22,7 +22,7 @@ from decode.drafters.trained_heads import TrainedHeads
 from decode.ops.draws import cumulative, invert_each
 from decode.request import prepare
 from decode.rules import AcceptanceRule
-from decode.texts import decoding
+from decode.texts import Decoding, stepper_for
 from medusa import Tree
 from tests.helpers import random_heads, random_ids, random_tree, tiny_model
 
@@ -46,7 +46,7 @@ def final_graph(model: Any, heads: Any, tree: Tree, batch: int) -> torch.fx.Grap
     with pytest.MonkeyPatch.context() as patch, inductor.patch(fx_graph_cache=False):
         patch.setattr(post_grad, "reinplace_inplaceable_ops", last)
         with pytest.raises(Stop):
-            next(iter(decoding(model, factory, requests, AcceptanceRule("greedy"), compile=True).steps))
+            next(iter(Decoding(stepper_for(model, factory, requests, AcceptanceRule("greedy"), compile=True))))
     return found[0]
 
 

@@ -12,9 +12,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode import generate
+from decode.draft import Draft, Frontier, NoDraft
 from decode.ops import fast_linear as module
 from decode.ops.fast_linear import MIN_PRODUCTS, fast_linear, linear
-from tests.helpers import left_padded, plain, random_heads, random_ids, tiny_model
+from decode.request import prepare
+from decode.rules import AcceptanceRule
+from decode.session import Session
+from tests.helpers import left_padded, plain, random_heads, random_ids, run_steps, tiny_model
 
 STOCK = torch._C._nn.linear
 WEIGHT = torch.nn.Parameter(torch.randn(1024, 256))
@@ -144,3 +148,20 @@ def test_text_equals_generate(family: str, monkeypatch: pytest.MonkeyPatch) -> N
         out = generate(model, random_heads(model), **left_padded(prompts), tree="topk:3,2,1", **options)
     assert used.count > 24
     assert out[:, 12:].tolist() == [plain(model, prompt, **options) for prompt in prompts]
+
+
+@torch.no_grad()
+def test_drafts_take_it_too() -> None:
+    """Heads that share the LM head spend most of a draft's time there."""
+    seen: list[int] = []
+
+    class Recording(NoDraft):
+        def propose(self, frontier: Frontier) -> Draft:
+            seen.append(used_in(WEIGHT, 1))  # only an outer context counts
+            return super().propose(frontier)
+
+    model = tiny_model("llama", vocab_size=1 << 16)
+    requests = prepare(model, [random_ids(3), random_ids(4)], max_new_tokens=4, do_sample=False, eos_token_id=None)
+    run_steps(Session(model, requests), Recording(torch.device("cpu")), AcceptanceRule("greedy"))
+    assert seen
+    assert set(seen) == {1}

@@ -145,7 +145,7 @@ def test_a_stopped_run_keeps_its_tokens(generator: TextGenerator) -> None:
     result = run.results[0]
     assert result.finish_reason == "stopped"
     assert 0 < len(result.new_ids) < 24
-    assert list(run.steps) == []
+    assert list(run) == []
 
 
 def test_a_seed_gives_one_sample_with_a_drafter_and_without(generator: TextGenerator) -> None:

@@ -15,7 +15,12 @@ from decode.bench.losslessness.cases import RULES, passes
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.losslessness.verify import compare_greedy
 from decode.bench.methods import medusa_method, plain_method, transformers_method
+from decode.draft import NoDraft
 from decode.drafters.trained_heads import TrainedHeads
+from decode.loop import Stepper, Timer, run
+from decode.request import prepare
+from decode.rules import AcceptanceRule
+from decode.session import Session
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast, ContrastReader
 from decode.texts import Result
@@ -46,6 +51,23 @@ def expert() -> Any:
 @pytest.fixture(scope="module")
 def small() -> Any:
     return tiny_model("llama", seed=5, num_hidden_layers=1, initializer_range=0.15)
+
+
+def test_both_caches_hold_the_text_when_the_expert_reads_it_again(small: Any) -> None:
+    """Phi-3 reads its text again at the longrope boundary, 32 tokens here; the amateur does not."""
+    expert, lengths = tiny_model("phi3, longrope"), []
+    requests = prepare(expert, [random_ids(28)], max_new_tokens=12, do_sample=False, eos_token_id=None)
+    session = Session(expert, requests, readers=Amateur.of(small))
+    for _ in run(Stepper(session, NoDraft(torch.device("cpu")), AcceptanceRule("greedy")), Timer()):
+        lengths.append([list(cache.lengths) for cache in session.reader.caches])
+    assert lengths[-1][0][0] > 32
+    assert all(mine == theirs for mine, theirs in lengths)
+
+
+def test_an_amateur_on_another_device_is_refused(expert: Any) -> None:
+    elsewhere = tiny_model("llama", seed=5).to("meta")
+    with pytest.raises(RequestError, match="is on meta, the backbone on cpu; load both on one device"):
+        generate(expert, drafter="ngram", input_ids=torch.tensor([PROMPTS[0]]), amateur=elsewhere, max_new_tokens=3)
 
 
 # --- the formula -----------------------------------------------------------------------------------------------------
