@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -554,8 +555,14 @@ def test_a_run_that_is_stopped_in_every_stage(
     Training is not repeated, even if the signal comes before the state is written."""
     folder, ran = tmp_path / "heads", list[str]()
     state, weights = folder / "fit.json", folder / "stages" / "markov" / WEIGHTS
+
+    def run_until(stopped: str, name: str) -> None:
+        ran.append(name)
+        if name == stopped:
+            stop()
+
     for stopped in ("text", "train markov", "calibrate markov", "benchmark"):
-        before(lambda name, stopped=stopped: (ran.append(name), name == stopped and stop()))  # type: ignore[misc]
+        before(partial(run_until, stopped))
         assert main(command()) == 143
         told = capsys.readouterr().err
         assert f"this command continues: medusa fit {place.backbone} --prompts" in told
