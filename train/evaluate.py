@@ -48,9 +48,7 @@ class GuessCounts:
         self.accepted = torch.zeros((), dtype=torch.float64)  # guesses that the tree accepts
 
     def add(self, ranks: Tensor, labelled: Tensor) -> None:
-        """Count the right guesses of K heads at P positions from the ranks [K, P] of the labels, made by `label_ranks`.
-
-        `labelled` [K, P] is True where a head has a label."""
+        """Count right guesses by the ranks [K, P] of `label_ranks`; `labelled` [K, P]: where there is a label."""
         ranks, labelled = ranks.cpu(), labelled.cpu()
         for rank in range(max(TOPS)):
             self.hits[:, rank] += ((ranks == rank) & labelled).sum(1)

@@ -41,6 +41,11 @@ class HeadLosses(NamedTuple):
     """Number of labels that are the head's best guess. With a teacher, a label is the backbone's best token."""
     total: Tensor  # number of labels of each head
 
+    @property
+    def sums(self) -> Tensor:
+        """The sums of losses, right guesses and labels of each head, which can be added up over batches."""
+        return torch.stack([self.loss * self.total, self.correct, self.total])
+
 
 def head_losses(
     heads: MedusaHeads,
@@ -139,7 +144,7 @@ def _lm_heads(heads: MedusaHeads, lm_head: nn.Module | None) -> tuple[Tensor, Te
 
 
 def _power_of_two(value: Tensor) -> Tensor:
-    """Round positive numbers to a power of two, by which a product is exact."""
+    """Round a positive number to a power of two, by which a product is exact."""
     return value / value.frexp().mantissa
 
 

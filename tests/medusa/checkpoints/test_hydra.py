@@ -22,7 +22,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from tests.helpers import left_padded, plain, random_ids, tiny_model
 from train.config import HeadsConfig
-from train.heads import new_heads
+from train.heads import startable
 
 HEADS, LAYERS = 3, 3
 EPS, THETA = 1e-3, 500.0
@@ -194,7 +194,7 @@ def test_the_copied_embedding_identifies_the_backbone(model: Any, tmp_path: Path
 def test_training_hydra_heads_is_rejected(model: Any, tmp_path: Path) -> None:
     write(tmp_path, checkpoint(model))
     with pytest.raises(RequestError, match="blocks of type hydra, which can decode but not be trained"):
-        new_heads(model, HeadsConfig(num=HEADS, kind="hydra", start=str(tmp_path)), "tiny")
+        startable(str(tmp_path), HeadsConfig(num=HEADS, kind="hydra"), 64, 96)
 
 
 def without(name: str) -> Any:
