@@ -14,6 +14,7 @@ from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.folder import load
 from medusa.config import USUAL_LAYERS, MedusaConfig
 from medusa.errors import RequestError
+from medusa.files import Json
 from medusa.fingerprint import fingerprint
 from medusa.heads import class_of
 from medusa.heads.independent import MedusaHeads
@@ -72,8 +73,8 @@ def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: 
     backbone, num_heads = Backbone(model), asked.num or NUM_HEADS
     if name != SHIPPED and Path(name).exists():  # absolute: the heads may be used from another folder
         name = str(Path(name).resolve())
-    origin = {"base_model_name_or_path": name, "backbone": fingerprint(model, name, revision)}
-    origin |= {"vocabulary": asked.vocabulary or None}
+    origin: Json = {"base_model_name_or_path": name, "backbone": fingerprint(model, name, revision)}
+    origin["vocabulary"] = asked.vocabulary or None
     kind = asked.kind or "medusa"
     native: MedusaConfig | None = class_of(kind).config_from(model.config, num_heads)
     if native is not None:

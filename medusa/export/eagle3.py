@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from medusa.backbone import usual_layers
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors
 from medusa.checkpoints.eagle3 import to_eagle3
-from medusa.checkpoints.eagle_config import IDS
+from medusa.checkpoints.eagle_config import IDS, SWITCHES
 from medusa.checkpoints.stored import CONFIG, save_tensors
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
@@ -28,8 +28,6 @@ from medusa.options import dtype_name
 
 MODEL_WEIGHTS = "model.safetensors"
 """The file of weights that all consumers load."""
-
-SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 VARIANTS = {  # the variants of a layer (`medusa.heads.eagle_layer.VARIANTS`) that each consumer reads
     "vllm": SWITCHES,
     "sglang": ("fc_norm", "norm_output"),

@@ -75,12 +75,12 @@ def conversation(
             continue
         last = turn == len(messages) - 1
         try:
-            try:
-                shown = prompt_text(record, tokenizer, options, turn)
-                whole = everything if last else render(messages[: turn + 1])
-            except RequestError as error:  # the template accepts the conversation only as a whole
-                raise LeftOutError(ELSEWHERE, str(error)) from None
+            shown = prompt_text(record, tokenizer, options, turn)
+            whole = everything if last else render(messages[: turn + 1])
             found = _written(messages[: turn + 1], shown, whole, render, special, last and record.unfinished)
+        except RequestError as error:  # the template accepts the conversation only as a whole
+            left_out.append(LeftOutError(ELSEWHERE, str(error)))
+            continue
         except LeftOutError as error:
             left_out.append(error)
             continue
