@@ -31,6 +31,7 @@ from train.recipe import parse_recipe
 from train.run import plan_features
 
 WEIGHTS = "medusa_lm_head.safetensors"
+LAYERS = {"kind": "eagle", "block": "gated", "feature_layers": "usual"}
 
 
 @pytest.fixture
@@ -146,6 +147,7 @@ def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
         ({"training": {"eval_tree": "typo"}}, "no tree 'typo'"),
         ({"adapter": {}, "heads": {"vocabulary": 32}}, "teacher_tilt needs heads that guess among all tokens"),
         ({"adapter": {"lm_head": True}, "heads": {"lm_head": "shared"}}, "needs one LM head per head"),
+        ({"adapter": {}, "heads": LAYERS}, "adapter cannot be trained with heads that read several layers"),
         ({"heads": {"start": "absent/heads"}}, "absent/heads"),
         ({"training": {"report_to": "wandb"}}, r"training\.report_to is 'wandb', which is not installed; install it"),
         ({"training": {"report_to": "wanb"}}, r"training\.report_to is 'wanb'; choose one of .*did you mean wandb"),
