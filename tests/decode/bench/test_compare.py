@@ -9,7 +9,7 @@ import pytest
 
 from decode.bench.benchmark import run_rounds, summarize
 from decode.bench.compare import compare
-from decode.bench.figures import BenchmarkResult
+from decode.bench.result import BenchmarkResult
 from medusa import RequestError
 from tests.decode.bench.made_up import Fake, contenders, result_of
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from decode.bench.figures import BenchmarkResult
-from decode.bench.headline import FASTER, NO_GAIN, NOT_MEASURED, SLOWER
 from decode.bench.report.page import benchmark_page
 from decode.bench.report.terminal import print_benchmark, print_headline
+from decode.bench.result import FASTER, NO_GAIN, NOT_MEASURED, SLOWER, BenchmarkResult
 from tests.decode.bench.made_up import outcome
 
 FAST, SAME, SLOW = [0.5, 0.45, 0.55], [1.0, 1.1], [2.0, 2.1, 1.9]
