@@ -17,18 +17,14 @@ from nicegui import ui
 from nicegui.testing import user_simulation
 
 from decode.draft import DraftRecord
-from decode.drafters import drafter_factory
-from decode.drafters.base import DrafterContext
 from decode.serve.chat import ChatWorker, Conversation, Side, Snapshot, verdict
 from decode.serve.chat_card import marked
 from decode.serve.chat_options import NO_DRAFTER, drafters_of
 from decode.serve.chat_page import ChatPage, PageConfig
 from decode.settings import Settings
 from decode.texts import Result, TextGenerator
-from medusa.heads.independent import MedusaHeads
-from medusa.loading import load_backbone
 from medusa.records.pieces import TextPiece, TextStream
-from tests.decode.serve.server_tools import begin
+from tests.decode.serve.server_tools import begin, demo_generator
 from tests.train.templates import CHATML
 
 SHORT = Settings(max_new_tokens=16)
@@ -37,10 +33,7 @@ RECORD = DraftRecord([5, 6], [0, 0], [0, 1])
 
 @pytest.fixture(scope="module")
 def generator() -> TextGenerator:
-    loaded = load_backbone("demo")
-    source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
-    assert loaded.tokenizer is not None
-    return TextGenerator(loaded.model, SHORT, loaded.tokenizer, source)
+    return demo_generator(SHORT)
 
 
 @pytest.fixture

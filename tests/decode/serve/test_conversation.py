@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 
-from decode.drafters import drafter_factory
-from decode.drafters.base import DrafterContext
+from decode.loop import Step
 from decode.serve.chat import Conversation, Side, race
 from decode.settings import Settings
 from decode.texts import Decoding, Result, TextGenerator
 from medusa.errors import RequestError
-from medusa.heads.independent import MedusaHeads
-from medusa.loading import load_backbone
 from medusa.records.pieces import TextStream
-from tests.decode.serve.server_tools import begin
+from tests.decode.serve.server_tools import begin, demo_generator
 from tests.train.templates import CHATML
 
 SHORT = Settings(max_new_tokens=24)
@@ -24,10 +21,7 @@ PROMPT = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def generator() -> TextGenerator:
-    loaded = load_backbone("demo")
-    source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
-    assert loaded.tokenizer is not None
-    return TextGenerator(loaded.model, SHORT, loaded.tokenizer, source)
+    return demo_generator(SHORT)
 
 
 @pytest.fixture
@@ -168,8 +162,6 @@ class Scripted(Decoding):
         self.name, self.each, self.count, self.notes, self.seconds = name, seconds, count, notes, 0.0
 
     def __iter__(self) -> Any:
-        from decode.loop import Step
-
         for _ in range(self.count):
             self.seconds += self.each
             self.notes.append(self.name)
