@@ -90,34 +90,26 @@ def decoded(llama: Any) -> tuple[Any, Any, list[tuple[list[int], list[int]]]]:
     return llama, heads, [(result.input_ids, result.new_ids) for result in results]
 
 
-@pytest.mark.parametrize("spec", ["chain", "topk:4,3,2", "topk:12"])
-def test_recorded_ranks_predict_every_step(decoded: Any, spec: str) -> None:
-    """Each step of real decoding, not only the mean, starts and ends where the replay of the recording predicts."""
-    model, heads, texts = decoded
-    tree = Tree.chain(3) if spec == "chain" else Tree.top_k([int(w) for w in spec[5:].split(",")])
-    recording = record(Backbone(model), heads, texts)
-    method = medusa_method(model, heads, SETTINGS, tree=tree)
-    lengths = []
-    for (prompt, new), ranks in zip(texts, recording.ranks, strict=True):
-        (result,) = method([prompt])
-        assert result.new_ids == new
-        ends = list(itertools.accumulate(result.uncut_lengths, initial=0))
-        predicted = starts_of(tree, ranks)
-        assert ends[: len(predicted)] == predicted
-        lengths += result.uncut_lengths[: len(predicted)]
-    assert predicted_tau(tree, recording) == pytest.approx(sum(lengths) / len(lengths))
-    assert sum(lengths) > len(lengths), "nothing was accepted: no power"
+TREES = {"chain": Tree.chain(3), "4,3,2": Tree.top_k([4, 3, 2]), "12": Tree.top_k([12])}
+TREES |= {f"dynamic {nodes}": DynamicTree.over_heads(nodes, 3, (0.7, 1.0, 1.5)) for nodes in (2, 6, 20)}
 
 
-@pytest.mark.parametrize("nodes", [2, 6, 20])
-def test_steps_of_a_dynamic_tree_are_predicted(decoded: Any, nodes: int) -> None:
+@pytest.mark.parametrize("name", [*TREES, "sampled"])
+def test_recorded_ranks_predict_every_step(decoded: Any, name: str) -> None:
+    """Each step of real decoding, not only the mean, starts and ends where the replay of the recording predicts.
+
+    Rejection accepts the sampled tokens, and a prompt's sample depends on its seed alone, with or without heads."""
     model, heads, texts = decoded
+    tree, settings, seeds = TREES.get(name, Tree.top_k([6, 4])), SETTINGS, list(range(len(texts)))
+    if name == "sampled":
+        settings = replace(SETTINGS, temperature=0.6)
+        plain = plain_method(model, settings)([prompt for prompt, _ in texts], seeds=seeds)
+        texts = [(result.input_ids, result.new_ids) for result in plain]
     recording = record(Backbone(model), heads, texts)
-    tree = DynamicTree.over_heads(nodes, 3, (0.7, 1.0, 1.5))
-    method = medusa_method(model, heads, SETTINGS, tree=tree)
+    method = medusa_method(model, heads, settings, tree=tree)
     lengths = []
     for index, (prompt, new) in enumerate(texts):
-        (result,) = method([prompt])
+        (result,) = method([prompt], seeds=[index])
         assert result.new_ids == new
         predicted = starts(recording.accepted(tree, index), 3)
         assert list(itertools.accumulate(result.uncut_lengths, initial=0))[: len(predicted)] == predicted
@@ -143,19 +135,6 @@ def test_fitted_temperatures_make_the_next_tokens_most_probable(decoded: Any) ->
         assert losses[TEMPERATURES.index(found[head])] == min(losses)
 
 
-def test_sampled_text_is_predicted_too(decoded: Any) -> None:
-    """Rejection accepts the sampled tokens, and a prompt's sample depends on its seed alone, with or without heads."""
-    model, heads, texts = decoded
-    settings, prompts = Settings(max_new_tokens=40, temperature=0.6), [prompt for prompt, _ in texts]
-    plain = plain_method(model, settings)(prompts, seeds=list(range(6)))
-    recording = record(Backbone(model), heads, [(result.input_ids, result.new_ids) for result in plain])
-    tree = Tree.top_k([6, 4])
-    for index, (prompt, ranks) in enumerate(zip(prompts, recording.ranks, strict=True)):
-        (result,) = medusa_method(model, heads, settings, tree=tree)([prompt], seeds=[index])
-        ends = list(itertools.accumulate(result.uncut_lengths, initial=0))
-        assert ends[: len(starts_of(tree, ranks))] == starts_of(tree, ranks)
-
-
 @pytest.mark.parametrize("nodes", [2, 5, 9, 20])
 def test_no_random_tree_of_the_size_beats_the_grown_one(nodes: int) -> None:
     recording = Recording([random_ranks(seed, 300) for seed in range(5)])
@@ -166,6 +145,8 @@ def test_no_random_tree_of_the_size_beats_the_grown_one(nodes: int) -> None:
     assert tau >= max(predicted_tau(tree, recording) for tree in others)
     if nodes <= 5:
         assert tau >= predicted_tau(Tree.chain(nodes - 1), recording)
+    never_right = Recording([torch.full((50, 3), MISSED)])
+    assert grow(never_right, nodes).num_nodes == 1
 
 
 def test_counting_where_steps_start_gives_better_trees() -> None:
@@ -218,10 +199,6 @@ def test_trees_that_cannot_be_the_fastest_are_not_decoded() -> None:
     assert {point.nodes for point in found if point.dynamic} == set(decoded)
     everything = [*found, *(CalibrationPoint(n, [], measured(trees[n]), 1000 * s, True) for n, s in ((4, 0.02),))]
     assert found[calibrate.best_of(found)] == everything[calibrate.best_of(everything)]
-
-
-def test_heads_that_are_never_correct_get_a_tree_with_only_the_root() -> None:
-    assert grow(Recording([torch.full((50, 3), MISSED)]), 8).num_nodes == 1
 
 
 @pytest.mark.usefixtures("few_steps")
