@@ -107,20 +107,6 @@ def test_a_full_context_is_reported(generator: TextGenerator) -> None:
 # --- runs -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_equals_the_method(generator: TextGenerator) -> None:
-    ids = generator.tokenizer(PROMPT)["input_ids"]
-    expected = TextGenerator(generator.model, SHORT)([ids])[0]
-    for source in (None, generator.source):
-        run = begin(generator, ids, source=source)
-        steps = [step.ids[0] for step in run]
-        result = run.results[0]
-        assert [token for step in steps for token in step] == result.new_ids == expected.new_ids
-        assert [len(step) for step in steps] == result.step_lengths
-        assert result.finish_reason == expected.finish_reason == "length"
-        assert result.seconds > 0
-        assert (max(result.step_lengths) > 1) is not (source is None)
-
-
 def test_seconds_count_only_decoding(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock does not move while the loop computes, so every second comes from the reader."""
     now = [0.0]
@@ -140,16 +126,6 @@ def test_a_stopped_run_keeps_its_tokens(generator: TextGenerator) -> None:
     assert result.finish_reason == "stopped"
     assert 0 < len(result.new_ids) < 24
     assert list(run) == []
-
-
-def test_a_seed_gives_one_sample_with_a_drafter_and_without(generator: TextGenerator) -> None:
-    ids, settings = generator.tokenizer(PROMPT)["input_ids"], Settings(max_new_tokens=24, temperature=1.0)
-    texts = []
-    for seed, source in ((3, None), (3, generator.source), (4, generator.source)):
-        run = begin(generator, ids, settings, seed, source=source)
-        list(run)
-        texts.append(run.results[0].new_ids)
-    assert texts[0] == texts[1] != texts[2]
 
 
 # --- a race ----------------------------------------------------------------------------------------------------------
