@@ -50,16 +50,16 @@ class AdaptiveStepper(Stepper):
         texts = len(self.rows)
         start, chosen = self.clock(), self.pace.choose(texts)
         factory = self.drafts[chosen]
-        outcome = self._plain_step(timer) if factory is None else self._drafted_step(timer, chosen, factory)
+        if factory is None:
+            outcome = self._plain_step(timer)
+        else:
+            self._fill_caches()
+            if chosen not in self.drafters:
+                self.drafters[chosen] = factory.start(self.session)
+            self.drafter = self.drafters[chosen]
+            outcome = super().step(timer)
         self.pace.add(texts, chosen, self.clock() - start, sum(outcome.lengths))
         return outcome
-
-    def _drafted_step(self, timer: Timer, chosen: int, factory: DrafterFactory) -> StepOutcome:
-        self._fill_caches()
-        if chosen not in self.drafters:
-            self.drafters[chosen] = factory.start(self.session)
-        self.drafter = self.drafters[chosen]
-        return super().step(timer)
 
     def _plain_step(self, timer: Timer) -> StepOutcome:
         self.drafter, state = self.none, self.state

@@ -48,7 +48,7 @@ class Pace:
         for draft in reversed(drafts):
             few = self.nodes[draft] > 1 and self.seen[draft] < SEEN
             tried = self.times.get((group, draft), ())
-            if few or (len(tried) < TRIES and not (self._is_behind(group, draft) and not tried)):
+            if few or (len(tried) < TRIES and (tried or not self._is_behind(group, draft))):
                 return draft
         costs = [self._cost(group, draft) for draft in drafts]
         best = min(drafts, key=costs.__getitem__)
