@@ -20,7 +20,7 @@ pytest.importorskip("IPython", reason="needs ipykernel, of the dev extra")
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALLER = {"tour": "new_tokens = 24", "train": "texts, steps, prompts = 4, 2, 1", "trellis": "texts, steps = 4, 2"}
-TOLD = {"tour": "a step", "tree": "the same logits, node for node", "trellis": "the same drafts in all", "train": ""}
+TOLD = {"tour": "a step", "tree": "the same logits, node for node", "trellis": "the same draft of", "train": ""}
 """What each notebook prints at its end."""
 
 

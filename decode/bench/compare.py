@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode.bench.figures import BenchmarkResult, MethodFigures, PromptFigures
-from decode.bench.headline import Interval
+from decode.bench.figures import Interval, MethodFigures, PromptFigures
+from decode.bench.result import BenchmarkResult
 from medusa.errors import RequestError
 
 NUM_DRAWS = 2000  # number of bootstrap draws

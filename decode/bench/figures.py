@@ -1,4 +1,4 @@
-"""The metrics of a benchmark, and the JSON format in which `medusa benchmark --json` writes them (docs/results.md).
+"""The figures of the methods of a benchmark, and whether a calibration predicted them.
 
 tau is the mean number of tokens per step, root included: over the steps of all texts together (`tau`), or computed for
 each text and then averaged over the texts (`mean_tau`). Files of earlier versions may lack the fields with defaults.
@@ -6,17 +6,20 @@ each text and then averaged over the texts (`mean_tau`). Files of earlier versio
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Annotated
+from dataclasses import asdict, dataclass
 
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from decode.bench.calibration.stored import Calibration, RecordedTexts
 
-from decode.bench.calibration.stored import Calibration
-from decode.bench.headline import Evidence, Headline, Interval, counted, headline
-from decode.bench.machine import Machine
-from decode.bench.prediction import Prediction
-from decode.rules import is_lossy
-from medusa.errors import RequestError
+Interval = tuple[float, float]  # bounds of 95 % of the resampled values of a metric (`decode.bench.compare`)
+CONFIDENCE = 0.95  # of all intervals
+PERCENT = f"{CONFIDENCE * 100:g} %"
+TOLERANCE = 0.05  # a larger difference, relative to the prediction, is reported
+OTHER_LENGTH = 1.25  # texts that are so many times as long as others are called longer
+
+
+def interval_in_words(interval: Interval | None) -> str:
+    """Format an interval for tables and sentences, such as `1.20 to 1.35`. `None` becomes an empty string."""
+    return "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
 @dataclass
@@ -62,6 +65,38 @@ class AcceptedNode:
 
 
 @dataclass
+class Prediction:
+    """The tau (mean tokens per step) that a calibration predicted for a tree, and the texts that it was made from."""
+
+    tau: float
+    texts: RecordedTexts
+
+    def difference(self, tau: float, interval: Interval | None, prompts_sha256: str | None, length: float) -> str:
+        """Say how far the measured `tau`, with its 95 % `interval`, is from the prediction, and the likely reason.
+
+        The result is empty if the two differ by at most `TOLERANCE`. `prompts_sha256`: hash of the benchmark's prompts.
+        `length`: mean number of new tokens of its texts."""
+        excess = tau / self.tau - 1
+        if abs(excess) <= TOLERANCE:
+            return ""
+        side = "higher" if excess > 0 else "lower"
+        told = f"tau is {tau:.2f}, {abs(excess):.0%} {side} than the calibration predicted ({self.tau:.2f})"
+        return f"{told}. Likely reason: {self._reason(interval, prompts_sha256, length)}."
+
+    def _reason(self, interval: Interval | None, prompts_sha256: str | None, length: float) -> str:
+        if interval is not None and interval[0] <= self.tau <= interval[1]:
+            return f"chance, as the {PERCENT} interval over prompts is {interval_in_words(interval)}; give more prompts"
+        if self.texts.prompts_sha256 is None or self.texts.prompts_sha256 != prompts_sha256:
+            other = f"the calibration was made from other text, {self.texts.described}"
+            return f"{other}; calibrate with prompts like these"
+        calibrated = self.texts.tokens / max(self.texts.texts, 1)
+        if max(calibrated, length) >= OTHER_LENGTH * min(calibrated, length):
+            lengths = f"{length:.0f} tokens on average, and those of the calibration {calibrated:.0f}"
+            return f"these texts have {lengths}; calibrate with the same --max-new-tokens"
+        return "chance, or rounding that changed the text; calibrate with more prompts"
+
+
+@dataclass
 class MethodFigures:
     """The metrics of one decoding method, for all prompts or for the prompts of one category."""
 
@@ -97,172 +132,3 @@ class MethodFigures:
         if self.accepted_by_node is None:  # with a report, null means that no calibration is stored
             optional.append("calibration")
         return {name: value for name, value in content.items() if value is not None or name not in optional}
-
-
-@dataclass
-class MemoryFigures:
-    """Bytes of the weights, and peak memory of the process and of each GPU (`medusa.memory.peak_memory`)."""
-
-    backbone: int
-    heads: int
-    peak: dict[str, int]
-
-
-@dataclass
-class BenchmarkMachine(Machine):
-    """The machine of a benchmark, with the backbone's dtype, the memory used and this package's version (`medusa`)."""
-
-    dtype: str
-    memory: MemoryFigures | None = None
-    medusa: str | None = None  # version of this package
-
-
-@dataclass
-class RunSettings:
-    """The settings of a benchmark: models, prompts, decoding options and rounds."""
-
-    max_new_tokens: int
-    temperature: float
-    acceptance: str
-    generation: dict[str, object]  # the other decoding options; in the JSON, they stand among the other fields
-    backbone: str
-    heads: str | None
-    prompts: int  # number of prompts
-    rounds: int
-    batch_size: int
-    drafter: str = "heads"
-    tree: object = None  # the paths of a static tree, or the options of a dynamic tree
-    nodes: int | None = None
-    prompts_sha256: str | None = None  # of the prompts' token ids; two runs with equal hashes can be compared
-    seed: int = 0
-    command: str = ""
-    date: str = ""
-    commit: str | None = None
-
-    def to_json(self) -> dict[str, object]:
-        """Return all settings as one flat dict for JSON."""
-        content = asdict(self)
-        return content.pop("generation") | content
-
-
-def _with_generation(content: object) -> object:
-    """Undo `RunSettings.to_json`: collect the entries that are not fields of `RunSettings` in a dict `generation`."""
-    if not isinstance(content, dict):
-        return content
-    own = {field.name for field in fields(RunSettings)}
-    return content | {"generation": {name: value for name, value in content.items() if name not in own}}
-
-
-@dataclass
-class TemperatureFigures:
-    """tau, and speedup over `model.generate`, of lossless decoding with a drafter at one temperature."""
-
-    temperature: float
-    tau: float
-    tau_interval: Interval | None
-    speedup_vs_generate: float
-    speedup_vs_generate_interval: Interval | None
-
-
-@dataclass
-class LossyFigures:
-    """tau, speedup over `model.generate`, and likelihood of the texts, for one acceptance rule at one temperature."""
-
-    acceptance: str
-    lossless: bool
-    temperature: float
-    tau: float
-    speedup_vs_generate: float
-    log_likelihood: float  # mean log-likelihood of a new token under the backbone, in nats
-
-
-@dataclass
-class BenchmarkResult:
-    """The result of one run of `medusa benchmark`."""
-
-    machine: BenchmarkMachine
-    settings: Annotated[RunSettings, BeforeValidator(_with_generation)]
-    methods: dict[str, MethodFigures]  # by name; `plain`, `transformers` and `medusa` are always present
-    temperatures: list[TemperatureFigures] | None = None
-    lossy: list[LossyFigures] | None = None
-
-    @property
-    def medusa(self) -> MethodFigures:
-        """The metrics of decoding with the drafter that the benchmark tests."""
-        return self.methods["medusa"]
-
-    @property
-    def subject(self) -> str:
-        """The backbone and the drafter, in words."""
-        settings = self.settings
-        drafter = f"the drafter {settings.drafter}" if settings.heads is None else f"the heads {settings.heads}"
-        return f"{settings.backbone} with {drafter}"
-
-    @property
-    def headline(self) -> Headline:
-        """The gain over plain decoding in words, or that there is none, or why none was measured."""
-        medusa, settings, machine = self.medusa, self.settings, self.machine
-        threads, prompts = counted(machine.threads, "thread"), counted(settings.prompts, "prompt")
-        counts = f"{prompts} of at most {settings.max_new_tokens} new tokens, batch size {settings.batch_size}"
-        options = f"{counted(settings.rounds, 'round')}, temperature {settings.temperature:g}"
-        return headline(
-            Evidence(
-                subject=self.subject,
-                conditions=f"{machine.dtype} on {machine.device}, {threads}, {counts}, {options}",
-                texts=self._equal_texts(),
-                batches=-(-settings.prompts // settings.batch_size),
-                rounds=settings.rounds,
-                steps=medusa.steps,
-                nodes=settings.nodes,
-                tau=medusa.tau,
-                speedup=medusa.speedup,
-                interval=medusa.speedup_interval,
-                speedup_vs_generate=medusa.speedup_vs_generate,
-                interval_vs_generate=medusa.speedup_vs_generate_interval,
-            )
-        )
-
-    @property
-    def misprediction(self) -> str:
-        """How far tau is from the tau that a calibration predicted, and the likely reason; empty if they agree."""
-        medusa, settings = self.medusa, self.settings
-        if medusa.predicted is None or not medusa.steps:
-            return ""
-        length = medusa.new_tokens / settings.prompts
-        return medusa.predicted.difference(medusa.tau, medusa.tau_interval, settings.prompts_sha256, length)
-
-    def _equal_texts(self) -> str:
-        """Say how many texts equal those of plain decoding and of `model.generate`, in one sentence."""
-        settings, medusa = self.settings, self.medusa
-        if is_lossy(settings.acceptance):
-            return f"Acceptance {settings.acceptance} is lossy: the texts may differ from those of plain decoding."
-        if settings.temperature > 0:
-            return "The texts are sampled, so they are not compared."
-        equal = round(medusa.equal_to_plain * settings.prompts)
-        told = f"{equal} of {settings.prompts} texts equal those of plain decoding"
-        if medusa.equal_to_generate is None:  # an earlier version wrote the file
-            return f"{told}."
-        if medusa.equal_to_generate == medusa.equal_to_plain == 1:
-            return f"{told} and of model.generate."
-        return f"{told}, and {round(medusa.equal_to_generate * settings.prompts)} those of model.generate."
-
-    def to_json(self) -> dict[str, object]:
-        """Return the content of the file that `medusa benchmark --json` writes."""
-        measured = {name: value for name, value in asdict(self).items() if value is not None}
-        methods = {name: figures.to_json() for name, figures in self.methods.items()}
-        told = {"settings": self.settings.to_json(), "methods": methods, "headline": asdict(self.headline)}
-        return measured | told
-
-    @classmethod
-    def from_json(cls, content: object, name: str) -> BenchmarkResult:
-        """Make a result from the content of the JSON file `name`; raise RequestError if it is not a benchmark."""
-        try:
-            return TypeAdapter(cls).validate_python(content)
-        except ValidationError:
-            raise RequestError(f"{name} is not a benchmark; give a file that medusa benchmark --json wrote") from None
-
-    def require_prompts(self, name: str) -> None:
-        """Raise RequestError if the file `name` has no metrics of single prompts, which a comparison needs."""
-        if "medusa" not in self.methods or None in (self.medusa.prompts, self.settings.prompts_sha256):
-            why = "an earlier version wrote it; run the benchmark again"
-            raise RequestError(f"{name} holds no figures of its prompts: {why}")

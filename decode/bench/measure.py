@@ -11,13 +11,20 @@ from pathlib import Path
 
 import torch
 
-from decode.bench import figures
 from decode.bench.benchmark import Contender, StageTimer, accepted_by_node, run_rounds, summarize
 from decode.bench.calibration.recording import record
 from decode.bench.calibration.stored import situation, stored
+from decode.bench.figures import MethodFigures, Prediction
 from decode.bench.machine import commit, machine
 from decode.bench.methods import Job, one_by_one, transformers_method
-from decode.bench.prediction import Prediction
+from decode.bench.result import (
+    BenchmarkMachine,
+    BenchmarkResult,
+    LossyFigures,
+    MemoryFigures,
+    RunSettings,
+    TemperatureFigures,
+)
 from decode.drafters.base import DrafterContext
 from decode.drafters.small_model import load_small_model
 from decode.drafters.trained_heads import TrainedHeads
@@ -48,7 +55,7 @@ class BenchmarkJob(Job):
         if self.settings.stop and self.loaded.tokenizer is None:
             raise RequestError("--stop needs a tokenizer, and this backbone has none; leave it out")
 
-    def measure(self, contenders: Sequence[Contender], rounds: int, title: str) -> dict[str, figures.MethodFigures]:
+    def measure(self, contenders: Sequence[Contender], rounds: int, title: str) -> dict[str, MethodFigures]:
         """Measure all contenders in `rounds` rounds, with a progress bar called `title`; return metrics by name."""
         size = self.batch_size
         batches = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
@@ -65,14 +72,14 @@ def prompts_hash(prompts: Sequence[list[int]]) -> str:
     return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
 
 
-def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> figures.BenchmarkResult:
+def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> BenchmarkResult:
     """Run a benchmark: measure all methods, and describe machine and settings. `others`: methods that a user added."""
     methods = measure_methods(job, others)
-    memory = figures.MemoryFigures(bytes_of(job.loaded.model), job.source.num_bytes, peak_memory())
-    about = figures.BenchmarkMachine(**vars(machine()), dtype=job.dtype, memory=memory, medusa=__version__)
+    memory = MemoryFigures(bytes_of(job.loaded.model), job.source.num_bytes, peak_memory())
+    about = BenchmarkMachine(**vars(machine()), dtype=job.dtype, memory=memory, medusa=__version__)
     generation = json.loads(json.dumps(job.settings.to_dict()))
     names = ("heads", "drafter", "tree", "rounds", "batch_size", "seed", "command")
-    settings = figures.RunSettings(
+    settings = RunSettings(
         **{name: generation.pop(name) for name in ("max_new_tokens", "temperature", "acceptance")},
         **{name: getattr(job, name) for name in names},
         generation=generation,
@@ -83,10 +90,10 @@ def run_benchmark(job: BenchmarkJob, others: Sequence[Contender] = ()) -> figure
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         commit=commit(),
     )
-    return figures.BenchmarkResult(about, settings, methods)
+    return BenchmarkResult(about, settings, methods)
 
 
-def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict[str, figures.MethodFigures]:
+def measure_methods(job: BenchmarkJob, others: Sequence[Contender] = ()) -> dict[str, MethodFigures]:
     """Measure plain decoding, `model.generate`, the contenders in `others` and the drafter; return metrics by name."""
     device = job.loaded.model.device
     plain, medusa = StageTimer(device), StageTimer(device)
@@ -115,14 +122,14 @@ def sampled_by(settings: Settings, rule: str) -> Settings:
     return replace(settings, temperature=settings.temperature or 1.0, acceptance=rule)
 
 
-def at_temperature(job: BenchmarkJob, temperature: float) -> figures.TemperatureFigures:
+def at_temperature(job: BenchmarkJob, temperature: float) -> TemperatureFigures:
     """Measure tau and speedup of lossless decoding at `temperature`, in one round, without top-k, top-p and min-p."""
     found = measure_methods(replace(job, settings=lossless_at(job.settings, temperature), rounds=1))["medusa"]
     speedup = found.speedup_vs_generate, found.speedup_vs_generate_interval
-    return figures.TemperatureFigures(temperature, found.tau, found.tau_interval, *speedup)
+    return TemperatureFigures(temperature, found.tau, found.tau_interval, *speedup)
 
 
-def compare_lossy_rules(job: BenchmarkJob) -> list[figures.LossyFigures]:
+def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
     """Measure the speed and `log_likelihood` of plain sampling, the lossless rule and each lossy rule, in one round.
 
     The temperature is the job's, or 1 if that is 0. A higher log-likelihood means more predictable texts."""
@@ -137,7 +144,7 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[figures.LossyFigures]:
         name, found = contender.name, measured[contender.name]
         likelihood = log_likelihood(backbone, contender.rounds[0], warm.temperature)
         speed = (warm.temperature, found.tau, found.speedup_vs_generate)
-        rows.append(figures.LossyFigures(name, name not in LOSSY_SAMPLING, *speed, likelihood))
+        rows.append(LossyFigures(name, name not in LOSSY_SAMPLING, *speed, likelihood))
     return rows
 
 
@@ -164,7 +171,7 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
     return job.by_transformers(f"generate model:{name}", job.settings, assistant_model=load_small_model(name, context))
 
 
-def add_prediction(job: BenchmarkJob, medusa: figures.MethodFigures, calibrations: Sequence[Path]) -> None:
+def add_prediction(job: BenchmarkJob, medusa: MethodFigures, calibrations: Sequence[Path]) -> None:
     """Add to `medusa` the tau that a calibration in the files `calibrations` predicted for the job's tree, if any.
 
     For compiled steps without a calibration of their own, `--tree auto` uses one with eager steps; so does this."""
@@ -178,7 +185,7 @@ def add_prediction(job: BenchmarkJob, medusa: figures.MethodFigures, calibration
             return
 
 
-def add_details(job: BenchmarkJob, medusa: figures.MethodFigures, calibrations: Sequence[Path]) -> None:
+def add_details(job: BenchmarkJob, medusa: MethodFigures, calibrations: Sequence[Path]) -> None:
     """Add to `medusa` acceptance by node, and the calibration for this machine and job from files `calibrations`."""
     heads, model = job.source.heads, job.loaded.model
     assert heads is not None, "only heads have nodes with ranks, and calibrations"

@@ -6,7 +6,7 @@ would cost up to a quarter of it, but before the next draft."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decode.draft import Drafter, NoDraft, forget
 from decode.drafters.base import DrafterFactory
-from decode.drafters.layouts import Layout, smaller
+from decode.drafters.layouts import smaller
 from decode.loop import StepOutcome, Stepper, Timer
 from decode.ops.transfer import on_device
-from decode.rules import AcceptanceRule
 from decode.serve.pace import Pace
-from decode.session import Session
 
 MOST_UNREAD = 256  # tokens of a text that wait for caches of heads, which limits the memory of their hidden states
 
@@ -27,48 +25,41 @@ MOST_UNREAD = 256  # tokens of a text that wait for caches of heads, which limit
 def drafts_of(source: DrafterFactory) -> list[DrafterFactory | None]:
     """List the drafts among which a server chooses: whole, with a third of the nodes, a ninth, ..., and none."""
     found = [source]
-    while (less := found[-1].reshaped(_third)).num_nodes < found[-1].num_nodes:
+    while True:
+        less = found[-1].reshaped(lambda tree: smaller(tree, max(round(tree.num_nodes / 3), 2)))
+        if less.num_nodes >= found[-1].num_nodes:
+            return [*found, None]
         found.append(less)
-    return [*found, None]
-
-
-def _third(tree: Layout) -> Layout:
-    return smaller(tree, max(round(tree.num_nodes / 3), 2))
-
-
-def may_adapt(rule: AcceptanceRule) -> bool:
-    """Whether texts do not depend on the drafts. They do with lossy rules, and so do samples with drawn drafts."""
-    return rule.kind.lossless and rule.draft == "topk"
 
 
 class AdaptiveStepper(Stepper):
     """Decodes each step with one of several drafts or with none."""
 
-    def __init__(
-        self, session: Session, rule: AcceptanceRule, drafts: Sequence[DrafterFactory | None], pace: Pace
-    ) -> None:
-        """Decode the texts of `session` with the `drafts`; `None` is plain decoding."""
-        self.none = NoDraft(session.backbone.device)
-        super().__init__(session, self.none, rule)
-        self.drafts, self.pace = drafts, pace
-        self.drafters: dict[int, Drafter] = {}  # those that were used, by the index of their draft
+    def __init__(self, stepper: Stepper, drafts: Sequence[DrafterFactory | None], pace: Pace) -> None:
+        """Decode the texts of `stepper`, which drafts with the first of the `drafts`; `None` is plain decoding."""
+        super().__init__(stepper.session, stepper.drafter, stepper.rule)
+        device = stepper.session.backbone.device
+        self.none, self.drafts, self.pace = NoDraft(device), drafts, pace
+        self.drafters: dict[int, Drafter] = {0: stepper.drafter}  # those that were used, by the index of their draft
+        # On a CPU, other programs take wall time. Work on a GPU takes no time of the thread, which waits for it.
+        self.clock = thread_time if device.type == "cpu" else perf_counter
         self.unread: dict[int, list[Tensor]] = {}
         """Per row: hidden states [1, H] of its last tokens that the caches of the heads lack."""
 
     def step(self, timer: Timer) -> StepOutcome:
         texts = len(self.rows)
-        start, chosen = perf_counter(), self.pace.choose(texts)
+        start, chosen = self.clock(), self.pace.choose(texts)
         factory = self.drafts[chosen]
-        outcome = self._plain_step(timer) if factory is None else self._drafted_step(timer, chosen, factory)
-        self.pace.add(texts, chosen, perf_counter() - start, sum(outcome.lengths))
+        if factory is None:
+            outcome = self._plain_step(timer)
+        else:
+            self._fill_caches()
+            if chosen not in self.drafters:
+                self.drafters[chosen] = factory.start(self.session)
+            self.drafter = self.drafters[chosen]
+            outcome = super().step(timer)
+        self.pace.add(texts, chosen, self.clock() - start, sum(outcome.lengths))
         return outcome
-
-    def _drafted_step(self, timer: Timer, chosen: int, factory: DrafterFactory) -> StepOutcome:
-        self._fill_caches()
-        if chosen not in self.drafters:
-            self.drafters[chosen] = factory.start(self.session)
-        self.drafter = self.drafters[chosen]
-        return super().step(timer)
 
     def _plain_step(self, timer: Timer) -> StepOutcome:
         self.drafter, state = self.none, self.state

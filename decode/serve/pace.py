@@ -6,7 +6,7 @@ whole tree down to none, and measures them while it decodes."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 TRIES = 3  # times of a draft with about as many texts, before it is compared with others
 SEEN = 16  # steps of one text with a draft, before its tokens a step are compared
@@ -32,16 +32,13 @@ class Pace:
 
     def __init__(self, nodes: Sequence[int]) -> None:
         """Choose among drafts of so many `nodes`, root included; the last is the root alone (1), which is no draft."""
-        self.nodes, self.steps = list(nodes), [0] * len(nodes)
+        self.nodes, self.none = list(nodes), len(nodes) - 1
+        self.steps = [0] * len(nodes)  # that had each draft
         self.taus, self.seen = [1.0] * len(nodes), [0] * len(nodes)
         self.times: dict[tuple[int, int], deque[float]] = {}  # by the group of numbers of texts, and the draft
         self.saved = [0.0] * len(nodes)  # seconds that measuring each draft again may lose
         self.last = -1
         self.expected: float | None = None  # while a draft is measured again: seconds a token of the fastest one
-
-    def counts(self) -> Iterator[tuple[int, int]]:
-        """Yield the nodes of each draft, and the number of steps that had it."""
-        return zip(self.nodes, self.steps, strict=True)
 
     def choose(self, texts: int) -> int:
         """Choose the draft for the next step of so many `texts`; returns its index."""
@@ -51,7 +48,7 @@ class Pace:
         for draft in reversed(drafts):
             few = self.nodes[draft] > 1 and self.seen[draft] < SEEN
             tried = self.times.get((group, draft), ())
-            if few or (len(tried) < TRIES and not (self._is_behind(group, draft) and not tried)):
+            if few or (len(tried) < TRIES and (tried or not self._is_behind(group, draft))):
                 return draft
         costs = [self._cost(group, draft) for draft in drafts]
         best = min(drafts, key=costs.__getitem__)
@@ -83,8 +80,7 @@ class Pace:
 
     def _is_behind(self, group: int, draft: int) -> bool:
         """Whether a draft is slower than none by the times that are known; `False` if none is the draft."""
-        none = len(self.nodes) - 1
-        return draft != none and self._cost(group, draft) > self._cost(group, none)
+        return draft != self.none and self._cost(group, draft) > self._cost(group, self.none)
 
     def _cost(self, group: int, draft: int) -> float:
         """The seconds for one token of each text; the least that are possible, if the draft was not timed."""
@@ -94,11 +90,11 @@ class Pace:
         """The median time of a draft with about as many texts, or else a time that it does not fall below (0: any)."""
         if times := self.times.get((group, draft)):
             return sorted(times)[(len(times) - 1) // 2]
-        none = len(self.nodes) - 1
-        bounds = [self._time(group, smaller) for smaller in range(draft + 1, none) if self._is_timed(group, smaller)]
+        bounds = [self._time(group, less) for less in range(draft + 1, self.none) if self._is_timed(group, less)]
         for fewer in range(group):
-            if self._is_timed(fewer, draft) and self._is_timed(fewer, none):
-                bounds.append(self._time(fewer, draft) / self._time(fewer, none) * self._time(group, none))
+            if self._is_timed(fewer, draft) and self._is_timed(fewer, self.none):
+                slower = self._time(fewer, draft) / self._time(fewer, self.none)
+                bounds.append(slower * self._time(group, self.none))
         return max(bounds, default=0.0)
 
 

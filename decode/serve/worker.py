@@ -17,7 +17,7 @@ from decode.compiled.stepper import CompiledStepper
 from decode.loop import NOT_DEFINED, Stepper
 from decode.request import prepare
 from decode.sequences import Request
-from decode.serve.adaptive import AdaptiveStepper, drafts_of, may_adapt
+from decode.serve.adaptive import AdaptiveStepper, drafts_of
 from decode.serve.batch import UNDEFINED, RunningBatch
 from decode.serve.logprobs import ScoredToken, scored
 from decode.serve.metrics import Metrics
@@ -58,9 +58,12 @@ class BatchRow:
     keeps_special: bool = False  # whether its text holds special tokens, except the one that ends it
     left: threading.Event = field(default_factory=threading.Event)  # set to end the text early, as for a lost client
     new_tokens: int = 0  # the number decoded so far
+    stream: TextStream = field(init=False)  # of its characters, once it is decoded
 
     def request(self, generator: TextGenerator) -> Request:
         """Prepare the decoding of this text, or raise a `RequestError` if its prompt or settings are invalid."""
+        assert generator.tokenizer is not None, "a server needs a tokenizer"
+        self.stream = TextStream(generator.tokenizer, self.settings.stop, keeps_special=self.keeps_special)
         kwargs = replace(self.settings, stop=()).generate_kwargs(generator.tokenizer)
         if self.settings.stop:
             stops = StopStrings(generator.token_bytes, self.settings.stop, len(self.prompt))
@@ -80,13 +83,6 @@ class BatchRow:
         return event._replace(scored=scored(backbone, [*self.prompt, *new_ids], start, self.scores))
 
 
-class RunningRow(NamedTuple):
-    """A text in the running batch, with the stream of its characters."""
-
-    row: BatchRow
-    stream: TextStream
-
-
 class BatchWorker:
     """A thread that decodes requested texts. Texts join the running batch, if it has room, after a few steps."""
 
@@ -100,21 +96,25 @@ class BatchWorker:
         self.arrivals: queue.SimpleQueue[BatchRow | None] = queue.SimpleQueue()
         self.waiting: list[BatchRow] = []
         self.waited = 0  # steps that have passed for others to join with the waiting texts (`COMPANY`)
-        self.running: dict[int, RunningRow] = {}  # by the row of the batch
+        self.running: dict[int, BatchRow] = {}  # by the row of the batch
         self.how = generator.settings.how  # of the running batch: acceptance rule, compiled or not, amateur
         self.batch = RunningBatch(self._stepper_for)
         boundaries = [longrope_boundary(model) for model in generator.models]
         alone = any(boundary is not None for boundary in boundaries)  # longrope: a long row would change short ones
         self.room = 1 if alone else batch_size  # texts that may be decoded together
         self.metrics = Metrics(
-            lambda: len(self.running), lambda: self.arrivals.qsize() + len(self.waiting), self.pace.counts
+            running=lambda: len(self.running),
+            waiting=lambda: self.arrivals.qsize() + len(self.waiting),
+            drafted=lambda: zip(self.pace.nodes, self.pace.steps, strict=True),
         )
         self.thread: threading.Thread | None = None
 
     def _stepper_for(self, requests: Sequence[Request]) -> Stepper:
         stepper = stepper_for(self.generator.model, self.generator.source, requests, *self.how)
-        adapts = self.drafts and not isinstance(stepper, CompiledStepper) and may_adapt(stepper.rule)
-        return AdaptiveStepper(stepper.session, stepper.rule, self.drafts, self.pace) if adapts else stepper
+        # Texts of lossy rules depend on the drafts, and so do samples with drawn drafts.
+        keeps_texts = stepper.rule.kind.lossless and stepper.rule.draft == "topk"
+        adapts = self.drafts and keeps_texts and not isinstance(stepper, CompiledStepper)
+        return AdaptiveStepper(stepper, self.drafts, self.pace) if adapts else stepper
 
     def start(self, warm_up: Callable[[], object]) -> None:
         """Start the thread, and wait until it has called `warm_up`. An error in `warm_up` is raised to the caller."""
@@ -182,24 +182,22 @@ class BatchWorker:
         except Exception as error:
             self._fail(joining, error)
             return
-        for row, place in zip(joining, places, strict=True):
-            stream = TextStream(self.tokenizer, row.settings.stop, keeps_special=row.keeps_special)
-            self.running[place] = RunningRow(row, stream)
+        self.running |= dict(zip(places, joining, strict=True))
 
     def step(self) -> None:
         """Decode one step of all running texts, and tell their new characters; an error ends all of them."""
         try:
-            for place, (row, _) in self.running.items():
+            for place, row in self.running.items():
                 if row.left.is_set():
                     self.batch.end(place)
             step = self.batch.step()
             self.metrics.add_step(map(len, step.ids.values()), step.lengths.values())
-            for place, (row, stream) in list(self.running.items()):
+            for place, row in list(self.running.items()):
                 ids, reason = step.ids.get(place, ()), self.batch.sequences.finish_reason[place]
                 row.new_tokens += len(ids)
-                text = joined(stream.step(ids[:-1] if row.keeps_special and reason == "eos" else ids))
+                text = joined(row.stream.step(ids[:-1] if row.keeps_special and reason == "eos" else ids))
                 if reason is not None:  # also without new tokens, if the context had no room for one
-                    text += joined(stream.end())
+                    text += joined(row.stream.end())
                     new_ids = self.batch.sequences.new_ids[place]
                     row.tell(row.ended(text, reason, new_ids, self.backbone))
                     del self.running[place]
@@ -213,7 +211,7 @@ class BatchWorker:
 
     def _fail(self, joining: Iterable[BatchRow], error: Exception) -> None:
         """End the texts `joining` with an error, and also the running texts if the batch has dropped them."""
-        lost = [] if self.batch.rows else [running.row for running in self.running.values()]
+        lost = [] if self.batch.rows else list(self.running.values())
         if lost:
             self.running.clear()
         for row in (*joining, *lost):

@@ -37,8 +37,8 @@ from medusa.options import count, group, option
 
 if TYPE_CHECKING:
     from decode.bench.compare import Comparison
-    from decode.bench.figures import BenchmarkResult
     from decode.bench.measure import BenchmarkJob
+    from decode.bench.result import BenchmarkResult
     from decode.drafters.base import DrafterFactory
     from medusa.records.record import Record
 
@@ -177,8 +177,8 @@ def run(options: BenchmarkOptions) -> None:
 def benchmark(options: BenchmarkOptions) -> Json:
     """Measure or compare what the options ask for, print and write the results, and return them."""
     from decode.bench.compare import compare
-    from decode.bench.figures import BenchmarkResult
     from decode.bench.report.terminal import print_comparison, print_headline
+    from decode.bench.result import BenchmarkResult
 
     result: BenchmarkResult | None = None
     earlier = [(name, BenchmarkResult.from_json(read_json(Path(name)), name)) for name in options.compare]

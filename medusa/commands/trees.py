@@ -40,14 +40,14 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
     note, kept = command.output.note, ""
     layer = f"--backbone {command.models.backbone} --drafter mtp:{heads.config.num_heads}"
     calibrating = f"medusa calibrate {name or layer}"
-    found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
+    found = stored(files, situation(loaded.model, heads, settings, command.batch_size))
     if found is None and settings.compile:
         note(
             "no calibration with compiled steps, so the tree is the one that is fastest in eager steps; "
             f"{calibrating} --compile finds the fastest in compiled steps (takes minutes)"
         )
         settings = replace(settings, compile=False)
-        found = stored(files, situation(loaded.model, heads, settings, command.batch_size), note)
+        found = stored(files, situation(loaded.model, heads, settings, command.batch_size))
     if found is None:
         try:
             with command.output.stage("choosing a tree"):

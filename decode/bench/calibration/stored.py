@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from medusa.tree import Tree, usual_shortlist
 
 FILE = "calibration.json"
 MIN_STEPS = 500  # a calibration replays at least so many steps; from fewer, the prediction of tau is too uncertain
-NEWER = ("draft", "top_k", "top_p", "min_p", "ignore_generation_config", "epsilon", "delta", "compile")
-"""Options that old files lack, so a situation names only those that are not at their defaults."""
+OPTIONS = ("temperature", "draft", "top_k", "top_p", "min_p", "ignore_generation_config", "epsilon", "delta", "compile")
+"""The settings that change how many tokens a step takes, or its time."""
 
 
 class TooFewStepsError(RunError):
@@ -56,7 +56,7 @@ class RecordedTexts:
     tokens: int = 0  # number of tokens in the continuations
     prompt_tokens: int = 0
     source: str = "the backbone's own"  # or the name of the prompts' file or dataset, without folders
-    steps: int | None = None  # positions where a decoding step can start; earlier versions did not write it
+    steps: int = 0  # positions where a decoding step can start
     prompts_sha256: str | None = None  # of the token ids of all prompts, as in a benchmark; only with --prompts
 
     @property
@@ -106,30 +106,26 @@ class Calibration:
 
     def predicted_tau(self, tree: Layout) -> float | None:
         """The predicted tau of `tree`; `None` if the calibration did not try this tree."""
-
-        def same(other: Layout) -> bool:
-            return other.to_json() == tree.to_json() and shortlist_of(other) == shortlist_of(tree)
-
-        return next((point.tau for point in self.points if same(self._tree_of(point))), None)
+        wanted = tree.to_json(), shortlist_of(tree)
+        tried = ((point.tau, self._tree_of(point)) for point in self.points)
+        return next((tau for tau, one in tried if (one.to_json(), shortlist_of(one)) == wanted), None)
 
 
 def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, batch_size: int) -> dict[str, object]:
     """Describe what a calibration is valid for: machine, models, dtype, batch size, sampling options and `compile`."""
-    here, penalty = machine(), settings.of_checkpoint(model.generation_config).repetition_penalty
+    here = machine()
     return {
         **{name: getattr(here, name) for name in ("processor", "gpu", "threads", "torch", "transformers")},
         "backbone": type(model).__name__ + f" {model.config.get_text_config(decoder=True).hidden_size}",
         "dtype": dtype_name(model.dtype),
         "attention": getattr(model.config, "_attn_implementation", None),
+        "quantization": quantization_of(model),
+        "amateur": None if settings.amateur is None else settings.amateur.to_dict(),
         "batch_size": batch_size,
-        "temperature": settings.temperature,
         "acceptance": settings.rule.name,
-        "version": 2,
+        "repetition_penalty": settings.of_checkpoint(model.generation_config).repetition_penalty,
+        **{name: getattr(settings, name) for name in OPTIONS},
         "heads": heads_fingerprint(heads),
-        **({"quantization": kind} if (kind := quantization_of(model)) else {}),
-        **({"amateur": settings.amateur.to_dict()} if settings.amateur else {}),
-        **({"repetition_penalty": penalty} if penalty != 1 else {}),
-        **{name: value for name in NEWER if (value := getattr(settings, name)) != getattr(Settings, name)},
     }
 
 
@@ -149,19 +145,10 @@ def files_for(heads_folder: Path | None) -> list[Path]:
     return [cache] if heads_folder is None else [heads_folder / FILE, cache]
 
 
-def stored(
-    places: Sequence[Path], wanted: dict[str, object], note: Callable[[str], object] = lambda message: None
-) -> Calibration | None:
-    """Load the first calibration in the files `places` whose `situation` equals `wanted`; `None` if there is none.
-
-    A calibration of fewer than `MIN_STEPS` steps, which earlier versions kept, is ignored; `note` receives the reason.
-    """
-    for place, entry in _entries(places):
-        if entry["holds_for"] == wanted:
-            if (steps := _steps(entry)) >= MIN_STEPS:
-                return TypeAdapter(Calibration).validate_python(entry)
-            note(f"ignored a calibration in {place}: it was made from {steps} steps, and {MIN_STEPS} are needed")
-    return None
+def stored(places: Sequence[Path], wanted: dict[str, object]) -> Calibration | None:
+    """Load the first calibration in the files `places` whose `situation` equals `wanted`; `None` if there is none."""
+    found = next((entry for entry in _entries(places) if entry["holds_for"] == wanted), None)
+    return None if found is None else TypeAdapter(Calibration).validate_python(found)
 
 
 def stored_fit(tree: DynamicTree, places: Sequence[Path], heads: MedusaHeads) -> Layout | None:
@@ -169,37 +156,25 @@ def stored_fit(tree: DynamicTree, places: Sequence[Path], heads: MedusaHeads) ->
 
     That is the first calibration of `heads`, in any situation; `None` if there is none."""
     fingerprint = heads_fingerprint(heads)
-    for _, entry in _entries(places):
-        if _steps(entry) >= MIN_STEPS and entry["holds_for"].get("heads") == fingerprint and entry.get("temperatures"):
+    for entry in _entries(places):
+        if entry["holds_for"].get("heads") == fingerprint and entry["temperatures"]:
             return TypeAdapter(Calibration).validate_python(entry).fit(tree)
     return None
 
 
 def calibrations_of(folder: Path) -> list[Json]:
     """Load the calibrations in a folder of heads as JSON, except those made with other weights of the heads."""
-    kept = [entry for _, entry in _entries([folder / FILE]) if _steps(entry) >= MIN_STEPS]
+    kept = list(_entries([folder / FILE]))
     # The fingerprint is that of heads in the dtype of the backbone.
     dtypes = {entry["holds_for"]["dtype"] for entry in kept}
     prints = {dtype: heads_fingerprint(MedusaHeads.from_pretrained(folder, dtype=DTYPES[dtype])) for dtype in dtypes}
     return [entry for entry in kept if entry["holds_for"]["heads"] == prints[entry["holds_for"]["dtype"]]]
 
 
-def _entries(places: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
-    """Yield the calibrations in the files `places` as parsed JSON, each with its file.
-
-    Entries of early versions lack some fields."""
+def _entries(places: Sequence[Path]) -> Iterator[Any]:
+    """Yield the calibrations in the files `places` as parsed JSON."""
     for place in filter(Path.is_file, places):
-        yield from ((place, entry) for entry in read_json(place))
-
-
-def _steps(entry: Any) -> int:
-    """Return the number of steps that a stored calibration was made from.
-
-    Earlier versions wrote the number of tokens; no step starts at the last tokens of a text, one for each head."""
-    texts = entry["texts"]
-    if (steps := texts.get("steps")) is not None:
-        return int(steps)
-    return max(texts.get("tokens", 0) - texts.get("texts", 0) * len(entry.get("temperatures", ())), 0)
+        yield from read_json(place)
 
 
 def store(places: Sequence[Path], calibration: Calibration) -> Path:
@@ -208,7 +183,7 @@ def store(places: Sequence[Path], calibration: Calibration) -> Path:
     It replaces an earlier calibration of the same situation. Raises OSError if no file can be written."""
     place, *others = places
     try:
-        kept = [entry for _, entry in _entries([place]) if entry["holds_for"] != calibration.holds_for]
+        kept = [entry for entry in _entries([place]) if entry["holds_for"] != calibration.holds_for]
         write_json(place, [*kept, asdict(calibration)])
     except OSError:
         if not others:

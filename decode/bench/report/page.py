@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerBase
 
 from decode.bench.compare import Comparison
-from decode.bench.figures import BenchmarkResult
-from decode.bench.headline import counted, interval_in_words
+from decode.bench.figures import interval_in_words
 from decode.bench.losslessness.cases import FALSE_ALARM, Case, figures_table, threshold
 from decode.bench.losslessness.verify import VerificationResult
 from decode.bench.report import plots
+from decode.bench.result import BenchmarkResult, counted
 from decode.rules import is_lossy
 from medusa.files import readable, write_text
 

@@ -11,9 +11,9 @@ from matplotlib.patheffects import withStroke
 
 from decode.bench.calibration.stored import Calibration
 from decode.bench.compare import Comparison
-from decode.bench.figures import AcceptedNode, MethodFigures, PositionFigures, TemperatureFigures
-from decode.bench.headline import Interval
+from decode.bench.figures import AcceptedNode, Interval, MethodFigures, PositionFigures
 from decode.bench.losslessness.cases import Case
+from decode.bench.result import TemperatureFigures
 from medusa.files import read_json
 
 FOLDER = Path(__file__).parent

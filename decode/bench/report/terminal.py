@@ -9,10 +9,10 @@ from rich.text import Text
 
 from decode.bench.calibration.stored import Calibration
 from decode.bench.compare import Comparison
-from decode.bench.figures import BenchmarkResult
-from decode.bench.headline import FASTER, PERCENT, Interval, counted, interval_in_words
+from decode.bench.figures import PERCENT, Interval, interval_in_words
 from decode.bench.losslessness.cases import WHOLE_SHARE, figures_table
 from decode.bench.losslessness.verify import VerificationResult
+from decode.bench.result import FASTER, BenchmarkResult, counted
 from decode.rules import is_lossy
 from medusa.tables import print_table
 

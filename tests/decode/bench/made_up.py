@@ -7,17 +7,15 @@ from typing import Any
 
 from decode.bench.benchmark import Contender, StageTimer, run_rounds, summarize
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts
-from decode.bench.figures import (
-    AcceptedNode,
+from decode.bench.figures import AcceptedNode, MethodFigures, Prediction
+from decode.bench.result import (
     BenchmarkMachine,
     BenchmarkResult,
     LossyFigures,
     MemoryFigures,
-    MethodFigures,
     RunSettings,
     TemperatureFigures,
 )
-from decode.bench.prediction import Prediction
 from decode.texts import Result
 
 TOKENS = 12

@@ -9,7 +9,6 @@ import torch
 
 from decode.bench.benchmark import (
     STAGES,
-    Contender,
     StageTimer,
     accepted_by_depth,
     accepted_by_node,
@@ -19,7 +18,7 @@ from decode.bench.benchmark import (
     warm_up_batches,
 )
 from decode.bench.compare import Sample
-from decode.bench.figures import AcceptedNode, PositionFigures, Rate
+from decode.bench.figures import AcceptedNode, MethodFigures, PositionFigures, Rate
 from decode.bench.methods import medusa_method, plain_method
 from decode.settings import Settings
 from decode.texts import Result
@@ -27,49 +26,48 @@ from medusa.heads.guesses import MISSED
 from tests.decode.bench.made_up import TOKENS, Fake, contenders
 from tests.helpers import random_heads, random_ids, tiny_model
 
+PLAIN = Fake("p", [1.0])
+
+
+def measured(
+    medusa: Any, plain: Any = PLAIN, stock: Any = PLAIN, prompts: int = 1, rounds: int = 1, clock: Any = None
+) -> dict[str, MethodFigures]:
+    """The figures of three methods on prompts of one token; by default the other two take a second for each."""
+    them = contenders(plain, stock, medusa)
+    them[2].clock = clock
+    run_rounds(them, [[[index]] for index in range(1, prompts + 1)], rounds)
+    return summarize(them, [None] * prompts)
+
 
 def test_the_documented_fields_are_present() -> None:
-    them = [
-        Contender("plain", Fake("plain", [1.0]), StageTimer()),
-        Contender("transformers", Fake("transformers", [1.0])),
-        Contender("medusa", Fake("medusa", [1.0], 3), StageTimer()),
-    ]
-    run_rounds(them, [[[1]]], rounds=1)
-    content = {name: figures.to_json() for name, figures in summarize(them, [None]).items()}
+    content = {name: figures.to_json() for name, figures in measured(Fake("m", [1.0], 3), clock=StageTimer()).items()}
     keys = {"tokens_per_second", "tau", "steps", "new_tokens", "accepted_by_depth", "speedup", "speedup_vs_generate"}
     keys |= {"equal_to_plain", "by_category"}
     for name in ("plain", "transformers", "medusa"):
         assert keys <= content[name].keys()
         assert content[name]["tokens_per_second"].keys() == {"median", "min", "max"}
-    for name in ("plain", "medusa"):
-        assert content[name]["step_ms"].keys() == set(STAGES)
+    assert content["medusa"]["step_ms"].keys() == set(STAGES)
     assert "step_ms" not in content["transformers"]
+    assert content["medusa"]["by_category"] == {}
 
 
 def test_tokens_per_second_are_all_tokens_over_all_seconds() -> None:
     """Two prompts, 12 tokens each, in 1 s and 3 s: 6 a second, not the mean of 12 and 4."""
-    them = contenders(Fake("p", [9.0, 1.0, 3.0]), Fake("t", [1.0]), Fake("m", [1.0]))
-    run_rounds(them, [[[1]], [[2]]], rounds=1)
-    rate = summarize(them, [None, None])["plain"].tokens_per_second
+    rate = measured(PLAIN, Fake("p", [9.0, 1.0, 3.0]), prompts=2)["plain"].tokens_per_second
     assert rate == Rate(6.0, 6.0, 6.0)
 
 
-def test_the_warm_up_does_not_count() -> None:
+def test_stage_times_are_per_step_over_all_rounds_without_the_warm_up() -> None:
+    """0.3 s for each prompt, which takes three steps; the warm-up of the plain method takes 100 s."""
     clock = StageTimer()
 
     def method(prompts: Any, on_step: Any = None, seeds: Any = None) -> list[Result]:
-        clock.seconds["verify"] += 6.0
-        return Fake("m", [1.0], 2)(prompts)
+        clock.seconds["propose"] += 0.3
+        return Fake("m", [1.0], 4)(prompts)
 
-    them = contenders(Fake("p", [100.0, 1.0]), Fake("t", [1.0]), method)
-    them[2].clock = clock
-    run_rounds(them, [[[1]]], rounds=1)
-    figures = summarize(them, [None])
-    assert len(them[0].rounds) == 1
+    figures = measured(method, Fake("p", [100.0, *[1.0] * 10]), prompts=2, rounds=5, clock=clock)
+    assert figures["medusa"].step_ms["propose"] == pytest.approx(100.0)
     assert figures["plain"].tokens_per_second.min == 12.0
-    assert figures["medusa"].step_ms["verify"] == pytest.approx(1000.0), (
-        "6 s over 6 steps, without the 6 s of the warm-up"
-    )
 
 
 def test_the_warm_up_decodes_each_batch_size_and_length() -> None:
@@ -107,25 +105,11 @@ def test_nothing_is_compiled_while_time_counts() -> None:
     assert compiled == {name: {False: 2, True: 0} for name in ("plain", "medusa")}, "two each, in the warm-up"
 
 
-def test_stage_times_are_per_step_over_all_rounds() -> None:
-    clock = StageTimer()
-
-    def method(prompts: Any, on_step: Any = None, seeds: Any = None) -> list[Result]:
-        clock.seconds["propose"] += 0.3
-        return Fake("m", [1.0], 4)(prompts)
-
-    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), method)
-    them[2].clock = clock
-    run_rounds(them, [[[1]], [[2]]], rounds=5)
-    assert summarize(them, [None, None])["medusa"].step_ms["propose"] == pytest.approx(100.0)
-
-
 def test_speedups_are_ratios_within_a_round() -> None:
     """The machine is ten times slower in the second round; every ratio is still 2."""
     slow = [1.0, 1.0, 10.0, 1.0]
-    them = contenders(Fake("p", slow), Fake("t", [4 * s for s in slow]), Fake("m", [s / 2 for s in slow]))
-    run_rounds(them, [[[1]]], rounds=3)
-    figures = summarize(them, [None])
+    stock, medusa = (Fake("x", [factor * seconds for seconds in slow]) for factor in (4, 0.5))
+    figures = measured(medusa, Fake("p", slow), stock, rounds=3)
     assert figures["medusa"].speedup == pytest.approx(2.0)
     assert figures["medusa"].speedup_vs_generate == pytest.approx(8.0)
     assert figures["plain"].speedup == 1.0
@@ -142,10 +126,15 @@ def test_methods_take_turns_to_run_first() -> None:
     assert len(progress) == 4
 
 
-def test_prompts_of_one_batch_share_its_seconds() -> None:
-    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [1.0]))
-    run_rounds(them, [[[1], [2]]], rounds=1)
-    assert summarize(them, [None, None])["plain"].tokens_per_second.median == pytest.approx(24.0)
+def test_prompts_of_one_batch_share_its_seconds_and_are_drawn_together() -> None:
+    them = contenders(PLAIN, PLAIN, Fake("m", [1.0]))
+    run_rounds(them, [[[1], [2]], [[3]]], rounds=1)
+    figures = summarize(them, [None] * 3)["medusa"]
+    assert figures.tokens_per_second.median == pytest.approx(18.0)
+    assert [prompt.batch for prompt in figures.prompts] == [0, 0, 1]
+    sample = Sample.of(figures.prompts)
+    assert sample.new_tokens.tolist() == [24.0, 12.0]
+    assert sample.seconds.tolist() == [[1.0, 1.0]]
 
 
 def test_accepted_by_depth_is_the_share_of_steps_that_reached_it() -> None:
@@ -155,23 +144,15 @@ def test_accepted_by_depth_is_the_share_of_steps_that_reached_it() -> None:
     assert accepted_by_depth([]) == []
 
 
-def test_tau_and_steps() -> None:
-    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [1.0], 4))
-    run_rounds(them, [[[1]], [[2]]], rounds=2)
-    figures = summarize(them, [None, None])["medusa"]
-    assert (figures.tau, figures.steps, figures.new_tokens) == (4.0, 6, 24)
-
-
 def test_tau_is_pooled_over_steps_and_averaged_over_texts() -> None:
     """A text of one step of 12 tokens, and seven texts of 12 steps: 96 tokens in 85 steps, or (12 + 7) / 8."""
 
     def method(prompts: Any, on_step: Any = None, seeds: Any = None) -> list[Result]:
-        return [Fake("m", [1.0], 1 if prompt[0] else TOKENS)([prompt])[0] for prompt in prompts]
+        return [Fake("m", [1.0], 1 if prompt[0] > 1 else TOKENS)([prompt])[0] for prompt in prompts]
 
-    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), method)
-    run_rounds(them, [[[index]] for index in range(8)], rounds=1)
-    figures = summarize(them, [None] * 8)["medusa"]
+    figures = measured(method, prompts=8)["medusa"]
     assert (figures.tau, figures.mean_tau) == (96 / 85, 19 / 8)
+    assert (figures.steps, figures.new_tokens) == (85, 96)
     assert figures.tau_interval is not None
     assert figures.mean_tau_interval is not None
     assert figures.tau_interval[0] < 96 / 85 < figures.tau_interval[1] < 2
@@ -187,28 +168,20 @@ def test_equal_texts_are_the_share_of_prompts_with_the_same_text() -> None:
                 result.new_ids = [0] * TOKENS
         return results
 
-    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), other)
-    run_rounds(them, [[[1]], [[2]], [[3]], [[4]]], rounds=1)
-    figures = summarize(them, [None] * 4)
+    figures = measured(other, prompts=4)
     assert (figures["medusa"].equal_to_plain, figures["transformers"].equal_to_plain) == (0.75, 1.0)
-    them = contenders(other, Fake("t", [1.0]), other)
-    run_rounds(them, [[[1]], [[2]], [[3]], [[4]]], rounds=1)
-    figures = summarize(them, [None] * 4)
+    figures = measured(other, other, prompts=4)
     assert (figures["medusa"].equal_to_plain, figures["medusa"].equal_to_generate) == (1.0, 0.75)
 
 
 def test_categories_have_separate_figures() -> None:
-    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [9.0, 0.5, 0.25, 0.5]))
+    """One category for all prompts is not repeated."""
+    them = contenders(PLAIN, PLAIN, Fake("m", [9.0, 0.5, 0.25, 0.5]))
     run_rounds(them, [[[1]], [[2]], [[3]]], rounds=1)
     by_category = summarize(them, ["math", "code", None])["medusa"].by_category
     assert {name: figures.new_tokens for name, figures in by_category.items()} == {"math": 12, "code": 12}
     assert by_category["code"].speedup == pytest.approx(4.0)
-
-
-def test_one_category_for_all_is_not_repeated() -> None:
-    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [1.0]))
-    run_rounds(them, [[[1]]], rounds=1)
-    assert summarize(them, ["math"])["medusa"].by_category == {}
+    assert summarize(them, ["math"] * 3)["medusa"].by_category == {}
 
 
 def test_prompts_without_new_tokens_give_no_error() -> None:
@@ -217,19 +190,15 @@ def test_prompts_without_new_tokens_give_no_error() -> None:
     def nothing(prompts: Any, on_step: Any = None, seeds: Any = None) -> list[Result]:
         return [Result(list(prompt)) for prompt in prompts]
 
-    them = contenders(nothing, nothing, nothing)
-    run_rounds(them, [[[1]]], rounds=1)
-    figures = summarize(them, [None])["medusa"]
+    figures = measured(nothing, nothing, nothing)["medusa"]
     assert (figures.new_tokens, figures.steps, figures.accepted_by_depth) == (0, 0, [])
 
 
 def test_intervals_contain_the_figure_and_widen_with_the_spread() -> None:
-    """The heads speed up only some prompts, so the interval is wide."""
+    """The heads speed up only some prompts, so the interval is wide. A single measurement has none."""
 
     def spans(seconds: list[float]) -> tuple[float, Any]:
-        them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [1.0, *seconds], 3))
-        run_rounds(them, [[[index]] for index in range(len(seconds))], rounds=1)
-        figures = summarize(them, [None] * len(seconds))
+        figures = measured(Fake("m", [1.0, *seconds], 3), prompts=len(seconds))
         assert figures["plain"].speedup_interval == (1.0, 1.0)
         return figures["medusa"].speedup, figures["medusa"].speedup_interval
 
@@ -238,38 +207,12 @@ def test_intervals_contain_the_figure_and_widen_with_the_spread() -> None:
     mean, (low, high) = spans([0.25, 0.75] * 4)
     assert low < mean < high
     assert high - low > 0.5
-
-
-def test_a_slow_period_of_the_machine_does_not_widen_the_interval() -> None:
-    """Both sides of a ratio keep the same draw of prompts and rounds."""
-    slow = [1.0, 1.0, 10.0, 1.0]
-    them = contenders(Fake("p", slow), Fake("t", slow), Fake("m", [s / 2 for s in slow]))
-    run_rounds(them, [[[1]]], rounds=3)
-    assert summarize(them, [None])["medusa"].speedup_interval == pytest.approx([2.0, 2.0])
-
-
-def test_a_single_measurement_has_no_interval() -> None:
-    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [1.0]))
-    run_rounds(them, [[[1]]], rounds=1)
-    figures = summarize(them, [None])["medusa"]
-    assert (figures.speedup_interval, figures.tau_interval) == (None, None)
-
-
-def test_prompts_of_one_batch_are_drawn_together() -> None:
-    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [1.0]))
-    run_rounds(them, [[[1], [2]], [[3]]], rounds=1)
-    figures = summarize(them, [None] * 3)["medusa"]
-    assert [prompt.batch for prompt in figures.prompts] == [0, 0, 1]
-    sample = Sample.of(figures.prompts)
-    assert sample.num_batches == 2
-    assert sample.new_tokens.tolist() == [24.0, 12.0]
-    assert sample.seconds.tolist() == [[1.0, 1.0]]
+    single = measured(PLAIN)["medusa"]
+    assert (single.speedup_interval, single.tau_interval) == (None, None)
 
 
 def test_figures_can_be_recomputed_from_the_prompts_in_the_json() -> None:
-    them = contenders(Fake("p", [1.0]), Fake("t", [1.0]), Fake("m", [9.0, 0.5, 0.25], 4))
-    run_rounds(them, [[[1]], [[2]]], rounds=2)
-    figures = summarize(them, [None] * 2)["medusa"]
+    figures = measured(Fake("m", [9.0, 0.5, 0.25], 4), prompts=2, rounds=2)["medusa"]
     prompts = figures.prompts
     assert sum(p.uncut_tokens for p in prompts) / sum(p.steps for p in prompts) == figures.tau
     rates = [sum(p.new_tokens for p in prompts) / sum(p.seconds[r] for p in prompts) for r in range(2)]
@@ -290,8 +233,5 @@ def test_accepted_nodes_are_counted_at_starts_of_steps() -> None:
         AcceptedNode([0, 2], 1 / 4),
         AcceptedNode([1], 1 / 4),
     ]
-
-
-def test_a_node_beyond_the_recorded_guesses_is_left_out() -> None:
-    ranks = torch.tensor([[0, MISSED, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
-    assert accepted_by_node([ranks], [Result([1], uncut_lengths=[4])]) == [AcceptedNode([0], 1.0)]
+    beyond = torch.tensor([[0, MISSED, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])  # a node beyond the recorded guesses
+    assert accepted_by_node([beyond], [Result([1], uncut_lengths=[4])]) == [AcceptedNode([0], 1.0)]

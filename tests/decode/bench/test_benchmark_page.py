@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from decode.bench.compare import Comparison, compare
-from decode.bench.figures import BenchmarkResult
-from decode.bench.headline import FASTER, interval_in_words
+from decode.bench.figures import interval_in_words
 from decode.bench.report.page import benchmark_page
 from decode.bench.report.plots import COLORS
+from decode.bench.result import FASTER, BenchmarkResult
 from tests.decode.bench.made_up import outcome
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

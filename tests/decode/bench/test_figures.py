@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decode.bench.figures import BenchmarkResult
+from decode.bench.result import BenchmarkResult
 from medusa.errors import RequestError
 from tests.decode.bench.made_up import outcome
 

@@ -34,11 +34,14 @@ DRAWS = 60_000
 PROMPT = random_ids(7, seed=3)
 
 
-def experiment(model: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> Experiment:
-    tree = Tree.from_paths([[0], [1], [4], [0, 0], [0, 2], [1, 0], [0, 0, 0]])
+def experiment_of(model: Any, source: TrainedHeads, prompt: list[int] = PROMPT, **settings: Any) -> Experiment:
     options = Settings(**({"temperature": 1.0} | settings))
-    source = TrainedHeads(random_heads(model, 3), tree)
-    return Experiment(model, source, PROMPT, options, torch.Generator().manual_seed(0))
+    return Experiment(model, source, prompt, options, torch.Generator().manual_seed(0))
+
+
+def experiment(model: Any, **settings: Any) -> Experiment:
+    tree = Tree.from_paths([[0], [1], [4], [0, 0], [0, 2], [1, 0], [0, 0, 0]])
+    return experiment_of(model, TrainedHeads(random_heads(model, 3), tree), **settings)
 
 
 def cases_of(model: Any, rules: Sequence[Rule] = RULES, **settings: Any) -> list[Case]:
@@ -76,8 +79,7 @@ def test_every_kind_of_heads_and_a_dynamic_tree(model: Any, kind: str) -> None:
         for parameter in heads.parameters():
             parameter.mul_(0.3)  # otherwise almost nothing would be accepted
     for tree in (Tree.top_k([12, 2]), DynamicTree.over_heads(20, 3)):
-        generator = torch.Generator().manual_seed(0)
-        made = Experiment(model, TrainedHeads(heads, tree), PROMPT, Settings(temperature=1.0), generator)
+        made = experiment_of(model, TrainedHeads(heads, tree))
         cases = [made.run(rule, 0, DRAWS) for rule in rules]
         assert passes(cases)
         assert [case.joint.p_value < 1e-12 for case in cases] == [not rule.is_judged for rule in rules]
@@ -130,10 +132,7 @@ def test_siblings_in_another_order_fail(model: Any, first: int, monkeypatch: pyt
         found = children(self, depth)
         return torch.cat([found[:, :first], found[:, first:].flip(1)], dim=1)
 
-    generator = torch.Generator().manual_seed(0)
-    made = Experiment(
-        model, TrainedHeads(random_heads(model, 3), Tree.top_k([4, 3])), PROMPT, Settings(temperature=1.0), generator
-    )
+    made = experiment_of(model, TrainedHeads(random_heads(model, 3), Tree.top_k([4, 3])))
     drawn = [rule for rule in rules_for(made.source) if rule.draft == "sample"]
     assert passes([made.run(rule, 0, 10 * DRAWS) for rule in drawn])
     monkeypatch.setattr(TreeWalk, "children", reordered)
@@ -164,11 +163,9 @@ def test_a_mask_that_hides_no_node_fails(model: Any, monkeypatch: pytest.MonkeyP
 def test_prompts_up_to_the_longest_that_leaves_room(family: str) -> None:
     """A root and a first token fill the context; GPT-2 has no embedding for more positions."""
     short = tiny_model(family, max_position_embeddings=32, initializer_range=0.15)
-    tree, options = Tree.top_k([2, 2, 1]), Settings(temperature=1.0)
 
     def made(length: int) -> Experiment:
-        prompt, generator = random_ids(length), torch.Generator().manual_seed(0)
-        return Experiment(short, TrainedHeads(random_heads(short, 3), tree), prompt, options, generator)
+        return experiment_of(short, TrainedHeads(random_heads(short, 3), Tree.top_k([2, 2, 1])), random_ids(length))
 
     assert passes([made(30).run(rule, 0, DRAWS) for rule in RULES[:2]])
     with pytest.raises(RequestError, match="may have 30"):
@@ -315,7 +312,7 @@ def test_verify_compares_with_generate_itself(monkeypatch: pytest.MonkeyPatch) -
 
 def test_cases_use_the_given_tree(model: Any) -> None:
     source = TrainedHeads(random_heads(model), load_tree("chain:1", 3))
-    made = Experiment(model, source, PROMPT, Settings(temperature=1.0), torch.Generator().manual_seed(0))
+    made = experiment_of(model, source)
     cases = [made.run(rule, 0, DRAWS) for rule in RULES[:2]]
     assert passes(cases)
     assert all(case.mean_accepted < 1 for case in cases)

@@ -155,26 +155,12 @@ def test_a_stop_string_ends_a_text_also_in_a_batch(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_text_ends_at_the_end_of_the_context(name: str) -> None:
+def test_texts_end_at_the_end_of_the_context(name: str) -> None:
+    """Each for itself in a batch; a prompt that fills the context gets no tokens."""
     model = tiny_model("llama", max_position_embeddings=20)
-    prompts = [random_ids(17, seed=1), random_ids(12, seed=2)]
-    for prompt in prompts:
-        result = methods(model, Settings(max_new_tokens=30))[name]([prompt], None)[0]
-        assert result.new_ids == plain(model, prompt, max_new_tokens=20 - len(prompt))
+    prompts = [random_ids(17, seed=1), random_ids(12, seed=2), random_ids(20)]
+    for result, prompt in zip(methods(model, Settings(max_new_tokens=30))[name](prompts, None), prompts, strict=True):
+        left = 20 - len(prompt)
+        assert result.new_ids == (plain(model, prompt, max_new_tokens=left) if left else [])
         assert result.finish_reason == "length"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_in_a_batch_each_text_ends_at_the_context(name: str) -> None:
-    model = tiny_model("llama", max_position_embeddings=20)
-    prompts = [random_ids(17, seed=1), random_ids(12, seed=2)]
-    results = methods(model, Settings(max_new_tokens=30))[name](prompts, None)
-    assert [len(result.new_ids) for result in results] == [3, 8]
-    assert [result.finish_reason for result in results] == ["length", "length"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_prompt_that_fills_the_context_gets_no_tokens(name: str) -> None:
-    model = tiny_model("llama", max_position_embeddings=20)
-    result = methods(model, Settings(max_new_tokens=30))[name]([random_ids(20)], None)[0]
-    assert (result.new_ids, result.step_lengths, result.finish_reason) == ([], [], "length")
+        assert sum(result.step_lengths) == left

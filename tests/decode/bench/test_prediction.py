@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts
-from decode.bench.headline import Interval
-from decode.bench.prediction import Prediction
+from decode.bench.figures import Interval, Prediction
 from decode.drafters.layouts import DynamicTree, with_shortlist
 from medusa.tree import Tree, usual_shortlist
 

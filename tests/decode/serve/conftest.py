@@ -5,17 +5,16 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 from decode.drafters import drafter_factory
-from decode.drafters.base import DrafterContext
+from decode.drafters.base import DrafterContext, DrafterFactory
 from decode.texts import TextGenerator
-from medusa.heads.independent import MedusaHeads
-from medusa.loading import load_backbone
-from tests.decode.serve.server_tools import SHORT
+from tests.decode.serve.server_tools import demo_generator
+from tests.helpers import FORMS, random_heads, shared_model
 from tests.train.templates import CHATML
 
 if TYPE_CHECKING:
@@ -24,12 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def generator() -> TextGenerator:
-    """With a chat template, as the embedded tokenizer has none."""
-    loaded = load_backbone("demo")
-    assert loaded.tokenizer is not None
-    loaded.tokenizer.chat_template = CHATML
-    source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
-    return TextGenerator(loaded.model, SHORT, loaded.tokenizer, source)
+    return demo_generator(template=CHATML)
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +54,22 @@ def url(api: CompletionApi) -> Iterator[str]:
         server.should_exit = True
         thread.join(30)
     assert not api.worker.thread.is_alive()  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def factory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], DrafterFactory]:
+    """The drafters of `shared_model` by name: kinds of heads, `dynamic` trees, and drafters without heads."""
+    model, folder = shared_model(), tmp_path_factory.mktemp("small")
+    shared_model(seed=1).save_pretrained(folder)
+
+    def made(kind: str) -> DrafterFactory:
+        if kind == "model":
+            return drafter_factory(f"model:model={folder},widths=2x2x1", DrafterContext(model))
+        if kind in ("ngram", "lookahead"):
+            return drafter_factory(kind, DrafterContext(model))
+        settings = FORMS.get(kind, {"prefix_layers": 1} if kind == "prefix" else {})
+        tree = "dynamic:12" if kind == "dynamic" else "topk:3,2,2"
+        context = DrafterContext(model, random_heads(model, **settings), tree)
+        return drafter_factory("mix:heads+ngram" if kind == "mix" else None, context)
+
+    return made

@@ -10,22 +10,22 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
-from decode.drafters import drafter_factory
-from decode.drafters.base import DrafterContext, DrafterFactory
+from decode.drafters.base import DrafterFactory
 from decode.drafters.layouts import DynamicTree, smaller, with_shortlist
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.serve.adaptive import AdaptiveStepper, drafts_of
 from decode.serve.batch import RunningBatch
 from decode.serve.pace import Pace
-from decode.serve.worker import BatchRow, BatchWorker, RowEvent
+from decode.serve.worker import BatchRow, BatchWorker
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
 from decode.texts import TextGenerator, stepper_for
 from medusa.tree import Tree, named_trees
-from tests.decode.serve.server_tools import PROMPTS, expected
+from tests.decode.serve.server_tools import PROMPTS, expected, said
+from tests.decode.serve.server_tools import decode as decode_rows
 from tests.decode.serve.test_joining import GREEDY, KINDS, alone, arrivals, decode
-from tests.helpers import FORMS, random_heads, random_ids, random_tree, shared_model
+from tests.helpers import random_ids, random_tree, shared_model
 
 RULE = AcceptanceRule("rejection")
 LOOKING_BACK = ["eagle", "eagle-1", "eagle-3, variants", "eagle, window", "mtp", "prefix", "model"]
@@ -45,29 +45,11 @@ class ByLot(Pace):
         return self.chosen
 
 
-@pytest.fixture(scope="module")
-def factory_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    model, folder = shared_model(), tmp_path_factory.mktemp("small")
-    shared_model(seed=1).save_pretrained(folder)
-
-    def made(kind: str) -> DrafterFactory:
-        if kind == "model":
-            return drafter_factory(f"model:model={folder},widths=2x2x1", DrafterContext(model))
-        if kind in ("ngram", "lookahead"):
-            return drafter_factory(kind, DrafterContext(model))
-        settings = FORMS.get(kind, {"prefix_layers": 1} if kind == "prefix" else {})
-        tree = "dynamic:12" if kind == "dynamic" else "topk:3,2,2"
-        context = DrafterContext(model, random_heads(model, **settings), tree)
-        return drafter_factory("mix:heads+ngram" if kind == "mix" else None, context)
-
-    return made
-
-
 def adapting(factory: DrafterFactory) -> tuple[Callable[[Any], AdaptiveStepper], Pace]:
     """What makes adaptive steppers of others, and their pace."""
     drafts = drafts_of(factory)
     pace = ByLot([1 if draft is None else draft.num_nodes for draft in drafts])
-    return lambda stepper: AdaptiveStepper(stepper.session, stepper.rule, drafts, pace), pace
+    return lambda stepper: AdaptiveStepper(stepper, drafts, pace), pace
 
 
 @pytest.mark.parametrize("kind", [*LOOKING_BACK, "medusa", "markov", "hydra", "dynamic", "ngram", "lookahead", "mix"])
@@ -89,7 +71,7 @@ def test_drafts_after_plain_steps_are_those_of_a_new_session(kind: str, factory_
         return stepper_for(model, factory, requests, RULE, keep_drafts=True)
 
     def adaptive(requests: Any) -> AdaptiveStepper:
-        stepper = AdaptiveStepper(whole(requests).session, RULE, [factory, None], pace)
+        stepper = AdaptiveStepper(whole(requests), [factory, None], pace)
         stepper.keep_drafts = True
         return stepper
 
@@ -151,18 +133,14 @@ def test_the_server_adapts_if_texts_do_not_depend_on_drafts(
     generator: TextGenerator, how: dict[str, Any], adapts: bool
 ) -> None:
     worker, settings = BatchWorker(generator, 2, adapts=True), Settings(max_new_tokens=40, **how)
-    told: list[list[RowEvent]] = [[], []]
-    for seed, events in enumerate(told):
-        worker.add(BatchRow(generator.tokenizer(PROMPTS[seed])["input_ids"], settings, seed, events.append))
-    worker.receive()
-    worker.admit()
-    assert isinstance(worker.batch.stepper, AdaptiveStepper) == adapts
-    while worker.running:
-        worker.step()
+    rows = [
+        BatchRow(generator.tokenizer(prompt)["input_ids"], settings, seed, lambda event: None)
+        for seed, prompt in enumerate(PROMPTS[:2])
+    ]
+    told = decode_rows(worker, *rows)
     assert (sum(worker.pace.steps) > 0) == adapts
     shown = worker.metrics.response().body.decode()
-    for nodes, steps in worker.pace.counts():
+    for nodes, steps in zip(worker.pace.nodes, worker.pace.steps, strict=True):
         assert f'medusa_draft_steps_total{{nodes="{nodes}"}} {float(steps)}' in shown
     if not how:
-        texts = ["".join(event.text for event in events) for events in told]
-        assert texts == [expected(generator, prompt, settings) for prompt in PROMPTS[:2]]
+        assert list(map(said, told)) == [expected(generator, prompt, settings) for prompt in PROMPTS[:2]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +17,14 @@ from nicegui import ui
 from nicegui.testing import user_simulation
 
 from decode.draft import DraftRecord
-from decode.drafters import drafter_factory
-from decode.drafters.base import DrafterContext
 from decode.serve.chat import ChatWorker, Conversation, Side, Snapshot, verdict
 from decode.serve.chat_card import marked
 from decode.serve.chat_options import NO_DRAFTER, drafters_of
 from decode.serve.chat_page import ChatPage, PageConfig
 from decode.settings import Settings
 from decode.texts import Result, TextGenerator
-from medusa.heads.independent import MedusaHeads
-from medusa.loading import load_backbone
 from medusa.records.pieces import TextPiece, TextStream
-from tests.decode.serve.server_tools import begin
+from tests.decode.serve.server_tools import begin, demo_generator
 from tests.train.templates import CHATML
 
 SHORT = Settings(max_new_tokens=16)
@@ -37,10 +33,7 @@ RECORD = DraftRecord([5, 6], [0, 0], [0, 1])
 
 @pytest.fixture(scope="module")
 def generator() -> TextGenerator:
-    loaded = load_backbone("demo")
-    source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
-    assert loaded.tokenizer is not None
-    return TextGenerator(loaded.model, SHORT, loaded.tokenizer, source)
+    return demo_generator(SHORT)
 
 
 @pytest.fixture
@@ -74,49 +67,31 @@ def side(ids: list[int], seconds: float, reason: str = "length") -> Any:
     return SimpleNamespace(result=result, finished=True, pieces=[], drafts=[])
 
 
+SAME, TIED = "the same text, token for token", "two tokens are nearly tied, and rounding decides"
+
+
 @pytest.mark.parametrize(
-    ("theirs", "ours", "settings", "told"),
+    ("theirs", "ours", "settings", "faster", "told"),
     [
-        (side([1, 2], 2.0), side([1, 2], 1.0), SHORT, ("2.00×", "the same text, token for token")),
+        (side([1, 2], 2.0), side([1, 2], 1.0), SHORT, "2.00×", SAME),
+        (side([], 1.0), side([], 0.5), SHORT, None, SAME),
         (
             side([1, 2], 1.0),
             side([1, 2], 0.5, "stopped"),
             SHORT,
-            (None, "stopped: speeds are compared only for finished texts"),
+            None,
+            "stopped: speeds are compared only for",
         ),
-        (
-            side([1, 2], 1.0),
-            side([1], 0.5),
-            SHORT,
-            (
-                None,
-                "the texts diverge at token 2: two tokens are nearly tied, and rounding decides. "
-                "Speeds are compared only for texts of the same length",
-            ),
-        ),
-        (side([], 1.0), side([], 0.5), SHORT, (None, "the same text, token for token")),
-        (
-            side([1, 2], 1.0),
-            side([1, 3], 1.0),
-            SHORT,
-            ("1.00×", "the texts diverge at token 2: two tokens are nearly tied, and rounding decides"),
-        ),
-        (
-            side([1], 1.0),
-            side([3], 1.0),
-            Settings(temperature=1.0),
-            ("1.00×", "two samples of the same distribution"),
-        ),
-        (
-            side([1], 1.0),
-            side([3], 1.0),
-            Settings(acceptance="topk:2"),
-            ("1.00×", "different texts: acceptance topk:2 is lossy"),
-        ),
+        (side([1, 2], 1.0), side([1], 0.5), SHORT, None, f"at token 2: {TIED}. Speeds are compared only for texts of"),
+        (side([1, 2], 1.0), side([1, 3], 1.0), SHORT, "1.00×", f"the texts diverge at token 2: {TIED}"),
+        (side([1], 1.0), side([3], 1.0), Settings(temperature=1.0), "1.00×", "two samples of the same distribution"),
+        (side([1], 1.0), side([3], 1.0), Settings(acceptance="topk:2"), "1.00×", "acceptance topk:2 is lossy"),
     ],
 )
-def test_the_verdict_of_a_race(theirs: Any, ours: Any, settings: Settings, told: tuple[str | None, str]) -> None:
-    assert verdict(theirs, ours, settings) == told
+def test_the_verdict_of_a_race(theirs: Any, ours: Any, settings: Settings, faster: str | None, told: str) -> None:
+    found = verdict(theirs, ours, settings)
+    assert found.faster == faster
+    assert told in found.same
 
 
 def sides_of(generator: TextGenerator, message: str = "Once upon a time") -> list[Side]:
@@ -167,98 +142,96 @@ def test_the_worker_stops_on_request(generator: TextGenerator) -> None:
 # --- a simulated reader ----------------------------------------------------------------------------------------------
 
 
+def simulated(
+    generator: TextGenerator, scene: Callable[[Any, list[ChatPage]], Awaitable[None]], system: str | None = None
+) -> None:
+    """Run a scene with a reader and the pages that he has opened, the first of them already."""
+    config, pages = PageConfig(ChatWorker(generator), "demo", "heads", system, 0), list[ChatPage]()
+
+    async def run() -> None:
+        async with user_simulation(root=lambda: pages.append(ChatPage(config)) or pages[-1].build()) as user:
+            await user.open("/")
+            await scene(user, pages)
+
+    asyncio.run(run())
+
+
 def test_a_conversation_is_continued_and_reset(generator: TextGenerator) -> None:
-    config = PageConfig(ChatWorker(generator), "demo", "heads", None, 0)
-    pages: list[ChatPage] = []
+    async def scene(user: Any, pages: list[ChatPage]) -> None:
+        await user.should_see("it is not an assistant")
+        user.find("Once upon a time").click()
+        await user.should_see("the same text, token for token", retries=600)
+        first = pages[0].conversation.turns[0]
+        assert first.text
+        user.find(ui.textarea).type("The dog")
+        await pages[0]._ask()
+        assert [turn.message for turn in pages[0].conversation.turns] == ["Once upon a time", "The dog"]
+        assert pages[0].conversation.turns[1].prompt[: len(first.prompt)] == first.prompt
+        turns = list(pages[0].conversation.turns)
+        await pages[0]._again()
+        assert [turn.message for turn in pages[0].conversation.turns] == ["Once upon a time", "The dog"]
+        assert pages[0].conversation.turns[1] is not turns[1]
+        assert pages[0].conversation.turns[1].prompt == turns[1].prompt
+        assert len(pages[0].articles) == 2
+        await user.open("/")  # the same tab, loaded again
+        await user.should_see("The dog")
+        assert [turn.text for turn in pages[1].conversation.turns] == [turn.text for turn in turns]
+        user.tab_id = "another reader's"
+        await user.open("/")
+        assert pages[2].conversation.turns == []
+        with user:
+            pages[1]._reset()
+        assert pages[1].conversation.turns == [] != pages[0].conversation.turns
 
-    def root() -> None:
-        pages.append(ChatPage(config))
-        pages[-1].build()
-
-    async def scene() -> None:
-        async with user_simulation(root=root) as user:
-            await user.open("/")
-            await user.should_see("it is not an assistant")
-            user.find("Once upon a time").click()
-            await user.should_see("the same text, token for token", retries=600)
-            first = pages[0].conversation.turns[0]
-            assert first.text
-            user.find(ui.textarea).type("The dog")
-            await pages[0]._ask()
-            assert [turn.message for turn in pages[0].conversation.turns] == ["Once upon a time", "The dog"]
-            assert pages[0].conversation.turns[1].prompt[: len(first.prompt)] == first.prompt
-            turns, prompt = list(pages[0].conversation.turns), pages[0].conversation.turns[1].prompt
-            await pages[0]._again()
-            assert [turn.message for turn in pages[0].conversation.turns] == ["Once upon a time", "The dog"]
-            assert pages[0].conversation.turns[1] is not turns[1]
-            assert pages[0].conversation.turns[1].prompt == prompt
-            assert len(pages[0].articles) == 2
-            await user.open("/")  # the same tab, loaded again
-            await user.should_see("The dog")
-            assert [turn.text for turn in pages[1].conversation.turns] == [turn.text for turn in turns]
-            user.tab_id = "another reader's"
-            await user.open("/")
-            assert pages[2].conversation.turns == []
-            with user:
-                pages[1]._reset()
-            assert pages[1].conversation.turns == [] != pages[0].conversation.turns
-
-    asyncio.run(scene())
+    simulated(generator, scene)
 
 
 def test_an_answer_that_is_not_written_again_is_kept(generator: TextGenerator) -> None:
     """The reader asks to write it again, and stops before the model is free."""
-    config, pages = PageConfig(ChatWorker(generator), "demo", "heads", None, 0), []
 
-    async def scene() -> None:
-        async with user_simulation(root=lambda: pages.append(ChatPage(config)) or pages[-1].build()) as user:
-            await user.open("/")
-            with user:
-                page = pages[0]
-                await page._answer("Once upon a time")
-                before = list(page.conversation.turns)
-                free = threading.Event()
-                config.worker.thread.submit(free.wait)
-                again = asyncio.create_task(page._again())
-                while page.stopped is None:
-                    await asyncio.sleep(0.01)
-                page.stopped.set()
-                free.set()
-                await again
-                assert page.conversation.turns == before
-                assert [exchange.turn for exchange in page.history.exchanges] == before
-                assert len(page.articles) == 1
+    async def scene(user: Any, pages: list[ChatPage]) -> None:
+        (page,) = pages
+        with user:
+            await page._answer("Once upon a time")
+            before = list(page.conversation.turns)
+            free = threading.Event()
+            page.config.worker.thread.submit(free.wait)
+            again = asyncio.create_task(page._again())
+            while page.stopped is None:
+                await asyncio.sleep(0.01)
+            page.stopped.set()
+            free.set()
+            await again
+        assert page.conversation.turns == before
+        assert [exchange.turn for exchange in page.history.exchanges] == before
+        assert len(page.articles) == 1
 
-    asyncio.run(scene())
+    simulated(generator, scene)
 
 
 def test_a_system_message_applies_from_the_next_answer_on(generator: TextGenerator, with_template: Any) -> None:
-    config, pages = PageConfig(ChatWorker(generator), "demo", "heads", "Be kind.", 0), []
+    async def scene(user: Any, pages: list[ChatPage]) -> None:
+        (page,) = pages
+        with user:
+            await page._answer("Hello")
+            page.options.system = "Be brief."
+            assert page.options.change(lambda now: replace(now, temperature=0.7))
+            await user.should_see("heads, 8 nodes · rejection")
+            assert page.options.change(lambda now: replace(now, temperature=0.0))
+            await page._answer("And now?")
+            page.options.system = "  "
+            await page._answer("And in the end?")
+        prompts = [generator.tokenizer.decode(turn.prompt) for turn in page.conversation.turns]
+        assert [prompt.partition("<|im_end|>")[0] for prompt in prompts] == [
+            "<|im_start|>system\nBe kind.",
+            "<|im_start|>system\nBe brief.",
+            "<|im_start|>user\nHello",
+        ]
+        await user.open("/")  # a reload
+        await user.should_see("And in the end?")
+        assert pages[1].options.system == ""
 
-    async def scene() -> None:
-        async with user_simulation(root=lambda: pages.append(ChatPage(config)) or pages[-1].build()) as user:
-            await user.open("/")
-            page = pages[0]
-            with user:
-                await page._answer("Hello")
-                page.options.system = "Be brief."
-                assert page.options.change(lambda now: replace(now, temperature=0.7))
-                await user.should_see("heads, 8 nodes · rejection")
-                assert page.options.change(lambda now: replace(now, temperature=0.0))
-                await page._answer("And now?")
-                page.options.system = "  "
-                await page._answer("And in the end?")
-            prompts = [generator.tokenizer.decode(turn.prompt) for turn in page.conversation.turns]
-            assert [prompt.partition("<|im_end|>")[0] for prompt in prompts] == [
-                "<|im_start|>system\nBe kind.",
-                "<|im_start|>system\nBe brief.",
-                "<|im_start|>user\nHello",
-            ]
-            await user.open("/")  # a reload
-            await user.should_see("And in the end?")
-            assert pages[1].options.system == ""
-
-    asyncio.run(scene())
+    simulated(generator, scene, "Be kind.")
 
 
 def test_the_drafters_of_a_page(generator: TextGenerator) -> None:
@@ -284,19 +257,15 @@ def test_the_drafters_of_a_page(generator: TextGenerator) -> None:
 
 def test_options_belong_to_a_page_and_wrong_options_are_refused(generator: TextGenerator) -> None:
     greedy = replace(generator, settings=Settings(max_new_tokens=16, acceptance="greedy"))
-    config = PageConfig(ChatWorker(greedy), "demo", "heads", None, 0)
 
-    async def scene() -> None:
-        async with user_simulation(root=lambda: pages.append(ChatPage(config)) or pages[-1].build()) as user:
-            await user.open("/")
-            with user:
-                assert pages[0].options.change(lambda now: replace(now, max_new_tokens=8))
-                assert not pages[0].options.change(lambda now: replace(now, temperature=0.7))
-            assert user.notify.messages == [
-                "acceptance 'greedy' writes no samples; use temperature 0 (do_sample=False) or 'rejection'"
-            ]
-            assert pages[0].options.settings == Settings(max_new_tokens=8, acceptance="greedy")
+    async def scene(user: Any, pages: list[ChatPage]) -> None:
+        with user:
+            assert pages[0].options.change(lambda now: replace(now, max_new_tokens=8))
+            assert not pages[0].options.change(lambda now: replace(now, temperature=0.7))
+        assert user.notify.messages == [
+            "acceptance 'greedy' writes no samples; use temperature 0 (do_sample=False) or 'rejection'"
+        ]
+        assert pages[0].options.settings == Settings(max_new_tokens=8, acceptance="greedy")
 
-    pages: list[ChatPage] = []
-    asyncio.run(scene())
+    simulated(greedy, scene)
     assert greedy.settings.max_new_tokens == 16

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 
-from decode.drafters import drafter_factory
-from decode.drafters.base import DrafterContext
+from decode.loop import Step
 from decode.serve.chat import Conversation, Side, race
 from decode.settings import Settings
 from decode.texts import Decoding, Result, TextGenerator
 from medusa.errors import RequestError
-from medusa.heads.independent import MedusaHeads
-from medusa.loading import load_backbone
 from medusa.records.pieces import TextStream
-from tests.decode.serve.server_tools import begin
+from tests.decode.serve.server_tools import begin, demo_generator
 from tests.train.templates import CHATML
 
 SHORT = Settings(max_new_tokens=24)
@@ -24,10 +21,7 @@ PROMPT = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def generator() -> TextGenerator:
-    loaded = load_backbone("demo")
-    source = drafter_factory(None, DrafterContext(loaded.model, MedusaHeads.from_pretrained("demo"), "eight"))
-    assert loaded.tokenizer is not None
-    return TextGenerator(loaded.model, SHORT, loaded.tokenizer, source)
+    return demo_generator(SHORT)
 
 
 @pytest.fixture
@@ -113,20 +107,6 @@ def test_a_full_context_is_reported(generator: TextGenerator) -> None:
 # --- runs -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_equals_the_method(generator: TextGenerator) -> None:
-    ids = generator.tokenizer(PROMPT)["input_ids"]
-    expected = TextGenerator(generator.model, SHORT)([ids])[0]
-    for source in (None, generator.source):
-        run = begin(generator, ids, source=source)
-        steps = [step.ids[0] for step in run]
-        result = run.results[0]
-        assert [token for step in steps for token in step] == result.new_ids == expected.new_ids
-        assert [len(step) for step in steps] == result.step_lengths
-        assert result.finish_reason == expected.finish_reason == "length"
-        assert result.seconds > 0
-        assert (max(result.step_lengths) > 1) is not (source is None)
-
-
 def test_seconds_count_only_decoding(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock does not move while the loop computes, so every second comes from the reader."""
     now = [0.0]
@@ -148,16 +128,6 @@ def test_a_stopped_run_keeps_its_tokens(generator: TextGenerator) -> None:
     assert list(run) == []
 
 
-def test_a_seed_gives_one_sample_with_a_drafter_and_without(generator: TextGenerator) -> None:
-    ids, settings = generator.tokenizer(PROMPT)["input_ids"], Settings(max_new_tokens=24, temperature=1.0)
-    texts = []
-    for seed, source in ((3, None), (3, generator.source), (4, generator.source)):
-        run = begin(generator, ids, settings, seed, source=source)
-        list(run)
-        texts.append(run.results[0].new_ids)
-    assert texts[0] == texts[1] != texts[2]
-
-
 # --- a race ----------------------------------------------------------------------------------------------------------
 
 
@@ -168,8 +138,6 @@ class Scripted(Decoding):
         self.name, self.each, self.count, self.notes, self.seconds = name, seconds, count, notes, 0.0
 
     def __iter__(self) -> Any:
-        from decode.loop import Step
-
         for _ in range(self.count):
             self.seconds += self.each
             self.notes.append(self.name)

@@ -17,12 +17,12 @@ from chat_families import byte_tokenizer
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.sequences import Request
-from decode.serve.worker import BatchRow, BatchWorker, RowEvent
+from decode.serve.worker import BatchRow, BatchWorker
 from decode.settings import Settings
 from decode.texts import TextGenerator
 from medusa.errors import RunError
 from medusa.records.pieces import TextStream, joined
-from tests.decode.serve.server_tools import begin
+from tests.decode.serve.server_tools import begin, decode, said
 from tests.decode.test_stop_strings import named, without_names
 from tests.helpers import plain, random_heads, random_ids, tiny_model
 
@@ -36,19 +36,6 @@ def generator() -> TextGenerator:
     model = tiny_model(vocab_size=len(tokenizer))
     source = drafter_factory(None, DrafterContext(model, random_heads(model), "topk:3,2"))
     return TextGenerator(model, SAMPLED, tokenizer, source)
-
-
-def told(worker: BatchWorker, rows: list[BatchRow]) -> list[list[RowEvent]]:
-    """Decode rows as the worker's thread does; returns the events of each."""
-    events: list[list[RowEvent]] = [[] for _ in rows]
-    for row, own in zip(rows, events, strict=True):
-        row.tell = own.append
-        worker.add(row)
-    while (worker.waiting or worker.running or not worker.arrivals.empty()) and worker.receive():
-        worker.admit()
-        if worker.running:
-            worker.step()
-    return events
 
 
 def row_of(seed: int, settings: Settings = SAMPLED) -> BatchRow:
@@ -80,13 +67,13 @@ def test_stop_strings_end_a_text_as_in_generate_in_every_way(generator: TextGene
     special = sum("<" in string for string in strings)
     assert special > 3
     assert len(strings) - special > 1
-    events = told(BatchWorker(generator, 4), rows)
+    events = decode(BatchWorker(generator, 4), *rows)
     for row, string, own in zip(rows, strings, events, strict=True):
         ids = reference(generator, row, stop_strings=[string], tokenizer=generator.tokenizer)
         assert (row.new_tokens, own[-1].finish_reason) == (len(ids), "stop")
         whole = named(generator.tokenizer, ids)
         shown = without_names(generator.tokenizer, whole, whole.index(string))
-        assert "".join(event.text for event in own) == shown
+        assert said(own) == shown
         kept = TextStream(generator.tokenizer, [string], keeps_special=True)  # as for tool calls
         assert joined([*kept.step(ids), *kept.end()]) == whole[: whole.index(string)]
         run = begin(generator, row.prompt, row.settings, row.seed)  # as the chat and `medusa generate` do
@@ -132,7 +119,7 @@ def test_an_undefined_text_ends_alone(generator: TextGenerator, how: str, value:
     wrong = BreakingRow(random_ids(9, 9), settings, 9, lambda event: None, value=float(value))
     cold = row_of(4, replace(settings, temperature=1e-320))
     worker = BatchWorker(made, 4, adapts=how == "adaptive")
-    events = told(worker, [fine[0], wrong, fine[1], cold, fine[2]])
+    events = decode(worker, fine[0], wrong, fine[1], cold, fine[2])
     for broken in (events[1], events[3]):
         assert isinstance(broken[-1].error, RunError)
         assert "probabilities that are NaN" in str(broken[-1].error)
@@ -140,9 +127,9 @@ def test_an_undefined_text_ends_alone(generator: TextGenerator, how: str, value:
     assert (wrong.new_tokens, cold.new_tokens) == (4, 0)
     for row, own in zip(fine, (events[0], events[2], events[4]), strict=True):
         assert own[-1].finish_reason == "length"
-        text = "".join(event.text for event in own)
+        text = said(own)
         if how == "drawn":  # another sample, which does not depend on the batch
-            assert text == "".join(event.text for event in told(BatchWorker(made, 4), [replace(row, new_tokens=0)])[0])
+            assert text == said(decode(BatchWorker(made, 4), replace(row, new_tokens=0))[0])
         else:
             ids = reference(generator, row)
             assert text == generator.tokenizer.decode(ids, skip_special_tokens=True)

@@ -19,9 +19,10 @@ from decode.serve.worker import BatchRow, BatchWorker, RowEvent
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
 from decode.texts import TextGenerator, stepper_for
-from tests.decode.serve.server_tools import PROMPTS, expected
+from tests.decode.serve.server_tools import PROMPTS, admit, expected, said
 from tests.helpers import FAMILIES, plain, random_heads, random_ids, shared_model, tiny_model
 
+WITHOUT_HEADS = ("ngram", "lookahead", "model")
 GREEDY: dict[str, Any] = {"do_sample": False}
 KINDS: list[dict[str, Any]] = [
     GREEDY,
@@ -96,33 +97,15 @@ def test_texts_are_those_of_generate(family: str) -> None:
     assert len({len(text) for text in texts}) > 3
 
 
-@pytest.mark.parametrize(
-    "drafter", [None, "ngram", "lookahead", "model", "mix:heads+ngram", "eagle", "eagle3", "prefix", "hydra", "dynamic"]
-)
-def test_every_drafter_goes_on_when_texts_join(drafter: str | None, tmp_path: Any) -> None:
+@pytest.mark.parametrize("kind", [*WITHOUT_HEADS, "mix", "eagle", "eagle-3", "prefix", "hydra", "dynamic"])
+def test_every_drafter_goes_on_when_texts_join(kind: str, factory_of: Any) -> None:
     model, asked = shared_model(), arrivals(KINDS)
-    heads, tree = random_heads(model), "topk:3,2,2"
-    if drafter == "eagle":
-        heads = random_heads(model, kind="eagle", block="gated")
-    elif drafter == "eagle3":
-        heads = random_heads(model, kind="eagle", block="gated", feature_layers=[0, 1, 2])
-    elif drafter == "hydra":
-        heads = random_heads(model, kind="hydra")
-    elif drafter == "prefix":
-        heads = random_heads(model, prefix_layers=1)
-    elif drafter == "dynamic":
-        tree = "dynamic:12"
-    context = DrafterContext(model, heads, tree)
-    if drafter is None:
-        factory = None
-    elif drafter == "model":
-        shared_model(seed=1).save_pretrained(tmp_path)
-        factory = drafter_factory(f"model:model={tmp_path},tokens=3", context._replace(heads=None, tree=None))
-    elif drafter in ("ngram", "lookahead"):
-        factory = drafter_factory(drafter, context._replace(heads=None, tree=None))
-    else:
-        factory = drafter_factory(drafter if ":" in drafter else None, context)
-    assert decode(model, factory, asked) == alone(model, asked)
+    assert decode(model, factory_of(kind), asked) == alone(model, asked)
+
+
+def test_texts_join_without_a_drafter() -> None:
+    model, asked = shared_model(), arrivals(KINDS)
+    assert decode(model, None, asked) == alone(model, asked)
 
 
 def test_contrastive_texts_join() -> None:
@@ -185,33 +168,25 @@ def test_texts_that_come_after_each_other_join_together(generator: TextGenerator
     worker, prompt = BatchWorker(generator, 8), generator.tokenizer(PROMPTS[0])["input_ids"]
     running = []
     for arriving in (1, 3, 1, 1, 0, 1):
-        for _ in range(arriving):
-            worker.add(BatchRow(prompt, Settings(max_new_tokens=60), 0, lambda event: None))
-        worker.receive()
-        worker.admit()
+        admit(worker, *(BatchRow(prompt, Settings(max_new_tokens=60), 0, lambda event: None) for _ in range(arriving)))
         running.append(len(worker.running))
         worker.step()
     assert running == [1, 4, 4, 6, 6, 6]
 
 
 def test_a_short_text_overtakes_a_long_one(generator: TextGenerator) -> None:
-    worker, told = BatchWorker(generator, 2), list[tuple[str, RowEvent]]()
+    worker, told = BatchWorker(generator, 2), list[tuple[int, RowEvent]]()
     prompt = generator.tokenizer(PROMPTS[0])["input_ids"]
-
-    def row(name: str, count: int) -> BatchRow:
-        return BatchRow(prompt, Settings(max_new_tokens=count), 0, lambda event: told.append((name, event)))
-
-    worker.add(row("long", 60))
-    worker.receive()
-    worker.admit()
+    rows = [
+        BatchRow(prompt, Settings(max_new_tokens=count), 0, lambda event, row=row: told.append((row, event)))
+        for row, count in enumerate((60, 12, 12))
+    ]
+    admit(worker, rows[0])
     worker.step()
-    for name in ("short", "third"):
-        worker.add(row(name, 12))
+    admit(worker, *rows[1:])
     while worker.running:
-        worker.receive()
-        worker.admit()
+        admit(worker)
         worker.step()
-    assert [name for name, event in told if event.finish_reason] == ["short", "third", "long"]
-    for name, count in (("short", 12), ("third", 12), ("long", 60)):
-        text = "".join(event.text for own, event in told if own == name)
-        assert text == expected(generator, PROMPTS[0], Settings(max_new_tokens=count))
+    assert [row for row, event in told if event.finish_reason] == [1, 2, 0]
+    for row, one in enumerate(rows):
+        assert said([event for own, event in told if own == row]) == expected(generator, PROMPTS[0], one.settings)

@@ -17,7 +17,7 @@ from decode.settings import Settings
 from decode.texts import TextGenerator
 from load_clients import NONSENSE, Client, Found, Wanted
 from load_test import LoadOptions, load, requests, texts_left
-from tests.decode.serve.server_tools import PROMPTS, SHORT, expected
+from tests.decode.serve.server_tools import PROMPTS, SHORT, admit, expected
 
 
 @pytest.fixture
@@ -93,10 +93,7 @@ def test_half_a_request_leaves_no_error(url: str, logged: list[str]) -> None:
 def test_an_idle_server_keeps_no_caches(generator: TextGenerator) -> None:
     worker = BatchWorker(generator, 2)
     prompt = generator.tokenizer(PROMPTS[0])["input_ids"]
-    for _ in range(2):
-        worker.add(BatchRow(prompt, SHORT, 0, lambda event: None))
-    worker.receive()
-    worker.admit()
+    admit(worker, *(BatchRow(prompt, SHORT, 0, lambda event: None) for _ in range(2)))
     while worker.running:
         assert worker.batch.stepper is not None
         worker.step()

@@ -12,7 +12,7 @@ import torch
 from decode.serve.logprobs import LOWEST, PIECE, scored
 from decode.texts import TextGenerator
 from medusa.backbone import Backbone
-from tests.decode.serve.server_tools import PROMPTS, ask, expected
+from tests.decode.serve.server_tools import PROMPTS, ask, choices_of, expected
 from tests.helpers import FAMILIES, random_ids, shared_model
 
 
@@ -101,14 +101,11 @@ def test_scores_of_new_tokens_ignore_the_temperature(url: str, generator: TextGe
 
 
 def test_a_stream_ends_with_the_scores(url: str, generator: TextGenerator) -> None:
-    from json import loads
-
     body = {"prompt": PROMPTS[:2], "max_tokens": 12, "logprobs": 0, "echo": True}
     _, whole = ask(url, "/v1/completions", body)
     _, text = ask(url, "/v1/completions", body | {"stream": True})
-    chunks = [loads(line[6:])["choices"][0] for line in text.split("\n\n") if line.startswith("data: {")]
     for index in (0, 1):
-        own = [chunk for chunk in chunks if chunk["index"] == index]
+        own = [choice for choice in choices_of(text) if choice["index"] == index]
         assert "".join(chunk["text"] for chunk in own) == PROMPTS[index] + expected(generator, PROMPTS[index])
         assert all(chunk["logprobs"] is None for chunk in own[:-1])
         assert own[-1]["logprobs"] == whole["choices"][index]["logprobs"]

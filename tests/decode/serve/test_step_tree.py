@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -37,23 +36,15 @@ def places(svg: str) -> list[tuple[float, float]]:
 
 
 def test_a_tree_is_drawn_as_by_hand() -> None:
+    """Each node but the root has a line, and the accepted lines are on top."""
     svg = drawing(RECORD, TEXTS)
     lefts, tops = zip(*places(svg), strict=True)
     assert [round((top - tops[0]) / ROW) for top in tops] == ROWS
     assert [sorted(set(lefts)).index(left) for left in lefts] == DEPTHS
     assert [node.findtext("text") for node in nodes_of(svg)] == ["a", "␣cat", "␣dog", "␣sat", "␣ran", "␣sat"]
-    assert [node.attrib["class"] for node in nodes_of(svg)] == [
-        "node accepted root",
-        "node accepted",
-        "node rejected",
-        "node rejected",
-        "node accepted",
-        "node rejected",
-    ]
-
-
-def test_each_node_but_the_root_has_a_line_and_accepted_lines_are_on_top() -> None:
-    lines = [line.attrib["class"] for line in ElementTree.fromstring(drawing(RECORD, TEXTS)).findall("path")]
+    kinds = [node.attrib["class"].removeprefix("node ") for node in nodes_of(svg)]
+    assert kinds == ["accepted root", "accepted", "rejected", "rejected", "accepted", "rejected"]
+    lines = [line.attrib["class"] for line in ElementTree.fromstring(svg).findall("path")]
     assert lines == ["rejected"] * 3 + ["accepted"] * 2
 
 
@@ -72,23 +63,24 @@ def test_long_tokens_are_clipped_and_whole_in_the_title() -> None:
     assert (other.findtext("text"), other.findtext("title")) == ("猫猫猫猫猫…", wide)
 
 
-def test_empty_trees() -> None:
+def test_a_draft_without_nodes_has_no_picture_and_a_root_alone_one_node() -> None:
     assert drawing(DraftRecord([], [], []), []) == ""
-    root = DraftRecord([7], [0], [0])
-    assert [node.attrib["class"] for node in nodes_of(drawing(root, ["a"]))] == ["node accepted root"]
-    assert summary(root, ["a"]) == "The drafter guessed nothing in this step"
+    assert [node.attrib["class"] for node in nodes_of(drawing(DraftRecord([7], [0], [0]), ["a"]))] == [
+        "node accepted root"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("accepted", "words"),
-    [([0, 1, 4], "2 of 5 guesses accepted: “cat ran”"), ([0], "0 of 5 guesses accepted")],
+    ("record", "words"),
+    [
+        (RECORD, "2 of 5 guesses accepted: “cat ran”"),
+        (RECORD._replace(accepted=[0]), "0 of 5 guesses accepted"),
+        (DraftRecord([1, 2], [0, 0], [0]), "0 of 1 guess accepted"),
+        (DraftRecord([7], [0], [0]), "The drafter guessed nothing in this step"),
+    ],
 )
-def test_the_summary_names_the_accepted_tokens(accepted: list[int], words: str) -> None:
-    assert summary(RECORD._replace(accepted=accepted), TEXTS) == words
-
-
-def test_one_guess_is_one() -> None:
-    assert summary(DraftRecord([1, 2], [0, 0], [0]), ["a", "b"]) == "0 of 1 guess accepted"
+def test_the_summary_names_the_accepted_tokens(record: DraftRecord, words: str) -> None:
+    assert summary(record, TEXTS) == words
 
 
 @pytest.mark.parametrize("tree", [load_tree("mc_sim_7b_63", 4), Tree.chain(5), Tree.top_k([3, 2])])
@@ -104,14 +96,10 @@ def test_no_two_nodes_overlap(tree: Tree) -> None:
     assert len({top for _, top in places(svg)}) == leaves  # every path to a leaf ends in its own row
 
 
-@pytest.fixture(scope="module")
-def demo() -> Any:
-    return load_backbone("demo")
-
-
 @pytest.mark.parametrize("tree", ["eight", "dynamic:16"])
-def test_trees_of_real_steps(demo: Any, tree: str) -> None:
+def test_trees_of_real_steps(tree: str) -> None:
     """The tokens on the accepted path are those that the step wrote, with a static and with a dynamic tree."""
+    demo = load_backbone("demo")
     heads, tokenizer = MedusaHeads.from_pretrained("demo"), demo.tokenizer
     factory = drafter_factory(None, DrafterContext(demo.model, heads, tree))
     ids = torch.tensor([tokenizer("Once upon a time")["input_ids"]])

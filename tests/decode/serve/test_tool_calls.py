@@ -11,6 +11,7 @@ import pytest
 
 from chat_families import byte_tokenizer
 from medusa.records.replies import FORMATS, ReplyReader, message_of, response_template
+from tests.decode.serve.server_tools import choices_of, demo_generator
 
 ADD = [
     {
@@ -96,13 +97,9 @@ def test_the_server_answers_with_calls_of_tools(stream: bool) -> None:
     from decode.serve.worker import BatchWorker
     from decode.settings import Settings
     from decode.strategies.grammar import lark_source
-    from decode.texts import TextGenerator
-    from medusa.loading import load_backbone
 
-    loaded = load_backbone("demo")
-    assert loaded.tokenizer is not None
-    loaded.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> #}"
-    generator = TextGenerator(loaded.model, Settings(max_new_tokens=128), loaded.tokenizer)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> #}"
+    generator = demo_generator(Settings(max_new_tokens=128), template)
     call = WRITTEN["Hermes and Qwen"].removesuffix("<|im_end|>")
     grammar = generator.grammars.compiled(lark_source(f"start: {json.dumps('Yes.' + call)}"))
     worker = BatchWorker(replace(generator, settings=replace(generator.settings, grammar=grammar)), 2)
@@ -114,8 +111,7 @@ def test_the_server_answers_with_calls_of_tools(stream: bool) -> None:
         assert reply.status_code == 200, reply.text
         without = client.post("/v1/chat/completions", json=body | {"tool_choice": "none", "stream": False}).json()
     if stream:
-        chunks = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line.startswith("data: {")]
-        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        choices = choices_of(reply.text)
         message = message_of([choice["delta"] for choice in choices])
         reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     else:
