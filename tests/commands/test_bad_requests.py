@@ -14,28 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from medusa.__main__ import main
 from medusa.fingerprint import fingerprint
-from tests.commands.test_cli import Place
+from tests.commands.place import Place, with_template, write_rows
 from tests.helpers import HIDDEN, random_heads, tiny_model
 from tests.train.templates import GEMMA
 from train.features.recorder import Recorder
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a request in this process; gives its one-line error."""
-
-    def run(*argv: Any) -> str:
-        capsys.readouterr()
-        status = main([str(word) for word in argv])
-        out, err = capsys.readouterr()
-        assert status == 2, err
-        assert out == ""
-        lines = err.splitlines()
-        assert len(lines) == 1, err
-        assert lines[0].startswith(f"medusa {argv[0]}: error: "), err
-        return lines[0]
-
-    return run
 
 
 def generate(place: Place, *argv: Any, **changes: Any) -> tuple[Any, ...]:
@@ -55,7 +37,7 @@ def test_an_amateur_of_another_tokenizer(refused: Any, place: Place, tmp_path: P
     (other / "tokenizer.json").write_text(text.replace('"c": 2', '"ß": 2'), encoding="utf-8")
     said = refused(*generate(place, "--amateur", other))
     assert f"the amateur {other} has another tokenizer: 'c' is 2 in {place.backbone} and nothing in {other}" in said
-    measure = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    measure = ("benchmark", *place.models, "--prompts", place.prompts)
     assert "cannot be combined with --amateur" in refused(
         *measure, "--amateur", place.backbone, "--against", "prompt-lookup"
     )
@@ -253,20 +235,13 @@ def test_empty_training_data_is_rejected(refused: Any, recipe: Any, tmp_path: Pa
 @pytest.fixture
 def gemma(place: Place, tmp_path: Path) -> str:
     """The backbone with a chat template that rejects system messages."""
-    from transformers import AutoTokenizer
-
-    shutil.copytree(place.backbone, tmp_path / "gemma")
-    tokenizer = AutoTokenizer.from_pretrained(place.backbone)
-    tokenizer.chat_template = GEMMA
-    tokenizer.save_pretrained(tmp_path / "gemma")
-    return str(tmp_path / "gemma")
+    return with_template(place.backbone, GEMMA, tmp_path / "gemma")
 
 
 def test_roles_the_chat_template_rejects(refused: Any, recipe: Any, gemma: str, tmp_path: Path) -> None:
     user = {"role": "user", "content": "a"}
     rows = [[user, {"role": "assistant", "content": "b"}], [{"role": "system", "content": "a"}, user]]
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows), encoding="utf-8")
+    path = write_rows(tmp_path / "d.jsonl", [{"messages": row} for row in rows])
     for argv in (
         ("train", recipe(backbone=gemma, data=str(path)), "--quiet"),
         ("distill", "--backbone", gemma, "--prompts", path, "--output", tmp_path / "own.jsonl", "--quiet"),

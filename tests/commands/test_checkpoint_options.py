@@ -26,7 +26,7 @@ from medusa.commands.fit.probe import why_not_decoded
 from medusa.errors import RequestError
 from medusa.files import ASSETS
 from medusa.loading import BackboneFiles, load_backbone
-from tests.commands.test_cli import PROMPTS, Place
+from tests.commands.place import PROMPTS, Place
 from tests.commands.test_fit import COSTS, PROBE, options
 from tests.helpers import LETTERS
 

@@ -17,14 +17,14 @@ import pytest
 
 from decode.settings import Settings
 from medusa import progress
-from medusa.__main__ import COMMANDS, main
+from medusa.__main__ import COMMANDS
 from medusa.commandline import until_pipe_closes
 from medusa.commands import models
 from medusa.commands.benchmark import BenchmarkOptions
 from medusa.commands.options import CommandOptions, Output
 from medusa.commands.serve import ServeOptions
 from medusa.errors import RequestError
-from tests.commands.test_cli import Outcome, Place, build
+from tests.commands.place import Outcome, Place, build
 from tests.train.processes import forked_command
 
 Medusa = Callable[..., Outcome]
@@ -36,33 +36,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = build(tmp_path_factory.mktemp("place"))
     record(place.heads, place.backbone)
     return place
-
-
-@pytest.fixture
-def medusa(capsys: pytest.CaptureFixture[str]) -> Medusa:
-    """Run the command in this process."""
-
-    def run(*argv: object) -> Outcome:
-        capsys.readouterr()
-        try:
-            status = main([str(word) for word in argv])
-        except SystemExit as end:  # the parser ends the program
-            status = int(end.code or 0)
-        return Outcome(status, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def refused(medusa: Medusa) -> Callable[..., str]:
-    """Run a wrong request; gives its one-line error."""
-
-    def run(*argv: object) -> str:
-        status, out, err = medusa(*argv)
-        assert (status, out, len(err.splitlines())) == (2, "", 1), err
-        return err.strip()
-
-    return run
 
 
 def record(heads: str, backbone: str | None) -> None:

@@ -54,7 +54,7 @@ from medusa.memory import devices_of
 from medusa.options import LoadOptions
 from medusa.records.record import Record, parse_record
 from medusa.records.sources import read_records
-from tests.commands.test_cli import Place
+from tests.commands.place import Place
 from tests.helpers import LETTERS
 from train.architecture import BackboneSizes, choose
 from train.config import HeadsConfig

@@ -16,7 +16,7 @@ from medusa.__main__ import main
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
 from medusa.heads.independent import MedusaHeads
-from tests.commands.test_cli import Place
+from tests.commands.place import Place
 from tests.helpers import LETTERS
 
 # The roles are letters, so that the form of a prompt can be read off its token ids.
