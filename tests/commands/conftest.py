@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 import pytest
 from transformers import AutoModelForCausalLM
 
-from decode.bench.calibration import calibrate
+from decode.bench.calibration import calibrate, stored
 from medusa.__main__ import main
-from medusa.commands.fit import plan, stages
+from medusa.commands.fit import plan, probe, stages
 from medusa.files import read_json
 from tests.commands.place import Distilled, Outcome, Place, build, lines_of, with_template, write_rows
 
@@ -85,13 +85,20 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make calibration and benchmark short: no figure of these tests is a measurement."""
-    monkeypatch.setattr(stages, "CALIBRATION_TOKENS", 24)
-    monkeypatch.setattr(stages, "CALIBRATED_ON", 1300)
-    monkeypatch.setattr(plan, "BENCHMARK_TOKENS", 16)
-    monkeypatch.setattr(plan, "FEWEST_BENCHMARK_TOKENS", 16)
-    monkeypatch.setattr(plan, "BENCHMARK_SECONDS", 0.0)  # instead of all prompts, the fewest
-    monkeypatch.setattr(plan, "FEWEST_TEST", 4)
-    monkeypatch.setattr(calibrate, "SIZES", (1, 4, 8))
-    monkeypatch.setattr(calibrate, "SHORTLISTS", (8, 16))
-    monkeypatch.setattr(calibrate, "time_steps", partial(calibrate.time_steps, steps=8))
+    """Make probe, calibration and benchmark short: no figure of these tests is a measurement."""
+    short: dict[Any, dict[str, Any]] = {
+        probe: {"ENOUGH": 0.05},
+        stages: {"CALIBRATION_TOKENS": 24, "CALIBRATED_ON": 300, "FEWEST_TEXTS": 8},
+        # In the benchmark, instead of all prompts, the fewest.
+        plan: {"BENCHMARK_TOKENS": 16, "FEWEST_BENCHMARK_TOKENS": 16, "BENCHMARK_SECONDS": 0.0, "FEWEST_TEST": 4},
+        stored: {"MIN_STEPS": 100},
+        calibrate: {
+            "MIN_STEPS": 100,
+            "SIZES": (1, 4, 8),
+            "SHORTLISTS": (8, 16),
+            "time_steps": partial(calibrate.time_steps, steps=4),
+        },
+    }
+    for module, values in short.items():
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
