@@ -1,4 +1,4 @@
-# make demo     set everything up, and run `medusa fit` on the included model (7 minutes)
+# make demo     set everything up, and run `medusa demo` (about five minutes on two CPU cores)
 # make check    lint, types and the fast core of the tests, in a minute: run it while you work
 # make test     set everything up and run all tests
 # make lint     ruff and mypy

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 from medusa.errors import RequestError, choose_one_of
 from medusa.files import Json
-from medusa.heads import class_of, kinds_where
+from medusa.heads import class_of, kinds_where, kinds_with_setting
 from medusa.tree import Tree
 
 LM_HEADS = ("own", "shared", "one")
@@ -24,6 +24,7 @@ SIZE_LIMITS |= {"hidden_size": MAX_SIZE, "width": MAX_SIZE, "head_size": MAX_SIZ
 """The largest values of sizes of decoder layers."""
 FILES_ONLY = {"recipe": False}  # the metadata of a kind's setting that a recipe cannot set
 
+RECIPE_KEYS = ("num", "layers", "force_vocabulary", "start")  # keys of `heads` in recipes that are no fields here
 PUBLISHED_KEYS = {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}
 PUBLISHED_KEYS |= {"base_model_name_or_path": "base_model_name_or_path"}  # keys of FasterDecoding, TGI and LoRAX
 OUR_KEYS: tuple[str, ...] = ("kind", "prefix_layers", "block", "expansion", "lm_head", "hidden_size", "vocab_size")
@@ -59,6 +60,12 @@ class KindSettings:
     """The settings that only one kind of heads has (`medusa.heads.kind.Kind.Settings`). This class has none.
 
     A subclass has a field with a default for each of them. The kind checks them in `Kind.check`."""
+
+    @classmethod
+    def of(cls, config: MedusaConfig) -> Self:
+        """Return the own settings of a config whose kind has settings of this class."""
+        assert isinstance(config.own, cls)
+        return config.own
 
 
 @dataclass(init=False)
@@ -120,18 +127,26 @@ class MedusaConfig:
             if known.name not in ("own", "hidden_size", "vocab_size", "kind", "num_heads", "num_layers"):
                 usual = known.default if known.default_factory is MISSING else known.default_factory()
                 setattr(self, known.name, values.pop(known.name, usual))
-        before = values.pop("own", None)  # from `dataclasses.replace`
-        self.own = own_settings(kind, (vars(before) if before is not None else {}) | values)
+        before = values.pop("own", KindSettings())  # from `dataclasses.replace`
+        self.own = own_settings(kind, values_of(before) | values)
         self._check()
 
     if not TYPE_CHECKING:  # our own code reads `own`, whose types are known
 
         def __getattr__(self, name: str) -> Any:
             """Return a setting of the kind; only called for names that are no attributes of the config."""
-            own = self.__dict__.get("own")
-            if own is None or name not in own.__dict__:
+            own = self.__dict__.get("own", KindSettings)
+            if name not in own.__dataclass_fields__:
                 raise AttributeError(f"a config of heads of kind {self.__dict__.get('kind')} has no {name!r}")
-            return own.__dict__[name]
+            return getattr(own, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set a field or a setting of the kind; AttributeError for other names, which no file would keep."""
+            if name in self.__dataclass_fields__:
+                super().__setattr__(name, value)
+            else:
+                self.__getattr__(name)
+                setattr(self.own, name, value)
 
     def _check(self) -> None:
         kind = class_of(self.kind)
@@ -164,17 +179,15 @@ class MedusaConfig:
 
     def _check_origin(self) -> None:
         """Raise RequestError if a field about the backbone, the data or the tree is invalid."""
-        if not isinstance(self.backbone, dict):
-            raise RequestError(f"the config's backbone is {self.backbone!r}; it must be a fingerprint, or left out")
-        if not isinstance(self.raw_prompts, bool | None):
-            found = f"the config's raw_prompts is {self.raw_prompts!r}"
-            raise RequestError(f"{found}; it must be true (plain text), false (in a chat template), or left out")
-        if not isinstance(self.template_options, dict | None):
-            found = f"the config's template_options is {self.template_options!r}"
-            raise RequestError(f"{found}; it must be an object such as {{'enable_thinking': false}}, or left out")
+        for name, types, wanted in (
+            ("backbone", dict, "a fingerprint"),
+            ("raw_prompts", bool | None, "true (plain text), false (in a chat template)"),
+            ("template_options", dict | None, "an object such as {'enable_thinking': false}"),
+            ("tree", list | None, "a list of paths"),
+        ):
+            if not isinstance(value := getattr(self, name), types):
+                raise RequestError(f"the config's {name} is {value!r}; it must be {wanted}, or left out")
         if self.tree is not None:
-            if not isinstance(self.tree, list):
-                raise RequestError(f"the config's tree is {self.tree!r}; it must be a list of paths, or left out")
             Tree.from_paths(self.tree)
 
     @property
@@ -195,14 +208,12 @@ class MedusaConfig:
     @property
     def decoder_layers(self) -> int:
         """The number of layers that keep keys and values of the text, for kinds that attend to it."""
-        count: int = class_of(self.kind).decoder_layers(self)
-        return count
+        return int(class_of(self.kind).decoder_layers(self))
 
     @property
     def output_size(self) -> int:
         """The size of the features that the LM heads read."""
-        size: int = class_of(self.kind).output_size(self)
-        return size
+        return int(class_of(self.kind).output_size(self))
 
     @property
     def inner_size(self) -> int:
@@ -216,27 +227,35 @@ class MedusaConfig:
     @property
     def servable(self) -> bool:
         """Whether servers can load the heads: kind `medusa` with square blocks, or kind `eagle` with gated blocks."""
-        can: bool = class_of(self.kind).servable(self)
-        return can
+        return bool(class_of(self.kind).servable(self))
 
     @property
     def is_published(self) -> bool:
         """Whether the heads' tensors are saved under FasterDecoding's names (`medusa.checkpoints.published`)."""
-        renamed: bool = class_of(self.kind).is_published(self)
-        return renamed
+        return bool(class_of(self.kind).is_published(self))
 
     def to_dict(self) -> Json:
         """Return the content of `config.json`. With a shared LM head its `version` is "2", for TGI and LoRAX."""
         out: Json = {published: getattr(self, ours) for ours, published in PUBLISHED_KEYS.items()}
         version = {"version": "2"} if self.lm_head == "shared" else {}
-        return out | version | {key: getattr(self, key) for key in OUR_KEYS} | vars(self.own)
+        return out | version | {key: getattr(self, key) for key in OUR_KEYS} | values_of(self.own)
 
     @classmethod
     def from_dict(cls, content: Json) -> MedusaConfig:
         """Make a config from the content of `config.json`, which must have a `hidden_size`; ignore unknown keys."""
-        names = [*OUR_KEYS, *class_of(content.get("kind", "medusa")).setting_names()]
-        keys = PUBLISHED_KEYS | {name: name for name in names}
-        return cls(**{name: content[key] for name, key in keys.items() if key in content})
+        published = {name: content[key] for name, key in PUBLISHED_KEYS.items() if key in content}
+        return cls(**published, **our_keys(content))
+
+
+def our_keys(content: Json) -> Json:
+    """Return those keys of a `config.json` that have the same name in `MedusaConfig`, with the kind's own settings."""
+    names = (*OUR_KEYS, *class_of(content.get("kind", "medusa")).setting_names())
+    return {name: content[name] for name in names if name in content}
+
+
+def values_of(settings: KindSettings) -> Json:
+    """Return the own settings of a kind by name."""
+    return {known.name: getattr(settings, known.name) for known in fields(settings)}
 
 
 def own_settings(kind: str, values: Json) -> KindSettings:
@@ -246,7 +265,7 @@ def own_settings(kind: str, values: Json) -> KindSettings:
     settings: type[KindSettings] = class_of(kind).Settings
     given, known = dict(values), {known.name for known in fields(settings)}
     for name in set(given) - known:
-        if not (owners := kinds_where(lambda kind, name=name: name in kind.setting_names())):  # type: ignore[misc]
+        if not (owners := kinds_with_setting(name)):
             raise TypeError(f"MedusaConfig has no field {name!r}, and no kind of heads has such a setting")
         if given.pop(name) != getattr(class_of(owners[0]).Settings(), name):
             raise RequestError(belongs(name, owners, kind))

@@ -5,7 +5,7 @@ for a name that is not known yet, or for all names. An entry point that does not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -22,7 +22,10 @@ class Extension(NamedTuple):
 
 
 class Registry:
-    """Classes by name, such as the kinds of heads. All of them are subclasses of one base class."""
+    """Classes by name, such as the kinds of heads. All of them are subclasses of one base class.
+
+    An iteration gives all names that can be used: those of this project, then those of other packages, which are
+    imported only if it comes so far."""
 
     def __init__(self, group: str, what: str, own: Mapping[str, str], base: str) -> None:
         """Register this project's classes.
@@ -31,7 +34,7 @@ class Registry:
             group: the entry-point group in which other packages name theirs.
             what: the noun for one of the classes, for messages.
             own: for each name, the place `module:Class`.
-            base: the place of the base class."""
+            base: the place of the base class. If it has a method `require_registrable`, that can refuse a class."""
         self.group, self.what, self.own, self.base = group, what, dict(own), base
         self._loaded: dict[str, type[Any]] = {}
 
@@ -40,40 +43,44 @@ class Registry:
 
         Raise RequestError if the name is taken, or if the class is none of this registry. A class may be registered
         again, also after its definition has been run again."""
-        known = self._loaded.get(name)
+        base, known = resolve_name(self.base), self._loaded.get(name)
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise RequestError(f"{found!r} is no subclass of {base.__module__}.{base.__name__}")
         again = known is not None and (known.__module__, known.__qualname__) == (found.__module__, found.__qualname__)
         if name in self.own or (known is not None and not again):
             raise RequestError(f"there is a {self.what} {name} already; choose another name")
-        self._loaded[name] = self._checked(found)
+        if hasattr(found, "require_registrable"):
+            found.require_registrable()
+        self._loaded[name] = found
 
     def get(self, name: object, refusal: str = "") -> type[Any]:
         """Return the class with this name; import it at its first use.
 
         RequestError: there is none, or it does not load. Its message begins with `refusal`."""
-        if isinstance(name, str):
-            if name not in self._loaded and name in self.own:
-                self._loaded[name] = resolve_name(self.own[name])
-            if name not in self._loaded:
-                self.extensions()
-            if name in self._loaded:
-                return self._loaded[name]
+        key = name if isinstance(name, str) else ""
+        if key in self.own and key not in self._loaded:
+            self._loaded[key] = resolve_name(self.own[key])
+        others = [] if key in self._loaded else self.extensions()
+        if key in self._loaded:
+            return self._loaded[key]
         refusal = refusal or f"there is no {self.what} {name!r}"
-        for other in self.extensions():
+        for other in others:
             if other.name == name:
                 raise RequestError(f"{refusal}; {other.package} has it, but does not load: {other.failure}")
-        raise RequestError(f"{refusal}; {choose_one_of(name, self.names())}")
+        raise RequestError(f"{refusal}; {choose_one_of(name, self.own | self._loaded)}")
 
-    def names(self) -> list[str]:
-        """Return all names that can be used: those of this project first, then those of other packages."""
+    def __iter__(self) -> Iterator[str]:
+        yield from self.own
         self.extensions()
-        return [*self.own, *sorted(set(self._loaded) - set(self.own))]
+        yield from [name for name in self._loaded if name not in self.own]
 
     def extensions(self) -> list[Extension]:
         """Import the classes of other packages; return all of them, with the reason where a class cannot be used."""
         found, taken = [], set(self.own)
         for point in sorted(entry_points(group=self.group), key=lambda point: (point.name, _package(point))):
             failure = f"the name {point.name} is taken already" if point.name in taken else self._load(point)
-            taken.add(point.name)
+            if failure is None:
+                taken.add(point.name)
             found.append(Extension(point.name, _package(point), failure))
         return found
 
@@ -86,12 +93,6 @@ class Registry:
         except Exception as error:  # code of another package
             return f"{type(error).__name__}: {first_line(error)}"
         return None
-
-    def _checked(self, found: object) -> type[Any]:
-        base = resolve_name(self.base)
-        if not (isinstance(found, type) and issubclass(found, base)):
-            raise RequestError(f"{found!r} is no subclass of {base.__module__}.{base.__name__}")
-        return found
 
 
 def _package(point: EntryPoint) -> str:

@@ -10,7 +10,7 @@ from pydantic_core import InitErrorDetails
 
 from medusa.config import LM_HEADS, MIN_VOCABULARY, MedusaConfig, belongs, require_block
 from medusa.errors import RequestError
-from medusa.heads import HEADS, class_of, kinds_where
+from medusa.heads import HEADS, class_of, kinds_with_setting
 from medusa.loading import DTYPES
 from medusa.options import ATTENTIONS, QUANTIZATIONS, LoadOptions
 from medusa.records.sources import DOCUMENT_SEPARATOR
@@ -68,18 +68,19 @@ class HeadsConfig(Section):
     @property
     def own(self) -> dict[str, Any]:
         """The keys of the kind alone, as far as they are given."""
-        return {key: value for key, value in (self.model_extra or {}).items() if value is not None}
+        return self.model_extra or {}
 
     def _check_own_keys(self) -> None:
         """Raise RequestError if a key belongs to another kind or has a wrong value, and an error for an unknown key."""
-        if not (extra := self.__pydantic_extra__):
-            return
+        extra = self.__pydantic_extra__ or {}
         kind = self.kind or (None if self.start else "medusa")  # the kind of heads to start from is known later
-        for key, value in extra.items():
-            owners = kinds_where(lambda kind, key=key: key in kind.setting_names(recipe=True))  # type: ignore[misc]
-            if not owners:
+        for key, value in list(extra.items()):
+            if not (owners := kinds_with_setting(key, recipe=True)):
                 unknown = InitErrorDetails(type="extra_forbidden", loc=(key,), input=value)
                 raise ValidationError.from_exception_data("heads", [unknown])
+            if value is None:  # as if it were left out
+                del extra[key]
+                continue
             if kind is not None and kind not in owners:
                 raise RequestError(belongs(key, owners, kind))
             checked = validated(own_section(kind or owners[0]), {key: value}, prefix="heads.")
@@ -111,7 +112,7 @@ class HeadsConfig(Section):
 
 def own_key_paths() -> list[str]:
     """Return the paths of all keys that only some kinds of heads have, such as "heads.rank"."""
-    names = (name for kind in HEADS.names() for name in class_of(kind).setting_names(recipe=True))
+    names = (name for kind in HEADS for name in class_of(kind).setting_names(recipe=True))
     return [f"heads.{name}" for name in dict.fromkeys(names)]
 
 

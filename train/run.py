@@ -13,7 +13,7 @@ from typing import Literal
 from medusa.backbone import Backbone
 from medusa.checkpoints.stored import PROVENANCE, WEIGHTS
 from medusa.errors import Interrupted, RequestError
-from medusa.files import disk_may_fill, read_json
+from medusa.files import Json, disk_may_fill, read_json
 from medusa.interruptions import Signals, interruptible
 from medusa.memory import bytes_of
 from medusa.progress import ProgressLines
@@ -122,8 +122,15 @@ def finished(config: TrainConfig) -> RunFigures | None:
     if not merged or not (output / WEIGHTS).is_file() or not (output / PROVENANCE).is_file():
         return None
     provenance = read_json(output / PROVENANCE)
-    same = provenance.get("config") == json.loads(json.dumps(config.model_dump()))
+    same = _given(provenance.get("config", {})) == _given(json.loads(json.dumps(config.model_dump())))
     return RunFigures.from_dict(provenance["result"]) if same and "result" in provenance else None
+
+
+def _given(recipe: Json) -> dict[tuple[str, str], object]:
+    """Return the values of a recipe by section and key, without nulls: keys left out, except in `training`."""
+    parts = {key: part if isinstance(part, dict) else {"": part} for key, part in recipe.items()}
+    pairs = ((key, name) for key, part in parts.items() for name in part)
+    return {(key, name): parts[key][name] for key, name in pairs if key == "training" or parts[key][name] is not None}
 
 
 def plan_features(config: TrainConfig, quiet: bool = False) -> FeaturePlan:

@@ -68,7 +68,7 @@ def drafter_factory(drafter: DrafterLike, context: DrafterContext) -> DrafterFac
     Raise a `RequestError` if a model, table or tree is missing, or does not fit the backbone."""
     made = parse(drafter or "heads") if drafter is None or isinstance(drafter, str) else drafter
     if not isinstance(made, DrafterConfig | DrafterFactory):
-        raise RequestError(f"{drafter!r} is no drafter; give a name such as {', '.join(REGISTRY.names())}")
+        raise RequestError(f"{drafter!r} is no drafter; give a name such as {', '.join(REGISTRY)}")
     if isinstance(made, DrafterFactory) or not made.takes_tree:
         require_no_tree(context.tree, context.stop_drafting)  # a factory already has its tree, or needs none
     return made if isinstance(made, DrafterFactory) else made.factory(context)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple, TypedDict, Unpack
@@ -141,7 +140,6 @@ def _stored_heads(folder: Path) -> Stored:
 
 def _form_of(stored: Stored) -> Form | None:
     """Find the form of other programs' files among those of all kinds of heads; `None` if they have none of them."""
-    kinds = chain(HEADS.own, (name for name in HEADS.names() if name not in HEADS.own))
-    places = (place for kind in kinds if (place := class_of(kind).published_form) is not None)
+    places = (place for kind in HEADS if (place := class_of(kind).published_form) is not None)
     forms: Iterator[Form] = map(resolve_name, places)
     return next((form for form in forms if form.recognises(stored)), None)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_plausible
 from medusa.checkpoints.stored import Form
-from medusa.config import OUR_KEYS, MedusaConfig
+from medusa.config import MedusaConfig, our_keys
 from medusa.errors import RequestError
 from medusa.files import Json
 
@@ -208,7 +208,7 @@ def _config_of(found: HeadTensors, published: Json, source: str) -> MedusaConfig
     if first is None or first.ndim != 2:
         raise RequestError(f"{source} misses the first head's first block; its heads are not complete")
     lm_head = tensors.get(f"0.{layers}.weight")
-    known = {key: published[key] for key in OUR_KEYS if key in published}
+    known = our_keys(published)
     known |= {"block": block, "hidden_size": first.shape[1], "num_heads": count, "num_layers": layers}
     known["expansion"] = first.shape[0] / first.shape[1] if block == "mlp" else 1.0
     known["lm_head"] = "own" if any(part == "weight" for _, _, part in parts) else "shared"

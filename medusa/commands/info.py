@@ -13,7 +13,6 @@ from rich.table import Table
 
 from medusa.commands.options import Output
 from medusa.options import REQUIRED, Options, group, option
-from medusa.registry import Registry
 
 PROMPTS = {True: "plain text when distilling", False: "through the chat template when distilling", None: "not recorded"}
 
@@ -59,7 +58,12 @@ def run(options: InfoOptions) -> None:
     provenance = heads.provenance or {}
     about |= {key: provenance[key] for key in ("command", "data", "versions", "result") if key in provenance}
     about["installed"] = {name: f"{version(name)} (tested: {in_words(name)})" for name in TESTED}
-    if others := [other for registry in (HEADS, REGISTRY) for other in _of_other_packages(registry)]:
+    others = [
+        f"{registry.what} {one.name} ({one.package})" + (f" does not load: {one.failure}" if one.failure else "")
+        for registry in (HEADS, REGISTRY)
+        for one in registry.extensions()
+    ]
+    if others:
         about["from other packages"] = "; ".join(others)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
@@ -70,11 +74,3 @@ def run(options: InfoOptions) -> None:
         table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
     options.output.console.print(table)
     options.output.write(about | {"config": config.to_dict()})
-
-
-def _of_other_packages(registry: Registry) -> list[str]:
-    """Describe each class that another package brings in words, with the reason if it cannot be used."""
-    return [
-        f"{registry.what} {one.name} ({one.package})" + (f" does not load: {one.failure}" if one.failure else "")
-        for one in registry.extensions()
-    ]

@@ -25,12 +25,17 @@ HEADS = Registry("medusa.heads", "kind of heads", KINDS | NATIVE_KINDS, "medusa.
 
 
 def class_of(kind: object) -> type[Any]:
-    """Return the class of a kind of heads, such as `eagle`: a subclass of `MedusaHeads`.
+    """Return the class of a kind of heads, such as `eagle`: a subclass of `MedusaHeads`, whose module needs this one.
 
     RequestError: there is no such kind, or the package that brings it does not load."""
     return HEADS.get(kind, f"heads.kind is {kind!r}")
 
 
 def kinds_where(holds: Callable[[type[Any]], bool]) -> list[str]:
-    """Return the kinds of heads whose class fulfils a condition, for messages about settings of other kinds."""
-    return [kind for kind in HEADS.names() if holds(class_of(kind))]
+    """Return the kinds of heads whose class fulfils a condition."""
+    return [kind for kind in HEADS if holds(class_of(kind))]
+
+
+def kinds_with_setting(name: str, recipe: bool = False) -> list[str]:
+    """Return the kinds of heads with an own setting of this name; with `recipe`, one that a recipe may set."""
+    return kinds_where(lambda kind: name in kind.setting_names(recipe))

@@ -49,12 +49,6 @@ class EagleSettings(KindSettings):
     embeddings: str = field(default="shared", metadata=FILES_ONLY)
     """`shared`: heads read the backbone's input embeddings. `own`: they have input embeddings."""
 
-    @classmethod
-    def of(cls, config: MedusaConfig) -> EagleSettings:
-        """Return the own settings of a config of kind `eagle`."""
-        assert isinstance(config.own, cls)
-        return config.own
-
 
 def check_eagle(config: MedusaConfig) -> None:
     """Raise RequestError if settings of `eagle` heads are invalid, or do not go together."""

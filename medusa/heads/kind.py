@@ -5,10 +5,11 @@ of a kind that overrides nothing. A class can be asked before heads exist, from 
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, ClassVar
 
-from medusa.config import KindSettings, MedusaConfig
+from medusa.config import OUR_KEYS, PUBLISHED_KEYS, RECIPE_KEYS, KindSettings, MedusaConfig
+from medusa.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -17,6 +18,9 @@ TREE, LEVELS, TRELLIS = "tree", "levels", "trellis"
 """The drafters that come with the package (`decode.drafters.HEADS_DRAFTERS`).
 
 All heads at once fill a tree; heads run level by level; or look-ups in tables of pairs of candidates make the tree."""
+
+TAKEN = {*dir(MedusaConfig), *OUR_KEYS, *dir(KindSettings), "own", *PUBLISHED_KEYS.values(), "version", *RECIPE_KEYS}
+"""Names that a kind's own settings cannot have: of configs, of files that other programs read, and of recipes."""
 
 
 class Kind:
@@ -52,6 +56,18 @@ class Kind:
     def setting_names(cls, recipe: bool = False) -> list[str]:
         """Return the names of the kind's own settings; with `recipe`, only of those that a recipe may set."""
         return [known.name for known in fields(cls.Settings) if known.metadata.get("recipe", True) or not recipe]
+
+    @classmethod
+    def require_registrable(cls) -> None:
+        """Raise RequestError if the own settings of a kind of another package cannot be set, saved and read."""
+        own, place = cls.Settings, f"{cls.__name__}.Settings"
+        if "__dataclass_fields__" not in getattr(own, "__dict__", ()) or not issubclass(own, KindSettings):
+            raise RequestError(f"{place} is no dataclass; make it one, with the base class KindSettings")
+        for known in fields(own):
+            if known.default is MISSING and known.default_factory is MISSING:
+                raise RequestError(f"{place} has no default for {known.name}; give it one")
+            if known.name in TAKEN:
+                raise RequestError(f"{place} has {known.name}, a name that all kinds use; choose another one")
 
     @classmethod
     def config_from(cls, backbone: PretrainedConfig, num_heads: int) -> MedusaConfig | None:

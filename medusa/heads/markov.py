@@ -51,8 +51,7 @@ class MarkovHeads(SequentialHeads):
 
     @classmethod
     def check(cls, config: MedusaConfig) -> None:
-        settings = config.own
-        assert isinstance(settings, MarkovSettings)
+        settings = MarkovSettings.of(config)
         if settings.rank is None:
             settings.rank = min((config.hidden_size + 1) // 2, USUAL_RANK)
         require_whole("rank", settings.rank, 1)
@@ -67,10 +66,8 @@ class MarkovHeads(SequentialHeads):
 
     def make_blocks(self) -> None:
         MedusaHeads.make_blocks(self)  # of all heads together, because these blocks do not depend on the path
-        settings = self.config.own
-        assert isinstance(settings, MarkovSettings)
-        assert settings.rank is not None, "the check of the config chooses it"
-        heads, size, rank = self.config.num_heads, self.config.hidden_size, settings.rank
+        heads, size, rank = self.config.num_heads, self.config.hidden_size, MarkovSettings.of(self.config).rank
+        assert rank is not None, "the check of the config chooses it"
         self.path_dropout = 0.0  # share of the positions at which training leaves the path term out, for each head
         self.root = nn.Parameter(torch.zeros(heads, size, size))  # A
         later = heads - 1  # the first of these parameters' K - 1 entries belongs to head 1

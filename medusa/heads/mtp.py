@@ -59,12 +59,6 @@ class MtpSettings(KindSettings):
     mtp: Json | None = field(default=None, metadata=FILES_ONLY)
     """The config of the model that the layer comes from, as in the model's `config.json`."""
 
-    @classmethod
-    def of(cls, config: MedusaConfig) -> MtpSettings:
-        """Return the own settings of a config of kind `mtp`."""
-        assert isinstance(config.own, cls)
-        return config.own
-
 
 class MtpHeads(SequentialHeads, AttendsToText):
     """MTP heads: a decoder layer of the model that reads pairs of a token and the feature before it.

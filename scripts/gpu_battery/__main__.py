@@ -1,4 +1,4 @@
-"""Measure everything that needs a GPU, in calls of ten minutes, without a network.
+"""Measure training and decoding on a GPU, in calls of ten minutes, without a network.
 
     python -m scripts.gpu_battery --output runs/battery                  all stages that have not finished there
     python -m scripts.gpu_battery --stage MHA GQA --output runs/battery  these stages again

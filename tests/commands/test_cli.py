@@ -835,8 +835,9 @@ def test_float32_where_bfloat16_is_fast_gets_one_hint(
 
     def told(parameters: int, dtype: torch.dtype, fast: bool, quiet: bool = False) -> int:
         model = SimpleNamespace(dtype=dtype, device=torch.device("cpu"), num_parameters=lambda: parameters)
+        loaded: Any = SimpleNamespace(model=model)
         monkeypatch.setattr(models, "has_fast_bfloat16", lambda: fast)
-        models.hint_at_bfloat16(SimpleNamespace(model=model), Output(quiet=quiet))  # type: ignore[arg-type]
+        models.hint_at_bfloat16(loaded, Output(quiet=quiet))
         return capsys.readouterr().err.count("try --dtype bfloat16")
 
     large = 100_000_000

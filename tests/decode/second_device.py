@@ -8,6 +8,7 @@ The backend's name is known to the whole process, so tests call `outcomes` in a 
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -201,7 +202,7 @@ def found_in(session: Session, stepper: Stepper, mode: FakeTensorMode) -> dict[s
     """Decode two steps on the CPU, and one on the second device; returns the faults and the reads of the latter.
 
     One is enough: a step that left a tensor on the CPU behind, for the next one, has made it, which is a fault."""
-    steps = decode.loop.run.__wrapped__(stepper, Timer())  # type: ignore[attr-defined]
+    steps = inspect.unwrap(decode.loop.run)(stepper, Timer())
     for _ in range(2):
         next(steps)
     reads: list[str] = []

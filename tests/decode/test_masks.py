@@ -48,15 +48,35 @@ def test_a_node_attends_to_the_text_its_ancestors_and_itself() -> None:
     ]
 
 
-def test_windows_count_positions_not_slots() -> None:
-    """Window 3 covers positions p, p - 1 and p - 2. Node 2 (slot 6) has position 5, so it attends to position 3."""
-    assert visible(SMALL, [4], LayerKind(window=3))[0].tolist() == [
-        # position 0 1 2 3 | 4 5 5 6
-        [F, F, T, T, T, F, F, F],
-        [F, F, F, T, T, T, F, F],
-        [F, F, F, T, T, F, T, F],
-        [F, F, F, F, T, T, F, T],
-    ]
+# The text has four tokens; nodes 1 and 2 (slots 5 and 6) share position 5, and node 3 (slot 7) has position 6.
+LIMITED = {
+    "window 3": (  # the node's position p, p - 1 and p - 2
+        LayerKind(window=3),
+        [
+            # position 0 1 2 3 | 4 5 5 6
+            [F, F, T, T, T, F, F, F],
+            [F, F, F, T, T, T, F, F],
+            [F, F, F, T, T, F, T, F],
+            [F, F, F, F, T, T, F, T],
+        ],
+    ),
+    "chunks of 3": (  # positions 0-2, 3-5 and from 6 on
+        LayerKind(chunk=3),
+        [
+            # position 0 1 2 3 | 4 5 5 6
+            [F, F, F, T, T, F, F, F],
+            [F, F, F, T, T, T, F, F],
+            [F, F, F, T, T, F, T, F],
+            [F, F, F, F, F, F, F, T],
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_windows_and_chunks_count_positions_not_slots(name: str) -> None:
+    kind, expected = LIMITED[name]
+    assert visible(SMALL, [4], kind)[0].tolist() == expected
 
 
 def test_a_window_ends_inside_a_path_by_depth_not_by_index() -> None:
@@ -69,17 +89,6 @@ def test_a_window_ends_inside_a_path_by_depth_not_by_index() -> None:
         [F, T, F, T, F, F],
         [F, F, F, T, T, F],
         [F, F, F, F, T, T],
-    ]
-
-
-def test_chunks_start_at_absolute_positions() -> None:
-    """Chunks of 3 cover positions 0-2 and 3-5. The root at 4 attends to 3; node 3, at position 6, starts a chunk."""
-    assert visible(SMALL, [4], LayerKind(chunk=3))[0].tolist() == [
-        # position 0 1 2 3 | 4 5 5 6
-        [F, F, F, T, T, F, F, F],
-        [F, F, F, T, T, T, F, F],
-        [F, F, F, T, T, F, T, F],
-        [F, F, F, F, F, F, F, T],
     ]
 
 

@@ -103,7 +103,7 @@ def test_prompts_in_pieces_equal_one_forward(family: str, rows: str, pieces: Any
         pieces(size)
         found, readout = read(model, texts)
         assert found.cache.lengths == whole.cache.lengths == LENGTHS[rows]
-        # float64, but for norms and rotary angles that transformers computes in float32; a wrong mask errs by 0.1.
+        # transformers computes norms and rotary angles in float32, also in a float64 model. A wrong mask errs by 0.1.
         torch.testing.assert_close(readout, expected, rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(found.cache.tree_layers, whole.cache.tree_layers, strict=True):
             for row, text in enumerate(texts):

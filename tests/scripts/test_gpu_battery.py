@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -132,8 +132,8 @@ def test_pages_have_figures_of_a_gpu_only_with_their_file() -> None:
 # -- stages made by the tests
 
 
-def put_in(monkeypatch: pytest.MonkeyPatch, function: object, needs: tuple[str, ...] = ()) -> None:
-    monkeypatch.setitem(STAGES, "verify", Stage(function, 60, needs))  # type: ignore[arg-type]
+def put_in(monkeypatch: pytest.MonkeyPatch, function: Callable[[Run], None], needs: tuple[str, ...] = ()) -> None:
+    monkeypatch.setitem(STAGES, "verify", Stage(function, 60, needs))
 
 
 def run_toy(tmp_path: Path, seconds: float = 60) -> run.Figure:
@@ -225,7 +225,7 @@ def verifying(stage: Run) -> None:
     ],
 )
 def test_errors_are_reported_and_lose_no_figure(
-    function: object, status: str, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    function: Callable[[Run], None], status: str, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_in(monkeypatch, function)
     outcome = run_toy(tmp_path)

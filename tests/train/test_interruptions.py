@@ -347,6 +347,10 @@ def test_auto_starts_continues_and_reports_what_is_done(
     remove_rescues(tmp_path)
     monkeypatch.setattr("train.run.load", lambda *args: pytest.fail("trained again"))
     capsys.readouterr()
+    stored = json.loads((tmp_path / "provenance.json").read_text())
+    stored["config"]["heads"] |= {"rank": None, "window": None}  # as in files of earlier versions
+    del stored["config"]["heads"]["feature_layers"], stored["config"]["revision"]
+    (tmp_path / "provenance.json").write_text(json.dumps(stored))
     assert run(recipe(tmp_path, max_steps=8), resume="auto") == figures
     assert "holds the trained heads of this recipe already" in capsys.readouterr().err
     for checkpoint in whole_checkpoints(tmp_path):

@@ -74,6 +74,14 @@ def test_a_section_given_as_a_string_can_be_overridden_within(read: Any) -> None
     assert (config.data.path, config.data.sequence_length) == ("d.jsonl", 32)
 
 
+@pytest.mark.parametrize("override", ["heads={kind: markov, rank: null}", "heads={rank: null, window: null}"])
+def test_null_keys_of_one_kind_of_heads_are_as_if_left_out(read: Any, override: str) -> None:
+    heads = read(LEAST, override).heads
+    assert (heads.own, heads.model_dump().keys()) == ({}, HeadsConfig().model_dump().keys())
+    with pytest.raises(RequestError, match=r"unknown key heads\.rnk"):
+        read(LEAST, "heads.rnk=null")
+
+
 def test_an_empty_section_can_be_overridden_within(read: Any) -> None:
     empty = "backbone: b\ndata: d.jsonl\noutput_dir: o\nheads:\ntraining:\n"
     config = read(empty, "training.max_steps=7", "heads.num=2")

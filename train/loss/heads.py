@@ -6,7 +6,7 @@ Shapes: K heads, R positions at which heads have labels, H hidden size, V vocabu
     text        the text's token                                                    labels
     argmax      the backbone's most probable token                                  labels (`backbone_choices`)
     distill     the backbone's distribution, softmax(logits / temperature)          `BackboneTeacher`, chunk by chunk
-    tv, ...     the same, by how often the guess is accepted (`acceptance.py`)      the same, with `acceptance`
+    tv, ...     the same, by how often the guess is accepted (`objectives.py`)      the same, with `acceptance`
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from medusa.commands.options import Output, Prompts, RuntimeOptions
 from medusa.commands.prompting import raw_option, template_option
 from medusa.errors import RequestError, choose_one_of
 from medusa.files import ASSETS, Json, require_writable_folder
-from medusa.heads import HEADS, KINDS
+from medusa.heads import KINDS, kinds_where
 from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
 
 PURPOSES = ("transformers", "vllm", "sglang")
@@ -91,7 +91,7 @@ class FitOptions(Options):
         if self.purpose not in PURPOSES:
             raise RequestError(f"--for is {self.purpose!r}; {choose_one_of(self.purpose, PURPOSES)}")
         if self.kind is not None and self.kind not in KINDS:
-            known = [*KINDS, *(name for name in HEADS.names() if name not in HEADS.own)]
+            known = kinds_where(lambda kind: not kind.comes_with_model)
             if self.kind not in known:
                 raise RequestError(f"--kind is {self.kind!r}; {choose_one_of(self.kind, known)}")
         if self.kind is not None and self.compare:

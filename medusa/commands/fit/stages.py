@@ -71,7 +71,7 @@ class Run(NamedTuple):
         except NotCompilableError as error:
             if self.options.compile or not compiled:
                 raise
-            warn(f"steps are not compiled, so the speedup is that of eager steps: {error}")
+            warn(f"steps are not compiled, so the speedup is that of eager steps: {error.reason}")
         return work(False), False
 
 

@@ -160,6 +160,34 @@ def test_a_kept_region_follows_changes_of_markov_heads(llama: Any) -> None:
     assert drafts[0] != drafts[1], "the change has an effect"
 
 
+def scale_in_place(model: Any, heads: Any) -> None:
+    model.lm_head.weight.mul_(-1)
+
+
+def replace_data(model: Any, heads: Any) -> None:
+    for state in (*model.parameters(), *heads.parameters()):  # the same parameters with other memory
+        state.data = torch.randn_like(state)
+
+
+def replace_rotary_buffer(model: Any, heads: Any) -> None:
+    rotary = model.model.rotary_emb
+    rotary.register_buffer("inv_freq", 3 - rotary.inv_freq)  # neither a setting nor a parameter, so the region stays
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("change", [scale_in_place, replace_data, replace_rotary_buffer])
+def test_a_kept_region_follows_changes_of_weights(change: Callable[[Any, Any], None]) -> None:
+    model, prompt = tiny_model("llama", num_hidden_layers=1), random_ids(5)
+    heads, options = random_heads(model), {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    before = texts(model, heads, [prompt], TREES["chain"], **options)
+    assert before == [plain(model, prompt, **options)]
+    with torch.no_grad():
+        change(model, heads)
+    after = texts(model, heads, [prompt], TREES["chain"], **options)
+    assert after == [plain(model, prompt, **options)] != before
+    assert len(Regions.of(model)) == 1
+
+
 VARIED = "eagle-3, variants"
 MACHINE: dict[str, tuple[int, dict[str, Any]]] = {
     # Heads and settings for machine code: small, as each kernel costs g++ a second. The second level of an eagle layer

@@ -58,7 +58,7 @@ def test_packages_that_do_not_load_are_named_and_do_no_harm(packages: Path, caps
     with pytest.raises(RequestError, match=r"'broken'; odd 0.1 has it, but does not load: ModuleNotFoundError: No mod"):
         parse("broken")
     assert type(parse("ngram")).__module__ == "decode.drafters.ngram"
-    assert REGISTRY.names() == list(DRAFTERS)
+    assert list(REGISTRY) == list(DRAFTERS)
     assert main(["info", "demo"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     for line in (
@@ -67,6 +67,24 @@ def test_packages_that_do_not_load_are_named_and_do_no_harm(packages: Path, caps
         "drafter ngram (odd 0.1) does not load: the name ngram is taken already",
     ):
         assert line in told
+
+
+def test_a_name_is_taken_by_the_first_package_that_loads(packages: Path) -> None:
+    for name in ("broken", "second", "third"):
+        source = "import pathlib\nfrom decode.drafters.ngram import NgramConfig\nclass Config(NgramConfig): pass\n"
+        source += f"with (pathlib.Path(__file__).parent / 'imports').open('a') as file: file.write('{name} ')\n"
+        source += "import nowhere\n" if name == "broken" else ""
+        install(packages, name, {"medusa.drafters": {"same": f"{name}:Config"}}, **{name: source})
+    names = iter(REGISTRY)
+    assert [next(names) for _ in DRAFTERS] == list(DRAFTERS)
+    assert not (packages / "imports").exists(), "other packages are imported only if they are asked for"
+    with pytest.raises(RequestError, match=r"no drafter 'smae'; choose one of .*, same .did you mean same"):
+        parse("smae")
+    assert (packages / "imports").read_text().split() == ["broken", "second"], "each at most once, and none in vain"
+    assert type(parse("same")).__module__ == "second"
+    assert [*names] == ["same"]
+    failures = [one.failure for one in REGISTRY.extensions()]
+    assert failures == ["ModuleNotFoundError: No module named 'nowhere'", None, "the name same is taken already"]
 
 
 def test_a_class_can_be_registered_without_a_package(packages: Path) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("llguidance", reason="needs the extra structured")
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from decode.serve.app import CompletionApi
-from decode.serve.schema import CompletionRequest
+from decode.serve.schema import ResponseFormat
 from decode.serve.worker import BatchWorker
 from decode.settings import Settings
 from decode.strategies.grammar import lark_source
@@ -70,11 +70,9 @@ def test_a_request_overrides_the_grammar_of_the_server(generator: TextGenerator)
     grammar = generator.grammars.compiled(lark_source('start: "no"'))
     made = replace(generator, settings=Settings(max_new_tokens=12, grammar=grammar))
     api = CompletionApi(BatchWorker(made, 1), "demo")
-    format_of = {"type": "text"}, {"type": "json_object"}
-    default = api._with_format(made.settings, CompletionRequest(prompt="a").response_format)
-    text, some = (
-        api._with_format(made.settings, CompletionRequest(prompt="a", response_format=one).response_format)  # type: ignore[arg-type]
-        for one in format_of
+    default, text, some = (
+        api._with_format(made.settings, asked)
+        for asked in (None, ResponseFormat(type="text"), ResponseFormat(type="json_object"))
     )
     assert (default.grammar, text.grammar) == (grammar, None)
     assert some.grammar is not None

@@ -253,7 +253,9 @@ def test_a_fault_is_found(expert: Any, small: Any, fault: str, monkeypatch: pyte
     amateur = Amateur(small, Contrast(alpha=0.2))
     made = experiment(expert, amateur)
     if fault == "amateur forgets the tree":
-        amateurs = made.context.session.reader.amateur  # type: ignore[attr-defined]
+        contrasting = made.context.session.reader
+        assert isinstance(contrasting, ContrastReader)
+        amateurs = contrasting.amateur
         monkeypatch.setattr(
             amateurs, "_masks", lambda topology: torch.zeros(1, 1, topology.num_nodes, amateurs.cache.width)
         )

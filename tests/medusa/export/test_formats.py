@@ -612,6 +612,17 @@ def test_heads_that_a_format_cannot_represent_are_rejected(
     assert [path.name for path in tmp_path.iterdir()] == ["heads"], "nothing is left behind"
 
 
+@pytest.mark.parametrize("settings", [{}, {"kind": "cascade"}, {"kind": "markov", "block": "mlp", "expansion": 2.0}])
+@pytest.mark.parametrize("to", ["sglang", "speculators", "llama.cpp"])
+def test_heads_of_other_kinds_are_refused_where_only_eagle_layers_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path, to: str, settings: dict
+) -> None:
+    some_heads(**settings).save_pretrained(tmp_path / "heads")
+    words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
+    said = refused(capsys, *words, "--to", to)
+    assert f"{to} has no Medusa heads; train kind eagle with heads.kind=eagle heads.block=gated" in said
+
+
 @pytest.mark.parametrize(
     ("settings", "way_out"),
     [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +24,14 @@ from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.stored import Form
 from medusa.config import KindSettings, MedusaConfig, require_whole
 from medusa.errors import RequestError
-from medusa.heads import HEADS
-from medusa.heads.independent import MedusaHeads
+from medusa.heads import HEADS, class_of
+from medusa.heads.independent import IndependentHeads, MedusaHeads
 from medusa.heads.inputs import HeadInputs
+from medusa.heads.kind import TAKEN
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, over_all
 from tests.helpers import install, random_ids, tiny_model
+from train.config import HeadsConfig
 from train.recipe import parse_recipe
 from train.run import train
 
@@ -178,3 +181,62 @@ def test_without_its_package_the_reason_is_given(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(HEADS, "_loaded", {})
     with pytest.raises(RequestError, match=r"heads.kind is 'lowrank'; low-rank 0.1 has it, but does not load: Module"):
         MedusaHeads.from_pretrained(tmp_path / "heads")
+
+
+def test_its_settings_are_set_read_and_saved_like_fields() -> None:
+    config = MedusaConfig(16, 60, kind="lowrank", block="lowrank", width=3)
+    config.width = 5
+    assert (config.width, config.own.width, config.to_dict()["width"]) == (5, 5, 5)
+    assert MedusaConfig.from_dict(config.to_dict()) == config != replace(config, width=3)
+    for name in ("rank", "widht", "reads"):
+        with pytest.raises(AttributeError):
+            setattr(config, name, 5)
+
+
+def test_settings_of_heads_in_the_published_form_are_saved_and_loaded(tmp_path: Path) -> None:
+    HEADS.register("wide", type("WideHeads", (IndependentHeads,), {"Settings": LowRankSettings}))
+    heads = MedusaHeads.from_config(MedusaConfig(16, 60, 2, kind="wide", width=7))
+    heads.save_pretrained(tmp_path)
+    assert "0.0.linear.weight" in load_file(tmp_path / "medusa_lm_head.safetensors")
+    assert MedusaHeads.from_pretrained(tmp_path).config == heads.config
+
+
+class PlainSettings(KindSettings):
+    """Settings that lack the decorator."""
+
+    width: int = 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (PlainSettings, "OddHeads.Settings is no dataclass; make it one, with the base class KindSettings"),
+        ({"width": 3}, "OddHeads.Settings is no dataclass"),
+        (make_dataclass("Bare", [("width", int, 3)]), "OddHeads.Settings is no dataclass; .* KindSettings"),
+        (make_dataclass("Needs", [("width", int)], bases=(KindSettings,)), "has no default for width; give it one"),
+        *(
+            (make_dataclass("Same", [(name, int, 3)], bases=(KindSettings,)), f"has {name}, a name that all kinds use")
+            for name in ("hidden_size", "num_heads", "reads", "medusa_num_heads", "version", "layers", "start", "own")
+        ),
+    ],
+)
+def test_kinds_with_unusable_settings_are_refused_and_named(
+    settings: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = type("OddHeads", (LowRankHeads,), {"Settings": settings})
+    with pytest.raises(RequestError, match=said):
+        HEADS.register("odd", odd)
+    monkeypatch.setitem(globals(), "OddHeads", odd)
+    install(tmp_path / "site", "odd", {"medusa.heads": {"odd": f"{__name__}:OddHeads"}})
+    (failure,) = (one.failure for one in HEADS.extensions() if one.name == "odd")
+    assert failure is not None
+    assert re.search(said, failure)
+    assert main(["info", "demo"]) == 0
+    assert "kind of heads odd (odd 0.1) does not load: OddHeads.Settings" in " ".join(capsys.readouterr().out.split())
+
+
+def test_no_key_that_all_kinds_have_is_free_for_settings() -> None:
+    for kind in HEADS.own:
+        class_of(kind).require_registrable()
+    keys = MedusaConfig(8, lm_head="shared").to_dict().keys() | HeadsConfig.model_fields.keys()
+    assert keys <= TAKEN
