@@ -72,7 +72,7 @@ def test_another_drafter_and_the_options_of_generate(say: Any) -> None:
 
 def test_contrastive_text_is_the_same_with_heads(say: Any) -> None:
     lines = "Once upon a time\n/plain\n/reset\nOnce upon a time\n"
-    done = say(*WITH_HEADS, "--amateur", "demo", "--contrast-beta", "0.5", lines=lines)
+    done = say(*WITH_HEADS, "--amateur", "demo", "--contrast-beta", "0.5", "--max-new-tokens", "8", lines=lines)
     assert done.status == 0, done.err
     first, second = done.out.splitlines()
     assert first == second

@@ -59,6 +59,7 @@ HEADS = """
 --heads full -> full
 --heads notes.txt -> notes.txt
 --heads broken -> broken
+--heads torn -> torn/config.json
 """
 SAMPLING = """
 --temperature -1 -> temperature is -1
@@ -577,13 +578,14 @@ def home(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("backbone", "heads", "prompts"):
         target = Path(getattr(place, name))
         (folder / target.name).symlink_to(target)
-    for name in ("full", "bare", "broken"):
+    for name in ("full", "bare", "broken", "torn"):
         (folder / name).mkdir()
     texts = {
         "full/keep.txt": "work of years\n",
         "bare/readme": "no data\n",
         "broken/medusa_lm_head.safetensors": "garbage",
         "broken/config.json": "{}",
+        "torn/config.json": "{",
         "notes.txt": "some words\n",
         "old.html": "<p>an old report</p>",
         "old.json": '{"results": []}',
