@@ -25,7 +25,6 @@ from medusa.__main__ import main
 from medusa.arguments import add_arguments, as_arguments, read
 from medusa.checkpoints.stored import WEIGHTS
 from medusa.commandline import OneLineParser
-from medusa.commands import fit as fit_module
 from medusa.commands.benchmark import BenchmarkOptions
 from medusa.commands.fit import fit, stages
 from medusa.commands.fit import plan as plan_module
@@ -502,12 +501,12 @@ def command(place: Place, tmp_path: Path) -> Callable[..., list[str]]:
 @pytest.fixture
 def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[str], None]], None]]:
     """Return a function that chooses what to call with the name of a stage before its work begins."""
-    finish, act = fit_module.finish, list[Callable[[str], None]]()
+    finish, act = stages.finish, list[Callable[[str], None]]()
 
     def watched(stage: stages.Stage, *rest: Any) -> None:
         finish(stage._replace(work=lambda: (act[-1](stage.name), stage.work())[1]), *rest)
 
-    monkeypatch.setattr(fit_module, "finish", watched)
+    monkeypatch.setattr(stages, "finish", watched)
     return act.append
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from stat import S_ISREG
@@ -578,8 +579,9 @@ def home(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("backbone", "heads", "prompts"):
         target = Path(getattr(place, name))
         (folder / target.name).symlink_to(target)
-    for name in ("full", "bare", "broken", "torn"):
+    for name in ("full", "bare", "broken"):
         (folder / name).mkdir()
+    shutil.copytree(place.heads, folder / "torn")
     texts = {
         "full/keep.txt": "work of years\n",
         "bare/readme": "no data\n",
