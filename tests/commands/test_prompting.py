@@ -229,25 +229,23 @@ def test_the_form_of_raw_prompts_is_saved_with_the_heads(
     assert generate("--heads", heads, "--tree", "chain", rows=[ROWS[0][0]]).prompts == ["bcd"]
 
 
-def test_recorded_features_keep_the_form_of_prompts(generate: Any, models: Models, tmp_path: Path) -> None:
-    folder = tmp_path / "recorded"
-    argv = ("--max-new-tokens", "12", "--ignore-eos", "--record", folder)
-    assert generate(*argv, "--raw", rows=[ROWS[0][0]]).status == 0
-    assert read_json(Path(trained_on(folder, models)) / "config.json")["raw_prompts"] is True
-    other = generate(*argv, rows=[ROWS[0][0]])
-    assert other.status == 2
-    assert "the prompts are templated, and those in" in other.err
-    assert generate(*argv, rows=[ROWS[3][0]]).status == 0, "texts have no form"
-
-
-def test_recorded_features_keep_the_options(generate: Any, models: Models, tmp_path: Path) -> None:
-    argv = ("--max-new-tokens", "12", "--ignore-eos", "--record", tmp_path / "recorded")
-    assert generate(*argv, *OFF, rows=[ROWS[0][0]]).status == 0
-    heads = trained_on(tmp_path / "recorded", models)
-    assert read_json(Path(heads) / "config.json")["template_options"] == {"thinks": False}
-    other = generate(*argv, rows=[ROWS[0][0]])
-    assert other.status == 2
-    assert "the options of the chat template are none, and those in" in other.err
+def test_recorded_features_keep_the_form_of_prompts_and_the_options(
+    generate: Any, models: Models, tmp_path: Path
+) -> None:
+    """A recording takes no prompts of another form, but texts, which have none."""
+    for how, kept, told in (
+        (("--raw",), ("raw_prompts", True), "the prompts are templated, and those in"),
+        (OFF, ("template_options", {"thinks": False}), "the options of the chat template are none, and those in"),
+    ):
+        folder = tmp_path / kept[0] / "recorded"
+        argv = ("--max-new-tokens", "12", "--ignore-eos", "--record", folder)
+        assert generate(*argv, *how, rows=[ROWS[0][0]]).status == 0
+        config = read_json(Path(trained_on(folder, models)) / "config.json")
+        assert config[kept[0]] == kept[1]
+        other = generate(*argv, rows=[ROWS[0][0]])
+        assert other.status == 2
+        assert told in other.err
+    assert generate(*argv, "--record", tmp_path / "raw_prompts" / "recorded", rows=[ROWS[3][0]]).status == 0
 
 
 def test_texts_record_no_form(run: Any, models: Models, tmp_path: Path) -> None:
