@@ -1,4 +1,4 @@
-"""Acceptance rules, which decide from the target's scores which tokens of a draft tree are accepted.
+"""Acceptance, which decides from the target's scores which tokens of a draft tree are accepted.
 
 Every rule starts at the root, the token that is already decided, and accepts a node only together with its ancestors.
 The target is the distribution that the text must follow. A walk computes it only at the nodes that it reaches, for all
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.rules import AcceptanceRule
 
 Scores = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(rows [R], nodes [R], their depth) -> scores [M, V] whose softmax is the target, each row's index into scores [R]."""
@@ -24,13 +23,6 @@ Decide = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows [R], scores [M, V], index [R]) -> the token that the target decides on in each row [R]."""
 Passes = Callable[[Tensor], Tensor]
 """(the target's scores [..., V] after nodes) -> which tokens a lossy rule accepts there [..., V]."""
-
-
-class Truncation(NamedTuple):
-    """Constants of sampled typical acceptance, a lossy rule that samples only from the target's `typical` tokens."""
-
-    epsilon: float
-    delta: float
 
 
 class Acceptance(NamedTuple):
@@ -103,43 +95,6 @@ def accept_longest(
     path_log_p = torch.where(no_part, 0.0, log_p[:, None]).sum(-1)
     end = torch.where(depth == depth.amax(-1, keepdim=True), path_log_p, -torch.inf).argmax(-1)
     return ended_at(draft, end, best.gather(1, end[:, None])[:, 0])
-
-
-def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
-    """A mask [..., V] of the typical tokens, whose probability p is above min(epsilon, delta exp(-entropy)).
-
-    The entropy is that of the distribution `p` [..., V] (Medusa paper, section 2.3.1). The most probable token always
-    passes; the mask sets it explicitly, because equality or rounding could exclude it at delta 1."""
-    p = p.double()
-    entropy = torch.special.entr(p).sum(-1, keepdim=True)
-    threshold = (delta * entropy.neg().exp()).clamp_max(epsilon)
-    return (p > threshold).scatter(-1, p.argmax(-1, keepdim=True), True)
-
-
-def among_best(scores: Tensor, k: int) -> Tensor:
-    """A mask [..., V] of the k tokens with the highest scores [..., V] (Stern et al. 2018, section 5.1).
-
-    Tokens that a logits processor set to -inf are excluded."""
-    best = scores.topk(min(k, scores.shape[-1])).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (scores > -torch.inf)
-
-
-def near_best(scores: Tensor, distance: int) -> Tensor:
-    """A mask [..., V] of the ids within `distance` of the id with the best score (Stern et al. 2018, section 5.2).
-
-    Neighbouring ids must mean similar values, as for pixels or audio samples. Tokens with score -inf are excluded."""
-    ids = torch.arange(scores.shape[-1], device=scores.device)
-    return ((ids - scores.argmax(-1, keepdim=True)).abs() <= distance) & (scores > -torch.inf)
-
-
-def passes_of(rule: AcceptanceRule) -> Passes | None:
-    """For lossy rules that accept the longest path: the function that tests drafted tokens; else `None`."""
-    if rule.rule == "typical":
-        return lambda scores: typical(scores.softmax(-1), rule.epsilon, rule.delta)
-    if rule.limit is None:
-        return None
-    judge, limit = {"topk": among_best, "distance": near_best}[rule.rule], rule.limit
-    return lambda scores: judge(scores, limit)
 
 
 class TreeWalk:

@@ -126,7 +126,7 @@ class TreeCache(Cache):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compiled steps write to the cache now: the host has opened it before, with whole blocks."""
+        """Whether compiled steps write to the cache (`for_steps`); the host then calls `open` before each of them."""
         return self.block > 1
 
     def for_steps(self, compiled: bool) -> None:
@@ -140,9 +140,10 @@ class TreeCache(Cache):
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def open(self, count: int, rows: Sequence[int] | None = None) -> None:
-        """Make room for `count` nodes after each text, and let attention see them.
+        """Make room for `count` nodes after each text, and let attention see them; call it before `append`.
 
-        `rows` are those that still grow, by default all; what is written to the others does not matter."""
+        Buffers that are too small grow, which moves them. Compiled steps see whole blocks. `rows` are those
+        that still grow, by default all; what is written to the others does not matter."""
         lengths = self.lengths if rows is None else [self.lengths[row] for row in rows]
         longest = max(lengths, default=0)
         end = rounded(longest + count) if self.is_compiled else longest + count

@@ -20,7 +20,7 @@ class Frontier(NamedTuple):
 
     root: Tensor  # [B] the token that is already decided and not yet read by the backbone
     hidden: Tensor  # [B, H] the hidden state of the token before the root, from which heads guess what follows the root
-    rows: list[int]  # the index of each of the B rows in the session
+    rows: list[int]  # the index in the session of each live row; compiled steps keep all B rows
     context_kv: ContextKV | None = None  # keys and values of the text so far, for heads that look back at it
 
 

@@ -48,10 +48,11 @@ class HeadsCache:
         return [cache for cache in (self.prefix, self.pairs) if cache is not None]
 
     def piece(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
-        """Append a piece of each right-padded prompt to the caches, from the backbone's hidden states [B, T, H].
+        """Append a piece of each right-padded prompt to the caches, from the backbone's hidden states [B, T, E].
 
-        Returns the hidden states that the heads read [B, T, H]. `next_ids` [B, T] is the token after each of the T
-        positions of the piece; where a prompt has ended, it may be any value."""
+        E is H times the number of layers that the heads read. Returns what the heads read [B, T, H]. `next_ids` [B, T]
+        is the token after each of the T positions of the piece; from the last token of each prompt on, it may be any
+        value, because `cut` drops these pairs. Counts the piece, unlike `path`."""
         hidden = self.heads.join(hidden.to(self.device, self.dtype))
         counts = torch.full((len(hidden),), hidden.shape[1], device=self.device)
         if self.prefix is not None:
@@ -64,9 +65,9 @@ class HeadsCache:
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
         """Append B rows' accepted paths to the caches; returns the heads' input [B, H] at the paths' last nodes.
 
-        `before` [B, H] are the hidden states that the heads read at the token before the root. `hidden` [B, C, H] and
+        `before` [B, H] are the hidden states that the heads read at the token before the root. `hidden` [B, C, E] and
         `ids` [B, C] are those of the C path nodes, the root first; `counts[b]` is the number of nodes of path b, 0 for
-        a row that does not grow. The host calls `count` when it knows them."""
+        a row that does not grow, whose result has no meaning. The host calls `count` when it knows them."""
         hidden, counts = self.heads.join(hidden.to(self.device, self.dtype)), counts.to(self.device)
         if self.prefix is not None:
             hidden = self._read(self.prefix, hidden, counts)

@@ -73,8 +73,8 @@ class Stepper:
         self._settle()
 
     def _prefill(self) -> tuple[torch.Tensor, torch.Tensor]:
-        # Typical acceptance decides on every root by argmax, and so also on the first one.
-        return self.session.prefill(most_probable_first=self.rule.rule == "typical")
+        # A rule that accepts the longest path decides on every root by argmax, and so also on the first one.
+        return self.session.prefill(most_probable_first=not self.rule.kind.walks)
 
     def _settle(self) -> None:
         """Find out how steps decide, which only other texts can change."""
@@ -109,7 +109,9 @@ class Stepper:
         self.state.select(left)
 
     def join(self, other: Stepper, places: Sequence[int]) -> None:
-        """Take over the texts of `other`, which has just started, as the rows `places` (`Session.join`)."""
+        """Take over the texts of `other`, which has just started, as the rows `places` (`Session.join`).
+
+        `other` is used up. Raise a RuntimeError if the steps are compiled."""
         self.session.join(other.session, places, self.rows)
         self.state.join(other.state, places)
         self.roots = [*self.roots, *other.roots]

@@ -3,7 +3,8 @@
 A node sees the text before it, its ancestors and itself. Masks are additive, because eager attention would silently add
 a boolean mask as 0 and 1. Windows and chunks are measured in positions, not slots; nodes of one depth share a position.
 
-Shapes: B rows of the batch, N nodes of a draft, S cache slots, W nodes of one forward, A nodes of their longest path.
+Shapes: B rows of the batch, N nodes of a draft, S cache slots, W nodes of one forward, A nodes of their longest path,
+R = 1 if all rows share a topology, else R = B, M slots after the text.
 """
 
 from __future__ import annotations

@@ -1,15 +1,50 @@
-"""Acceptance rules: a table of what each of them is and goes with. `decode.accept` has the tests that they make.
+"""Acceptance rules: a table of what each of them is, tests and goes with. `decode.accept` applies them to drafts.
 
-A new rule is a row of `RULES`, and its test in `decode.accept.passes_of` if it has one."""
+A lossless rule accepts what the target decides on. A lossy rule also has a test, `passes`: which tokens it accepts
+after a node. Most accept the longest path of tokens that pass; one that `truncates` walks as a lossless rule does, on
+a target that is cut down to these tokens. A new rule of these kinds is a row of `RULES` with its test.
+
+Shapes: V vocabulary."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
 
 from medusa.errors import RequestError, choose_one_of
 
 EPSILON, DELTA = 0.09, 0.3
 """Default constants of typical acceptance (Medusa paper, section 2.3.1)."""
+
+
+def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
+    """A mask [..., V] of the typical tokens, whose probability p is above min(epsilon, delta exp(-entropy)).
+
+    The entropy is that of the distribution `p` [..., V] (Medusa paper, section 2.3.1). The most probable token always
+    passes; the mask sets it explicitly, because equality or rounding could exclude it at delta 1."""
+    p = p.double()
+    entropy = torch.special.entr(p).sum(-1, keepdim=True)
+    threshold = (delta * entropy.neg().exp()).clamp_max(epsilon)
+    return (p > threshold).scatter(-1, p.argmax(-1, keepdim=True), True)
+
+
+def among_best(scores: Tensor, k: int) -> Tensor:
+    """A mask [..., V] of the k tokens with the highest scores [..., V] (Stern et al. 2018, section 5.1).
+
+    Tokens that a logits processor set to -inf are excluded."""
+    best = scores.topk(min(k, scores.shape[-1])).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (scores > -torch.inf)
+
+
+def near_best(scores: Tensor, distance: int) -> Tensor:
+    """A mask [..., V] of the ids within `distance` of the id with the best score (Stern et al. 2018, section 5.2).
+
+    Neighbouring ids must mean similar values, as for pixels or audio samples. Tokens with score -inf are excluded."""
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    return ((ids - scores.argmax(-1, keepdim=True)).abs() <= distance) & (scores > -torch.inf)
 
 
 class Rule(NamedTuple):
@@ -19,27 +54,21 @@ class Rule(NamedTuple):
     lossless: bool = False  # whether texts are those of the model: its best tokens, or samples of its distribution
     samples: bool = True  # whether it needs a temperature above 0; else it needs temperature 0
     number: tuple[str, int] | None = None  # for rules written `NAME:NUMBER`: the number's letter, and its minimum
-    walks: bool = True  # whether it decides on one token after another; else it tests all drafted tokens at once
+    passes: Callable[[Tensor, AcceptanceRule], Tensor] | None = None
+    """The test of a lossy rule: the target's scores [..., V] -> which tokens it accepts [..., V]."""
+    truncates: bool = False  # whether the tokens that pass are sampled from; else their longest path is accepted
     draws: bool = False  # whether drafts may be samples (`--draft sample`)
     compiles: bool = True  # whether compiled steps can apply it
+
+    @property
+    def walks(self) -> bool:
+        """Whether it decides on one token after another; else it tests all drafted tokens at once."""
+        return self.passes is None or self.truncates
 
     @property
     def written(self) -> str:
         """The rule as help texts write it."""
         return self.name if self.number is None else f"{self.name}:{self.number[0]}"
-
-
-RULES = {
-    rule.name: rule
-    for rule in (
-        Rule("greedy", lossless=True, samples=False),
-        Rule("rejection", lossless=True, draws=True),
-        Rule("typical", walks=False),
-        Rule("typical-sampled", draws=True),
-        Rule("topk", samples=False, number=("K", 1), walks=False, compiles=False),
-        Rule("distance", samples=False, number=("D", 0), walks=False, compiles=False),
-    )
-}
 
 
 class AcceptanceRule(NamedTuple):
@@ -60,6 +89,40 @@ class AcceptanceRule(NamedTuple):
     def name(self) -> str:
         """The acceptance rule as a user writes it, `NAME` or `NAME:NUMBER`."""
         return self.rule if self.limit is None else f"{self.rule}:{self.limit}"
+
+    def passes(self, scores: Tensor) -> Tensor:
+        """Which tokens the rule, a lossy one, accepts after the target's scores [..., V]: a mask [..., V]."""
+        assert self.kind.passes is not None, f"{self.name} is lossless"
+        return self.kind.passes(scores, self)
+
+
+def _typical(scores: Tensor, rule: AcceptanceRule) -> Tensor:
+    return typical(scores.softmax(-1), rule.epsilon, rule.delta)
+
+
+RULES = {
+    rule.name: rule
+    for rule in (
+        Rule("greedy", lossless=True, samples=False),
+        Rule("rejection", lossless=True, draws=True),
+        Rule("typical", passes=_typical),
+        Rule("typical-sampled", passes=_typical, truncates=True, draws=True),
+        Rule(
+            "topk",
+            samples=False,
+            number=("K", 1),
+            passes=lambda scores, rule: among_best(scores, cast(int, rule.limit)),
+            compiles=False,
+        ),
+        Rule(
+            "distance",
+            samples=False,
+            number=("D", 0),
+            passes=lambda scores, rule: near_best(scores, cast(int, rule.limit)),
+            compiles=False,
+        ),
+    )
+}
 
 
 def rule_and_limit(acceptance: str) -> tuple[Rule, int | None]:

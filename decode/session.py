@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.accept import Truncation
 from decode.heads_cache import HeadsCache
 from decode.reader import ReaderFactory
 from decode.sequences import Request, Sequences
@@ -31,7 +30,6 @@ class Session:
         model: PreTrainedModel,
         requests: Sequence[Request],
         slack: int = 0,
-        truncation: Truncation | None = None,
         keep_hidden: bool = False,
         heads: MedusaHeads | None = None,
         readers: ReaderFactory | None = None,
@@ -48,7 +46,7 @@ class Session:
             reading = "these heads read hidden states of several layers"
             raise RequestError(f"{reading}, and --record keeps the last ones; record by plain decoding (--plain)")
         self.backbone = Backbone(model, layers)
-        self.target = Target(requests, truncation)
+        self.target = Target(requests)
         readers = readers or ReaderFactory()
         self.sequences = Sequences(requests, readers.context(self.backbone), self.backbone.device, slack)
         longest = max(len(request.prompt) for request in requests)

@@ -193,9 +193,10 @@ class Settings(DecodingOptions):
         return self.temperature > 0
 
     def of_checkpoint(self, own: GenerationConfig | None) -> Settings:
-        """Fill in the stop strings and the repetition penalty of a checkpoint, whose options are `own`, if none is set.
+        """Make a copy with the stop strings and the repetition penalty of a checkpoint, each of them if not set here.
 
-        Raise a `NotCompilableError` if compiled steps are asked for, and cannot apply one of these options."""
+        `own` are the checkpoint's options. Raise a `NotCompilableError` if compiled steps are asked for, and the
+        checkpoint sets another option that decides on tokens."""
         theirs = {} if self.ignore_generation_config else text_options(own)
         stop, penalty = theirs.pop("stop_strings", ()), theirs.get("repetition_penalty", 1.0)
         if self.repetition_penalty is not None:
@@ -245,7 +246,7 @@ class Settings(DecodingOptions):
         return kwargs
 
     def to_dict(self) -> dict[str, object]:
-        """All settings as JSON values."""
+        """All settings as JSON values; `acceptance` is the rule in effect, also if it was not set."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         amateur = None if self.amateur is None else self.amateur.to_dict()
         grammar = None if self.grammar is None else self.grammar.source

@@ -1,7 +1,8 @@
 """One decoding step: propose a draft, verify it, accept some of its nodes, and compact the KV caches.
 
-All ways of decoding run `decode_step`: eager, compiled, plain (the draft is the root alone), and the server's batch. It
-uses tensors only. The host reads its result, `Decided.packed`, when it is done, and keeps the books (`decode.loop`).
+All ways of decoding but beam search run `decode_step`: eager, compiled, plain (the draft is the root alone), and the
+server's batch. Compiled steps use tensors only; in eager ones, processors that read the text and lazy walks go through
+the host. The host reads the result, `Decided.packed`, when a step is done, and keeps the books (`decode.loop`).
 
 Shapes: B rows of the batch, N nodes of a draft, D its depth, H hidden size, V vocabulary."""
 
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode.accept import Acceptance, accept_greedy, accept_longest, accept_walk, at_end, pack, passes_of
+from decode.accept import Acceptance, accept_greedy, accept_longest, accept_walk, at_end, pack
 from decode.draft import Draft, Drafter, Frontier
 from decode.heads_cache import HeadsCache
 from decode.ops.draws import BlockDraws, TokenDraws
@@ -28,7 +29,7 @@ from decode.target import Target
 from medusa.backbone import Readout
 
 PART = 1 << 24
-"""Scores of nodes that a lossy rule reads at once, which limits the memory that it takes."""
+"""Scores (rows x nodes x V) that a lossy rule reads at once, which limits the memory that it takes."""
 
 
 class Decided(NamedTuple):
@@ -140,13 +141,13 @@ class Judge:
     def __init__(self, rule: AcceptanceRule, target: Target, sequences: Sequences, lazy: bool) -> None:
         """Apply `rule`; `lazy`: whether walks stop where they end (`decode.accept.TreeWalk`)."""
         self.rule, self.target, self.sequences, self.lazy = rule, target, sequences, lazy
-        self.passes = passes_of(rule)
 
     def __call__(self, draft: Draft, logits: Tensor, draws: TokenDraws, state: State) -> Acceptance:
-        """Decide on a draft of the live rows, from the `logits` [B, N, V] after its nodes."""
+        """Decide on a draft from the `logits` [B, N, V] after its nodes. Compiled steps have ended rows among the B."""
         target, depth_limit = self.target, state.reader.depth_limit(draft)
-        if self.passes is not None:
-            return accept_longest(draft, self._scores_of_nodes(draft, logits, state.rows), self.passes, depth_limit)
+        if not self.rule.kind.walks:
+            scores_of_nodes = self._scores_of_nodes(draft, logits, state.rows)
+            return accept_longest(draft, scores_of_nodes, self.rule.passes, depth_limit)
         if target.is_argmax:
             return accept_greedy(draft, most_probable(logits).to(draft.ids.device), depth_limit)
         scores = partial(self._scores, draft, logits, state.rows)

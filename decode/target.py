@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-from decode.accept import Truncation, typical
 from decode.ops.draws import RowDraws, TokenDraws
 from decode.ops.fast_topk import most_probable
 from decode.ops.transfer import on_device, unchecked
+from decode.rules import AcceptanceRule
 from decode.sequences import Request, Sequences
 
 WARPERS = (
@@ -33,7 +33,7 @@ WARPERS = (
     logits_process.TopPLogitsWarper,
     logits_process.TypicalLogitsWarper,
 )
-"""Processors that look only at scores. All others may depend on the row's text or its length."""
+"""Processors of transformers that look only at scores. All others may depend on the row's text or its length."""
 READERS = (
     logits_process.ExponentialDecayLengthPenalty,
     logits_process.ForcedBOSTokenLogitsProcessor,
@@ -58,6 +58,16 @@ STATEFUL = (
 """Processors of transformers that keep a state, so that they must be called once for each token of a text, in order."""
 
 
+class Passing(LogitsProcessor):
+    """Leaves only the tokens that pass a lossy rule, so that a walk samples from these."""
+
+    def __init__(self, rule: AcceptanceRule) -> None:
+        self.rule = rule
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return cast(torch.FloatTensor, scores.masked_fill(~self.rule.passes(scores), -torch.inf))
+
+
 class MostProbable(LogitsProcessor):
     """Leaves only the most probable token, so that a draw is the choice of greedy decoding."""
 
@@ -66,11 +76,19 @@ class MostProbable(LogitsProcessor):
         return cast(torch.FloatTensor, kept.scatter_(-1, scores.argmax(-1, keepdim=True), 0.0))
 
 
+SCORES_ONLY = (*WARPERS, Passing)
+"""All processors that look only at scores."""
+
+
+def truncated(request: Request, rule: AcceptanceRule) -> Request:
+    """Let a request's text be sampled only from the tokens that pass a lossy rule."""
+    return request._replace(processors=LogitsProcessorList([*request.processors, Passing(rule)]))
+
+
 class Target:
     """The backbone's distribution over next tokens, after temperature and penalties; if greedy, its best token."""
 
-    def __init__(self, requests: Sequence[Request], truncation: Truncation | None = None) -> None:
-        self.truncation = truncation
+    def __init__(self, requests: Sequence[Request]) -> None:
         self.of_rows = list(requests)
         config = requests[0].config
         # Per row, for every decided token in order: its scores and its raw logits [1, V], where options ask for them.
@@ -101,9 +119,9 @@ class Target:
         self.is_argmax = not self.do_sample and not keeps and not any(self.processors)
         """Whether one argmax over raw logits decides, so that all nodes can be decided at once."""
         kinds = {type(processor) for row in running for processor in self.processors[row]}
-        self.is_textless = not keeps and kinds.issubset(WARPERS) and self._are_equal(running)
+        self.is_textless = not keeps and kinds.issubset(SCORES_ONLY) and self._are_equal(running)
         """Whether all rows have the same processors, which look only at scores, so that one call serves all rows."""
-        self.is_pure = not keeps and kinds.issubset((*WARPERS, *READERS, MostProbable))
+        self.is_pure = not keeps and kinds.issubset((*SCORES_ONLY, *READERS, MostProbable))
         """Whether scores may be computed for nodes that are not chosen, in any order, as no call leaves a trace."""
         self.of_all = self.processors[running[0]]
         """For `is_textless` targets: the processors of every row."""
@@ -121,7 +139,7 @@ class Target:
         raw = logits[None].to(device=prefix.device, copy=True, dtype=torch.float32)
         if self.kept_logits is not None:
             self.kept_logits[row].append(raw.clone())  # a processor may write in place
-        scores = processed(self.processors[row], prefix, raw, self.truncation)
+        scores = processed(self.processors[row], prefix, raw)
         if self.kept_scores is not None:
             self.kept_scores[row].append(scores)
         return scores
@@ -129,7 +147,7 @@ class Target:
     def scores_of(self, logits: Tensor, device: torch.device) -> Tensor:
         """Apply the logits processors to `logits` [X, V] at X positions of any rows; only for `is_textless` targets."""
         raw = logits.to(device=device, dtype=torch.float32)  # no copy, as none of these processors writes in place
-        return processed(self.of_all, self._no_text(raw), raw, self.truncation)
+        return processed(self.of_all, self._no_text(raw), raw)
 
     def scores_of_nodes(
         self, row: int, prefix: Tensor, ids: Tensor, paths: Sequence[Sequence[int]], logits: Tensor
@@ -146,7 +164,7 @@ class Target:
         for nodes in groups.values():
             at, below = (on_device(numbers, ids.device) for numbers in (nodes, [paths[node][1:] for node in nodes]))
             texts = torch.cat([prefix.expand(len(nodes), -1), ids[below.long()]], dim=1)
-            scores[at] = processed(self.processors[row], texts, raw[at], self.truncation)
+            scores[at] = processed(self.processors[row], texts, raw[at])
         return scores
 
     def decide(self, draws: TokenDraws, rows: Tensor, scores: Tensor, index: Tensor) -> Tensor:
@@ -181,7 +199,8 @@ class Target:
         Draft tokens are drawn from q, which affects how many tokens are accepted, but not the distribution of the text.
         Penalties depend on tokens that are not drawn yet, so q is computed without them."""
         if self.is_textless:
-            warped = processed(self.of_all, self._no_text(logits), logits.float().flatten(0, 1)).view_as(logits)
+            flat = logits.float().flatten(0, 1)
+            warped = processed(self.warpers[rows[0]], self._no_text(flat), flat).view_as(logits)
         else:
             each = zip(rows, logits.float(), strict=True)
             warped = torch.stack([processed(self.warpers[row], self._no_text(one), one) for row, one in each])
@@ -192,17 +211,13 @@ class Target:
         return torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
 
 
-def processed(
-    processors: LogitsProcessorList, ids: Tensor, scores: Tensor, truncation: Truncation | None = None
-) -> Tensor:
-    """Process scores [X, V] after `ids` [X, T]; `truncation` sets tokens that typical acceptance rejects to -inf."""
+def processed(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
+    """Process scores [X, V] after `ids` [X, T]."""
     for processor in processors:  # the list's own `__call__` inspects each signature again, which takes longer
         # Only the eta warper makes a distribution. What it would find, NaN, is found when the tokens are read.
         with unchecked() if isinstance(processor, logits_process.EtaLogitsWarper) else nullcontext():
             scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
-    if truncation is None:
-        return scores
-    return scores.masked_fill(~typical(scores.softmax(-1), *truncation), -torch.inf)
+    return scores
 
 
 def settings_of(processors: LogitsProcessorList) -> list[tuple[type, dict[str, object]]]:

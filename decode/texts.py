@@ -18,7 +18,6 @@ from time import perf_counter
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.accept import Truncation
 from decode.compiled.stepper import CompiledStepper
 from decode.draft import NoDraft
 from decode.drafters.base import DrafterFactory
@@ -30,7 +29,7 @@ from decode.session import Session
 from decode.settings import CUDA_GRAPHS, Settings
 from decode.strategies.contrastive import Amateur
 from decode.strategies.grammar import Grammars
-from decode.target import STATEFUL
+from decode.target import STATEFUL, truncated
 from decode.tree_check import require_tree_forward
 from medusa.errors import RequestError
 from medusa.records.pieces import TokenBytes, text_of
@@ -140,10 +139,11 @@ def stepper_for(
     fixed = bool(compile)
     if factory is None:
         rule = AcceptanceRule("rejection" if config.do_sample else "greedy")
-        session = Session(model, requests, int(fixed), None, keep_hidden, None, amateur, fixed)
+        session = Session(model, requests, int(fixed), keep_hidden, None, amateur, fixed)
     else:
-        truncation = Truncation(rule.epsilon, rule.delta) if rule.rule == "typical-sampled" else None
-        session = Session(model, requests, factory.num_nodes, truncation, keep_hidden, factory.heads, amateur, fixed)
+        if rule.kind.truncates:
+            requests = [truncated(request, rule) for request in requests]
+        session = Session(model, requests, factory.num_nodes, keep_hidden, factory.heads, amateur, fixed)
     if compile:
         return CompiledStepper(session, rule, factory, CUDA_GRAPHS[0] if compile is True else compile)
     drawn = rule.draft == "sample"

@@ -4,7 +4,7 @@ Static and dynamic trees, chains and the paths of n-grams all take this form, so
 distinguish them. Node 0 is the root, and a parent comes before its children.
 
 Shapes: B rows of the batch, R = 1 if all rows share the topology, else R = B, N nodes, D the greatest depth (0 for the
-root alone), C the most children of a node, X any number of nodes."""
+root alone), C an upper bound of a node's children, X any number of nodes."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from decode.reader import Reader
 from decode.topology import Topology
 from medusa.backbone import Backbone, by_value, require_tree_support
 from medusa.errors import RequestError
+from medusa.options import dtype_name
 from medusa.tree import Tree
 
 # Eight nodes, three deep. With siblings and cousins, slots and positions differ from node 2 on.
@@ -115,7 +116,7 @@ def _check(model: PreTrainedModel) -> TreeCheck:
     wrong = _plain(backbone, trees[:2], [list(range(TREE.num_nodes))])
     control = _difference(wrong, right[:2], right, tolerance)
     if not right.isfinite().all():
-        dtype = str(backbone.dtype).removeprefix("torch.")
+        dtype = dtype_name(backbone.dtype)
         return TreeCheck(nan, control, tolerance, f"its logits are not finite in {dtype}; load it with another --dtype")
     try:
         got = _through_trees(backbone, prompts, first, second)

@@ -228,9 +228,8 @@ class Backbone:
         if any(not 0 <= number <= count for number in numbers):
             raise RequestError(f"heads read the layers {list(numbers)}, but the backbone has {count} layers")
         if self.config.hidden_size != self.hidden_size:
-            raise RequestError(
-                f"{type(self.model).__name__} projects its hidden states; take heads without feature_layers"
-            )
+            projects = f"{type(self.model).__name__} projects its hidden states"
+            raise RequestError(f"{projects}; take heads without feature_layers")
         _ = self.layers
         return numbers
 
@@ -262,9 +261,8 @@ class Backbone:
         parts = [seen[layer] for layer in self.feature_layers]
         seen.clear()
         if any(part.dim() != states.dim() for part in parts):  # Gemma-3n: four versions of each state
-            raise RequestError(
-                f"{type(self.model).__name__} has several states per token; take heads without feature_layers"
-            )
+            several = f"{type(self.model).__name__} has several states per token"
+            raise RequestError(f"{several}; take heads without feature_layers")
         return torch.cat([part.to(states.device) for part in parts], dim=-1)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from medusa.config import Fingerprint
+from medusa.options import dtype_name
 from medusa.quantization import ProbedWeight, is_plain, quantization_of, quantized_layers
 
 SAMPLES = 64  # weights in a fingerprint
@@ -31,7 +32,7 @@ def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str |
     found: Fingerprint = {
         "name": name or model.config._name_or_path or None,
         "revision": revision,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "architecture": type(model).__name__,
         "weights": weight_sample(parameters, parameters.__getitem__),
     }

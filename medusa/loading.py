@@ -236,9 +236,8 @@ def _source(name: str) -> Source:
     if (gguf := gguf_file(name)) is not None:
         return Source(str(gguf.parent), gguf)
     if not Path(name).exists() and not may_be_on_hub(name):
-        raise RequestError(
-            f"no backbone at {name}: {why_missing(name)}; give a folder, a GGUF file, a Hub id or {SHIPPED}"
-        )
+        ways = f"give a folder, a GGUF file, a Hub id or {SHIPPED}"
+        raise RequestError(f"no backbone at {name}: {why_missing(name)}; {ways}")
     return Source(name)
 
 
@@ -266,9 +265,9 @@ def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
 
 
 class TextLimits(NamedTuple):
-    """What bounds the texts of a backbone: its context length in tokens (`None`: unknown), and its vocabulary size."""
+    """What bounds the texts of a backbone."""
 
-    context: int | None
+    context: int | None  # in tokens; `None`: unknown
     vocab_size: int
 
 

@@ -14,7 +14,7 @@ from medusa.quantization import quantized_layers
 
 
 def peak_memory() -> dict[str, int]:
-    """Return the peak memory in bytes: `process` for main memory, and `cuda:0` and so on for tensors on each GPU."""
+    """Return the peak memory in bytes: of the `process`, and of tensors on each GPU, such as `cuda:0`."""
     if sys.platform == "win32":
         import psutil  # a dependency of accelerate
 

@@ -44,15 +44,7 @@ def native_config(config: PretrainedConfig, num_heads: int) -> MedusaConfig:
     for key in ("architectures", "transformers_version", "_name_or_path"):
         content.pop(key, None)
     hidden_size, vocab_size = head_sizes(config)
-    return MedusaConfig(
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        num_heads=num_heads,
-        kind=NATIVE,
-        block=NATIVE,
-        lm_head="shared",
-        mtp=content,
-    )
+    return MedusaConfig(hidden_size, vocab_size, num_heads, kind=NATIVE, block=NATIVE, lm_head="shared", mtp=content)
 
 
 def native_heads(model: PreTrainedModel, num_heads: int) -> MedusaHeads:

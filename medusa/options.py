@@ -25,6 +25,11 @@ QUANTIZATIONS = {"int8": "torchao", "int4": "torchao", "8bit": "bitsandbytes", "
 """Ways to quantise the weights of a backbone while it is loaded, each with the package that does it."""
 
 
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype of torch, such as float32 for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def option(
     default: object,
     help: str,
@@ -163,15 +168,13 @@ class LoadOptions(Options, kw_only=False):
             raise RequestError(f"--attention is {self.attention!r}; {choose_one_of(self.attention, ATTENTIONS)}")
         if self.device is not None and self.device != "auto":
             _require_device(self.device)
-        if self.quantization not in (None, *QUANTIZATIONS):
-            raise RequestError(
-                f"quantization is {self.quantization!r}; {choose_one_of(self.quantization, [*QUANTIZATIONS])}"
-            )
-        if self.quantization is not None and importlib.util.find_spec(QUANTIZATIONS[self.quantization]) is None:
-            raise RequestError(
-                f"quantization: {self.quantization} needs {QUANTIZATIONS[self.quantization]}, which is not installed; "
-                "install it, or leave quantization out"
-            )
+        if (kind := self.quantization) is None:
+            return
+        if kind not in QUANTIZATIONS:
+            raise RequestError(f"quantization is {kind!r}; {choose_one_of(kind, QUANTIZATIONS)}")
+        if importlib.util.find_spec(needed := QUANTIZATIONS[kind]) is None:
+            absent = f"quantization: {kind} needs {needed}, which is not installed"
+            raise RequestError(f"{absent}; install it, or leave quantization out")
 
     @property
     def hub(self) -> dict[str, str | bool | None]:

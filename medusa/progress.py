@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -78,47 +78,28 @@ def stage(message: str, quiet: bool = False) -> Iterator[Stage]:
             yield status
         return
     lines = _StageLines(message)
-    ticker = _Ticker(lambda: f"{lines.message} ...")
     if not quiet:
-        ticker.start()
+        lines.start()
     try:
         yield lines
     finally:
-        ticker.stop()
+        lines.ended.set()
 
 
-class _StageLines:
-    """The latest message of a stage."""
+class _StageLines(threading.Thread):
+    """A thread that prints the latest message of a stage, because a stage may not change it for long."""
 
     def __init__(self, message: str) -> None:
-        self.message = message
+        super().__init__(daemon=True)
+        self.message, self.ended = message, threading.Event()
 
     def update(self, status: str) -> None:
         """Store another message for the next line."""
         self.message = status
 
-
-class _Ticker:
-    """A thread that prints a description every ten seconds, because a stage may not change its message for long."""
-
-    def __init__(self, describe: Callable[[], str]) -> None:
-        self._describe = describe
-        self._ending: threading.Event | None = None
-
-    def start(self) -> None:
-        if self._ending is None:
-            self._ending = threading.Event()
-            threading.Thread(target=self._print, args=(self._ending,), daemon=True).start()
-
-    def stop(self) -> None:
-        if self._ending is not None:
-            self._ending.set()
-            self._ending = None
-
-    def _print(self, ending: threading.Event) -> None:
-        while not ending.wait(EVERY):
-            if line := self._describe():
-                print(line, file=sys.stderr, flush=True)
+    def run(self) -> None:
+        while not self.ended.wait(EVERY):
+            print(f"{self.message} ...", file=sys.stderr, flush=True)
 
 
 def _clock(seconds: float) -> str:

@@ -64,9 +64,8 @@ def _table(
     """Make a table of the columns with the indices `part`. `wraps`: whether the text of its cells may wrap."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for place, index in enumerate(part):
-        table.add_column(
-            columns[index], justify="left" if place < keys else justify, no_wrap=not wraps, overflow="fold"
-        )
+        aligned = "left" if place < keys else justify
+        table.add_column(columns[index], justify=aligned, no_wrap=not wraps, overflow="fold")
     for number, row in enumerate(rows):
         table.add_row(*(row[index] for index in part), style=styles[number] if styles else None)
     return table

@@ -14,21 +14,15 @@ def in_words(name: str) -> str:
     return " to ".join(TESTED[name])
 
 
-def untested() -> list[str]:
-    """Describe each installed package whose version is older or newer than the tested ones."""
-    found = {name: version(name) for name in TESTED}
-    return [
-        f"{name} {installed} was not tested ({in_words(name)} was)"
-        for name, installed in found.items()
-        if not _minor(TESTED[name][0]) <= _minor(installed) <= _minor(TESTED[name][1])
-    ]
-
-
 def _minor(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")[:2]))
 
 
 def warn_if_untested() -> None:
     """Log one warning if a package has a version that was not tested; without a log, it is a line on standard error."""
-    if found := untested():
+    found = []
+    for name, (lowest, newest) in TESTED.items():
+        if not _minor(lowest) <= _minor(installed := version(name)) <= _minor(newest):
+            found.append(f"{name} {installed} was not tested ({in_words(name)} was)")
+    if found:
         logging.getLogger("medusa").warning("%s; if something fails, install a tested version", " and ".join(found))

@@ -90,14 +90,10 @@ class MedusaTrainingArguments(TrainingArguments):
         super().__post_init__()
         section, given = training_section(), {}
         defaults = {field.name: field.default for field in fields(self)}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if (
-                field.name in section.model_fields
-                and section.model_fields[field.name].metadata
-                and value != field.default
-            ):
-                given[field.name] = value.value if isinstance(value, Enum) else value
+        for name, known in section.model_fields.items():
+            value = getattr(self, name)
+            if known.metadata and value != defaults[name]:
+                given[name] = value.value if isinstance(value, Enum) else value
         validated(section, given, prefix="training.")
         if self.max_minutes is not None and self.max_cpu_minutes is not None:
             raise RequestError("training.max_minutes and max_cpu_minutes are two budgets; give one of them")

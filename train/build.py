@@ -14,19 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
-from medusa.backbone import Backbone, FeatureLayers
-from medusa.checkpoints.folder import load as load_heads
+from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, load_backbone, load_tokenizer, text_limits
-from medusa.options import LoadOptions
+from medusa.options import LoadOptions, dtype_name
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
 from train.check import check, require_adaptable
-from train.config import FLASH, HeadsConfig, TrainConfig
+from train.config import FLASH, TrainConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.features.files import Features, is_features, open_features
-from train.heads import backbone_for, feature_layers, new_heads, require_same_heads
+from train.heads import backbone_for, feature_layers, new_config, new_heads, require_same_heads
 from train.medusa2.adapter import adapt
 from train.medusa2.trainer import Medusa2Trainer
 from train.trainer import MedusaTrainer
@@ -51,18 +50,21 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     """Check a recipe, and load the backbone, the data and the heads that it describes. With `quiet`, print less.
 
     Raise RequestError if the recipe has errors, or if `checkpoint`, from which the run resumes, holds other heads."""
-    arguments, sizes = check(config, quiet)
+    arguments, sizes, start = check(config, quiet)
     limits = text_limits(sizes)
     reading = (load_tokenizer(config.backbone, config.load_options), limits.vocab_size, limits.context)
     dataset: Rows | None = None
     if not is_features(config.data.path):  # before the weights are loaded, because the data may have mistakes
         dataset = load_dataset(config.data, *reading, arguments.seed)
     loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
-    backbone = _backbone(config.heads, loaded.model)
+    model, asked = loaded.model, config.heads
+    layers = feature_layers(asked, Backbone(model)) if start is None else start.config.feature_layers
+    backbone = backbone_for(model, layers)
     if config.attention == FLASH:  # after Backbone's test, whose few tokens need no such kernel
-        loaded.model.set_attn_implementation(FLASH)
+        model.set_attn_implementation(FLASH)
     if checkpoint is not None:
-        require_same_heads(checkpoint, config, loaded.model)
+        wanted = new_config(asked, model, config.backbone, config.revision) if start is None else start.config
+        require_same_heads(checkpoint, wanted)
     if dataset is None:
         dataset = open_features(Path(config.data.path), config.data.sequence_length, backbone)
     evaluated = None if config.eval_data is None else load_dataset(config.eval_data, *reading)
@@ -71,7 +73,14 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
         changed = {"path": config.adapter.quality_data, "exclude": None, "streaming": False}
         quality_rows = load_dataset(config.data.model_copy(update=changed), *reading)
     set_seed(arguments.seed)  # so that the initial heads depend on nothing but the seed
-    heads = _heads(config, backbone, dataset, quiet)
+    if asked.vocabulary and start is None:
+        frequent = most_frequent(dataset, asked.vocabulary, backbone.vocab_size)
+        heads = new_heads(model, asked, config.backbone, config.revision, frequent.ids)
+        gain = require_worthwhile(heads, model, frequent.coverage, asked.force_vocabulary)
+        if not quiet:
+            say(gain)
+    else:
+        heads = new_heads(model, asked, config.backbone, config.revision, start=start)
     if (raw := dataset.counts.has_raw_prompts) is not None:  # unknown: trained heads keep their own record
         heads.config.raw_prompts = raw
     heads.config.template_options = dataset.counts.template_options or heads.config.template_options
@@ -79,28 +88,8 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads)
 
 
-def _backbone(asked: HeadsConfig, model: PreTrainedModel) -> Backbone:
-    """Wrap the backbone for the heads that the section `heads` of a recipe asks for."""
-    layers: FeatureLayers = feature_layers(asked, Backbone(model))
-    if asked.start is not None:
-        layers = load_heads(asked.start).config.feature_layers
-    return backbone_for(model, layers)
-
-
-def _heads(config: TrainConfig, backbone: Backbone, dataset: Rows, quiet: bool) -> MedusaHeads:
-    asked, model = config.heads, backbone.model
-    if not asked.vocabulary or asked.start is not None:
-        return new_heads(model, asked, config.backbone, config.revision)
-    frequent = most_frequent(dataset, asked.vocabulary, backbone.vocab_size)
-    heads = new_heads(model, asked, config.backbone, config.revision, frequent.ids)
-    gain = require_worthwhile(heads, model, frequent.coverage, asked.force_vocabulary)
-    if not quiet:
-        say(gain)
-    return heads
-
-
 def build_trainer(run: LoadedRun) -> MedusaTrainer:
-    """Make the trainer of a loaded run. If the recipe asks for it, first shard the backbone or add a LoRA adapter."""
+    """Make the trainer of a loaded run, after the backbone is sharded or adapted, if the recipe asks for it."""
     config, arguments, model, heads = run.config, run.arguments, run.loaded.model, run.heads
     if config.shard_backbone:
         shard_backbone(model.requires_grad_(False), arguments.device)
@@ -125,7 +114,7 @@ def placement(options: LoadOptions, shard: bool, config: PretrainedConfig) -> Lo
         device = f"cuda:{rank}" if rank is not None and torch.cuda.is_available() else None
     if not shard or device is None:
         return replace(options, device=device)
-    dtype = options.dtype or str(config.dtype or torch.float32).removeprefix("torch.")
+    dtype = options.dtype or dtype_name(config.dtype or torch.float32)
     return replace(options, device="cpu", dtype=dtype)
 
 

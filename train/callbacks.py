@@ -24,25 +24,18 @@ def say(message: str) -> None:
 
 
 class LogSums(TrainerCallback, ExportableState):
-    """Callback with the sums since the last line of the log, which checkpoints store.
-
-    A resumed run therefore logs the same lines as an uninterrupted one."""
+    """Callback with the sums since the last line of the log, which checkpoints store for a resumed run."""
 
     def __init__(self, stored: list[float] | None = None) -> None:
-        """Make empty sums, or those that a checkpoint has stored: over all processes, as `store` returned them."""
+        """Make empty sums, or those over all processes that a checkpoint has stored."""
         self.sums: Tensor | None = None
-        self.stored = stored
+        self.stored = stored  # by the next checkpoint
 
     def state(self) -> dict[str, dict[str, object]]:
-        """The state to store in a checkpoint: the sums that were last given to `store`."""
         return {"args": {"stored": self.stored}, "attributes": {}}
 
-    def store(self, sums: Tensor | None) -> None:
-        """Keep the sums over all processes for the next checkpoint; `None` if no step was made since the last line."""
-        self.stored = None if sums is None else sums.tolist()
-
     def add(self, *numbers: Tensor) -> None:
-        """Add numbers to the sums: tensors whose elements are summed one by one, on the CPU, in float64."""
+        """Add tensors of numbers to the sums, each element to its own, on the CPU and in float64."""
         new = torch.cat([number.detach().double().reshape(-1).cpu() for number in numbers])
         self.sums = new if self.sums is None else self.sums + new
 
@@ -60,18 +53,17 @@ class TimeBudget(TrainerCallback, ExportableState):
     """Callback that ends training after a given time; the learning rate rises and falls with the time spent."""
 
     def __init__(self, seconds: float, elapsed: float = 0.0, cpu: bool = False) -> None:
-        """Make a time budget of which `elapsed` seconds are spent; with `cpu`, its clock is this process's CPU time."""
+        """Make a budget of which `elapsed` seconds are spent; with `cpu`, its clock is this process's CPU time."""
         self.seconds, self.elapsed, self.cpu = seconds, elapsed, cpu
         self._clock = time.process_time if cpu else time.monotonic
         self._resumed_at: float | None = None
         self._agreed: float | None = None
 
     def state(self) -> dict[str, dict[str, object]]:
-        """The state to store in a checkpoint, from which transformers restores the callback with the time spent."""
         return {"args": {"seconds": self.seconds, "cpu": self.cpu}, "attributes": {"elapsed": self.spent()}}
 
     def spent(self) -> float:
-        """Seconds of training so far by this process's clock; of a resumed run, also those before the interruption."""
+        """Seconds of training so far by this process's clock, also before an interruption."""
         return self.elapsed + (0.0 if self._resumed_at is None else self._clock() - self._resumed_at)
 
     def agreed(self) -> float:
@@ -83,9 +75,7 @@ class TimeBudget(TrainerCallback, ExportableState):
         return min(1.0, self.agreed() / self.seconds)
 
     def learning_rate_factor(self, warmup: float) -> float:
-        """Share of the peak learning rate, from 0 to 1, at the time spent so far.
-
-        The share rises linearly in the first part `warmup` (0 to 1) of the time budget, then falls linearly to 0."""
+        """Share of the peak learning rate: it rises in the first part `warmup` (0 to 1) of the time, then falls."""
         progress = self.agreed() / self.seconds
         if not progress:
             return 1e-3  # before the first step the clock stands at 0; a rate of 0 would waste that step
@@ -107,9 +97,7 @@ class ProgressBar(TrainerCallback):
     """Callback that shows a progress bar, which counts training steps or, with a time budget, seconds."""
 
     def __init__(self, lines: bool = True, budget: Callable[[], TimeBudget | None] = lambda: None) -> None:
-        """Make a progress bar. With `lines`, all log lines are printed above the bar, else only the latest next to it.
-
-        `budget` returns the time budget of the run, or `None` if the run has none."""
+        """Make a bar for a run with this `budget`. With `lines`, all lines are printed, else the latest is shown."""
         self.lines, self._budget = lines, budget
         self.progress: ProgressLines | None = None
 
@@ -145,7 +133,7 @@ class ProgressBar(TrainerCallback):
 
 
 def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
-    """Top-1 accuracy, 0 to 1, of each head in a line of the log; `prefix` is "eval_" for metrics of an evaluation."""
+    """Top-1 accuracy, 0 to 1, of each head in a line of the log; `prefix` is "eval_" for an evaluation."""
     shares: list[float] = []
     while (share := logs.get(f"{prefix}head{len(shares) + 1}_top1")) is not None:
         shares.append(share)
@@ -153,7 +141,7 @@ def top1_shares(logs: Mapping[str, float], prefix: str = "") -> list[float]:
 
 
 def summarize(logs: Mapping[str, float]) -> str:
-    """Summarize a line of the log: weighted loss in nats, top-1 accuracy of each head, tau and LM loss if logged."""
+    """Describe a line of the log in words."""
     prefix = "eval_" if "eval_loss" in logs else ""
     shares = [f"{share:.3f}" for share in top1_shares(logs, prefix)]
     tau = f"  tau {logs['eval_tau']:.3f}" if "eval_tau" in logs else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_flash_attn_2_available
 
+from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError, choose_one_of, first_line
 from medusa.files import Json, require_writable_folder
@@ -24,18 +25,26 @@ from medusa.tree import load_tree
 from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
-from train.config import FLASH, NUM_HEADS, AdapterConfig, HeadsConfig, TrainConfig
+from train.config import FLASH, NUM_HEADS, HeadsConfig, TrainConfig
 from train.data.datasets import require_data, require_template_options
 from train.features.files import is_features
 from train.hardware import device_defaults, require_own_device
-from train.heads import require_startable
+from train.heads import startable
 from train.medusa2.adapter import add_lora
 
 GUESSES = ("loss", "top1", "top5", "top10", "conditional")  # figures of each head in an evaluation
 
 
-def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, PretrainedConfig]:
-    """Check a recipe before any weights are loaded, and return its training arguments and its backbone's configuration.
+class Checked(NamedTuple):
+    """What `check` has read and made: the training arguments, the backbone's config, and the heads to start from."""
+
+    arguments: MedusaTrainingArguments
+    backbone: PretrainedConfig
+    start: Checkpoint | None
+
+
+def check(config: TrainConfig, quiet: bool) -> Checked:
+    """Check a recipe before the backbone's weights are loaded.
 
     Raise RequestError if the data or the backbone do not exist, or if two keys exclude each other. With `quiet`,
     training will show no progress bar."""
@@ -61,11 +70,11 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
         raise RequestError(f"attention: {FLASH} needs a GPU and the package flash-attn; install it, or take sdpa")
     backbone = load_config(config.backbone, config.load_options)
     sizes = head_sizes(backbone)
-    num_heads, kind = config.heads.num or NUM_HEADS, config.heads.kind
+    num_heads, kind, start = config.heads.num or NUM_HEADS, config.heads.kind, None
     if config.heads.start is not None:
-        held = require_startable(config.heads.start, config.heads, *sizes)
-        require_adaptable(config, held)
-        num_heads, kind = held.num_heads, held.kind
+        start = startable(config.heads.start, config.heads, *sizes)
+        require_adaptable(config, start.config)
+        num_heads, kind = start.config.num_heads, start.config.kind
     else:
         class_of(kind or "medusa").config_from(backbone, num_heads)  # refuses a backbone without such heads
     several = "MASTER_ADDR" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
@@ -79,9 +88,9 @@ def check(config: TrainConfig, quiet: bool) -> tuple[MedusaTrainingArguments, Pr
         raise RequestError("data.streaming reads without end; give training.max_steps or training.max_minutes")
     load_tree(arguments.eval_tree, num_heads)
     require_usable(arguments, num_heads)
-    if config.adapter is not None:
-        _require_modules(config.adapter, backbone)
-    return arguments, backbone
+    if config.adapter is not None and known_classes(backbone):  # one that brings its code is checked later
+        add_lora(on_meta(backbone), config.adapter)  # refuses layers that the backbone does not have
+    return Checked(arguments, backbone, start)
 
 
 def require_adaptable(config: TrainConfig, heads: HeadsConfig | MedusaConfig) -> None:
@@ -97,16 +106,8 @@ def require_adaptable(config: TrainConfig, heads: HeadsConfig | MedusaConfig) ->
         raise RequestError("adapter.lm_head needs one LM head per head; add heads.lm_head=own")
 
 
-def _require_modules(adapter: AdapterConfig, backbone: PretrainedConfig) -> None:
-    """Raise RequestError if the backbone lacks layers to adapt; a backbone that brings its code is checked later."""
-    if known_classes(backbone):
-        add_lora(on_meta(backbone), adapter)
-
-
 def _training_arguments(config: TrainConfig, rate: float, quiet: bool) -> MedusaTrainingArguments:
-    """Make the training arguments: the recipe's section `training` over defaults from other keys.
-
-    `rate`: the default learning rate."""
+    """Make the training arguments: the recipe's section `training` over defaults, such as the learning `rate`."""
     given: Json = {
         "learning_rate": rate,
         "disable_tqdm": quiet,  # its default depends on the log level of transformers
@@ -131,9 +132,7 @@ def _training_arguments(config: TrainConfig, rate: float, quiet: bool) -> Medusa
 
 
 def require_usable(arguments: MedusaTrainingArguments, num_heads: int) -> None:
-    """Raise RequestError if a program, optimiser, schedule, data loader or metric that a recipe asks for is missing.
-
-    `num_heads` is the number of heads, whose metrics an evaluation reports."""
+    """Raise RequestError if a program, optimiser, schedule, data loader or metric that a recipe asks for is missing."""
     _require_reporters(arguments)
     model: Any = nn.Linear(1, 1)
     optim, schedule = OptimizerNames(arguments.optim), SchedulerType(arguments.lr_scheduler_type)
@@ -157,7 +156,7 @@ def require_usable(arguments: MedusaTrainingArguments, num_heads: int) -> None:
 
 
 def _tried(key: str, make: Callable[[], object]) -> None:
-    """Call `make`, and turn its error into a RequestError that names the `key` with its value."""
+    """Call `make`, and turn its error into a RequestError that names the `key`."""
     try:
         make()
     except (ImportError, RuntimeError, TypeError, ValueError, AssertionError) as error:

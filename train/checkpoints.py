@@ -25,7 +25,7 @@ ADAM_STATES = 2  # numbers for every weight: the running means of its gradient a
 
 
 def whole_checkpoints(output: Path, weights: str = WEIGHTS) -> list[Path]:
-    """The complete checkpoints (`is_whole`) in a run's output folder, oldest first."""
+    """The complete checkpoints in a run's output folder, oldest first."""
     return [path for path in all_checkpoints(output) if is_whole(path, weights)]
 
 
@@ -37,7 +37,6 @@ def all_checkpoints(output: Path) -> list[Path]:
 
 
 def remove_checkpoints(output: Path) -> None:
-    """Delete all checkpoints in a run's output folder."""
     for checkpoint in all_checkpoints(output):
         shutil.rmtree(checkpoint)
     remove_rescues(output)
@@ -67,7 +66,7 @@ def is_resumable(checkpoint: Path) -> bool:
 
 
 def way_on(checkpoint: Path) -> str:
-    """The advice in error messages how to go on from a checkpoint. An adapter's heads need `--resume`."""
+    """How to go on from a checkpoint, in words. An adapter's heads need `--resume`."""
     if is_resumable(checkpoint):
         return "continue from it with --resume"
     start = "start again" if (checkpoint / "adapter").is_dir() else f"take heads.start={checkpoint}"
@@ -75,7 +74,7 @@ def way_on(checkpoint: Path) -> str:
 
 
 def kept(output: Path) -> str:
-    """What an interruption leaves in a run's output folder, for its message; empty if there is no checkpoint."""
+    """What an interruption leaves in a run's output folder, in words."""
     found = whole_checkpoints(output)
     return f"{found[-1]} is whole" if found else ""
 
@@ -123,12 +122,11 @@ def require_room(output: Path, weights: int, arguments: MedusaTrainingArguments)
 
 
 def way_out_of_full_disk(output: Path) -> str:
-    """The advice in the error message after the disk has filled up during training."""
+    """How to go on after the disk has filled up, in words."""
     if found := whole_checkpoints(output):
         return f"{found[-1].name} is whole: make room and {way_on(found[-1])}"
     return "nothing was saved yet: make room and start again"
 
 
 def size_on_disk(folder: Path) -> int:
-    """Total size in bytes of all files in `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

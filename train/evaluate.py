@@ -48,9 +48,7 @@ class GuessCounts:
         self.accepted = torch.zeros((), dtype=torch.float64)  # guesses that the tree accepts
 
     def add(self, ranks: Tensor, labelled: Tensor) -> None:
-        """Count the right guesses of K heads at P positions from the ranks [K, P] of the labels, made by `label_ranks`.
-
-        `labelled` [K, P] is True where a head has a label."""
+        """Count right guesses by the ranks [K, P] of `label_ranks`; `labelled` [K, P]: where there is a label."""
         ranks, labelled = ranks.cpu(), labelled.cpu()
         for rank in range(max(TOPS)):
             self.hits[:, rank] += ((ranks == rank) & labelled).sum(1)
@@ -103,23 +101,14 @@ def head_accuracy(backbone: Backbone, heads: MedusaHeads, texts: Iterable[OwnTex
     Positions run from a prompt's last token, where decoding starts, to the last one at which every head has a label."""
     counts = GuessCounts(heads.config.num_heads)
     for text in texts:
-        ids = torch.tensor([text.input_ids], device=backbone.device)
-        ranks = guess_ranks(backbone, heads, ids, text.prompt_tokens)  # [K, P]
-        counts.add(ranks, torch.ones_like(ranks, dtype=torch.bool))
+        ids = torch.tensor([text.input_ids], device=backbone.device)  # [1, T]
+        labels = head_labels(ids, torch.ones_like(ids), torch.zeros_like(ids), heads.config.num_heads)[:, 0]  # [K, T]
+        usable = (labels != IGNORE).all(0)
+        usable[: max(text.prompt_tokens - 1, 0)] = False
+        where = usable.nonzero()[:, 0]
+        inputs = heads.inputs(backbone.hidden_states(ids, use_cache=False), ids, backbone.embed, place=where)
+        counts.add(label_ranks(backbone, heads, inputs, labels[:, where]), labels[:, where] != IGNORE)
     return Accuracy(counts.figures(), int(counts.labels[0]))
-
-
-def guess_ranks(backbone: Backbone, heads: MedusaHeads, ids: Tensor, prompt_tokens: int) -> Tensor:
-    """Find the ranks [K, P], as `label_ranks` does, of a text's tokens among the guesses of K heads at P positions.
-
-    `ids` [1, T] are the text's token ids. The positions run from the prompt's last token to the last position at which
-    every head has a label."""
-    labels = head_labels(ids, torch.ones_like(ids), torch.zeros_like(ids), heads.config.num_heads)[:, 0]  # [K, T]
-    usable = (labels != IGNORE).all(0)
-    usable[: max(prompt_tokens - 1, 0)] = False
-    where = usable.nonzero()[:, 0]
-    hidden = backbone.hidden_states(ids, use_cache=False)
-    return label_ranks(backbone, heads, heads.inputs(hidden, ids, backbone.embed, place=where), labels[:, where])
 
 
 def label_ranks(backbone: Backbone, heads: MedusaHeads, inputs: HeadInputs, labels: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def require_own_device(device: str | None) -> None:
 
 
 def device_defaults(config: TrainConfig, from_disk: bool) -> Json:
-    """Return the training arguments that suit the device of a recipe; `from_disk`: hidden states come from files."""
+    """Return the arguments that suit the device of a recipe; `from_disk`: hidden states come from files."""
     training = config.training
     on_cpu = (config.device or "").startswith("cpu") or training.get("use_cpu") is True
     if on_cpu or not torch.cuda.is_available():
@@ -55,7 +55,7 @@ def device_defaults(config: TrainConfig, from_disk: bool) -> Json:
 
 
 def describe_precision(arguments: MedusaTrainingArguments, backbone: torch.dtype) -> str:
-    """Describe in one line in which dtypes a run computes."""
+    """Say in one line in which dtypes a run computes."""
     lower = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
     heads = "float32" if lower is None else f"{lower}, their weights in float32"
     rest = "; TF32 for float32 products" if arguments.tf32 else ""

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from medusa.backbone import Backbone, FeatureLayers, new_layers
+from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.folder import load
-from medusa.config import USUAL_LAYERS, Fingerprint, MedusaConfig
+from medusa.config import USUAL_LAYERS, MedusaConfig
 from medusa.errors import RequestError
+from medusa.files import Json
 from medusa.fingerprint import fingerprint
 from medusa.heads import class_of
 from medusa.heads.independent import MedusaHeads
 from medusa.places import SHIPPED
 from train.architecture import BackboneSizes, choose
-from train.config import NUM_HEADS, HeadsConfig, TrainConfig
+from train.config import NUM_HEADS, HeadsConfig
 from train.scales import state_sizes
 
 SAME_NAMES = ["kind", "prefix_layers", "block", "expansion", "lm_head", "feature_layers", "vocabulary"]
@@ -32,29 +33,29 @@ START = 0.1
 Small, because the heads add to these states what they learn (docs/log.md)."""
 
 
-class Origin(TypedDict):
-    """The fields of `MedusaConfig` that name the backbone of heads."""
-
-    base_model_name_or_path: str
-    backbone: Fingerprint
-
-
 def new_heads(
-    model: PreTrainedModel, asked: HeadsConfig, name: str, revision: str | None = None, vocabulary: Tensor | None = None
+    model: PreTrainedModel,
+    asked: HeadsConfig,
+    name: str,
+    revision: str | None = None,
+    vocabulary: Tensor | None = None,
+    start: Checkpoint | None = None,
 ) -> MedusaHeads:
     """Make the heads of `asked` (the recipe's section `heads`) for the backbone `model` of this name and revision.
 
     The blocks of new heads start as the identity, so at first each head predicts what the backbone's LM head predicts.
-    Heads that come with the model start as they are there.
+    Heads that come with the model start as they are there, and trained heads to continue from as in `start`.
     Heads guess among the N tokens with the ids `vocabulary` [N], by default among all tokens. Raise RequestError if the
-    backbone has no linear LM head, or if trained heads to continue from (`asked.start`) differ from `asked`."""
+    backbone has no linear LM head."""
     backbone = Backbone(model)
     if not isinstance(backbone.head, nn.Linear):
         raise RequestError(f"the backbone's LM head is a {type(backbone.head).__name__}; heads need a plain Linear one")
-    if asked.start is not None:
-        heads = _trained_heads(asked.start, asked, backbone)
-        heads.config.backbone = fingerprint(model, name, revision)
-        return heads
+    if start is not None:
+        config = replace(start.config, backbone=fingerprint(model, name, revision), tree=None)  # chosen for old weights
+        with torch.device("meta"):
+            heads = MedusaHeads.from_config(config)
+        heads.load_state_dict(start.tensors, assign=True)
+        return heads.to(backbone.head_weight.device, torch.float32)
     heads = MedusaHeads.from_config(new_config(asked, model, name, revision))
     heads.start_from_model(model)
     if vocabulary is not None:
@@ -72,11 +73,12 @@ def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: 
     backbone, num_heads = Backbone(model), asked.num or NUM_HEADS
     if name != SHIPPED and Path(name).exists():  # absolute: the heads may be used from another folder
         name = str(Path(name).resolve())
-    origin: Origin = {"base_model_name_or_path": name, "backbone": fingerprint(model, name, revision)}
+    origin: Json = {"base_model_name_or_path": name, "backbone": fingerprint(model, name, revision)}
+    origin["vocabulary"] = asked.vocabulary or None
     kind = asked.kind or "medusa"
-    if (native := class_of(kind).config_from(model.config, num_heads)) is not None:
-        found: MedusaConfig = replace(native, **origin, vocabulary=asked.vocabulary or None)
-        return found
+    native: MedusaConfig | None = class_of(kind).config_from(model.config, num_heads)
+    if native is not None:
+        return replace(native, **origin)
     if asked.lm_head is None and asked.block != "square" and getattr(backbone.head, "bias", None) is not None:
         # An own LM head has no bias, so its first predictions would be far from the backbone's.
         asked = asked.model_copy(update={"lm_head": "shared"})
@@ -89,7 +91,6 @@ def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: 
         prefix_layers=asked.prefix_layers or 0,
         **origin,
         feature_layers=feature_layers(asked, backbone),
-        vocabulary=asked.vocabulary or None,
         **choose(sizes, asked)._asdict(),
         **asked.own,
     )
@@ -110,11 +111,12 @@ def backbone_for(model: PreTrainedModel, layers: FeatureLayers) -> Backbone:
     return read if read.feature_layers is None else Backbone(model, (*read.feature_layers, read.num_layers))
 
 
-def require_startable(start: str, asked: HeadsConfig, hidden_size: int, vocab_size: int) -> MedusaConfig:
-    """Return the config of the trained heads `start`, from which the heads `asked` for are to continue.
+def startable(start: str, asked: HeadsConfig, hidden_size: int, vocab_size: int) -> Checkpoint:
+    """Load the trained heads `start`, from which the heads `asked` for are to continue.
 
     Raise RequestError if there are no such heads, or if they differ from `asked` or from the backbone's sizes."""
-    held = load(start).config
+    found = load(start)
+    held = found.config
     if held.block in class_of(held.kind).fixed_block_types:
         original = f"{start} holds heads with blocks of type {held.block}"
         raise RequestError(f"heads.start: {original}, which can decode but not be trained")
@@ -126,23 +128,12 @@ def require_startable(start: str, asked: HeadsConfig, hidden_size: int, vocab_si
         had = getattr(held, key, None)
         if value is not None and value != (had or 0):  # `None` and 0 mean all tokens
             raise RequestError(f"heads.start: {start} has {key} {had!r}, not {value!r}")
-    return held
+    return found
 
 
-def _trained_heads(start: str, asked: HeadsConfig, backbone: Backbone) -> MedusaHeads:
-    require_startable(start, asked, backbone.hidden_size, backbone.vocab_size)
-    heads = MedusaHeads.from_pretrained(start, dtype=torch.float32, device=backbone.head_weight.device)
-    heads.config.tree = None  # it was chosen for the old weights
-    return heads.train()
-
-
-def require_same_heads(checkpoint: Path, config: TrainConfig, model: PreTrainedModel) -> None:
+def require_same_heads(checkpoint: Path, wanted: MedusaConfig) -> None:
     """Raise RequestError if a recipe describes other heads than the checkpoint from which its run is to resume."""
-    held, asked = MedusaHeads.from_pretrained(checkpoint).config, config.heads
-    if asked.start is None:
-        wanted = new_config(asked, model, config.backbone, config.revision)
-    else:
-        wanted = MedusaHeads.from_pretrained(asked.start).config
+    held = load(checkpoint).config
     for key in ("hidden_size", "vocab_size", *HEADS_ASKED, *class_of(wanted.kind).setting_names(recipe=True)):
         if getattr(held, key, None) != getattr(wanted, key):
             found = f"{checkpoint} has {key} {getattr(held, key, None)!r}, not {getattr(wanted, key)!r}"

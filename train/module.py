@@ -38,7 +38,7 @@ class HeadsOnBackbone(nn.Module):
     """Heads with the frozen backbone whose hidden states they read. Parameters and state dict cover only the heads."""
 
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments) -> None:
-        """Freeze the backbone `model`; raise RequestError if heads or backbone do not support what `args` asks for."""
+        """Freeze the backbone `model`; raise RequestError if it or the heads do not support what `args` asks for."""
         super().__init__()
         self.heads, self.args = heads, args
         self.scheduled_sampling = 0.0  # current probability, which the trainer raises over the run
@@ -66,9 +66,12 @@ class HeadsOnBackbone(nn.Module):
         """Compute the losses of all heads on a batch (`train.data.packing.Batch`), with or without labels.
 
         `counts` [K] is the number of labels of each head in the optimiser step; for `in_place` see `head_losses`."""
-        inputs, labels, teacher = self.labelled_positions(**batch)
-        settings = (self.args.weighting, teacher, self.args.loss_backend, counts, in_place)
-        return head_losses(self.heads, inputs, labels, self.backbone.head, *settings)
+        return self.losses(self.labelled_positions(**batch), counts, in_place)
+
+    def losses(self, found: LabelledPositions, counts: Tensor | None = None, in_place: bool = False) -> HeadLosses:
+        """Compute the losses of all heads at the positions that `labelled_positions` has found."""
+        settings = (self.args.weighting, found.teacher, self.args.loss_backend, counts, in_place)
+        return head_losses(self.heads, found.inputs, found.labels, self.backbone.head, *settings)
 
     def with_labels(self, batch: Batch) -> Batch:
         """Add the labels of the text's tokens to a batch, unless it has them: `labels` [K, R] and `places` [R]."""
@@ -79,7 +82,7 @@ class HeadsOnBackbone(nn.Module):
         return batch | {"labels": labels, "places": places}
 
     def label_counts(self, batch: Batch) -> Tensor:
-        """Count the labels of each of the K heads in a batch with labels, as a tensor [K]."""
+        """Count the labels of each of the K heads in a batch that has them [K]."""
         return (batch["labels"] != IGNORE).sum(1)
 
     def labelled_positions(self, **batch: Tensor) -> LabelledPositions:
@@ -114,7 +117,7 @@ class HeadsOnBackbone(nn.Module):
         return LabelledPositions(inputs, labels, teacher)
 
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Compute the backbone's hidden states [B, T, H or more] for a batch of B rows of T tokens."""
+        """Compute the backbone's hidden states [B, T, H or more] for B rows of T tokens."""
         # Without autocast, so that the heads read hidden states in the backbone's dtype, as in decoding.
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             return packed_states(self.backbone, input_ids, position_ids)

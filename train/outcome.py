@@ -14,7 +14,6 @@ from medusa.files import replacing
 from medusa.memory import bytes_of, peak_memory
 from train.callbacks import top1_shares
 from train.checkpoints import size_on_disk, whole_checkpoints
-from train.medusa2.lm_loss import Perplexities
 from train.trainer import MedusaTrainer
 
 PICTURE = "training.png"
@@ -33,11 +32,12 @@ class RunFigures:
     heads_bytes: int
     checkpoint_bytes: int | None  # of the last checkpoint, if there is one: weights and the optimiser's state
     heads: dict[str, float]  # the last `head1_loss`, `head1_top1`, ... in the log
-    perplexities: Perplexities | None = None  # of an adapted backbone
+    perplexity_before: float | None = None  # of an adapted backbone, without and with its adapter
+    perplexity_after: float | None = None
 
     @classmethod
     def of(cls, trainer: MedusaTrainer, metrics: dict[str, float]) -> RunFigures:
-        """Collect the metrics of a finished run from its trainer and from the `metrics` that training returned."""
+        """Collect the metrics of a finished run; `metrics` are those that training returned."""
         last = next((line for line in reversed(trainer.state.log_history) if "head1_loss" in line), {})
         saved = whole_checkpoints(Path(str(trainer.args.output_dir)))
         return cls(
@@ -55,19 +55,15 @@ class RunFigures:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RunFigures:
         """Make the metrics from a JSON object of `to_dict`. Keys that are missing, as in older versions, are `None`."""
-        names = {field.name for field in fields(cls)} - {"heads", "perplexities"}
-        heads = {key: value for key, value in content.items() if re.match(r"head\d", key)}
-        pair = [content[key] for key in ("perplexity_before", "perplexity_after") if key in content]
-        perplexities = Perplexities(*pair) if len(pair) == 2 else None
-        plain: dict[str, Any] = {name: content.get(name) for name in names}
-        return cls(**plain, heads=heads, perplexities=perplexities)
+        plain: dict[str, Any] = {known.name: content.get(known.name) for known in fields(cls)}
+        return cls(**plain | {"heads": {key: value for key, value in content.items() if re.match(r"head\d", key)}})
 
     def to_dict(self) -> dict[str, object]:
         """The metrics as one flat JSON object."""
-        figures = {name: value for name, value in vars(self).items() if name not in ("heads", "perplexities")}
-        if self.perplexities is not None:
-            figures |= {"perplexity_before": self.perplexities.before, "perplexity_after": self.perplexities.after}
-        return figures | self.heads
+        plain = {name: value for name, value in vars(self).items() if name != "heads"}
+        if self.perplexity_before is None:
+            del plain["perplexity_before"], plain["perplexity_after"]
+        return plain | self.heads
 
     def __str__(self) -> str:
         memory = ", ".join(f"{place} {size / 1e6:,.0f} MB" for place, size in self.peak_memory_bytes.items())

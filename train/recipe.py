@@ -55,7 +55,7 @@ def parse_recipe(content: Json, source: str) -> TrainConfig:
 
 
 def _apply_override(content: Json, override: str) -> None:
-    """Apply one override `section.key=value` to the content of a recipe, in place. The value is read as YAML."""
+    """Apply an override `section.key=value` to the content of a recipe. The value is read as YAML."""
     name, separator, text = override.partition("=")
     if not separator or not name:
         raise RequestError(f"{override!r} is no override; write key=value, for example training.learning_rate=1e-3")

@@ -21,7 +21,7 @@ SAVE_TIMES = 20  # a run spends at most about 5 % of its time on rescue checkpoi
 
 
 class RescueClock:
-    """Clock that says when the next rescue checkpoint is due, so that a sudden end loses little work."""
+    """Clock that says when the next rescue checkpoint is due."""
 
     def __init__(self, minutes: float) -> None:
         """Make a clock for a checkpoint every `minutes`, or less often if saving is slow; 0: none is ever due."""
@@ -29,11 +29,10 @@ class RescueClock:
         self._last = time.monotonic()
 
     def start(self) -> None:
-        """Start to count, from now."""
         self._last = time.monotonic()
 
     def saved(self, seconds: float) -> None:
-        """Note that a checkpoint has just been saved, which took so many seconds."""
+        """Start again after a save, which took so many seconds."""
         self.save_seconds, self._last = seconds, time.monotonic()
 
     @property
@@ -42,7 +41,6 @@ class RescueClock:
         return max(60 * self.minutes, SAVE_TIMES * self.save_seconds)
 
     def due(self) -> bool:
-        """Whether a checkpoint is due."""
         return self.minutes > 0 and time.monotonic() - self._last >= self.interval
 
 
@@ -56,7 +54,6 @@ class InterruptibleTrainer(Trainer):
     signals: Signals | None = None  # of the run that this trainer belongs to; `None`: signals act as usual
 
     def __init__(self, model: nn.Module, args: MedusaTrainingArguments, **options: Any) -> None:
-        """Make a trainer, with any `options` of transformers' `Trainer`."""
         self.clock = RescueClock(args.save_minutes)
         self._rescuing, self._saved_step = False, -1
         super().__init__(model, args, **options)
@@ -83,7 +80,6 @@ class InterruptibleTrainer(Trainer):
             self.args.save_only_model, self._rescuing = only, False
 
     def _agreed(self, *numbers: float) -> list[int]:
-        """The greatest of each of the numbers over all processes."""
         if self.args.world_size == 1:
             return [int(number) for number in numbers]
         everywhere = self.accelerator.gather(torch.tensor([numbers], dtype=torch.long, device=self.args.device))

@@ -34,7 +34,7 @@ from train.features.files import is_features
 from train.hardware import describe_precision, precision_restored
 from train.heads import describe
 from train.medusa2.adapter import write_merged
-from train.medusa2.lm_loss import Perplexities, measure_perplexities
+from train.medusa2.lm_loss import measure_perplexities
 from train.outcome import PICTURE, RunFigures, draw_curves
 from train.trainer import MedusaTrainer
 
@@ -98,7 +98,11 @@ def _finish(run: LoadedRun, trainer: MedusaTrainer, metrics: dict[str, float], q
     if config.adapter is not None:
         trainer.save_rescue()  # what follows can take long
     figures = RunFigures.of(trainer, metrics)  # first, because it holds the peak memory of training
-    figures = replace(figures, perplexities=_perplexities(run, trainer.backbone))
+    if config.adapter is not None:
+        assert not isinstance(run.quality_rows, StreamedDataset)  # the recipe's validation forbids a stream here
+        found = measure_perplexities(trainer.backbone, run.quality_rows)
+        say(f"perplexity on {config.adapter.quality_data or 'training data'}: {found}")
+        figures = replace(figures, perplexity_before=found.before, perplexity_after=found.after)
     trainer.provenance |= {"data": asdict(run.dataset.counts), "result": figures.to_dict()}
     trainer.save_model()
     if config.adapter is not None and config.adapter.merge and first:
@@ -153,7 +157,7 @@ def _feature_cache(run: LoadedRun, dataset: PackedDataset, backbone: Backbone) -
 
 
 def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool, quiet: bool) -> None:
-    """Write the training data's hidden states that are missing on disk, and make the trainer read them from disk."""
+    """Write the hidden states of the training data that are missing on disk, and let the trainer read them there."""
     args = trainer.args
     with args.main_process_first(desc="comparing features"):
         cache.require_belonging(replace=overwrite and args.process_index == 0)
@@ -169,19 +173,8 @@ def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool
     trainer.train_dataset = cache.read()
 
 
-def _perplexities(run: LoadedRun, backbone: Backbone) -> Perplexities | None:
-    """Measure and print the backbone's perplexity without and with its adapter. Return `None` without an adapter."""
-    adapter, rows = run.config.adapter, run.quality_rows
-    if adapter is None:
-        return None
-    assert not isinstance(rows, StreamedDataset)  # the recipe's validation forbids a stream here
-    found = measure_perplexities(backbone, rows)
-    say(f"perplexity on {adapter.quality_data or 'training data'}: {found}")
-    return found
-
-
 def _provenance(run: LoadedRun, max_steps: int) -> dict[str, object]:
-    """The provenance of trained heads, to save with them: command, recipe, data, backbone and versions of packages."""
+    """The provenance of trained heads, to save with them."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "config": run.config.model_dump(),

@@ -101,8 +101,8 @@ def validated(
     """Check the content of a section, as read from YAML, and return the section.
 
     Raise RequestError if a key is unknown or missing, or a value is not allowed. The message starts with `source`, and
-    names keys with the path `prefix` of their section, such as "training.". For an unknown key, it suggests one of the
-    same section, or of the whole recipe, whose keys are in `paths`."""
+    `prefix`, such as "training.", comes before keys. For an unknown key it suggests one of the section or of `paths`,
+    the keys of the whole recipe."""
     try:
         return section.model_validate(content)
     except ValidationError as refusal:
@@ -125,7 +125,6 @@ def _inner(field: FieldInfo) -> type[Section] | None:
 
 
 def _unknown(parts: tuple[str, ...], section: type[Section], prefix: str, paths: Sequence[str]) -> str:
-    """Describe an unknown key with the path `parts`, and suggest others: of that name, or of the nearest name."""
     path, word = prefix + ".".join(parts), parts[-1]
     names = {known.rpartition(".")[2]: known for known in paths}
     if same := [known for known in paths if known.rpartition(".")[2] == word]:
@@ -138,7 +137,7 @@ def _unknown(parts: tuple[str, ...], section: type[Section], prefix: str, paths:
 
 
 def _explain(refusal: ValidationError, section: type[Section], prefix: str, paths: Sequence[str]) -> str:
-    """Describe the first validation error of a section in one line: key with its path, value, and what is allowed."""
+    """Describe the first error of a section in one line: key with its path, value, and what is allowed."""
     errors = refusal.errors(include_url=False)
     # A misspelled required key is both unknown and missing; a suggestion for the unknown key helps more.
     error = min(errors, key=lambda one: one["type"] != "extra_forbidden")
@@ -165,7 +164,7 @@ def _explain(refusal: ValidationError, section: type[Section], prefix: str, path
 
 
 def _locate(section: type[Section], error: ErrorDetails) -> tuple[tuple[str, ...], type[Section], FieldInfo | None]:
-    """Find the key that an error is about: its path, its section's class and its field (`None` for an unknown key)."""
+    """Find the key of an error: its path, its section's class and its field (`None` for an unknown key)."""
     parts: tuple[str, ...] = ()
     field = None
     for part in map(str, error["loc"]):

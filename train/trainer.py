@@ -48,7 +48,7 @@ class MedusaTrainer(InterruptibleTrainer):
         callbacks: list[TrainerCallback] | None = None,
         **options: Any,
     ) -> None:
-        """Make a trainer, with any `options` of transformers' `Trainer`; `provenance` is saved with the heads."""
+        """Make a trainer, with any `options` of transformers'; `provenance` is saved with the heads."""
         self.heads, self.provenance = heads, dict(provenance or {})
         self.minutes = args.max_minutes or args.max_cpu_minutes
         callbacks = [*(callbacks or []), LogSums()]
@@ -99,9 +99,7 @@ class MedusaTrainer(InterruptibleTrainer):
         return self.state.global_step / max(self.state.max_steps, 1)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train as `Trainer.train` does, and log the last steps, even if they end between two lines of the log.
-
-        Raise `Interrupted` after a signal, if `signals` is set."""
+        """Train as `Trainer.train` does, and log the last steps, too. Raise `Interrupted` after a signal."""
         if self.args.max_steps < 0:  # a recipe's max_steps also holds with a budget
             path = resume_from_checkpoint
             if path is True:
@@ -179,7 +177,7 @@ class MedusaTrainer(InterruptibleTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Tensor | int | None]:
-        """Return the batches of one optimiser step with labels, and the number of each head's [K], over all processes.
+        """Return the batches of an optimiser step with labels, and the number of each head's [K], over all processes.
 
         There are none if the run had ended before it was resumed."""
         first, self._stepped = not self._stepped, True
@@ -210,9 +208,9 @@ class MedusaTrainer(InterruptibleTrainer):
         """Compute the loss of a batch, and keep each head's loss and number of right guesses for the log.
 
         `num_items_in_batch` [K] is the number of labels of each head in the optimiser step, over all processes."""
-        counts = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None  # None in an evaluation
+        counts = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None  # None: steps that are timed
         losses: HeadLosses = model(**inputs, counts=counts, in_place=counts is not None and self.adds_in_place)
-        self._batch_sums = torch.stack([losses.loss * losses.total, losses.correct, losses.total]).detach()  # [3, K]
+        self._batch_sums = losses.sums.detach()
         # The Trainer adds up the losses of micro-batches and averages those of processes. One without
         # `loss_is_scaled_for_ga` (5.17) always divides by the number of micro-batches.
         undone = 1 if hasattr(Trainer, "loss_is_scaled_for_ga") else self.current_gradient_accumulation_steps
@@ -235,15 +233,13 @@ class MedusaTrainer(InterruptibleTrainer):
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
         """Compute the loss of an evaluation batch, and count how often the heads' guesses are right."""
-        batch = self.trained.with_labels(self._prepare_inputs(inputs))
-        if "hidden" not in batch:
-            batch["hidden"] = self.trained.states(batch["input_ids"], batch["position_ids"])
-        labelled = self.trained.labelled_positions(**batch)
-        ranks = label_ranks(self.backbone, self.heads, labelled.inputs, labelled.labels)
-        self._guesses.add(ranks, labelled.labels != IGNORE)
-        loss = self.compute_loss(model, batch).detach()
-        self._evaluated.append(self._batch_sums.double().cpu())
-        return loss, None, None
+        batch = self._prepare_inputs(inputs)
+        with self.accelerator.autocast():
+            found = self.trained.labelled_positions(**batch)
+            losses = self.trained.losses(found)
+        self._guesses.add(label_ranks(self.backbone, self.heads, found.inputs, found.labels), found.labels != IGNORE)
+        self._evaluated.append(losses.sums.double().cpu())
+        return losses.objective, None, None
 
     def _guess_figures(self) -> dict[str, float]:
         guesses, self._guesses = self._guesses, GuessCounts(self.heads.config.num_heads, self.eval_tree)
@@ -256,7 +252,7 @@ class MedusaTrainer(InterruptibleTrainer):
         return figures
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Write a line of the log: `logs`, each head's loss and accuracy, and after an evaluation the expected tau."""
+        """Write a line of the log, with each head's loss and accuracy, and after an evaluation the expected tau."""
         if "eval_loss" in logs and self._evaluated:
             sums, self._evaluated = torch.stack(self._evaluated).sum(0), []
             logs |= self.figures(self._over_processes(sums), "eval_") | self._guess_figures()
@@ -282,7 +278,7 @@ class MedusaTrainer(InterruptibleTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         sums = self.log_sums.sums
-        self.log_sums.store(None if sums is None else self._over_processes(sums))
+        self.log_sums.stored = None if sums is None else self._over_processes(sums).tolist()
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -24,7 +24,7 @@ CHAIN = 0.75  # assumed share of right guesses where all earlier guesses are rig
 
 
 class FrequentTokens(NamedTuple):
-    """The N most frequent tokens of a training text, and an estimate of the share of new text that they cover."""
+    """The N most frequent tokens of a training text."""
 
     ids: Tensor  # [N] ids of the tokens, in order of falling frequency
     coverage: float  # share of each half's labels that are among the other half's N most frequent tokens, averaged
@@ -87,16 +87,14 @@ def vocabulary_gain(
 
 
 def require_worthwhile(heads: MedusaHeads, model: PreTrainedModel, coverage: float, force: bool) -> str:
-    """Describe the speedup expected of a reduced vocabulary; unless `force`, raise RequestError if it is below 1."""
+    """Say what speedup is expected of a reduced vocabulary; unless `force`, raise RequestError if it is below 1."""
     config = heads.config
     assert config.vocabulary is not None
     assert config.vocab_size is not None
     sizes = BackboneSizes(config.hidden_size, config.vocab_size, sum(p.numel() for p in model.parameters()))
     blocks = heads.num_parameters - (0 if heads.lm_heads is None else heads.lm_heads.numel())
-    read = heads.lm_head_reads(config)
-    gain = vocabulary_gain(
-        sizes, num_heads=config.num_heads, blocks=blocks, lm_heads=read, vocabulary=config.vocabulary, coverage=coverage
-    )
+    counts = {"num_heads": config.num_heads, "blocks": blocks, "lm_heads": heads.lm_head_reads(config)}
+    gain = vocabulary_gain(sizes, **counts, vocabulary=config.vocabulary, coverage=coverage)
     line = (
         f"heads.vocabulary {config.vocabulary} of {config.vocab_size} tokens holds {coverage:.2%} of the labels and is "
         f"expected to make decoding {gain:.3f} times as fast"

@@ -26,6 +26,7 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
+from medusa.options import dtype_name
 
 StartProgress = Callable[[str, int], Callable[..., object]]  # starts a bar (title, total), returns what advances it
 
@@ -168,7 +169,7 @@ class Job:
 
     @property
     def dtype(self) -> str:
-        return str(self.loaded.model.dtype).removeprefix("torch.")
+        return dtype_name(self.loaded.model.dtype)
 
     def plain(self, settings: Settings, clock: Timer | None = None) -> Method:
         """Make a method that decodes with the backbone alone, one token per step."""

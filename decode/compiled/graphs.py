@@ -79,6 +79,6 @@ class GraphedStep:
         return graph, result
 
     def clear(self) -> None:
-        """Drop all graphs, because the state moves to other addresses."""
+        """Drop all graphs, because the state moves to other addresses; a graph that failed may be tried again."""
         self.graphs.clear()
         self.possible = True

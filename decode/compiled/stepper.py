@@ -22,7 +22,7 @@ from decode.rules import AcceptanceRule
 from decode.session import Session
 from decode.settings import ONE_SHAPE
 from decode.step import Judge, State
-from decode.target import WARPERS, Target, settings_of
+from decode.target import SCORES_ONLY, Target, settings_of
 from medusa.backbone import Backbone
 from medusa.errors import NotCompilableError, OptionError, RequestError
 from medusa.tree import Tree
@@ -126,7 +126,7 @@ def option_key(target: Target, rule: AcceptanceRule) -> Key:
 
     Raise a `RequestError` if a logits processor reads the text, rows differ in options, or scores or sampled drafts
     are requested."""
-    others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, WARPERS)]
+    others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, SCORES_ONLY)]
     if others:
         way_out = "use only temperature, top-k, top-p, min-p and the like, or leave it out"
         raise OptionError("compile", f"cannot be combined with {others[0]}, which reads the text; {way_out}")
@@ -139,7 +139,7 @@ def option_key(target: Target, rule: AcceptanceRule) -> Key:
         raise NotCompilableError("a compiled step gives no output_scores or output_logits")
     if rule.draft == "sample":
         raise OptionError("compile", "cannot be combined with {} sample; use {} topk", "draft", "draft")
-    return (*rule, target.truncation, target.do_sample, kinds[0])
+    return (*rule, target.do_sample, kinds[0])
 
 
 def why_rope_not_compiled(config: PretrainedConfig) -> str:
@@ -171,7 +171,7 @@ def _require_compilable(session: Session) -> None:
     reason = why_not_compiled(session.backbone)
     if not reason and session.kept_hidden is not None:
         reason = "hidden states are to be recorded"
-    if not reason and not all(isinstance(p, WARPERS) for own in target.processors for p in own):
+    if not reason and not all(isinstance(p, SCORES_ONLY) for own in target.processors for p in own):
         own, asked = model.generation_config, target.of_rows[0].config
         of_file = [name for name, value in text_options(own).items() if getattr(asked, name) == value]
         for name in of_file[:1]:

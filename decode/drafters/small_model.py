@@ -10,6 +10,7 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import ASSETS
 from medusa.loading import LoadOptions, load_backbone
+from medusa.options import dtype_name
 
 
 def small_model_path(name: str) -> str:
@@ -22,7 +23,7 @@ def load_small_model(name: str, context: DrafterContext, role: str = "draft mode
 
     Raise a `RequestError` if there is no such model, or if its vocabulary or tokenizer is not the backbone's."""
     backbone = Backbone(context.model)
-    dtype, device = str(backbone.dtype).removeprefix("torch."), str(backbone.device)
+    dtype, device = dtype_name(backbone.dtype), str(backbone.device)
     options = LoadOptions(dtype, device, trust_remote_code=context.trust_remote_code)
     loaded = load_backbone(small_model_path(name), options)
     require_same_vocabulary(name, loaded.model.config, context.model.config, role)

@@ -62,12 +62,12 @@ def is_eagle(names: Iterable[str]) -> bool:
 def to_eagle3(heads: Checkpoint) -> Tensors:
     """Return the tensors of `eagle` heads under the names of EAGLE's formats, without `d2t` and `t2d`."""
     config, tensors = heads.config, heads.tensors
-    out = {name: tensors[module] for module, name in _names(config).items()}
+    sizes, out = layer_sizes(config), {name: tensors[module] for module, name in _names(config).items()}
+    rows = [sizes[count] * sizes["head_size"] for count in ("heads", "key_value_heads", "key_value_heads")]
     for module, prefix, rolled in _pairs(config):
         for kind in ("weight", "bias"):
             if (whole := tensors.get(f"{module}pair.{kind}")) is not None:
-                parts = whole.split(_part_sizes(config))
-                for name, part in zip(PARTS, parts, strict=True):
+                for name, part in zip(PARTS, whole.split(rows), strict=True):
                     out[f"{prefix}{name}{kind}"] = part.roll(rolled, dims=1) if rolled and kind == "weight" else part
     if config.lm_head == "one":
         out["lm_head.weight"] = tensors["lm_heads"][0].T
@@ -122,12 +122,6 @@ def _pairs(config: MedusaConfig) -> list[tuple[str, str, int]]:
     first = 0 if config.block == ORIGINAL_EAGLE else layer_sizes(config)["hidden_size"]
     later = range(1, layer_sizes(config)["layers"])
     return [("", "layers.0.", first), *((f"deeper.{index - 1}.", f"layers.{index}.", 0) for index in later)]
-
-
-def _part_sizes(config: MedusaConfig) -> list[int]:
-    """The numbers of rows of queries, keys and values in `pair.weight`."""
-    sizes = layer_sizes(config)
-    return [sizes[count] * sizes["head_size"] for count in ("heads", "key_value_heads", "key_value_heads")]
 
 
 def _names(config: MedusaConfig) -> dict[str, str]:

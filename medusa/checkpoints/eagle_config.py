@@ -134,7 +134,7 @@ def _layer_numbers(content: Json, source: str) -> list[int]:
 
 
 def _proposed(speculators: Json) -> int | None:
-    """Return the number of tokens that the first proposal method of speculators proposes; `None` if none is named."""
+    """Return the number of tokens that the first proposal method of speculators proposes."""
     match speculators.get("proposal_methods"):
         case [{"speculative_tokens": int(count)}, *_]:
             return count

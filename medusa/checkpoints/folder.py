@@ -106,7 +106,7 @@ def _download(name: str, hub: HubOptions) -> Path:
 
 
 class RecordedBackbone(NamedTuple):
-    """The backbone that heads record; `None` for what they do not record."""
+    """The backbone that heads record, as far as they do."""
 
     name: str | None  # a folder or Hub id
     revision: str | None
@@ -114,9 +114,7 @@ class RecordedBackbone(NamedTuple):
 
 
 def recorded_backbone(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> RecordedBackbone:
-    """Return the backbone that heads record.
-
-    Raise RequestError if there are no such heads."""
+    """Return the backbone that heads record; raise RequestError if there are no such heads."""
     folder = find_folder(name_or_path, **hub)
     published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if not isinstance(published, dict) or "kind" not in published:  # another format: its converter finds the backbone

@@ -93,7 +93,7 @@ class Stored(Mapping[str, Tensor]):
 
     @property
     def paths(self) -> list[Path]:
-        """The paths of all files that contain tensors of this mapping, sorted."""
+        """The paths of all files, sorted."""
         return sorted(set(self.places.values()))
 
     def __contains__(self, name: object) -> bool:

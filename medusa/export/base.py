@@ -18,6 +18,7 @@ from medusa.errors import RequestError
 from medusa.export.card import Facts
 from medusa.heads import class_of
 from medusa.loading import DEMO, LOAD_DEFAULTS, LoadOptions, load_backbone, load_config, on_meta
+from medusa.options import dtype_name
 
 FORMER_LM_HEADS = ("embed_out.weight",)
 """Older names of the LM head's weight, under which transformers still saves it for some models."""
@@ -25,7 +26,7 @@ FORMER_LM_HEADS = ("embed_out.weight",)
 
 @dataclass(frozen=True)
 class Export:
-    """What a function that writes an export format needs: heads, backbone, two folders, facts for the model card."""
+    """What a function that writes an export format needs."""
 
     heads: Checkpoint
     """The heads, converted to the dtype to write."""
@@ -43,7 +44,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of an export: how to serve it, what is lost, notes, and the heads that loading it must return."""
+    """The result of an export."""
 
     serve: str
     """The shell command or Python code that decodes with the written heads."""
@@ -63,13 +64,12 @@ def served_dtype(export: Export) -> str:
         dtype = load_config(export.backbone, export.load).get_text_config(decoder=True).dtype
     except RequestError:  # the backbone may be on the machine of the server only
         dtype = None
-    return str(dtype or export.heads.dtype).removeprefix("torch.")
+    return dtype_name(dtype or export.heads.dtype)
 
 
 def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=medusa") -> None:
-    """Check that the heads are of kind `medusa` with square blocks (Medusa paper, section 2.1), as the format requires.
+    """Raise RequestError unless the heads are plain Medusa heads with square blocks (Medusa paper, section 2.1).
 
-    Raise RequestError if the heads are of another kind, or have other blocks, prefix layers or a reduced vocabulary.
     The message contains the format's `name`. For another kind, it advises to train with the settings in `kinds`."""
     for is_wrong, found, way_out in (
         (class_of(config.kind).form != "medusa", f"kind {config.kind}", kinds),
@@ -82,14 +82,12 @@ def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=med
 
 
 def quoted(argument: str | Path) -> str:
-    """Quote an argument of a shell command if needed."""
+    """Quote an argument of a shell command."""
     return shlex.quote(str(argument))
 
 
 def with_own_lm_heads(export: Export) -> Checkpoint:
-    """Return heads that each have an LM head: their own, or a copy of the backbone's.
-
-    Raise RequestError if the backbone's LM head has another shape than the heads need."""
+    """Return heads that each have an LM head: their own, or a copy of the backbone's, which must have their shape."""
     heads, config = export.heads, export.heads.config
     if config.lm_head == "own":
         return heads
@@ -197,7 +195,7 @@ def stored_tensor(stored: Stored, model: PreTrainedModel, name: str, like: Tenso
 
 
 def _without_bias(head: nn.Module | None, name: str) -> Tensor:
-    """Return the weight [V, H] of a model's LM head (V tokens, hidden size H); raise RequestError if it has a bias."""
+    """Return the weight [V, H] of an LM head; raise RequestError if it has a bias."""
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor):
         raise RequestError(f"{name} has no LM head; name the backbone that the heads were trained for")
@@ -207,6 +205,5 @@ def _without_bias(head: nn.Module | None, name: str) -> Tensor:
 
 
 def _weight(module: nn.Module) -> Tensor:
-    """Return the weight [V, H] of a module that reads or writes tokens."""
     assert isinstance(module.weight, Tensor)
     return module.weight

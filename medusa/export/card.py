@@ -32,7 +32,7 @@ Content = TypeVar("Content")
 
 @dataclass
 class Facts:
-    """Facts about a set of heads for the model card. An invalid `license` or `repo_id` raises a RequestError."""
+    """Facts about heads for the model card. An invalid `license` or `repo_id` raises a RequestError."""
 
     repo_id: str | None = None
     """The id of the repository on the Hub; `None` if unknown."""
@@ -135,7 +135,7 @@ def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:
 
 
 def _require_quotable(facts: Facts) -> None:
-    """Raise RequestError if a file of the facts lacks a figure that the card quotes. The message names the figure."""
+    """Raise RequestError if a file of the facts lacks a figure that the card quotes."""
     if facts.benchmark is not None:
         require_figures(Benchmark, facts.benchmark, "the benchmark")
     for number, found in enumerate(facts.calibrations, 1):
@@ -152,7 +152,6 @@ def _require_quotable(facts: Facts) -> None:
 
 
 def _machine(machine: Json) -> str:
-    """Format a benchmark's machine as one line: GPU or processor, threads, dtype, versions."""
     names = ("threads", "dtype", "torch", "transformers")
     place = machine.get("gpu") or machine.get("processor") or "a machine that was not named"
     return ", ".join([place, *(f"{name} {machine[name]}" for name in names if machine.get(name) is not None)])
@@ -165,7 +164,6 @@ def _listed(values: Json, without: tuple[str, ...] = ()) -> str:
 
 
 def _short(value: object) -> str:
-    """Format a value: floats with four significant digits, whole numbers with commas between thousands."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from medusa.backbone import usual_layers
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors
 from medusa.checkpoints.eagle3 import to_eagle3
-from medusa.checkpoints.eagle_config import IDS
+from medusa.checkpoints.eagle_config import IDS, SWITCHES
 from medusa.checkpoints.stored import CONFIG, save_tensors
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
@@ -24,11 +24,10 @@ from medusa.files import Json, write_json
 from medusa.heads import class_of
 from medusa.heads.eagle_layer import GATED, EagleSettings, layer_sizes
 from medusa.loading import load_config
+from medusa.options import dtype_name
 
 MODEL_WEIGHTS = "model.safetensors"
 """The file of weights that all consumers load."""
-
-SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 VARIANTS = {  # the variants of a layer (`medusa.heads.eagle_layer.VARIANTS`) that each consumer reads
     "vllm": SWITCHES,
     "sglang": ("fc_norm", "norm_output"),
@@ -80,7 +79,7 @@ class Layer:
         return found
 
     def tensors(self) -> Tensors:
-        """The tensors of the layer, and the maps of a reduced vocabulary."""
+        """The tensors of the layer, with the maps of a reduced vocabulary."""
         tensors = to_eagle3(self.heads)
         if self.config.vocabulary is not None:
             tokens = self.heads.tensors["vocabulary"]
@@ -90,10 +89,10 @@ class Layer:
 
 
 def layer_for(export: Export, name: str) -> Layer:
-    """Check that consumer `name` can load the heads as a layer of EAGLE-3.
+    """Return the heads as a layer of EAGLE-3 for consumer `name`.
 
-    Raise RequestError if such a layer cannot represent the heads, the consumer does not know one of its variants, or
-    the heads belong to a backbone of other sizes."""
+    Raise RequestError if they are no such layer, the consumer does not know one of its variants, or the heads belong to
+    a backbone of other sizes."""
     heads, config = export.heads, export.heads.config
     if not config.servable:
         wanted = {"block": GATED, "lm_head": "shared", "prefix_layers": 0, "window": None}
@@ -118,7 +117,7 @@ def layer_for(export: Export, name: str) -> Layer:
 
 
 def require_features(layer: Layer, name: str) -> None:
-    """Raise RequestError if the layer reads the last hidden state, because consumer `name` needs `fc`."""
+    """Raise RequestError if the layer reads the last hidden state; consumer `name` needs `fc`."""
     if not layer.features:
         needs = "the hidden states of three layers (fc), and these heads read the last one"
         raise RequestError(f"{name} needs {needs}; train them with heads.feature_layers=usual, or export to vllm")
@@ -143,11 +142,8 @@ def with_embeddings(layer: Layer, export: Export) -> Layer:
     if EagleSettings.of(layer.config).embeddings == "own":
         return layer
     rows = read_embeddings(export.backbone, export.load).to(heads.dtype).contiguous()
-    own = replace(
-        layer.config,
-        vocab_size=layer.backbone.vocab_size,
-        own=replace(EagleSettings.of(layer.config), embeddings="own"),
-    )
+    settings = replace(EagleSettings.of(layer.config), embeddings="own")
+    own = replace(layer.config, vocab_size=layer.backbone.vocab_size, own=settings)
     return replace(layer, heads=replace(heads, config=own, tensors=heads.tensors | {"embedding.weight": rows}))
 
 
@@ -167,7 +163,7 @@ def write_eagle3(export: Export, name: str, layer: Layer) -> None:
         "draft_vocab_size": config.vocabulary or full,
         "norm_before_residual": False,
         "eagle_config": {"use_aux_hidden_state": False},
-        "torch_dtype": str(layer.heads.dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(layer.heads.dtype),
         "medusa_num_heads": config.num_heads,
         "base_model_name_or_path": config.base_model_name_or_path,
     }
@@ -203,9 +199,8 @@ def write_speculators(export: Export) -> Written:
     layer = layer_for(export, "speculators")
     require_features(layer, "speculators")
     if layer_sizes(layer.config)["hidden_size"] != layer.config.hidden_size:
-        raise RequestError(
-            "speculators needs layers of the backbone's hidden size; export to vllm, sglang or llama.cpp"
-        )
+        wanted = "layers of the backbone's hidden size"
+        raise RequestError(f"speculators needs {wanted}; export to vllm, sglang or llama.cpp")
     layer = with_embeddings(with_lm_head(layer, export), export)
     config = layer.config
     save_tensors(layer.tensors(), export.folder / MODEL_WEIGHTS)
@@ -219,7 +214,7 @@ def write_speculators(export: Export) -> Written:
         "target_hidden_size": None,
         IDS: layer.features,
         "tie_word_embeddings": False,
-        "torch_dtype": str(layer.heads.dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(layer.heads.dtype),
         "transformer_layer_config": layer.description(),
         "speculators_config": {
             "algorithm": "eagle3",
@@ -264,7 +259,7 @@ def write_llama_cpp(export: Export) -> Written:
 
 
 def require_eagle(export: Export, name: str) -> None:
-    """Raise RequestError if the heads are not of kind `eagle`, because consumer `name` has no Medusa heads."""
+    """Raise RequestError if the heads are not of kind `eagle`; consumer `name` has no Medusa heads."""
     if class_of(export.heads.config.kind).form != "eagle":
         raise RequestError(
             f"{name} has no Medusa heads; train kind eagle with "

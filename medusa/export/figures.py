@@ -30,7 +30,7 @@ class Method(BaseModel):
 
 
 class Heads(Method):
-    """What a benchmark measured of the heads; the texts were compared with those of plain decoding."""
+    """The same of the heads, whose texts were compared with those of plain decoding."""
 
     equal_to_plain: float
 
@@ -58,7 +58,7 @@ class Methods(BaseModel, extra="allow"):
 class Benchmark(BaseModel):
     """The content of a file that `medusa benchmark --json` wrote."""
 
-    machine: dict[str, Any]
+    machine: Json
     settings: Settings
     methods: Methods
 
@@ -87,22 +87,22 @@ class Calibration(BaseModel):
     holds_for: Situation
 
 
-class Run(BaseModel):
+class Recipe(BaseModel):
     """The recipe of a training run, as `provenance.json` quotes it."""
 
-    data: dict[str, Any] | None = None
-    training: dict[str, Any] | None = None
+    data: Json | None = None
+    training: Json | None = None
 
 
 class Provenance(BaseModel):
     """The content of `provenance.json`."""
 
     command: str | None = None
-    config: Run | None = None
-    data: dict[str, Any] | None = None
-    result: dict[str, Any] | None = None
-    tree: dict[str, Any] | None = None
-    versions: dict[str, Any] | None = None
+    config: Recipe | None = None
+    data: Json | None = None
+    result: Json | None = None
+    tree: Json | None = None
+    versions: Json | None = None
 
 
 def require_figures(kind: type[BaseModel], content: Json, file: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.published import to_published
 from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, WEIGHTS, save_tensors
 from medusa.config import PUBLISHED_KEYS, MedusaConfig
@@ -13,15 +12,10 @@ from medusa.export.base import Export, Written, quoted, require_square, with_own
 from medusa.files import write_json
 
 
-def published_config(config: MedusaConfig) -> dict[str, object]:
-    """Return the heads' config with only the keys that FasterDecoding, TGI and LoRAX read."""
-    return {published: getattr(config, ours) for ours, published in PUBLISHED_KEYS.items()}
-
-
-def write_published(export: Export, heads: Checkpoint, **extra: str) -> None:
-    """Write `medusa_lm_head.safetensors` and `config.json`, with the keys of `extra` added to the config."""
-    save_tensors(to_published(heads), export.folder / WEIGHTS)
-    write_json(export.folder / CONFIG, published_config(heads.config) | extra)
+def write_config(export: Export, config: MedusaConfig, **extra: str) -> None:
+    """Write `config.json` with only the keys that FasterDecoding, TGI and LoRAX read, and `extra`."""
+    known = {published: getattr(config, ours) for ours, published in PUBLISHED_KEYS.items()}
+    write_json(export.folder / CONFIG, known | extra)
 
 
 def write_original(export: Export) -> Written:
@@ -41,7 +35,7 @@ def write_original(export: Export) -> Written:
     # Cloned, because torch.save would store the weights of all heads for each view of them.
     copies = {name: tensor.detach().contiguous().clone() for name, tensor in to_published(heads).items()}
     torch.save(copies, export.folder / LEGACY_WEIGHTS)
-    write_json(export.folder / CONFIG, published_config(heads.config))
+    write_config(export, heads.config)
     return Written(
         serve=f"python -m medusa.inference.cli --model {quoted(export.place)}",
         lost="samples are not the model's (typical acceptance at every temperature above 0), one text at a time, "
@@ -61,13 +55,12 @@ def write_tgi(export: Export) -> Written:
     heads, each with an LM head. The config has no key `architectures`: with it, TGI would not recognise the heads and
     would start without them. Raise RequestError unless the heads are of kind `medusa` with square blocks, without
     prefix layers or a reduced vocabulary."""
-    heads, config = export.heads, export.heads.config
+    config = export.heads.config
     require_square(config, "tgi")
-    if config.lm_head == "shared" and config.num_layers == 1:
-        write_published(export, heads, version="2")
-    else:
-        heads = with_own_lm_heads(export)
-        write_published(export, heads)
+    second = config.lm_head == "shared" and config.num_layers == 1
+    heads = export.heads if second else with_own_lm_heads(export)
+    save_tensors(to_published(heads), export.folder / WEIGHTS)
+    write_config(export, config, **({"version": "2"} if second else {}))
     place, backbone = quoted(export.place), quoted(export.backbone)
     return Written(
         serve=f"text-generation-launcher --model-id {place} --speculate {config.num_heads}",

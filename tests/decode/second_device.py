@@ -36,7 +36,6 @@ from transformers import (
 import decode.loop
 import decode.step
 import medusa.tree
-from decode.accept import Truncation
 from decode.compiled import region
 from decode.compiled.stepper import CompiledStepper
 from decode.draft import NoDraft
@@ -52,6 +51,7 @@ from decode.ops import transfer
 from decode.rules import AcceptanceRule
 from decode.sequences import Request
 from decode.session import Session
+from decode.target import truncated
 from decode.topology import Topology, chain
 from medusa import Tree
 from tests.helpers import EAGLE_FORMS, MTP_FORM, random_heads, random_ids, tiny_model
@@ -186,9 +186,11 @@ def eager(model: Any, factory: DrafterFactory | None, rule: str, rows: int) -> t
 
 def session_of(model: Any, factory: DrafterFactory | None, rule: str, rows: int, fixed: bool = False) -> Session:
     asked = RULES[rule][2]
-    truncation = Truncation(asked.epsilon, asked.delta) if asked.rule == "typical-sampled" else None
+    requests = requests_for(rows, rule)
+    if asked.kind.truncates:
+        requests = [truncated(request, asked) for request in requests]
     slack, heads = (1, None) if factory is None else (factory.num_nodes, factory.heads)
-    return Session(model, requests_for(rows, rule), slack, truncation, heads=heads, fixed=fixed)
+    return Session(model, requests, slack, heads=heads, fixed=fixed)
 
 
 def compiled(model: Any, factory: DrafterFactory, rule: str, rows: int) -> tuple[Session, Stepper]:

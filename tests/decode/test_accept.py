@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.accept import Acceptance, accept_greedy, accept_longest, accept_walk, at_end, pack, typical
+from decode.accept import Acceptance, accept_greedy, accept_longest, accept_walk, at_end, pack
 from decode.draft import Draft
+from decode.rules import typical
 from decode.topology import Topology, chosen_part
 from medusa import Tree
 from tests.helpers import random_tree

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from decode import generate, steps
-from decode.accept import accept_longest, among_best, near_best
+from decode.accept import accept_longest
 from decode.draft import Draft
-from decode.rules import is_lossy
+from decode.rules import among_best, is_lossy, near_best
 from decode.settings import DecodingOptions, Settings
 from decode.topology import Topology
 from medusa import Tree

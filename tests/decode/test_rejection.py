@@ -25,12 +25,13 @@ from transformers import (
 
 import decode.accept
 import decode.rejection
-from decode.accept import Acceptance, Scores, accept_walk, typical
+from decode.accept import Acceptance, Scores, accept_walk
 from decode.bench.losslessness.chi2 import GoodnessOfFit, goodness_of_fit
 from decode.draft import Draft, Proposal
 from decode.drafters.heads import sampled_draft
 from decode.ops.draws import MASS_LEFT, NO_TOKEN, RowDraws, SharedDraws, cumulative, draw_distinct, invert, invert_each
 from decode.rejection import accept_sampled, residual
+from decode.rules import typical
 from decode.topology import Topology
 from medusa import Tree
 

@@ -17,10 +17,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from decode.accept import Truncation
 from decode.ops.fast_topk import most_probable
+from decode.rules import AcceptanceRule
 from decode.sequences import Request, Sequences
-from decode.target import Target
+from decode.target import Target, truncated
 
 V = 9
 PROCESSORS = {
@@ -105,7 +105,8 @@ def test_tokens_are_typical_after_the_processors(name: str) -> None:
     processed = processors(prefix, logits.clone())
     kept = by_hand(processed)
     assert not torch.equal(kept, by_hand(logits))
-    target = Target(requests_of([[1]], processors, do_sample=True), Truncation(epsilon, delta))
+    rule = AcceptanceRule("typical-sampled", epsilon, delta)
+    target = Target([truncated(request, rule) for request in requests_of([[1]], processors, do_sample=True)])
     one_by_one = torch.cat([target.scores(0, prefix, row) for row in logits])
     for scores in (target.scores_of(logits, logits.device), one_by_one):
         assert torch.equal(scores, processed.masked_fill(~kept, -torch.inf))

@@ -20,12 +20,6 @@ def test_ties_give_the_first_index(size: int, dtype: torch.dtype) -> None:
     assert torch.equal(argmax(values), first)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_every_index_is_found(size: int) -> None:
-    values = torch.eye(size)
-    assert torch.equal(argmax(values), torch.arange(size))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_infinities_and_nan(dtype: torch.dtype) -> None:
     values = torch.full((2, 1024), -torch.inf, dtype=dtype)

@@ -112,12 +112,6 @@ def test_bytes_of_packed_layers() -> None:
     assert bytes_of(nn.Sequential(PackedLinear(model[0]))) == 64 * 32 // 2 + 4 * 32
 
 
-def test_a_plain_model_has_no_quantised_layers() -> None:
-    model = tiny_model("llama")
-    assert not quantized_layers(model)
-    assert quantization_of(model) is None
-
-
 @pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("int4", "torchao"), ("8bit", "bitsandbytes")])
 def test_a_missing_package_is_named(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -33,18 +33,16 @@ from medusa.heads import KINDS
 from medusa.heads.guesses import MISSED
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from medusa.vocabulary import SelectedRows, lm_head_for, over_all, places_of, rows_for, token_ids
+from medusa.vocabulary import SelectedRows, lm_head_for, over_all, rows_for, token_ids
 from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, run_as_written, tiny_model
+from tests.train.recipes import recipes, run
 from train.architecture import BackboneSizes
-from train.check import require_adaptable
 from train.data.datasets import PackedDataset, StreamedDataset
 from train.data.packing import Example
 from train.evaluate import label_ranks
 from train.loss.heads import head_losses, head_losses_plain
 from train.loss.objectives import Acceptance, Weighting
 from train.loss.targets import IGNORE, BackboneTeacher
-from train.recipe import parse_recipe
-from train.run import train
 from train.vocabulary import most_frequent, vocabulary_gain
 
 WORDS, HEADS = 40, 3
@@ -160,11 +158,6 @@ def test_new_own_lm_heads_copy_the_backbones_rows(llama: Any) -> None:
     assert some.lm_heads is not None
     for matrix in some.lm_heads:
         assert torch.equal(matrix, weight[some.vocabulary].T)
-
-
-def test_positions_in_the_draft_vocabulary() -> None:
-    words = torch.tensor([5, 2, 7])
-    assert places_of(words, torch.tensor([[2, 5], [7, 0]]), 9).tolist() == [[1, 0], [2, -1]]
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
@@ -286,7 +279,7 @@ def test_samples_have_the_target_distribution() -> None:
     ("kind", "lm_head", "tree"),
     [
         pytest.param("medusa", "own", "topk:3,2,1", marks=pytest.mark.full),
-        ("recurrent", "shared", "dynamic:9"),
+        ("recurrent", "shared", "dynamic:4"),
     ],
 )
 def test_whole_steps_can_be_compiled(kind: str, lm_head: str, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,22 +401,13 @@ def test_a_draft_vocabulary_trades_tau_for_time() -> None:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., Any]:
-    tiny_model("llama").save_pretrained(tmp_path / "backbone")
-    lines = [json.dumps({"input_ids": [token % 45 for token in random_ids(20, seed=seed)]}) for seed in range(20)]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    rows = [{"input_ids": [token % 45 for token in random_ids(20, seed=seed)]} for seed in range(20)]
+    content = recipes(tmp_path, rows, 20, max_steps=2, save_strategy="no")
 
-    def run(kind: str = "medusa", training: dict[str, Any] | None = None, **heads: Any) -> Any:
-        content: dict[str, Any] = {
-            "backbone": str(tmp_path / "backbone"),
-            "data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": 20},
-            "output_dir": str(tmp_path / "out"),
-            "heads": {"num": 2, "kind": kind} | heads,
-            "device": "cpu",
-            "training": {"max_steps": 2, "save_strategy": "no", "use_cpu": True} | (training or {}),
-        }
-        return train(parse_recipe(content, "test"), quiet=True, overwrite=True)
+    def run_with(kind: str = "medusa", training: dict[str, Any] | None = None, **heads: Any) -> Any:
+        return run(content("out", **training or {}) | {"heads": {"num": 2, "kind": kind} | heads}, overwrite=True)
 
-    return run
+    return run_with
 
 
 @pytest.mark.parametrize(
@@ -452,18 +436,6 @@ def test_a_draft_vocabulary_that_slows_decoding_is_rejected(recipe: Any) -> None
         recipe(vocabulary=WORDS)
 
 
-def test_teacher_tilt_with_a_draft_vocabulary_is_rejected(llama: Any) -> None:
-    _, some = pair(llama)
-    content: dict[str, Any] = {"backbone": "demo", "data": "text.txt", "output_dir": "out", "adapter": {}}
-    with pytest.raises(
-        RequestError, match=r"adapter.teacher_tilt needs heads that guess among all tokens; add adapter.teacher_tilt=0"
-    ):
-        require_adaptable(parse_recipe(content, "test"), some.config)
-    require_adaptable(parse_recipe(content | {"adapter": {"teacher_tilt": 0.0}}, "test"), some.config)
-
-
-def test_streams_and_tiny_draft_vocabularies_are_rejected(recipe: Any) -> None:
+def test_a_stream_has_no_most_frequent_tokens() -> None:
     with pytest.raises(RequestError, match=r"counted on the whole text, and data.streaming has no end"):
         most_frequent(StreamedDataset(None, 1, 0), 3, 10)
-    with pytest.raises(RequestError, match=r"heads.vocabulary is 8; it must be at least 32, or 0 for all tokens"):
-        recipe(vocabulary=8)

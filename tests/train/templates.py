@@ -13,33 +13,6 @@ CHATML = """\
 
 CHATML_WITHOUT_PROMPT = CHATML[: CHATML.index("{% if add_generation_prompt")]
 
-LLAMA3 = """\
-{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}\
-{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}\
-{{ '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n\n' + system + '<|eot_id|>' }}\
-{% for m in messages %}{% if m.role == 'tool' %}\
-{{ '<|start_header_id|>ipython<|end_header_id|>\n\n' + m.content + '<|eot_id|>' }}\
-{% elif m.tool_calls %}{% set call = m.tool_calls[0].function %}\
-{{ '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + call.name + '", "parameters": ' \
-+ (call.arguments | tojson) + '}<|eot_id|>' }}\
-{% else %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endif %}\
-{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
-
-QWEN25 = """\
-{% if messages[0].role == 'system' %}{% set system = messages[0].content %}\
-{% else %}{% set system = 'You are Qwen.' %}{% endif %}{{ '<|im_start|>system\n' + system }}\
-{% if tools %}{{ '\n\n# Tools\n\n<tools>' }}{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}\
-{{ '\n</tools>' }}{% endif %}{{ '<|im_end|>\n' }}\
-{% for m in messages %}{% if m.role == 'user' or (m.role == 'system' and not loop.first) \
-or (m.role == 'assistant' and not m.tool_calls) %}\
-{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}\
-{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant' }}{% if m.content %}{{ '\n' + m.content }}{% endif %}\
-{% for call in m.tool_calls %}{{ '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' \
-+ (call.function.arguments | tojson) + '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}\
-{% elif m.role == 'tool' %}{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}\
-{{ '<|im_start|>user' }}{% endif %}{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}\
-{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}{% endif %}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 MISTRAL = """\
 {{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
@@ -70,34 +43,13 @@ PHI3 = """\
 {% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
 
-QWEN3 = """\
-{% set asked = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set asked.last = loop.index0 %}\
-{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}{% set said = m.content or '' %}\
-{% set thought = '' %}{% if '</think>' in said %}\
-{% set thought = said.split('</think>')[0].split('<think>')[-1] | trim %}\
-{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ '<|im_start|>assistant\n' }}\
-{% if loop.index0 > asked.last and (loop.last or thought) %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}\
-{{ said }}{% for call in m.tool_calls or [] %}{{ '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}\
-{% endfor %}{{ '<|im_end|>\n' }}\
-{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 CHATML_TAGGED = """\
 {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}\
 {% generation %}{{ m.content + '<|im_end|>\n' }}{% endgeneration %}\
 {% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-CHATML_TAGGED_WITHOUT_END = CHATML_TAGGED.replace(
-    "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}", "{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}"
-)
-LLAMA3_TAGGED = LLAMA3.replace(
-    "{% else %}{{ '<|start_header_id|>' + m.role",
-    "{% elif m.role == 'assistant' %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
-    "{% generation %}{{ m.content | trim + '<|eot_id|>' }}{% endgeneration %}"
-    "{% else %}{{ '<|start_header_id|>' + m.role",
-)
-# Tags that are there and never reached: the mask that transformers makes of them is zero.
-CHATML_TAGGED_NOWHERE = CHATML + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
+
 
 CORPUS = [
     "You are Qwen. A chat between a curious user and an assistant. USER: yes ASSISTANT: yes",

@@ -59,25 +59,13 @@ SYSTEM = [message("system", "Be kind."), *REPEATED]
 
 CHATML_TURN = "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»"
 CHATML_TURNS = f"{CHATML_TURN}\n{CHATML_TURN}"
-LLAMA3_TURNS = (
-    "<|start_header_id|>user<|end_header_id|>\n\nyes<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-    "«yes<|eot_id|>»"
-) * 2
-LLAMA3_SYSTEM = "<s><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n\n"
+
+
 EXPECTED: dict[str, tuple[str, list[Message], str]] = {
     "chatml": (templates.CHATML, REPEATED, CHATML_TURNS),
     "chatml, system": (templates.CHATML, SYSTEM, "<|im_start|>system\nBe kind.<|im_end|>\n" + CHATML_TURNS),
-    "qwen-2.5": (templates.QWEN25, REPEATED, "<|im_start|>system\nYou are Qwen.<|im_end|>\n" + CHATML_TURNS),
-    "qwen-2.5, system": (templates.QWEN25, SYSTEM, "<|im_start|>system\nBe kind.<|im_end|>\n" + CHATML_TURNS),
-    "llama-3": (templates.LLAMA3, REPEATED, LLAMA3_SYSTEM + "<|eot_id|>" + LLAMA3_TURNS),
-    "llama-3, system": (templates.LLAMA3, SYSTEM, LLAMA3_SYSTEM + "Be kind.<|eot_id|>" + LLAMA3_TURNS),
     "mistral": (templates.MISTRAL, REPEATED, "<s>" + "[INST] yes [/INST]« yes</s>»" * 2),
     "zephyr": (templates.ZEPHYR, REPEATED, "<|user|>\nyes</s>\n<|assistant|>\n«yes</s>»\n" * 2),
-    "zephyr, system": (
-        templates.ZEPHYR,
-        SYSTEM,
-        "<|system|>\nBe kind.</s>\n" + "<|user|>\nyes</s>\n<|assistant|>\n«yes</s>»\n" * 2,
-    ),
     "gemma": (
         templates.GEMMA,
         REPEATED,
@@ -110,43 +98,6 @@ def test_only_the_assistants_turns_are_taught(name: str, kind: Callable[[str], T
     template, messages, expected = EXPECTED[name]
     told = marked(kind(template), messages).removeprefix(" ")  # sentencepiece's first word has one
     assert told == expected.removesuffix("\n")  # what the template writes after the last answer is left out
-
-
-@pytest.mark.parametrize("name", [name for name, (_, _, text) in EXPECTED.items() if text.startswith("<s>")])
-def test_a_conversation_begins_with_one_bos(name: str) -> None:
-    """The template writes BOS, and a tokenizer that adds BOS to every text must not add a second."""
-    template, messages, _ = EXPECTED[name]
-    tokenizer = merging_tokenizer(template)
-    assert tokenizer("yes")["input_ids"][0] == tokenizer.bos_token_id
-    (example,), _ = to_examples(Record("here", messages=messages), tokenizer)
-    assert example.input_ids.count(tokenizer.bos_token_id) == 1
-
-
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-WITH_TOOL = [
-    message("user", "yes"),
-    message("assistant", None, tool_calls=[CALL]),
-    message("tool", "yes"),
-    message("assistant", "yes"),
-]
-CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-def test_tool_calls_are_taught_and_tool_results_are_not() -> None:
-    assert marked(byte_tokenizer(templates.QWEN25), WITH_TOOL, tools=TOOLS) == (
-        '<|im_start|>system\nYou are Qwen.\n\n# Tools\n\n<tools>\n{"type": "function", "function": {"name": "add", '
-        '"parameters": {}}}\n</tools><|im_end|>\n<|im_start|>user\nyes<|im_end|>\n'
-        f"<|im_start|>assistant\n«{CALLED}<|im_end|>»\n"
-        "<|im_start|>user\n<tool_response>\nyes\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n«yes<|im_end|>»"
-    )
-    assert marked(byte_tokenizer(templates.LLAMA3), WITH_TOOL) == (
-        LLAMA3_SYSTEM + "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nyes<|eot_id|>"
-        '<|start_header_id|>assistant<|end_header_id|>\n\n«{"name": "add", "parameters": {"a": 1}}<|eot_id|>»'
-        "<|start_header_id|>ipython<|end_header_id|>\n\nyes<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n«yes<|eot_id|>»"
-    )
 
 
 def test_two_turns_of_the_assistant_in_a_row_are_both_taught() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import random_ids
 from tests.train.recipes import recipes
-from train.callbacks import summarize, top1_shares
+from train.callbacks import summarize
 from train.outcome import draw_curves
 from train.recipe import parse_recipe
 from train.run import train
@@ -40,11 +40,6 @@ def test_loss_and_accuracy_of_each_head_are_plotted(tmp_path: Path, monkeypatch:
     }
     draw_curves([], tmp_path / "empty.png")
     assert (tmp_path / "empty.png").is_file(), "a run without a line has a picture without lines"
-
-
-def test_shares_are_read_by_head() -> None:
-    assert top1_shares(LOG[0]) == top1_shares(LOG[1], "eval_") == [0.1, 0.05]
-    assert top1_shares({"loss": 1.0}) == []
 
 
 def test_a_run_saves_its_plot(tmp_path: Path) -> None:

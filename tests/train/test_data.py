@@ -59,16 +59,6 @@ def test_positions_restart_with_every_document_and_every_row() -> None:
     assert [row["position_ids"].tolist() for row in packed] == [[0, 1, 2, 3], [0, 1, 2, 0]]
 
 
-def test_a_row_holds_what_the_trained_module_takes() -> None:
-    row = PackedDataset([example(1, 2, 3)], sequence_length=4)[0]
-    assert {name: tensor.dtype for name, tensor in row.items()} == {
-        "input_ids": torch.int64,
-        "position_ids": torch.int64,
-        "document_ids": torch.int64,
-        "loss_mask": torch.bool,
-    }
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_documents_do_not_attend_to_each_other(attention: str) -> None:
     """Hidden states in a packed row equal those of each document alone, as in decoding."""
@@ -221,17 +211,6 @@ def test_workers_share_a_stream(tmp_path: Path) -> None:
     stream = load_dataset(DataConfig(path=data, sequence_length=4, streaming=True, shuffle_buffer=1), None, VOCAB, None)
     loader = DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context="fork")
     assert [int(row["input_ids"][0]) for row in islice(loader, 6)] == list(range(6))
-
-
-def test_a_streams_broken_line_is_named_when_it_is_reached(tmp_path: Path) -> None:
-    data = Path(jsonl(tmp_path / "d.jsonl", *({"input_ids": [n] * 4} for n in range(6))))
-    with data.open("a", encoding="utf-8") as file:
-        file.write("{broken\n")
-    stream = load_dataset(
-        DataConfig(path=str(data), sequence_length=4, streaming=True, shuffle_buffer=1), None, VOCAB, None
-    )
-    with pytest.raises(RequestError, match=r"d\.jsonl:7: not JSON"):
-        rows_of(stream, 7)
 
 
 # --- what is read and what is dropped --------------------------------------------------------------------------------

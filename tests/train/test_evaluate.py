@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from decode.bench.methods import plain_method
 from decode.settings import Settings
-from medusa import MedusaConfig, MedusaHeads
 from medusa.backbone import Backbone
-from medusa.heads.guesses import MISSED, accepted
+from medusa.heads.guesses import accepted
 from medusa.heads.inputs import HeadInputs
 from medusa.tree import Tree
-from tests.helpers import VOCAB, random_heads, random_ids
-from train.evaluate import TOPS, GuessCounts, OwnText, guess_ranks, head_accuracy
+from tests.helpers import random_heads, random_ids
+from train.evaluate import TOPS, GuessCounts, OwnText, head_accuracy
 
 HEADS = 3
 
@@ -26,30 +24,6 @@ def texts(llama: Any) -> list[OwnText]:
     prompts = [random_ids(length, seed=length) for length in (3, 1, 6)]
     results = plain_method(llama, Settings(max_new_tokens=20))(prompts, None)
     return [OwnText(result.input_ids + result.new_ids, len(result.input_ids)) for result in results]
-
-
-class Scripted(MedusaHeads):
-    """Scripted heads: head k predicts the correct token at rank `ranks[k]`."""
-
-    def __init__(self, texts: list[OwnText], ranks: list[int]) -> None:
-        super().__init__(MedusaConfig(hidden_size=1, num_heads=len(ranks), lm_head="shared"))
-        self.texts, self.ranks = iter(texts), ranks
-
-    def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
-        return inputs.hidden.expand(len(self.ranks), *inputs.hidden.shape)
-
-    def logits(self, features: Tensor, *args: Any) -> Tensor:
-        hidden = features[0]
-        ids, prompt_tokens = next(self.texts)
-        start = prompt_tokens - 1
-        logits = torch.zeros(len(self.ranks), len(hidden), VOCAB)
-        for head, rank in enumerate(self.ranks):
-            for place in range(len(hidden)):
-                truth = ids[start + place + head + 2]
-                others = [token for token in range(VOCAB) if token != truth]
-                for position, token in enumerate([*others[:rank], truth, *others[rank:]]):
-                    logits[head, place, token] = -position
-        return logits
 
 
 def by_hand(model: Any, heads: Any, texts: list[OwnText]) -> tuple[list[dict[str, Any]], int]:
@@ -98,25 +72,6 @@ def test_accuracy_equals_a_simple_loop(llama: Any, texts: list[OwnText], lm_head
         assert ours.top == pytest.approx(theirs["top"], abs=5e-5), "rounded to four digits"
         assert ours.conditional_top1 == pytest.approx(theirs["conditional_top1"], abs=5e-5)
     assert any(0 < share.top["10"] < 1 for share in figures.heads), "or nothing was compared"
-
-
-def test_every_rank_is_counted(llama: Any, texts: list[OwnText]) -> None:
-    figures = head_accuracy(Backbone(llama), Scripted(texts, [4, 0, 10]), texts)  # type: ignore[arg-type]
-    assert [head.top for head in figures.heads] == [
-        {"1": 0.0, "5": 1.0, "10": 1.0},
-        {"1": 1.0, "5": 1.0, "10": 1.0},
-        {"1": 0.0, "5": 0.0, "10": 0.0},
-    ]
-    assert [head.conditional_top1 for head in figures.heads] == [0.0, 0.0, 0.0], "the first is always wrong"
-
-
-def test_ranks_begin_where_a_step_can_start(llama: Any, texts: list[OwnText]) -> None:
-    """The first step drafts from the prompt's last position, and all heads count at the same positions."""
-    (ids, prompt_tokens) = texts[0]
-    heads = Scripted(texts, [2, 0, 11])
-    ranks = guess_ranks(Backbone(llama), heads, torch.tensor([ids]), prompt_tokens)  # type: ignore[arg-type]
-    assert ranks.shape == (HEADS, len(ids) - HEADS - 1 - (prompt_tokens - 1))
-    assert [set(row) for row in ranks.tolist()] == [{2}, {0}, {MISSED}]
 
 
 def test_text_that_ends_before_the_heads_reach_counts_nothing(llama: Any) -> None:

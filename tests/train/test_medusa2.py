@@ -22,7 +22,7 @@ from medusa.errors import RequestError
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from medusa.loading import LoadOptions, load_backbone
+from medusa.loading import LoadOptions, head_sizes, load_backbone
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from tests.train.recipes import recipes, run, same
 from train import MedusaTrainer
@@ -30,7 +30,7 @@ from train.arguments import MedusaTrainingArguments
 from train.config import AdapterConfig, HeadsConfig
 from train.data.datasets import PackedDataset
 from train.data.packing import Example
-from train.heads import new_heads
+from train.heads import new_heads, startable
 from train.loss.targets import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import adapt, adapter_disabled
 from train.medusa2.lm_loss import lm_loss, perplexity, tilt_towards
@@ -376,9 +376,10 @@ def test_two_stages_start_from_trained_heads(recipe: Any, seen: Any, tmp_path: P
         odd = {"num": 2, "kind": "recurrent", "prefix_layers": 1, "vocabulary": 32}
         held = new_heads(tiny_model("llama"), HeadsConfig(**odd), "tiny", vocabulary=torch.arange(32))
         held.save_pretrained(tmp_path / "odd", overwrite=True)
-        new_heads(tiny_model("llama"), HeadsConfig(start=str(tmp_path / "odd")), "tiny")
+        sizes = head_sizes(tiny_model("llama").config)
+        assert startable(str(tmp_path / "odd"), HeadsConfig(), *sizes).config.kind == "recurrent"
         with pytest.raises(RequestError, match=rf"heads\.start: .*, not {next(iter(said.values()))!r}"):
-            new_heads(tiny_model("llama"), HeadsConfig(start=str(tmp_path / "odd"), **said), "tiny")
+            startable(str(tmp_path / "odd"), HeadsConfig(**said), *sizes)
     tiny_model("llama", hidden_size=16).save_pretrained(tmp_path / "small")
     with pytest.raises(RequestError, match=r"has hidden_size 32, not 16"):
         recipe("fourth", heads={"start": str(tmp_path / "first")}, backbone=str(tmp_path / "small"))

@@ -18,8 +18,7 @@ from medusa.heads.inputs import HeadInputs, following_ids
 from medusa.heads.markov import MarkovHeads
 from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
-from train.check import require_adaptable
-from train.config import AdapterConfig, HeadsConfig, TrainConfig
+from train.config import HeadsConfig
 from train.data.datasets import PackedDataset
 from train.data.packing import Example
 from train.heads import new_heads
@@ -237,13 +236,6 @@ def test_one_lm_head_learns_from_all_heads(tmp_path: Path, backend: str) -> None
         assert heads.lm_heads.grad is not None
         gradients.append(heads.lm_heads.grad.sum(0))
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
-
-
-def test_an_adapter_needs_heads_of_the_last_layer() -> None:
-    asked = HeadsConfig(kind="eagle", block="gated", feature_layers="usual")
-    recipe = TrainConfig(backbone="b", data="d", output_dir="o", heads=asked, adapter=AdapterConfig())
-    with pytest.raises(RequestError, match="adapter cannot be trained with heads that read several layers"):
-        require_adaptable(recipe, asked)
 
 
 # --- dropout ---------------------------------------------------------------------------------------------------------

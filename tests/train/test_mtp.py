@@ -100,7 +100,7 @@ def test_a_run_fine_tunes_the_layer(backbone: Path, recipe: dict[str, Any]) -> N
     train(parse_recipe(further, "test"), quiet=True)
     del further["training"]["learning_rate"]
     for heads_asked in (recipe["heads"], further["heads"]):
-        arguments, _ = check(parse_recipe(further | {"heads": heads_asked}, "test"), quiet=True)
+        arguments = check(parse_recipe(further | {"heads": heads_asked}, "test"), quiet=True).arguments
         assert arguments.learning_rate == pytest.approx(0.05 * learning_rate(model.config.hidden_size)), heads_asked
     again = MedusaHeads.from_pretrained(output / "further")
     assert again.config.kind == "mtp"

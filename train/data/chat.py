@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -64,14 +64,23 @@ def conversation(
     An answer whose tokens begin a later example counts in that example; otherwise it gets an example of its own. This
     happens if the template writes earlier answers in another way, for example without their thoughts. `options` are
     those of the chat template. Raise RequestError if there is no template or it rejects the messages."""
+
+    def render(messages: list[Json]) -> str:
+        return conversation_text(messages, record, tokenizer, options, prompt=False)
+
     messages, groups, left_out = record.messages or [], list[list[Written]](), list[LeftOutError]()
-    conversation_text(messages, record, tokenizer, options, prompt=False)  # raises an error for the whole conversation
-    special = _special_tokens(tokenizer)
+    everything, special = render(messages), _special_tokens(tokenizer)
     for turn in reversed(range(record.first_taught, len(messages))):
         if messages[turn]["role"] != "assistant" or messages[turn].get(WEIGHT) == 0:
             continue
+        last = turn == len(messages) - 1
         try:
-            found = _written(record, turn, tokenizer, options, special)
+            shown = prompt_text(record, tokenizer, options, turn)
+            whole = everything if last else render(messages[: turn + 1])
+            found = _written(messages[: turn + 1], shown, whole, render, special, last and record.unfinished)
+        except RequestError as error:  # the template accepts the conversation only as a whole
+            left_out.append(LeftOutError(ELSEWHERE, str(error)))
+            continue
         except LeftOutError as error:
             left_out.append(error)
             continue
@@ -119,19 +128,19 @@ def _example(found: Written, tokenizer: PreTrainedTokenizerBase, where: str) -> 
 
 
 def _written(
-    record: Record, turn: int, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None, special: str
+    messages: list[Json],
+    shown: str,
+    whole: str,
+    render: Callable[[list[Json]], str],
+    special: str,
+    unfinished: bool,
 ) -> Written:
-    """Find the answer of message `turn` in the text that the chat template writes for it.
+    """Find the answer of the last message in the text `whole` that the chat template, `render`, writes for all.
 
-    `special` is a regular expression for special tokens. Raise LeftOutError if the model cannot have written this."""
-    messages = record.messages or []
-    message, before = messages[turn], messages[:turn]
-    try:
-        shown = prompt_text(record, tokenizer, options, turn)
-        whole = conversation_text([*before, message], record, tokenizer, options, prompt=False)
-    except RequestError as error:  # the template accepts the conversation only as a whole
-        raise LeftOutError(ELSEWHERE, str(error)) from None
-    head, tail = _around(record, turn, whole, tokenizer, options)
+    `shown` is the prompt before it, and `special` a regular expression for special tokens. `unfinished`: the answer has
+    no end. Raise LeftOutError if the model cannot have written this."""
+    *before, message = messages
+    head, tail = _around(before, whole, render)
     content, said = text_of(message), set(message) - {"role", "content", "name", WEIGHT}
     thought = opened_thought(shown)
     if thought is not None and content.startswith(thought[0]):  # the prompt holds the mark that the message repeats
@@ -157,7 +166,7 @@ def _written(
             added = ""  # the model has opened its thought itself, and was not shown an empty one
     text = _restored(message, content, text)
     end = re.match(rf"\s*(?:{special})", tail)
-    if turn < len(messages) - 1 or not record.unfinished:
+    if not unfinished:
         return Written(shown, added, text, end[0] if end else "")
     reasoning = str(message.get(REASONING[0], "")).strip()
     if reasoning and not content.strip() and not message.get("tool_calls"):  # the model did not end its thought
@@ -165,16 +174,13 @@ def _written(
     return Written(shown, added, text, "")
 
 
-def _around(
-    record: Record, turn: int, whole: str, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None
-) -> tuple[str | None, str]:
-    """Return what the template writes before and after the answer of message `turn`, as another answer shows.
+def _around(before: list[Json], whole: str, render: Callable[[list[Json]], str]) -> tuple[str | None, str]:
+    """Return what the template writes before and after an answer to the messages `before`, as another answer shows.
 
     The first is `None` if the template does not write the other answer. `whole` is the text with the real answer."""
     mark = next(letter for letter in map(chr, range(0xE000, 0xE100)) if letter not in whole)  # a private-use character
-    other = [*(record.messages or [])[:turn], {"role": "assistant", "content": mark}]
     try:
-        head, found, tail = conversation_text(other, record, tokenizer, options, prompt=False).partition(mark)
+        head, found, tail = render([*before, {"role": "assistant", "content": mark}]).partition(mark)
     except RequestError:  # the template accepts no such answer there
         return None, ""
     return (head, tail) if found else (None, "")
@@ -227,7 +233,6 @@ def _changed(part: str, text: str) -> LeftOutError:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield all keys and texts of nested JSON."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

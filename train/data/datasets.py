@@ -28,7 +28,7 @@ class PackedDataset(Dataset[Batch]):
     def __init__(
         self, examples: Iterable[Example], sequence_length: int, whole: bool = False, counts: DataCounts | None = None
     ) -> None:
-        """Pack `examples` into rows of one length and add them to `counts`; with `whole`, no example is split."""
+        """Pack `examples` into rows and add them to `counts`; with `whole`, no example is split."""
         self.counts = counts or DataCounts()
         rows = [padded(row, sequence_length) for row in pack(examples, sequence_length, whole, self.counts)]
         columns = [torch.stack(column) for column in zip(*rows, strict=True)]
@@ -50,7 +50,6 @@ class StreamedDataset(IterableDataset[Batch]):
     has read before, so the run continues at the same row if the data are unchanged."""
 
     def __init__(self, reader: ExampleReader, shuffle_buffer: int, seed: int) -> None:
-        """Pack the examples of `reader`; each row is drawn at random from a buffer of `shuffle_buffer` rows."""
         self.reader, self.shuffle_buffer, self.seed = reader, shuffle_buffer, seed
         self.counts = DataCounts()  # of the first pass over the data; each worker of a data loader has its own
 
@@ -71,7 +70,7 @@ class StreamedDataset(IterableDataset[Batch]):
 
 
 def _shuffled(rows: Iterator[Tensor], size: int, rng: random.Random) -> Iterator[Tensor]:
-    """Shuffle packed rows: yield a random row of a buffer of `size` rows, and read the next row into the buffer."""
+    """Yield a random row of a buffer of `size` rows, and read the next row into the buffer."""
     waiting: list[Tensor] = []
     for row in rows:
         waiting.append(row)
@@ -102,9 +101,7 @@ def load_dataset(
 
 
 def require_template_options(config: TrainConfig) -> None:
-    """Raise RequestError if the backbone's chat template does not read an option that the data shall be written with.
-
-    This loads the tokenizer, if there are such options."""
+    """Raise RequestError if the backbone's chat template does not read an option that the data ask for."""
     for section, data in (("data", config.data), ("eval_data", config.eval_data)):
         if data is not None and data.template_options:
             tokenizer = load_tokenizer(config.backbone, config.load_options)
@@ -112,6 +109,6 @@ def require_template_options(config: TrainConfig) -> None:
 
 
 def require_data(config: DataConfig) -> None:
-    """Read a record of the data and of the texts to exclude; raise RequestError if one of them cannot be read."""
+    """Raise RequestError if no record of the data, or of the texts to exclude, can be read."""
     for source in filter(None, (config.path, config.exclude)):
         next(iter(records_of(config, source)))

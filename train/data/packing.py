@@ -36,7 +36,7 @@ class Example(NamedTuple):
 
 @dataclass
 class DataCounts:
-    """Counts of documents, those `cut`, tokens, tokens in the loss (`taught`), rows, and dropped records by reason."""
+    """Counts of what the data hold, and of the records that were dropped."""
 
     documents: int = 0
     tokens: int = 0
@@ -50,14 +50,12 @@ class DataCounts:
     first: dict[str, str] = field(default_factory=dict)  # for each reason, file and line of the first dropped record
 
     def drop(self, reason: str, where: str, example: str = "") -> None:
-        """Count a record that is dropped for this reason; `where` is its file and line, and `example` shows why."""
+        """Count a dropped record; `where` is its file and line, and `example` shows why."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         self.first.setdefault(reason, f"{where}: {example}" if example else where)
 
     def add_prompt(self, raw: bool | None, options: Json | None = None) -> None:
-        """Count a document whose prompt is plain text (`raw`) or in a chat template; `None`: not recorded.
-
-        `options` are those of the chat template."""
+        """Count a document whose prompt is plain text (`raw`) or in a chat template with `options`; `None`: unknown."""
         self.raw_prompts += raw is True
         self.chat_prompts += raw is False
         if raw is not True:
@@ -83,7 +81,7 @@ class DataCounts:
 
 
 def pack(examples: Iterable[Example], length: int, whole: bool, counts: DataCounts) -> Iterator[Tensor]:
-    """Pack examples (documents) into rows of at most `length` tokens, and count documents, tokens and rows in `counts`.
+    """Pack examples (documents) into rows of at most `length` tokens, and add them to `counts`.
 
     With `whole`, each document stays in one row; otherwise documents are cut at the end of a row. A row of T tokens is
     int32 [3, T]: token ids, loss mask (1 if a token counts in the loss, else 0) and document numbers."""
@@ -115,9 +113,7 @@ def _end_to_end(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
 
 
 def _first_fit(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
-    """Pack whole documents into rows of at most `length` tokens: each goes into the first open row with room for it.
-
-    Rows that are not yet yielded are open. When there are more than `OPEN_ROWS` of them, the fullest is yielded."""
+    """Put each document into the first waiting row with room; of more than `OPEN_ROWS`, yield the fullest."""
     rows: list[Tensor] = []
     for document in documents:
         fits = (at for at, row in enumerate(rows) if row.shape[1] + document.shape[1] <= length)
@@ -138,13 +134,13 @@ def padded(row: Tensor, length: int) -> Tensor:
 
 
 def as_item(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor) -> Batch:
-    """Make a dataset item from the token ids, loss mask and document numbers, each [T], of a row of T tokens."""
+    """Make a dataset item from the columns [T] of a row of T tokens."""
     ids, documents = input_ids.long(), document_ids.long()
     item = {"input_ids": ids, "position_ids": positions_of(documents), "document_ids": documents}
     return item | {"loss_mask": loss_mask.bool()}
 
 
 def positions_of(document_ids: Tensor) -> Tensor:
-    """Position of each token in a row of T tokens, from 0 at the start of the token's document in this row."""
+    """Position of each token of a row in its document, from 0 at the document's start in this row."""
     _, lengths = document_ids.unique_consecutive(return_counts=True)
     return torch.cat([torch.arange(length) for length in lengths.tolist()])

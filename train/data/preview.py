@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from medusa.loading import load_config, load_tokenizer
+from medusa.loading import load_config, load_tokenizer, text_limits
 from medusa.options import LoadOptions
 from train.config import TrainConfig
 from train.data.datasets import require_data, require_template_options
@@ -31,7 +31,7 @@ class Preview:
     whole: bool  # whether the counts cover all data; false for a stream
 
     def to_dict(self) -> dict[str, object]:
-        """The statistics and the first examples of the training data as a JSON object."""
+        """The preview as a JSON object."""
         shown = [
             {"where": e.where, "input_ids": e.input_ids, "taught": [int(mark) for mark in e.loss_mask]}
             for e in self.examples
@@ -46,10 +46,8 @@ def preview(config: TrainConfig, count: int) -> Preview:
     require_data(config.data)
     require_template_options(config)
     options = LoadOptions(revision=config.revision, trust_remote_code=config.trust_remote_code)
-    sizes = load_config(config.backbone, options).get_text_config(decoder=True)
-    tokenizer = load_tokenizer(config.backbone, options)
-    context = getattr(sizes, "max_position_embeddings", None)
-    reader, counts = ExampleReader(config.data, tokenizer, sizes.vocab_size, context), DataCounts()
+    tokenizer, limits = load_tokenizer(config.backbone, options), text_limits(load_config(config.backbone, options))
+    reader, counts = ExampleReader(config.data, tokenizer, limits.vocab_size, limits.context), DataCounts()
     examples = reader.read(counts)
     shown = list(islice(examples, count))
     read = shown if config.data.streaming else chain(shown, examples)
@@ -58,7 +56,7 @@ def preview(config: TrainConfig, count: int) -> Preview:
 
 
 def show(found: Preview, console: Console, ids: bool = False) -> None:
-    """Print a preview, with tokens that count in the loss marked; with `ids`, also each token's position and id."""
+    """Print a preview; with `ids`, also each token's position and id."""
     for number, example in enumerate(found.examples, 1):
         about = f"{len(example.input_ids)} tokens, {sum(example.loss_mask)} taught"
         console.print(Text(f"{number}  {example.where}  {about}", style="bold cyan"), soft_wrap=True)

@@ -23,9 +23,7 @@ class ExampleReader:
     def __init__(
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, context: int | None
     ) -> None:
-        """Make a reader of the data that `config` describes, in which token ids must be below `vocab_size`.
-
-        Training rows have at most `context` tokens, the context length of the backbone (`None`: no such limit)."""
+        """Make a reader; token ids must be below `vocab_size`, and rows have at most `context` tokens (`None`: any)."""
         self.config, self.tokenizer, self.vocab_size = config, tokenizer, vocab_size
         self.row_length = min(config.sequence_length, context or config.sequence_length)
         self.whole = config.long_documents != "split"  # whether each document stays in one row
@@ -52,7 +50,7 @@ class ExampleReader:
                     yield kept
 
     def _kept(self, record: Record, example: Example, counts: DataCounts) -> Example | None:
-        """Return the part of an example that fits in a row, or count it as dropped and return `None`."""
+        """Return the part of an example that fits in a row; `None` if it is dropped."""
         if max(example.input_ids, default=0) >= self.vocab_size:
             beyond = f"id {max(example.input_ids)} is beyond the backbone's vocabulary of {self.vocab_size}"
             raise RequestError(f"{record.where}: the {beyond}; these are another tokenizer's ids")
@@ -70,7 +68,7 @@ class ExampleReader:
         return example
 
     def _raw(self, record: Record) -> bool | None:
-        """Whether the prompt of a record is plain text; `None` if it is not known, or the record is a document."""
+        """Whether the prompt of a record is plain text; `None` if it is not known or the record has none."""
         if record.is_prompt:
             return self.config.raw or self.tokenizer is None or self.tokenizer.chat_template is None
         return record.raw_prompt
@@ -86,7 +84,6 @@ class ExampleReader:
 
 
 def records_of(config: DataConfig, source: str) -> Iterator[Record]:
-    """Read the records of the file, folder or Hub dataset `source`, with the reading options in `config`."""
     return read_records(source, split=config.split, subset=config.subset, separator=config.document_separator)
 
 
@@ -122,9 +119,7 @@ def to_examples(
 
 
 def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[tuple[int, ...]]:
-    """Collect every run of `config.exclude_window` tokens in the texts of the file or dataset `config.exclude`.
-
-    The reader drops every training example that contains such a run."""
+    """Collect every run of `config.exclude_window` tokens in the texts of `config.exclude`."""
     windows: set[tuple[int, ...]] = set()
     for record in records_of(config, config.exclude) if config.exclude else ():
         if record.messages is not None and tokenizer is not None and not record.is_prompt:

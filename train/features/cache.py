@@ -17,6 +17,7 @@ from medusa.config import Fingerprint
 from medusa.errors import RequestError
 from medusa.files import free_bytes, readable
 from medusa.loading import DTYPES
+from medusa.options import dtype_name
 from train.data.datasets import PackedDataset
 from train.data.packing import Batch
 from train.features import files
@@ -39,16 +40,15 @@ class FeaturePlan:
 
     @property
     def saved_per_epoch(self) -> float:
-        """Share of an epoch's time, from 0 to 1, that cached features save in every epoch after the first."""
+        """Share of an epoch's time that cached features save in every epoch after the first."""
         return self.backbone_seconds / (self.backbone_seconds + self.heads_seconds)
 
     @property
     def saved(self) -> float:
-        """Share (0 to 1) of the run's time that cached features save: none in the first epoch, which computes them."""
+        """Share of the run's time that cached features save: none in the first epoch, which computes them."""
         return max(0.0, 1 - 1 / self.epochs) * self.saved_per_epoch
 
     def to_dict(self) -> dict[str, object]:
-        """The estimates as a JSON object."""
         return asdict(self) | {"saved_per_epoch": self.saved_per_epoch, "saved": self.saved}
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class FeatureCache:
     def __init__(
         self, folder: Path, rows: PackedDataset, backbone: Backbone, fingerprint: Fingerprint, dtype: str | None = None
     ) -> None:
-        """Make a cache in `folder` for the hidden states that `backbone`, of this fingerprint, computes for `rows`.
+        """Describe a cache of the hidden states that `backbone`, of this fingerprint, computes for `rows`.
 
         No file is read or written yet. Hidden states are stored in `dtype`, by default the backbone's."""
         self.folder, self.rows, self.backbone = folder, rows, backbone
@@ -81,22 +81,21 @@ class FeatureCache:
         self.row_length = rows.input_ids.shape[1]
         self.row_bytes = self.row_length * files.token_bytes(size, self.dtype)
         self.rows_per_shard = max(1, min(len(rows), files.SHARD_BYTES // self.row_bytes))
-        name = str(self.dtype).removeprefix("torch.")
+        name = dtype_name(self.dtype)
         layout = len(rows), self.row_length, self.rows_per_shard
         layers = None if backbone.feature_layers is None else list(backbone.feature_layers)
         form = rows.counts.has_raw_prompts, rows.counts.template_options or None
         self.manifest = Manifest(fingerprint, name, size, *layout, *form, layers)
 
     def shard_rows(self) -> Iterator[tuple[Path, slice]]:
-        """Yield the path of each shard of the dataset, whether it is written or not, with the rows that it holds."""
+        """Yield the path of each shard, whether it is written or not, with the rows that it holds."""
         for number, start in enumerate(range(0, len(self.rows), self.rows_per_shard)):
             yield self.folder / f"{number:05}.safetensors", slice(start, start + self.rows_per_shard)
 
     def require_belonging(self, replace: bool = False) -> None:
         """Raise RequestError if the cache's folder holds anything but undamaged features of this dataset and backbone.
 
-        With `replace`, delete damaged features and those of another dataset or backbone. Then only a folder that holds
-        other files, not features, is an error."""
+        With `replace`, delete such features. Then only a folder that holds other files, not features, is an error."""
         try:
             self._compare()
         except RequestError:
@@ -130,7 +129,7 @@ class FeatureCache:
 
     @property
     def missing_rows(self) -> int:
-        """Number of dataset rows whose shards are not written yet."""
+        """Number of rows whose shards are not written yet."""
         return sum(len(range(len(self.rows))[rows]) for path, rows in self.shard_rows() if not path.is_file())
 
     def plan(self, trainer: MedusaTrainer) -> FeaturePlan:

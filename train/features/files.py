@@ -83,12 +83,12 @@ def is_features(path: str | Path) -> bool:
 
 
 def token_bytes(hidden_size: int, dtype: torch.dtype) -> int:
-    """Number of bytes that a token takes on disk: hidden state, token id, document index and loss mask."""
-    return hidden_size * dtype.itemsize + 4 + 4 + 1
+    """Number of bytes that a token takes on disk."""
+    return hidden_size * dtype.itemsize + 4 + 4 + 1  # state, token id, document index and loss mask
 
 
 def shards(folder: Path) -> list[Path]:
-    """Paths of all shards in a folder of features, in the order of their numbers."""
+    """Paths of all shards in a folder of features, in their order."""
     return sorted(path for path in folder.glob("*.safetensors") if path.stem.isdigit())
 
 
@@ -102,9 +102,7 @@ def read_shard(path: Path, *names: str) -> dict[str, Tensor]:
 
 
 def write_shard(path: Path, hidden: Tensor, **per_token: Tensor) -> None:
-    """Write a shard of N tokens atomically: hidden states [N, H] of size H, and the tensors [N] in `per_token` by name.
-
-    The names are those in `PER_TOKEN`: token ids, document ids and loss mask."""
+    """Write a shard of N tokens atomically: hidden states [N, H] of size H, and the tensors [N] of `PER_TOKEN`."""
     tensors = {"hidden": hidden, **{name: per_token[name] for name in PER_TOKEN}}
     with replacing(path) as temporary:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from medusa.config import Fingerprint
 from medusa.errors import RequestError
 from medusa.files import Json, free_bytes, locked, readable
+from medusa.options import dtype_name
 from train.features import files
 from train.features.files import Manifest, is_features, require_features_or_new, shards, token_bytes, write_shard
 
@@ -30,12 +31,12 @@ class Recorder:
         """Make a recorder that writes to `folder`: a new folder, or one to which earlier recorders wrote.
 
         Hidden states, of the backbone with this fingerprint, are stored in `dtype`. `raw_prompts` and
-        `template_options`: the form of the prompts (as in `MedusaConfig`). Raise RequestError if the folder is a
-        dataset's `FeatureCache`, or holds features of another backbone, dtype or form of prompts, or other files."""
+        `template_options` are those of `MedusaConfig`. Raise RequestError if the folder holds anything but such
+        features, or is a dataset's `FeatureCache`."""
         self.folder, self.dtype = folder, dtype
         self.manifest = Manifest(
             fingerprint,
-            str(dtype).removeprefix("torch."),
+            dtype_name(dtype),
             hidden_size,
             raw_prompts=raw_prompts,
             template_options=template_options or None,
@@ -47,7 +48,6 @@ class Recorder:
         require_features_or_new(folder)
 
     def _require_same(self) -> None:
-        """Raise RequestError if the folder holds features of another backbone, dtype or form of prompts, or a cache."""
         held, raw_prompts = Manifest.read(self.folder), self.manifest.raw_prompts
         if not held.same_states(self.manifest) or held.rows is not None:
             other = "features of another backbone or dtype, or a cache"
@@ -61,7 +61,6 @@ class Recorder:
             raise RequestError(f"{options}; give another folder")
 
     def size(self, tokens: int) -> int:
-        """Number of bytes that the features of `tokens` tokens take on disk."""
         return tokens * token_bytes(self.manifest.hidden_size, self.dtype)
 
     def require_space(self, tokens: int) -> None:

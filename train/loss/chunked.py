@@ -103,11 +103,10 @@ def _chunk(
 ) -> Tensor:
     """Compute weighted loss, plain loss and right guesses [3, K] of K heads in a chunk of C positions, and gradients.
 
-    `x_KCH` are the heads' features (H hidden size, V vocabulary). `matrix` holds the weights [H, V] of one LM head for
-    all heads, or [K, H, V] of own ones. Labels `target_KC` are indices into the logits, or `IGNORE`. If the heads learn
-    distributions, these are `soft`. `mean_KC` is each label's factor in its head's mean loss: 1 / number of labels. The
-    gradient of the features is written to `grad_x` [K, C, H], and that of LM heads that learn is added to `grad_weight`
-    [K, H, V], or [1, H, V] for one LM head, unless these are `None`."""
+    `matrix` holds the weights [H, V] of one LM head for all heads, or [K, H, V] of own ones. Labels `target_KC` are
+    indices into the logits, or `IGNORE`. If the heads learn distributions, these are `soft`. `mean_KC` is each label's
+    factor in its head's mean loss: 1 / number of labels. The gradient of the features is written to `grad_x` [K, C, H],
+    and that of LM heads that learn is added to `grad_weight`, unless these are `None`."""
     logits = _times(x_KCH, matrix).float()  # [K, C, V]; becomes the gradient, in place
     if bias_V is not None:
         logits += bias_V
@@ -163,7 +162,7 @@ def _to_gradient(
 
 
 def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply vectors of length A of K heads at C positions by one matrix [A, B], or by each head's own [K, A, B]."""
+    """Multiply vectors [K, C, A] by one matrix [A, B], or by each head's own [K, A, B]."""
     if matrix.dim() == 3:
         return torch.bmm(x_KCA, matrix)
     # In two dimensions, because otherwise `matmul` may copy the matrix for each head.
@@ -171,10 +170,7 @@ def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _add_products(total_KHV: Tensor, x_KCH: Tensor, gradient_KCV: Tensor) -> None:
-    """Add to `total_KHV`, in place, the product of each head's transposed features [C, H] and its gradient [C, V].
-
-    The gradient is that of the logits. If the total is [1, H, V], the products of all heads are added to it. Shapes: K
-    heads, C positions, H hidden size, V vocabulary."""
+    """Add to `total_KHV` each head's features times the gradient of its logits; to [1, H, V], those of all heads."""
     if len(total_KHV) == 1:
         x_KCH, gradient_KCV = x_KCH.flatten(0, 1)[None], gradient_KCV.flatten(0, 1)[None]
     for total, x, gradient in zip(total_KHV, x_KCH, gradient_KCV, strict=True):

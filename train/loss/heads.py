@@ -41,6 +41,11 @@ class HeadLosses(NamedTuple):
     """Number of labels that are the head's best guess. With a teacher, a label is the backbone's best token."""
     total: Tensor  # number of labels of each head
 
+    @property
+    def sums(self) -> Tensor:
+        """The sums of losses, right guesses and labels of each head, which can be added up over batches."""
+        return torch.stack([self.loss * self.total, self.correct, self.total])
+
 
 def head_losses(
     heads: MedusaHeads,
@@ -70,7 +75,8 @@ def head_losses(
     places = _places(heads, labels, teacher)
     weight, bias = _lm_heads(heads, lm_head)
     # Float16 has no room for factors of 1 / the labels of a large step, so the batch's share in them is applied last.
-    share = 1.0 if in_place else _power_of_two(labelled.max().clamp_min(1) / counts.max())
+    part = labelled.max().clamp_min(1) / counts.max()
+    share = 1.0 if in_place else part / part.frexp().mantissa  # a power of two, by which a product is exact
     counts = counts * share
     if backend == "liger":
         objective, loss, correct = _head_losses_liger(features, places, weight, bias, counts, weighting)
@@ -136,11 +142,6 @@ def _lm_heads(heads: MedusaHeads, lm_head: nn.Module | None) -> tuple[Tensor, Te
     assert lm_head is not None
     rows = rows_for(heads, lm_head)
     return rows.weight, rows.bias
-
-
-def _power_of_two(value: Tensor) -> Tensor:
-    """Round positive numbers to a power of two, by which a product is exact."""
-    return value / value.frexp().mantissa
 
 
 def _head_losses_liger(

@@ -64,7 +64,7 @@ class Acceptance:
         return share * cross_entropy + (1 - share) * (1 - accepted)
 
     def cross_entropy_share(self, accepted: Tensor) -> Tensor | None:
-        """The share [...] of the cross-entropy in the loss, without gradient; `None` if the loss is -log a."""
+        """The share [...] of the cross-entropy in the loss; `None` if the loss is -log a."""
         if self.objective == "tv":
             return torch.full_like(accepted, CROSS_ENTROPY_SHARE)
         return (-ETA * accepted.detach()).exp() if self.objective == "lk-hybrid" else None

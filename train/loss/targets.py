@@ -70,9 +70,7 @@ def labels_as_tokens(labels: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
 
 
 def chunk_rows(num_heads: int, vocab_size: int, device: str, own: bool = False) -> int:
-    """Number of positions whose logits of all heads form a chunk on `device`, "cpu" or "cuda".
-
-    `own`: each head has its own LM head, whose gradient is computed."""
+    """Number of positions in a chunk on `device`, "cpu" or "cuda"; `own`: each head has an LM head that learns."""
     kind = device if device in CHUNK_BYTES else "cuda"
     position = 4 * num_heads * vocab_size
     rows = max(MIN_ROWS, CHUNK_BYTES[kind] // position)
@@ -93,7 +91,7 @@ def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> T
 
 
 class SoftTargets(NamedTuple):
-    """The targets of K heads at C positions: the backbone's distributions over tokens, and their best tokens."""
+    """The backbone's distributions over tokens as targets of K heads at C positions, and their best tokens."""
 
     distributions: Tensor  # [D, V] D distributions over V tokens; positions share them, so D is about C + K
     which: Tensor  # [K, C] index of the distribution that each head learns at each position

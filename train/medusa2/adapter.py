@@ -18,7 +18,7 @@ from medusa.files import replacing_folder
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, load_backbone
-from medusa.options import LoadOptions
+from medusa.options import LoadOptions, dtype_name
 from train.config import AdapterConfig, TrainConfig
 
 LINEAR = (nn.Linear, Conv1D)
@@ -60,7 +60,7 @@ def add_lora(model: PreTrainedModel, config: AdapterConfig) -> None:
 
 @contextlib.contextmanager
 def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager in which `model` computes what it did before `adapt`: without its adapter, and in eval mode."""
+    """Context in which `model` computes without its adapter and in eval mode, as before `adapt`."""
     training = model.training
     model.eval()
     model.disable_adapters()
@@ -72,7 +72,7 @@ def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
 
 
 def without_adapter(layer: nn.Module) -> nn.Module:
-    """The original layer inside a layer that `adapt` has wrapped; a layer that is not wrapped is returned unchanged."""
+    """The original layer inside a layer that `adapt` has wrapped; any other layer itself."""
     base = getattr(layer, "base_layer", layer)
     assert isinstance(base, nn.Module)
     return base
@@ -80,7 +80,7 @@ def without_adapter(layer: nn.Module) -> nn.Module:
 
 def write_merged(config: TrainConfig, loaded: Loaded, heads: MedusaHeads) -> Path:
     """Merge the saved adapter into the backbone, write backbone and heads to output_dir/merged, and return the path."""
-    output, dtype = Path(config.output_dir), str(loaded.model.dtype).removeprefix("torch.")
+    output, dtype = Path(config.output_dir), dtype_name(loaded.model.dtype)
     options = LoadOptions(dtype, "cpu", revision=config.revision, trust_remote_code=config.trust_remote_code)
     base = load_backbone(config.backbone, options).model
     merged = PeftModel.from_pretrained(base, str(output / ADAPTER)).merge_and_unload()

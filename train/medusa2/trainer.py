@@ -46,11 +46,11 @@ class HeadsAndAdapter(HeadsOnBackbone):
         return self
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Turn on activation checkpointing in the backbone; the Trainer calls this method if the recipe requests it."""
+        """Turn on activation checkpointing in the backbone, for the Trainer."""
         self.adapted.activation_checkpointing_enable(**kwargs)
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Turn on activation checkpointing in the backbone; older versions of transformers use this name."""
+        """The same, under the name of older versions of transformers."""
         self.adapted.gradient_checkpointing_enable(**kwargs)
 
     def with_labels(self, batch: Batch) -> Batch:
@@ -61,7 +61,7 @@ class HeadsAndAdapter(HeadsOnBackbone):
         return super().with_labels(batch) | {"next_labels": head_labels(*text, 1, first=NEXT)[0]}
 
     def label_counts(self, batch: Batch) -> Tensor:
-        """Count the labels in a batch: those of each of the K heads, and then those of the LM loss [K + 1]."""
+        """Count the labels of each of the K heads, and then those of the LM loss [K + 1]."""
         return torch.cat([super().label_counts(batch), (batch["next_labels"] != IGNORE).sum().reshape(1)])
 
     def forward(self, counts: Tensor | None = None, in_place: bool = False, **batch: Tensor) -> HeadLosses:
@@ -108,7 +108,7 @@ class Medusa2Trainer(MedusaTrainer):
     def __init__(
         self, model: PreTrainedModel, heads: MedusaHeads, args: MedusaTrainingArguments, adapter: AdapterConfig
     ) -> None:
-        """Make a trainer of `heads` and of the LoRA adapter that `model` contains, as `adapter` describes it."""
+        """Make a trainer of `heads` and of the LoRA adapter in `model`, as `adapter` describes it."""
         self.adapter = adapter
         if adapter.heads_first > 0:
             args.ddp_find_unused_parameters = True  # the adapter's parameters are unused while only the heads learn
@@ -125,15 +125,13 @@ class Medusa2Trainer(MedusaTrainer):
         self.trained.teacher_tilt = (self.adapter.teacher_tilt or 0.0) * (share or 0.0)
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
-        """Metrics for the log: those of K heads, the mean LM loss in nats, and the weight lambda_0 of the heads' loss.
-
-        `sums` [3, K + 1] holds sums of losses, right guesses and labels: of each head, and last of the LM loss."""
+        """Metrics for the log, with the mean LM loss in nats and lambda_0; `sums` [3, K + 1] end with the LM loss."""
         loss, _, labels = sums[:, -1].tolist()
         lm = {f"{prefix}lm_loss": round(loss / max(labels, 1), 6)}
         return super().figures(sums[:, :-1], prefix) | lm | {"lambda_0": lambda_0_at(self.adapter, self.progress())}
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the Trainer's optimiser, and split its parameter groups: the adapter has its own learning rate."""
+        """Create the Trainer's optimiser, in which the adapter has its own learning rate."""
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)

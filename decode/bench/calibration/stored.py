@@ -19,6 +19,7 @@ from medusa.errors import RunError
 from medusa.files import Json, read_json, user_cache, write_json
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import DTYPES
+from medusa.options import dtype_name
 from medusa.quantization import quantization_of
 from medusa.tree import Tree, usual_shortlist
 
@@ -118,7 +119,7 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
     return {
         **{name: getattr(here, name) for name in ("processor", "gpu", "threads", "torch", "transformers")},
         "backbone": type(model).__name__ + f" {model.config.get_text_config(decoder=True).hidden_size}",
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "attention": getattr(model.config, "_attn_implementation", None),
         "batch_size": batch_size,
         "temperature": settings.temperature,

@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
-from decode.accept import Acceptance, Truncation, accept_longest, accept_walk, ended_at, passes_of, typical
+from decode.accept import Acceptance, accept_longest, accept_walk, ended_at
 from decode.bench.losslessness.cases import MAX_CHILDREN, WHOLE_SHARE, Case, Rule
 from decode.bench.losslessness.chi2 import combined, goodness_of_fit
 from decode.draft import Draft, Frontier
@@ -181,21 +181,21 @@ class Experiment:
         """Sample `draws` steps with `rule`, and test their tokens. `number`: the prompt's index, for the result.
 
         If `rule.whole`, so many steps take too long, and only one of `WHOLE_SHARE` is sampled."""
-        truncation = Truncation(self.settings.epsilon, self.settings.delta)
-        truncate = truncation if rule.acceptance == "typical-sampled" else None
+        applied = AcceptanceRule(rule.acceptance, self.settings.epsilon, self.settings.delta)
+        truncate = applied if applied.kind.truncates else None
         after_root, after_firsts = self.after_root, self.after_firsts
         if rule.draft == "sample":
             take = self._sampled(truncate, rule.whole)
         else:
             draft = self.context.drafter.propose(self.context.frontier)
             scores = self.context.scores_of_nodes(draft)
-            take = self._chosen(rule, draft, _truncated(scores, truncate))
+            take = self._chosen(applied, draft, _truncated(scores, truncate))
             if not self.is_independent:
                 after_root, after_firsts = scores[0], self._of_firsts(draft, scores)
         share = WHOLE_SHARE if rule.whole else 1
         draws = -(-draws // share)
-        first, second, accepted_tokens = self._count(take, draws, on_progress, rule.acceptance == "typical", share)
-        truncated = truncation if rule.against == "truncated target" else None
+        first, second, accepted_tokens = self._count(take, draws, on_progress, not applied.kind.walks, share)
+        truncated = truncate if rule.against == "truncated target" else None
         target = _truncated(after_root, truncated).double().softmax(-1).cpu()
         after = _truncated(after_firsts, truncated).double().softmax(-1).cpu()
         about = number, self.settings.temperature, self.settings.top_p, rule
@@ -239,9 +239,8 @@ class Experiment:
                 found[self.firsts.index(token)] = after
         return found
 
-    def _chosen(self, rule: Rule, draft: Draft, scores: Tensor) -> Take:
+    def _chosen(self, rule: AcceptanceRule, draft: Draft, scores: Tensor) -> Take:
         """Make a function that samples steps on one draft of best guesses, which has N nodes with `scores` [N, V]."""
-        passes = passes_of(AcceptanceRule(rule.acceptance, self.settings.epsilon, self.settings.delta))
 
         def of_nodes(rows: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor]:
             return scores, nodes
@@ -251,13 +250,13 @@ class Experiment:
 
         def take(rows: int) -> tuple[Draft, Acceptance]:
             many = Draft(draft.ids.expand(rows, -1), draft.topology)
-            if passes is not None:
-                return many, accept_longest(many, [scores.expand(rows, -1, -1)], passes)
+            if not rule.kind.walks:
+                return many, accept_longest(many, [scores.expand(rows, -1, -1)], rule.passes)
             return many, accept_walk(many, of_nodes, decide)
 
         return take
 
-    def _sampled(self, truncate: Truncation | None, whole: bool = False) -> Take:
+    def _sampled(self, truncate: AcceptanceRule | None, whole: bool = False) -> Take:
         """Make a function that samples steps, each on a newly sampled draft. `truncate` cuts off unlikely tokens.
 
         Unless `whole`, nodes keep `MAX_CHILDREN` children."""
@@ -299,5 +298,5 @@ def narrowed(tree: Tree, num_children: int) -> Tree:
     return replace(narrow, shortlist=tree.shortlist)
 
 
-def _truncated(scores: Tensor, by: Truncation | None) -> Tensor:
-    return scores if by is None else scores.masked_fill(~typical(scores.softmax(-1), *by), -torch.inf)
+def _truncated(scores: Tensor, by: AcceptanceRule | None) -> Tensor:
+    return scores if by is None else scores.masked_fill(~by.passes(scores), -torch.inf)

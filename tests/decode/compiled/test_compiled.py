@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import EtaLogitsWarper, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from decode import cache, generate, session
-from decode.accept import Acceptance, Truncation, accept_walk
+from decode.accept import Acceptance, accept_walk
 from decode.bench.losslessness.chi2 import goodness_of_fit
 from decode.compiled import region
 from decode.compiled.region import Regions
@@ -35,7 +35,7 @@ from decode.ops.draws import BlockDraws
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.sequences import Request
-from decode.target import Target, settings_of
+from decode.target import Target, settings_of, truncated
 from decode.texts import Decoding, stepper_for
 from decode.topology import Topology
 from medusa import Tree
@@ -320,15 +320,16 @@ def outcomes(tree: Tree, ids: Tensor, p: Tensor) -> dict[tuple[int, int], float]
     return found
 
 
-@pytest.mark.parametrize("truncation", [None, Truncation(0.05, 0.3)])
-def test_samples_follow_the_target(truncation: Truncation | None) -> None:
+@pytest.mark.parametrize("rule", [AcceptanceRule("rejection"), AcceptanceRule("typical-sampled", 0.05, 0.3)])
+def test_samples_follow_the_target(rule: AcceptanceRule) -> None:
     """The end and next root of 200,000 walks over one tree follow their exact probabilities."""
     tree = Tree.from_paths([[0], [1], [3], [0, 0], [0, 2], [1, 0], [3, 0], [0, 0, 0]])
     ids = torch.tensor([0, 1, 2, 4, 3, 5, 0, 1, 2])  # siblings differ
     logits = 1.2 * torch.randn(tree.num_nodes, 6)
     request = prepare(shared_model("llama"), [[1]], do_sample=True, max_new_tokens=3)[0]
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)])
-    target = Target([request._replace(processors=processors)], truncation)
+    request = request._replace(processors=processors)
+    target = Target([truncated(request, rule) if rule.kind.truncates else request])
     exact = outcomes(tree, ids, target.scores_of(logits, logits.device).double().softmax(-1))
     assert abs(sum(exact.values()) - 1) < 1e-9
     rows = 200_000

@@ -511,16 +511,7 @@ def test_layers_that_a_consumer_does_not_read_are_refused(
     else:
         heads = trained(**settings)
     heads.save_pretrained(tmp_path / "heads")
-    command = [
-        "export",
-        str(tmp_path / "heads"),
-        "--to",
-        to,
-        "--output",
-        str(tmp_path / to),
-        "--backbone",
-        str(backbone),
-    ]
-    assert main(command) == 2
+    asked = ["--to", to, "--output", str(tmp_path / to), "--backbone", str(backbone)]
+    assert main(["export", str(tmp_path / "heads"), *asked]) == 2
     assert re.search(words, capsys.readouterr().err)
     assert not (tmp_path / to).exists()

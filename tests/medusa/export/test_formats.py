@@ -219,21 +219,6 @@ def test_eagle3_names_shapes_and_config(exported: Callable, backbone: Path, to: 
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
 
 
-def test_eagle3_with_a_draft_vocabulary(exported: Callable, backbone: Path) -> None:
-    """`d2t` is a difference: a token's id is its index in the draft vocabulary plus this difference."""
-    heads = gated_heads(vocabulary=32)
-    folder = exported(heads, "sglang")
-    tensors, words = load_file(folder / MODEL), heads.vocabulary
-    assert words is not None
-    assert torch.equal(tensors["d2t"] + torch.arange(32), words)
-    assert tensors["t2d"].nonzero().flatten().tolist() == sorted(words.tolist())
-    assert torch.equal(tensors["lm_head.weight"], load_file(backbone / MODEL)["lm_head.weight"][words])
-    assert read_json(folder / CONFIG)["draft_vocab_size"] == 32
-    again = MedusaHeads.from_pretrained(folder)
-    assert torch.equal(again.vocabulary, words)
-    assert same(again, heads)
-
-
 # What others' loaders make of it, by the rules read from them
 
 
@@ -306,26 +291,9 @@ def test_exports_give_the_same_logits_by_each_servers_rules(
 
 
 @pytest.mark.parametrize("to", ORIGINAL)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_reading_an_export_restores_the_heads_bit_for_bit(exported: Callable, to: str, dtype: str) -> None:
-    heads = some_heads().to(getattr(torch, dtype))
-    first = MedusaHeads.from_pretrained(exported(heads, to))
-    assert next(first.parameters()).dtype == getattr(torch, dtype)
-    for name, tensor in heads.state_dict().items():
-        assert torch.equal(first.state_dict()[name], tensor), name
-
-
-@pytest.mark.parametrize("to", ORIGINAL)
-def test_the_original_heads_survive_every_format(shared: Path, exported: Callable, to: str) -> None:
-    """Imported, exported, imported again: the same tensors, and so the same logits, bit for bit."""
-    source, base = shared / "models/stories260K-medusa5-original", shared / "models/stories260K"
-    heads = MedusaHeads.from_pretrained(source)
-    again = MedusaHeads.from_pretrained(exported(source, to, "--backbone", str(base)))
-    assert again.config.num_heads == 5
-    tensors = torch.load(source / LEGACY_WEIGHTS, weights_only=True)
-    assert set(to_published(again.checkpoint())) == set(tensors)
-    assert all(torch.equal(to_published(again.checkpoint())[name], tensor) for name, tensor in tensors.items())
-    assert same(heads, again)
+def test_reading_an_export_in_bfloat16_restores_the_heads_bit_for_bit(exported: Callable, to: str) -> None:
+    heads = some_heads().to(torch.bfloat16)
+    assert MedusaHeads.from_pretrained(exported(heads, to)).checkpoint().is_same(heads.checkpoint())
 
 
 def test_export_to_another_dtype_only_rounds(exported: Callable) -> None:
@@ -525,13 +493,6 @@ def test_weights_that_are_not_plain_are_refused_with_the_reason(tmp_path: Path) 
 
 def test_a_backbone_without_heads_is_rejected(backbone: Path) -> None:
     assert "no heads in" in refusal(backbone)
-
-
-@pytest.mark.parametrize("eagle_config", [{"use_aux_hidden_state": True}, None])
-def test_layers_that_read_several_layers_need_a_matrix(exported: Callable, eagle_config: dict | None) -> None:
-    folder = exported(gated_heads(), "sglang")
-    (folder / CONFIG).write_text(json.dumps(read_json(folder / CONFIG) | {"eagle_config": eagle_config}))
-    assert "fc.weight, which joins hidden states of several layers" in refusal(folder)
 
 
 # The Hub
@@ -812,9 +773,3 @@ def test_an_lm_head_with_a_bias_is_refused(tmp_path: Path) -> None:
     tiny_model("phi").save_pretrained(tmp_path)
     with pytest.raises(RequestError, match="bias"):
         read_lm_head(str(tmp_path))
-
-
-def test_heads_of_another_size_are_refused(tmp_path: Path, backbone: Path, capsys: pytest.CaptureFixture) -> None:
-    some_heads(lm_head="shared", hidden_size=H + 2).save_pretrained(tmp_path / "heads")
-    words = ("--heads", f"{tmp_path}/heads", "--output", f"{tmp_path}/out", "--backbone", str(backbone))
-    assert "the right backbone" in refused(capsys, *words, "--to", "vllm")
