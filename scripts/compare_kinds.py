@@ -24,7 +24,7 @@ from decode.drafters.layouts import Layout, with_shortlist
 from decode.settings import Settings
 from decode.tree_check import require_tree_forward
 from medusa.arguments import parse
-from medusa.commands.models import Opened, open_heads, open_models
+from medusa.commands.models import Opened, fitted_heads, open_models
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts
 from medusa.commands.trees import choose_tree, heads_folder
 from medusa.errors import RequestError
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         name, _, folder = named.partition("=")
         if not folder:
             raise RequestError(f"--heads {named}: write NAME=FOLDER")
-        heads = open_heads(folder, loaded)
+        heads = fitted_heads(MedusaHeads.from_pretrained(folder), loaded)
         for asked in options.trees:
             own = replace(options, models=replace(options.models, heads=folder, tree=asked))
             tree = tree_for(own, loaded, heads)

@@ -18,7 +18,7 @@ import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -61,11 +61,6 @@ class Outcome:
     step_lengths: Sequence[int] = ()
 
 
-def generates(model: PreTrainedModel) -> Callable[..., Any]:
-    """Give the model's own `generate`, which its type does not name."""
-    return cast("Callable[..., Any]", model.generate)
-
-
 def reference(case: Case, model: PreTrainedModel) -> Texts:
     """Write the texts of `model.generate`, for one row at a time and without padding."""
     options = {name: value for name, value in case.options.items() if name not in (*OURS, "copies")}
@@ -73,7 +68,7 @@ def reference(case: Case, model: PreTrainedModel) -> Texts:
     for row, prompt in enumerate(case.rows):
         ids = torch.tensor([prompt])
         torch.manual_seed(case.options.get("sampled", {}).get("seed", 0) + row)
-        out = generates(model)(ids, attention_mask=torch.ones_like(ids), **arguments(options, row))
+        out = cast(Any, model).generate(ids, attention_mask=torch.ones_like(ids), **arguments(options, row))
         texts.rows.append(getattr(out, "sequences", out)[0, len(prompt) :].tolist())
         for name in SCORES:
             if (scores := getattr(out, name, None)) is not None:
@@ -110,7 +105,7 @@ def decoded(case: Case, model: PreTrainedModel, parts: dict[str, Any]) -> Texts:
         out = generate(model, inputs=ids, **parts, **options)
     else:
         named = {f"medusa_{name}": value for name, value in parts.items()}
-        out = generates(model)(ids, custom_generate=medusa_generate, **named, **options)
+        out = cast(Any, model).generate(ids, custom_generate=medusa_generate, **named, **options)
     sequences = getattr(out, "sequences", out)
     copies = case.options.get("copies", 1)
     assert torch.equal(sequences[:, :width], ids.repeat_interleave(copies, 0)), "the prompts have changed"

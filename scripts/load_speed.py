@@ -22,7 +22,7 @@ from typing import NamedTuple
 import psutil
 
 from load_clients import ask
-from load_test import served
+from load_test import Server, served
 from medusa.arguments import parse
 from medusa.commands.options import Output
 from medusa.errors import RequestError
@@ -50,13 +50,6 @@ class SpeedOptions(Options):
         if not all(number.isdecimal() and int(number) for number in numbers):
             raise RequestError(f"--clients is {self.clients!r}; give whole numbers of at least 1, such as 1,8")
         return [int(number) for number in numbers]
-
-
-class Served(NamedTuple):
-    """A server in a process of its own."""
-
-    address: tuple[str, int]
-    pid: int
 
 
 class Burst(NamedTuple):
@@ -87,9 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = f"{options.serve} --name model --batch-size {max(numbers)} {ALWAYS}"
     rows: list[Row] = []
     with served(words) as adaptive, served(f"{words} --plain") as plain:
-        servers = [Served(address, process.pid) for address, process in (adaptive, plain)]
         for number in numbers:
-            rows.append(measured(number, servers, prompts, options))
+            rows.append(measured(number, (adaptive, plain), prompts, options))
             print(f"{number} clients: {median(rows[-1].ratios):.2f}", file=sys.stderr)
     options.output.write({"options": options.serve, "rows": [vars(row) | {"ratios": row.ratios} for row in rows]})
     cells = []
@@ -101,15 +93,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(row.differ for row in rows))
 
 
-def measured(clients: int, servers: Sequence[Served], prompts: Sequence[str], options: SpeedOptions) -> Row:
+def measured(clients: int, servers: Sequence[Server], prompts: Sequence[str], options: SpeedOptions) -> Row:
     """Let so many clients ask both servers in turns."""
     row, asked = Row(clients, [], []), clients * options.texts
     for number in range(options.rounds + 1):
         chosen = [prompts[(number * asked + place) % len(prompts)] for place in range(asked)]
-        found: dict[Served, Burst] = {}
-        for server in servers if number % 2 else servers[::-1]:
-            found[server] = burst(server, clients, chosen, options)
-        ours, theirs = (found[server] for server in servers)
+        order = 1 if number % 2 else -1
+        ours, theirs = [burst(server, clients, chosen, options) for server in servers[::order]][::order]
         row.differ += sum(one != other for one, other in zip(ours.texts, theirs.texts, strict=True))
         if number:
             row.adaptive.append(ours.tokens / ours.cpu_seconds)
@@ -117,10 +107,10 @@ def measured(clients: int, servers: Sequence[Served], prompts: Sequence[str], op
     return row
 
 
-def burst(server: Served, clients: int, prompts: Sequence[str], options: SpeedOptions) -> Burst:
+def burst(server: Server, clients: int, prompts: Sequence[str], options: SpeedOptions) -> Burst:
     """Let so many clients ask for a text after each of the prompts, as fast as they get them."""
     left, answers = list(enumerate(prompts)), dict[int, tuple[str, int]]()
-    process = psutil.Process(server.pid)
+    address, process = server[0], psutil.Process(server[1].pid)
 
     def ask_on() -> None:
         while left:
@@ -128,7 +118,7 @@ def burst(server: Served, clients: int, prompts: Sequence[str], options: SpeedOp
             asked = {"messages": [{"role": "user", "content": prompt}]} if options.chat else {"prompt": prompt}
             path = "/v1/chat/completions" if options.chat else "/v1/completions"
             length = random.Random(place).randint((options.tokens + 1) // 2, options.tokens * 3 // 2)
-            status, answer = ask(server.address, asked | {"max_tokens": length, "ignore_eos": True}, path)
+            status, answer = ask(address, asked | {"max_tokens": length, "ignore_eos": True}, path)
             assert status == 200, answer
             (choice,) = answer["choices"]
             text = choice["message"]["content"] if options.chat else choice["text"]

@@ -43,6 +43,7 @@ GROWTH = 1.05  # the memory at the end may be so many times that after the warm-
 JUDGED_MINUTES = 5.0  # in shorter runs the memory is not judged
 PRINTED = (" ", "serve: ", "WARNING:  Invalid HTTP")  # beginnings of lines that are no error, or a part of one
 LENGTHS = (3, 12, 24, 60, 120)  # new tokens
+Server = tuple[tuple[str, int], subprocess.Popen[bytes]]  # its address, and its process
 
 
 class LoadOptions(Options):
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def served(words: str, log: IO[str] | None = None) -> Iterator[tuple[tuple[str, int], subprocess.Popen[bytes]]]:
+def served(words: str, log: IO[str] | None = None) -> Iterator[Server]:
     """Run `medusa serve` with these words at a free port; yield its address and its process.
 
     Its messages go to the file `log`, by default to the script's standard error."""

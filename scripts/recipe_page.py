@@ -26,6 +26,8 @@ from train.trainer_keys import GROUPS, KEYS, UNUSED
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
 SECTIONS: dict[str, type[Section]] = {"heads": HeadsConfig, "data": DataConfig, "adapter": AdapterConfig}
+ANCHORS = {name: f"[section](#{name})" for name in (*SECTIONS, "training")}
+ANCHORS |= dict.fromkeys(("data", "eval_data"), "[section](#data-and-eval_data)")
 TYPES = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "array": "list"}
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 READING = ("dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory")
@@ -57,7 +59,7 @@ def recipe_page() -> str:
     for name, section in SECTIONS.items():
         title = "`data` and `eval_data`" if name == "data" else f"`{name}`"
         rows = [*_rows(f"{name}.", section), *(_rows_of_kinds() if name == "heads" else [])]
-        parts += [f"## {title}\n", f"{_first_line(section)}\n", _table(rows)]
+        parts += [f"## {title}\n", f"{inspect.cleandoc(section.__doc__ or '')}\n", _table(rows)]
     own = _table(_training_rows(_meanings(MedusaTrainingArguments)))
     parts += ["## `training`\n", "These keys are our own:\n", own]
     parts += ["The following keys have the names and the types that they have in transformers' `TrainingArguments`.\n"]
@@ -79,7 +81,7 @@ def _rows(prefix: str, section: type[Section]) -> Iterable[tuple[str, str, str, 
     for name, field in section.model_fields.items():
         required = field.default is PydanticUndefined and field.default_factory is None
         plain = field.default if field.default is not PydanticUndefined else None
-        kind = f"[section](#{_anchor(name)})" if name in (*SECTIONS, "eval_data", "training") else _kind(schema[name])
+        kind = ANCHORS[name] if name in ANCHORS else _kind(schema[name])
         yield prefix + name, kind, "required" if required else _default(plain), field.description or ""
 
 
@@ -127,14 +129,6 @@ def _default(value: Any, name: str = "") -> str:
     if value is None or value is MISSING or (name, value) in (("max_steps", -1), ("debug", "")) or name in CHOSEN:
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _anchor(name: str) -> str:
-    return "data-and-eval_data" if name in ("data", "eval_data") else name
-
-
-def _first_line(section: type[Section]) -> str:
-    return inspect.cleandoc(section.__doc__ or "")
 
 
 def _meanings(arguments: type) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Helpers that several scripts share: parser, exit status, subprocesses, records, Markdown tables and peak memory."""
+"""Helpers that several scripts share: parser, exit status, subprocesses, records and Markdown tables."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-
-import torch
 
 from medusa.commandline import OneLineParser, exit_status
 from medusa.files import write_text
@@ -54,20 +52,3 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str
     """Format a Markdown table."""
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
-
-
-def peak_meter(device: torch.device | str) -> Callable[[], int]:
-    """Return a meter of peak memory since now, in bytes: tensors on a GPU, resident memory on a CPU (Linux only)."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        return lambda: torch.cuda.max_memory_allocated(device) - before
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the high-water mark
-    before = _resident("VmRSS")
-    return lambda: _resident("VmHWM") - before
-
-
-def _resident(field: str) -> int:
-    """Read a memory figure from /proc/self/status, in bytes; `field` is VmRSS (now) or VmHWM (peak)."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))

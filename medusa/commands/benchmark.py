@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from decode.settings import Settings
 from medusa.commands.effects import require_distinct, require_of_kind
-from medusa.commands.options import (
-    PAGE_SUFFIXES,
-    CommandOptions,
-    Models,
-    Prompts,
-    warn_if_useless,
-)
+from medusa.commands.options import PAGE_SUFFIXES, CommandOptions, Models, Prompts, warn_if_useless
 from medusa.errors import RequestError
 from medusa.files import (
     Json,

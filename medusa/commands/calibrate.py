@@ -20,13 +20,7 @@ from typing import TYPE_CHECKING
 
 from decode.settings import Settings
 from medusa.commands.effects import require_distinct
-from medusa.commands.options import (
-    NO_CONTRAST,
-    CommandOptions,
-    Contrasting,
-    ModelsWithHeads,
-    Prompts,
-)
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, ModelsWithHeads, Prompts
 from medusa.errors import RequestError
 from medusa.files import replacing, require_picture
 from medusa.options import count, group, option

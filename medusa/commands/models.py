@@ -15,11 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.compiled.stepper import require_compilable, why_not_compiled, why_rope_not_compiled
 from decode.drafters import drafter_factory, parse, small_model
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
-from decode.drafters.layouts import (
-    TreeLike,
-    require_draftable,
-    require_sizes,
-)
+from decode.drafters.layouts import TreeLike, require_draftable, require_sizes
 from decode.drafters.trained_heads import HeadsDrafterConfig
 from decode.generation_config import FILE as GENERATION_CONFIG
 from decode.settings import Settings
@@ -248,11 +244,6 @@ def require_tokenizer(loaded: Loaded, use: str) -> PreTrainedTokenizerBase:
             f"{loaded.name} has no tokenizer, and {use} needs one; add its files to the backbone's folder"
         )
     return loaded.tokenizer
-
-
-def open_heads(name: str, loaded: Loaded) -> MedusaHeads:
-    """Load heads and check their shapes; see `fitted_heads`."""
-    return fitted_heads(MedusaHeads.from_pretrained(name), loaded)
 
 
 def fitted_heads(heads: MedusaHeads, loaded: Loaded) -> MedusaHeads:

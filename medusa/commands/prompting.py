@@ -105,12 +105,11 @@ class PromptForm:
         """Return a hint if the template would format a prompt that a template has formatted already; else `None`."""
         if self.raw or tokenizer is None:
             return None
-        found = ((record, marks_of_template(record.question, tokenizer)) for record in records if record.is_prompt)
-        record, mark = next(((record, mark) for record, mark in found if mark), (None, None))
         way_out = "give it as messages, or as `text` to pass it on unchanged"
-        return (
-            f"hint: {record.where} holds {mark}, which the chat template writes itself; {way_out}" if record else None
-        )
+        for record in records:
+            if record.is_prompt and (mark := marks_of_template(record.question, tokenizer)):
+                return f"hint: {record.where} holds {mark}, which the chat template writes itself; {way_out}"
+        return None
 
     def _plain_text(self) -> str:
         if not self.has_template:

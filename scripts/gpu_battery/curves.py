@@ -13,7 +13,6 @@ from decode.bench.methods import Method, medusa_method, plain_method
 from decode.settings import Settings
 from medusa import Tree
 from medusa.tree import load_tree
-from script_tools import peak_meter
 from scripts.gpu_battery.run import Figure, Run
 from scripts.gpu_battery.steps import SKIPPED, profile_steps, step_ms
 from tiny_models import random_heads
@@ -47,11 +46,14 @@ def random_ids(run: Run, about: Figure) -> list[list[int]]:
 
 
 def measure_point(run: Run, about: Figure, method: Method) -> None:
-    """Record the time of a step at one point of the curves, its memory, and what the profiler sees in it."""
-    prompts = random_ids(run, about)
-    peak = peak_meter(run.device)
+    """Record the time of a step at one point of the curves, its memory on a GPU, and what the profiler sees in it."""
+    prompts, before = random_ids(run, about), 0
+    if run.on_gpu:
+        torch.cuda.reset_peak_memory_stats(run.device)
+        before = torch.cuda.memory_allocated(run.device)
     timed = {"ms": step_ms(method, prompts)} | run.clocks()
-    timed["peak_mb"] = round(peak() / 1e6)
+    if run.on_gpu:
+        timed["peak_mb"] = round((torch.cuda.max_memory_allocated(run.device) - before) / 1e6)
     seen = profile_steps(method, prompts, run.on_gpu)
     run.keep(**about, **timed, **seen)
 

@@ -2,20 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from decode.bench.calibration import calibrate
-from medusa.commands.fit import plan, stages
-from tests.commands.test_cli import Place, build
+from decode.bench.calibration import calibrate, stored
+from medusa.__main__ import main
+from medusa.commands.fit import plan, probe, stages
+from medusa.files import read_json
+from tests.commands.place import Distilled, Outcome, Place, build, lines_of, with_template, write_rows
 
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return build(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture
+def medusa(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Run the command in this process."""
+
+    def run(*argv: Any) -> Outcome:
+        capsys.readouterr()
+        try:
+            status = main([str(word) for word in argv])
+        except SystemExit as end:  # the parser ends the program
+            status = int(end.code or 0)
+        return Outcome(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(medusa: Callable[..., Outcome]) -> Callable[..., str]:
+    """Run a wrong request; gives its one-line error."""
+
+    def run(*argv: Any) -> str:
+        status, out, err = medusa(*argv)
+        assert (status, out, err.count("\n")) == (2, "", 1), err
+        assert err.startswith("medusa"), err
+        return err.rstrip("\n")
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def talking(place: Place) -> str:
+    """The backbone with a chat template that writes the words alone, so that what was asked can be read off the ids."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{# reads enable_thinking #}"
+    return with_template(place.backbone, template, Path(place.backbone).parent / "talking")
+
+
+@pytest.fixture
+def distill(talking: str, tmp_path: Path, medusa: Callable[..., Outcome]) -> Callable[..., Distilled]:
+    """Run `medusa distill` for texts of six tokens, with prompts from a file."""
+
+    def run(*argv: Any, prompts: Any = None, output: str = "own.jsonl", backbone: str = talking) -> Distilled:
+        given = () if prompts is None else ("--prompts", write_rows(tmp_path / "prompts.jsonl", prompts))
+        figures = tmp_path / "figures.json"
+        figures.unlink(missing_ok=True)
+        places = ("--backbone", backbone, *given, "--output", tmp_path / output, "--json", figures)
+        done = medusa("distill", *places, "--max-new-tokens", "6", *argv)
+        told = read_json(figures) if figures.exists() else {}
+        return Distilled(done.status, done.err, lines_of(tmp_path / output), told)
+
+    return run
 
 
 @pytest.fixture
@@ -30,13 +85,20 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make calibration and benchmark short: no figure of these tests is a measurement."""
-    monkeypatch.setattr(stages, "CALIBRATION_TOKENS", 24)
-    monkeypatch.setattr(stages, "CALIBRATED_ON", 1300)
-    monkeypatch.setattr(plan, "BENCHMARK_TOKENS", 16)
-    monkeypatch.setattr(plan, "FEWEST_BENCHMARK_TOKENS", 16)
-    monkeypatch.setattr(plan, "BENCHMARK_SECONDS", 0.0)  # instead of all prompts, the fewest
-    monkeypatch.setattr(plan, "FEWEST_TEST", 4)
-    monkeypatch.setattr(calibrate, "SIZES", (1, 4, 8))
-    monkeypatch.setattr(calibrate, "SHORTLISTS", (8, 16))
-    monkeypatch.setattr(calibrate, "time_steps", partial(calibrate.time_steps, steps=8))
+    """Make probe, calibration and benchmark short: no figure of these tests is a measurement."""
+    short: dict[Any, dict[str, Any]] = {
+        probe: {"ENOUGH": 0.05},
+        stages: {"CALIBRATION_TOKENS": 24, "CALIBRATED_ON": 300, "FEWEST_TEXTS": 8},
+        # In the benchmark, instead of all prompts, the fewest.
+        plan: {"BENCHMARK_TOKENS": 16, "FEWEST_BENCHMARK_TOKENS": 16, "BENCHMARK_SECONDS": 0.0, "FEWEST_TEST": 4},
+        stored: {"MIN_STEPS": 100},
+        calibrate: {
+            "MIN_STEPS": 100,
+            "SIZES": (1, 4, 8),
+            "SHORTLISTS": (8, 16),
+            "time_steps": partial(calibrate.time_steps, steps=4),
+        },
+    }
+    for module, values in short.items():
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)

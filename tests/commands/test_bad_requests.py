@@ -14,28 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from medusa.__main__ import main
 from medusa.fingerprint import fingerprint
-from tests.commands.test_cli import Place
+from tests.commands.place import Place, with_template, write_rows
 from tests.helpers import HIDDEN, random_heads, tiny_model
 from tests.train.templates import GEMMA
 from train.features.recorder import Recorder
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a request in this process; gives its one-line error."""
-
-    def run(*argv: Any) -> str:
-        capsys.readouterr()
-        status = main([str(word) for word in argv])
-        out, err = capsys.readouterr()
-        assert status == 2, err
-        assert out == ""
-        lines = err.splitlines()
-        assert len(lines) == 1, err
-        assert lines[0].startswith(f"medusa {argv[0]}: error: "), err
-        return lines[0]
-
-    return run
 
 
 def generate(place: Place, *argv: Any, **changes: Any) -> tuple[Any, ...]:
@@ -55,7 +37,7 @@ def test_an_amateur_of_another_tokenizer(refused: Any, place: Place, tmp_path: P
     (other / "tokenizer.json").write_text(text.replace('"c": 2', '"ß": 2'), encoding="utf-8")
     said = refused(*generate(place, "--amateur", other))
     assert f"the amateur {other} has another tokenizer: 'c' is 2 in {place.backbone} and nothing in {other}" in said
-    measure = ("benchmark", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
+    measure = ("benchmark", *place.models, "--prompts", place.prompts)
     assert "cannot be combined with --amateur" in refused(
         *measure, "--amateur", place.backbone, "--against", "prompt-lookup"
     )
@@ -132,74 +114,26 @@ def test_text_for_a_backbone_without_tokenizer(refused: Any, place: Place) -> No
 
 @pytest.fixture
 def copied(place: Place, tmp_path: Path) -> Path:
-    """A copy of backbone and heads that may be damaged."""
-    for name in ("backbone", "heads"):
-        shutil.copytree(getattr(place, name), tmp_path / name)
-    return tmp_path
-
-
-def damage(path: Path, how: str) -> None:
-    content = path.read_bytes()
-    path.write_bytes({"garbage": b"garbage" * 99, "truncated": content[: len(content) // 2], "empty": b""}[how])
-
-
-@pytest.mark.parametrize("how", ["garbage", "truncated", "empty"])
-def test_damaged_heads(refused: Any, place: Place, copied: Path, how: str) -> None:
-    """In our format and in the original's."""
-    file = copied / "heads" / "medusa_lm_head.safetensors"
-    torch.save(load_file(file), copied / "weights.pt")
-    damage(file, how)
-    assert "medusa_lm_head.safetensors is damaged" in refused(*generate(place, **{"--heads": str(copied / "heads")}))
-    assert "damaged" in refused("info", copied / "heads")
-    file.unlink()
-    (copied / "weights.pt").rename(file.with_suffix(".pt"))
-    damage(file.with_suffix(".pt"), how)
-    assert "medusa_lm_head.pt is damaged" in refused(*generate(place, **{"--heads": str(copied / "heads")}))
-
-
-class Payload:
-    """An object that runs a program when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.marker,))
-
-
-def test_code_in_a_pickle_is_not_run(refused: Any, place: Place, copied: Path) -> None:
-    (copied / "heads" / "medusa_lm_head.safetensors").unlink()
-    torch.save({"0.0.linear.weight": Payload(copied / "ran")}, copied / "heads" / "medusa_lm_head.pt")
-    assert "medusa_lm_head.pt" in refused(*generate(place, **{"--heads": str(copied / "heads")}))
-    assert not (copied / "ran").exists()
-
-
-@pytest.mark.parametrize(("name", "content"), [("config.json", "{"), ("config.json", "[]")])
-def test_a_damaged_configuration_of_heads(refused: Any, place: Place, copied: Path, name: str, content: str) -> None:
-    (copied / "heads" / name).write_text(content, encoding="utf-8")
-    assert name in refused(*generate(place, **{"--heads": str(copied / "heads")}))
+    """A copy of the backbone that may be damaged."""
+    return Path(shutil.copytree(place.backbone, tmp_path / "backbone"))
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        *(("model.safetensors", how) for how in ("garbage", "truncated", "empty")),
-        ("config.json", "truncated"),
-        ("tokenizer.json", "empty"),
-    ],
+    ("name", "kept"),
+    [("model.safetensors", 0.5), ("model.safetensors", 0), ("config.json", 0.5), ("tokenizer.json", 0)],
 )
-def test_a_damaged_backbone(refused: Any, place: Place, copied: Path, name: str, how: str) -> None:
-    damage(copied / "backbone" / name, how)
-    assert str(copied / "backbone") in refused(*generate(place, **{"--backbone": str(copied / "backbone")}))
+def test_a_damaged_backbone(refused: Any, place: Place, copied: Path, name: str, kept: float) -> None:
+    """Files that are cut; those of heads are tested with checkpoints."""
+    content = (copied / name).read_bytes()
+    (copied / name).write_bytes(content[: int(kept * len(content))])
+    assert str(copied) in refused(*generate(place, **{"--backbone": str(copied)}))
 
 
 def test_a_backbone_with_a_missing_tensor_is_rejected(refused: Any, place: Place, copied: Path) -> None:
-    path = copied / "backbone" / "model.safetensors"
-    tensors = load_file(path)
+    tensors = load_file(copied / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, path, metadata={"format": "pt"})
-    line = refused(*generate(place, **{"--backbone": str(copied / "backbone")}))
-    assert "model.layers.1.mlp.up_proj.weight" in line
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    assert "model.layers.1.mlp.up_proj.weight" in refused(*generate(place, **{"--backbone": str(copied)}))
 
 
 # --- training and distillation ---------------------------------------------------------------------------------------
@@ -221,14 +155,11 @@ def recipe(place: Place, tmp_path: Path) -> Callable[..., Path]:
         ('{"messages": [{"role": "user", "content": "a"}]}', "d.jsonl:2: a conversation needs a chat template"),
         ('{"input_ids": [1, 2, 99]}', "d.jsonl:2: the id 99"),
         ('{"text": 5}', "d.jsonl:2: text is 5; it must be a text"),
-        ('{"text": "a', "d.jsonl:2: not JSON"),
-        ('{"text": "caf\udce9"}', "d.jsonl:2: not UTF-8 (byte 14 of the line is 0xe9); convert the file"),
     ],
 )
 def test_unusable_training_data_is_rejected(refused: Any, recipe: Any, tmp_path: Path, row: str, said: str) -> None:
     """The error names file, line and remedy; `--inspect` finds the same errors as training."""
-    text = '{"text": "abc"}\n' + row + "\n"
-    (tmp_path / "d.jsonl").write_bytes(text.encode(errors="surrogateescape"))
+    (tmp_path / "d.jsonl").write_text('{"text": "abc"}\n' + row + "\n", encoding="utf-8")
     for inspect in ((), ("--inspect",))[: 2 if "id 99" in said else 1]:
         assert said in refused("train", recipe(data=str(tmp_path / "d.jsonl")), "--quiet", *inspect)
 
@@ -236,8 +167,6 @@ def test_unusable_training_data_is_rejected(refused: Any, recipe: Any, tmp_path:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "d.jsonl is empty; it must hold at least one record"),
-        ("\n\n", "d.jsonl is empty"),
         ('{"text": ""}\n', "dropped: 1 empty (first: "),
         (
             '{"input_ids": [1, 2], "prompt_tokens": 2}\n',
@@ -253,20 +182,13 @@ def test_empty_training_data_is_rejected(refused: Any, recipe: Any, tmp_path: Pa
 @pytest.fixture
 def gemma(place: Place, tmp_path: Path) -> str:
     """The backbone with a chat template that rejects system messages."""
-    from transformers import AutoTokenizer
-
-    shutil.copytree(place.backbone, tmp_path / "gemma")
-    tokenizer = AutoTokenizer.from_pretrained(place.backbone)
-    tokenizer.chat_template = GEMMA
-    tokenizer.save_pretrained(tmp_path / "gemma")
-    return str(tmp_path / "gemma")
+    return with_template(place.backbone, GEMMA, tmp_path / "gemma")
 
 
 def test_roles_the_chat_template_rejects(refused: Any, recipe: Any, gemma: str, tmp_path: Path) -> None:
     user = {"role": "user", "content": "a"}
     rows = [[user, {"role": "assistant", "content": "b"}], [{"role": "system", "content": "a"}, user]]
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows), encoding="utf-8")
+    path = write_rows(tmp_path / "d.jsonl", [{"messages": row} for row in rows])
     for argv in (
         ("train", recipe(backbone=gemma, data=str(path)), "--quiet"),
         ("distill", "--backbone", gemma, "--prompts", path, "--output", tmp_path / "own.jsonl", "--quiet"),

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -20,25 +20,19 @@ from decode.texts import Decoding
 from medusa.__main__ import main
 from medusa.commands.network import Network
 from medusa.errors import RequestError, require_extra
+from tests.commands.place import Outcome
 
 CHAT = ("chat", "--backbone", "demo", "--max-new-tokens", "16", "--threads", "1")
 WITH_HEADS = (*CHAT, "--heads", "demo", "--tree", "eight")
 
 
-class Said(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
+def say(medusa: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """Run the command in this process, with lines on standard input."""
 
-    def run(*words: str, lines: str = "") -> Said:
+    def run(*words: str, lines: str = "") -> Outcome:
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        status = main([str(word) for word in words])
-        return Said(status, *capsys.readouterr())
+        return medusa(*words)
 
     return run
 
@@ -78,7 +72,7 @@ def test_another_drafter_and_the_options_of_generate(say: Any) -> None:
 
 def test_contrastive_text_is_the_same_with_heads(say: Any) -> None:
     lines = "Once upon a time\n/plain\n/reset\nOnce upon a time\n"
-    done = say(*WITH_HEADS, "--amateur", "demo", "--contrast-beta", "0.5", lines=lines)
+    done = say(*WITH_HEADS, "--amateur", "demo", "--contrast-beta", "0.5", "--max-new-tokens", "8", lines=lines)
     assert done.status == 0, done.err
     first, second = done.out.splitlines()
     assert first == second

@@ -20,14 +20,12 @@ from decode.serve.app import CompletionApi
 from decode.serve.worker import BatchWorker
 from decode.settings import Settings
 from decode.texts import TextGenerator
-from medusa.__main__ import main
-from medusa.commands.fit.plan import make_plan
 from medusa.commands.fit.probe import why_not_decoded
 from medusa.errors import RequestError
 from medusa.files import ASSETS
 from medusa.loading import BackboneFiles, load_backbone
-from tests.commands.test_cli import PROMPTS, Place
-from tests.commands.test_fit import COSTS, PROBE, options
+from tests.commands.place import PROMPTS, Outcome, Place, write_rows
+from tests.commands.test_fit import PROBE, planned
 from tests.helpers import LETTERS
 
 NEW = 12
@@ -72,16 +70,15 @@ def own(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Own:
 
 
 @pytest.fixture
-def medusa(place: Place, own: Own, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def run(place: Place, own: Own, tmp_path: Path, medusa: Callable[..., Outcome]) -> Callable[..., Any]:
     """Run a command with the checkpoint; gives its results and what it prints on standard error."""
 
     def run(command: str, *argv: Any, prompts: str = place.prompts, status: int = 0) -> tuple[Any, str]:
         path, heads = tmp_path / "out.json", () if command == "distill" else ("--heads", place.heads)
         models = ("--backbone", own.folder, *heads, "--prompts", prompts, "--json", path, "--max-new-tokens", NEW)
-        capsys.readouterr()
-        assert main([str(word) for word in (command, *models, *argv)]) == status
-        err = capsys.readouterr().err
-        return json.loads(path.read_text()) if status == 0 else None, err
+        done = medusa(command, *models, *argv)
+        assert done.status == status, done.err
+        return json.loads(path.read_text()) if status == 0 else None, done.err
 
     return run
 
@@ -90,14 +87,11 @@ def medusa(place: Place, own: Own, tmp_path: Path, capsys: pytest.CaptureFixture
 def mixed(tmp_path: Path) -> str:
     """A file with the prompts between two that are too long."""
     texts = ["a" * 129, *PROMPTS, "b" * 130]
-    rows = [json.dumps({"prompt": text, "category": text[:1]}) + "\n" for text in texts]
-    path = tmp_path / "mixed.jsonl"
-    path.write_text("".join(rows))
-    return str(path)
+    return str(write_rows(tmp_path / "mixed.jsonl", [{"prompt": text, "category": text[:1]} for text in texts]))
 
 
-def test_generate_and_its_ways_out(medusa: Callable[..., Any], own: Own, mixed: str) -> None:
-    content, err = medusa("generate", "--skip-long", prompts=mixed)
+def test_generate_and_its_ways_out(run: Callable[..., Any], own: Own, mixed: str) -> None:
+    content, err = run("generate", "--skip-long", prompts=mixed)
     assert [result["new_ids"] for result in content["results"]] == own.texts
     assert [result["finish_reason"] for result in content["results"]].count("stop") >= 1
     assert not any(own.stop in result["text"] for result in content["results"]), "the text ends before it"
@@ -108,34 +102,32 @@ def test_generate_and_its_ways_out(medusa: Callable[..., Any], own: Own, mixed: 
     assert content["settings"]["repetition_penalty"] == 1.8
     told = "2 of 5 prompts are left out, because they have more than 128 tokens; the first one is"
     assert f"{told} {mixed}:1\n" in err
-    content, _ = medusa("generate", "--ignore-generation-config")
+    content, _ = run("generate", "--ignore-generation-config")
     assert [result["new_ids"] for result in content["results"]] == own.free
 
 
-def test_plain_decoding_and_model_generate_agree_in_a_benchmark(
-    medusa: Callable[..., Any], own: Own, mixed: str
-) -> None:
-    content, _ = medusa("benchmark", "--rounds", "1", "--skip-long", prompts=mixed)
+def test_plain_decoding_and_model_generate_agree_in_a_benchmark(run: Callable[..., Any], own: Own, mixed: str) -> None:
+    content, _ = run("benchmark", "--rounds", "1", "--skip-long", prompts=mixed)
     found = content["methods"]
     assert found["medusa"]["equal_to_plain"] == found["transformers"]["equal_to_plain"] == 1.0
     assert found["plain"]["new_tokens"] == sum(map(len, own.texts))
     assert sorted(found["medusa"]["by_category"]) == sorted(text[0] for text in PROMPTS)
 
 
-def test_verify_compares_with_the_options(medusa: Callable[..., Any], mixed: str) -> None:
+def test_verify_compares_with_the_options(run: Callable[..., Any], mixed: str) -> None:
     """Samples need room for two tokens after each prompt."""
     with Path(mixed).open("a") as file:
         file.write(json.dumps({"prompt": "a" * 127}) + "\n")
     more = ("--draws", "2000", "--sampled-prompts", "1")
-    content, err = medusa("verify", *more, "--skip-long", prompts=mixed)
+    content, err = run("verify", *more, "--skip-long", prompts=mixed)
     assert content["greedy"]["equal"] == content["greedy"]["prompts"] == len(PROMPTS)
     assert content["passed"]
     assert "3 of 6 prompts are left out, because they have more than 126 tokens" in err
     assert "type --temperature" not in err, "verify has no such option"
 
 
-def test_distill_writes_with_the_options(medusa: Callable[..., Any], own: Own, tmp_path: Path) -> None:
-    medusa("distill", "--output", tmp_path / "own.jsonl", "--batch-size", "1")
+def test_distill_writes_with_the_options(run: Callable[..., Any], own: Own, tmp_path: Path) -> None:
+    run("distill", "--output", tmp_path / "own.jsonl", "--batch-size", "1")
     lines = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
     assert [line["input_ids"][line["prompt_tokens"] :] for line in lines] == own.texts
 
@@ -165,9 +157,9 @@ def test_the_server_answers_with_the_options_unless_a_request_has_others(own: Ow
 
 @pytest.mark.parametrize("command", ["generate", "benchmark", "calibrate", "verify"])
 @pytest.mark.usefixtures("no_loading")
-def test_compiled_steps_are_refused_before_the_weights_are_loaded(medusa: Callable[..., Any], command: str) -> None:
+def test_compiled_steps_are_refused_before_the_weights_are_loaded(run: Callable[..., Any], command: str) -> None:
     more = ("--max-new-tokens", "900") if command == "calibrate" else ()
-    _, err = medusa(command, "--compile", *more, status=2)
+    _, err = run(command, "--compile", *more, status=2)
     told = "--compile is not possible: generation_config.json of the model sets repetition_penalty=1.8, which reads"
     assert told in err
     assert "--ignore-generation-config" in err
@@ -194,13 +186,12 @@ def test_the_plan_of_fit_knows_that_steps_cannot_be_compiled(own: Own, monkeypat
     loaded = load_backbone(own.folder)  # without the step that worked
     assert why_not_decoded(loaded, ignoring) == "torch.compile fails on LlamaForCausalLM (TorchDynamoException: no way)"
     with pytest.raises(RequestError, match=r"compile is not possible: .*repetition_penalty=1\.8"):
-        make_plan(options(compile=True), replace(PROBE, not_compiled=reason), COSTS, 100, 20)
+        planned(replace(PROBE, not_compiled=reason), compile=True)
 
 
-def test_fit_refuses_them_with_the_plan(own: Own, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = str(ASSETS / "openings.jsonl")
-    assert main(["fit", own.folder, "--prompts", prompts, "--plan", "--compile"]) == 2
-    assert "--compile is not possible: generation_config.json of the model sets" in capsys.readouterr().err
+def test_fit_refuses_them_with_the_plan(own: Own, refused: Any) -> None:
+    said = refused("fit", own.folder, "--prompts", ASSETS / "openings.jsonl", "--plan", "--compile")
+    assert "--compile is not possible: generation_config.json of the model sets" in said
 
 
 def test_the_generation_config_is_read_as_the_model_has_it(own: Own, place: Place, tmp_path: Path) -> None:

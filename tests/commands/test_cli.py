@@ -10,14 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import decode
 from decode.bench.benchmark import STAGES
@@ -33,111 +32,25 @@ from medusa.commands import generate as generate_command
 from medusa.commands import models
 from medusa.commands.datastore import PIECE
 from medusa.commands.options import Output, warn_if_useless
+from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
-from medusa.tree import named_trees
-from tests.helpers import LETTERS, VOCAB, plain, random_heads, run_as_written, tiny_model
+from tests.commands.place import GENERATION, NEW, PROMPTS, Outcome, Place, letters, until_eos, write_rows
+from tests.helpers import LETTERS, VOCAB, random_heads, run_as_written, tiny_model
 from train.features.files import shards
-
-PROMPTS = ["abc", "hgfedcba", "d"]
-NEW = 12
-GENERATION = ("--max-new-tokens", str(NEW))
-
-
-class Outcome(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-class Place(NamedTuple):
-    """The files on disk and the expected texts."""
-
-    backbone: str
-    bare: str
-    """The same without a tokenizer and special tokens."""
-    heads: str
-    prompts: str
-    texts: list[list[int]]
-    """Greedy continuations of PROMPTS, EOS ignored."""
-    eos: int
-
-
-def tokenizer_of_letters(bos: int, eos: int) -> PreTrainedTokenizerFast:
-    """Token i is the i-th letter, except BOS and EOS."""
-    names = {letter: index for index, letter in enumerate(LETTERS)}
-    names = {"<s>" if i == bos else "</s>" if i == eos else letter: i for letter, i in names.items()}
-    inner = Tokenizer(WordLevel(names, unk_token=LETTERS[0]))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
-
-
-def talkative() -> tuple[Any, list[list[int]], int]:
-    """A random backbone whose texts are not loops, and a token of its first text to use as EOS."""
-    ids = [[LETTERS.index(letter) for letter in prompt] for prompt in PROMPTS]
-    for seed in range(100):
-        model = tiny_model("llama", seed)
-        texts = [plain(model, prompt, max_new_tokens=NEW) for prompt in ids]
-        for place, token in enumerate(texts[0]):
-            alone = token not in texts[0][:place] and not any(token in other for other in (*ids, *texts[1:]))
-            if place >= 4 and alone and all(len(set(text)) > 6 for text in texts):
-                return model, texts, token
-    raise AssertionError("no seed gives a backbone that these tests can use")
-
-
-def build(folder: Path) -> Place:
-    """A backbone that ends its answer to the first prompt after a few tokens, heads for it, and prompts."""
-    model, texts, eos = talkative()
-    used = {LETTERS.index(letter) for letter in "".join(PROMPTS)}.union([eos], *texts)
-    bos = next(token for token in reversed(range(VOCAB)) if token not in used)
-    model.save_pretrained(folder / "bare")  # neither tokenizer nor special tokens
-    model.config.eos_token_id = model.generation_config.eos_token_id = eos
-    model.config.bos_token_id = model.generation_config.bos_token_id = bos
-    model.save_pretrained(folder / "backbone")
-    tokenizer_of_letters(bos, eos).save_pretrained(folder / "backbone")
-    heads = random_heads(model)
-    heads.config.tree = named_trees()["eight"]  # without one of its own, `auto` would calibrate
-    heads.config.tree = [path for path in heads.config.tree if len(path) <= heads.config.num_heads]
-    heads.save_pretrained(folder / "heads")
-    lines = [{"prompt": text, "category": kind} for text, kind in zip(PROMPTS, "xyx", strict=True)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return Place(*(str(folder / name) for name in ("backbone", "bare", "heads", "prompts.jsonl")), texts, eos)
-
-
-@pytest.fixture
-def medusa(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """Run the command in this process."""
-
-    def run(*argv: str) -> Outcome:
-        capsys.readouterr()
-        status = main([str(word) for word in argv])
-        return Outcome(status, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture
 def generate(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., Any]:
     """`medusa generate` with --json; gives its results."""
 
-    def run(*argv: str, prompts: tuple[str, ...] = ("--prompts",), heads: bool = True) -> Any:
-        given = (*prompts, place.prompts) if prompts == ("--prompts",) else prompts
-        path = tmp_path / "generated.json"
-        with_heads = ("--heads", place.heads) if heads else ()
-        done = medusa("generate", "--backbone", place.backbone, *with_heads, *given, *GENERATION, "--json", path, *argv)
+    def run(*argv: Any, prompts: tuple[str, ...] = ("--prompts", place.prompts), heads: bool = True) -> Any:
+        path, chosen = tmp_path / "generated.json", place.models if heads else place.models[:2]
+        done = medusa("generate", *chosen, *prompts, *GENERATION, "--json", path, *argv)
         assert done.status == 0, done.err
         return json.loads(path.read_text(encoding="utf-8"))
 
     return run
-
-
-def until_eos(place: Place) -> list[list[int]]:
-    return [text[: text.index(place.eos) + 1] if place.eos in text else text for text in place.texts]
-
-
-def letters(ids: list[int], place: Place) -> str:
-    return "".join(LETTERS[token] for token in ids if token != place.eos)
 
 
 # --- generate --------------------------------------------------------------------------------------------------------
@@ -197,18 +110,13 @@ def test_execution_options_do_not_change_the_text(generate: Any, place: Place, a
     assert [result["new_ids"] for result in generate(*argv)["results"]] == until_eos(place)
 
 
-def test_plain_needs_no_heads(generate: Any, place: Place) -> None:
-    results = generate("--plain", heads=False)["results"]
-    assert [result["new_ids"] for result in results] == until_eos(place)
+def test_plain_needs_no_heads_and_eos_can_be_ignored(generate: Any, place: Place) -> None:
+    results = generate("--plain", "--ignore-eos", heads=False)["results"]
+    assert [result["new_ids"] for result in results] == place.texts
     assert all(set(result["step_lengths"]) == {1} for result in results)
+    assert {result["finish_reason"] for result in results} == {"length"}
     results = generate("--plain", prompts=("--prompt", PROMPTS[2], "--prompt", PROMPTS[0]), heads=False)["results"]
     assert [result["new_ids"] for result in results] == [until_eos(place)[2], until_eos(place)[0]]
-
-
-def test_eos_can_be_ignored(generate: Any, place: Place) -> None:
-    results = generate("--ignore-eos", "--max-prompts", "2")["results"]
-    assert [result["new_ids"] for result in results] == place.texts[:2]
-    assert {result["finish_reason"] for result in results} == {"length"}
 
 
 def test_the_text_ends_before_the_stop_string_that_comes_first(generate: Any, place: Place) -> None:
@@ -280,8 +188,8 @@ def test_heads_are_trained_further_on_recordings(
 
 
 def test_a_recording_prints_its_contents_unless_quiet(medusa: Any, place: Place, tmp_path: Path) -> None:
-    words = ("generate", "--backbone", place.bare, "--plain", "--prompts", tmp_path / "ids.jsonl", *GENERATION)
-    (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2, 3]}\n', encoding="utf-8")
+    ids = write_rows(tmp_path / "ids.jsonl", [{"input_ids": [1, 2, 3]}])
+    words = ("generate", "--backbone", place.bare, "--plain", "--prompts", ids, *GENERATION)
     done = medusa(*words, "--record", tmp_path / "used")
     size = (3 + NEW) * (4 * 32 + 9)
     assert f"recorded in {tmp_path / 'used'}: 1 texts, {3 + NEW} tokens, {size / 1000:.3g} kB" in done.err
@@ -298,8 +206,7 @@ def test_an_interruption_keeps_what_was_finished(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate_command, "batches", interrupted)
-    words = ("generate", "--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
-    assert medusa(*words, "--record", tmp_path / "used").status == 130
+    assert medusa("generate", *place.asked, "--record", tmp_path / "used").status == 130
     (shard,) = shards(tmp_path / "used")
     assert load_file(shard)["input_ids"].tolist()[: len(PROMPTS[0])] == [LETTERS.index(c) for c in PROMPTS[0]]
     assert set(load_file(shard)["document_ids"].tolist()) == {0}
@@ -313,29 +220,24 @@ def test_typical_acceptance_is_opt_in(generate: Any) -> None:
 
 
 def test_texts_go_to_standard_output_and_the_rest_to_standard_error(medusa: Any, place: Place) -> None:
-    argv = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
-    done = medusa("generate", *argv, "--batch-size", "2")
+    done = medusa("generate", *place.asked, "--batch-size", "2")
     assert done.out.splitlines() == [letters(ids, place) for ids in until_eos(place)]
     assert "a step" in done.err
-    quiet = medusa("generate", *argv, "--quiet")
-    assert (quiet.out, quiet.err) == ("", "")
+    assert medusa("generate", *place.asked, "--quiet") == (0, "", "")
 
 
 def test_ids_go_in_and_out_of_a_backbone_without_tokenizer(medusa: Any, place: Place, tmp_path: Path) -> None:
-    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [0, 1, 2]}), encoding="utf-8")
-    argv = ("--backbone", place.bare, "--heads", place.heads, "--prompts", tmp_path / "ids.jsonl", *GENERATION)
-    done = medusa("generate", *argv)
+    ids = write_rows(tmp_path / "ids.jsonl", [{"input_ids": [0, 1, 2]}])
+    done = medusa("generate", "--backbone", place.bare, "--heads", place.heads, "--prompts", ids, *GENERATION)
     assert (done.status, done.out.strip()) == (0, str(place.texts[0]))
 
 
 def test_heads_of_another_backbone_of_the_same_shape_give_a_warning(medusa: Any, place: Place, tmp_path: Path) -> None:
-    from medusa.fingerprint import fingerprint
-
     heads = random_heads(tiny_model("llama"))
     heads.config.backbone = fingerprint(tiny_model("llama", seed=7), "org/other")
     heads.save_pretrained(tmp_path / "heads")
     argv = ("--backbone", place.backbone, "--heads", tmp_path / "heads", "--prompt", "abc", *GENERATION)
-    done = medusa("generate", *argv, "--tree", "chain")  # without a tree, it would calibrate first
+    done = medusa("generate", *argv, "--tree", "chain")
     assert done.status == 0
     assert "warning" in done.err
     assert "org/other" in done.err
@@ -347,39 +249,28 @@ def test_heads_of_another_backbone_of_the_same_shape_give_a_warning(medusa: Any,
 @pytest.fixture(scope="session")
 def adapter(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a LoRA adapter that changes the backbone's texts; it contains no tokenizer."""
-    import peft
-    from transformers import AutoModelForCausalLM
-
     folder = tmp_path_factory.mktemp("adapter")
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(place.backbone)
-    peft.get_peft_model(
-        base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    ).save_pretrained(folder)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(place.backbone), lora).save_pretrained(folder)
     return folder
 
 
-def test_an_adapters_folder_is_a_backbone(medusa: Any, place: Place, adapter: Path, tmp_path: Path) -> None:
-    from peft import AutoPeftModelForCausalLM
-
-    model = AutoPeftModelForCausalLM.from_pretrained(str(adapter)).eval()
+def test_an_adapters_folder_is_a_backbone(
+    medusa: Any, recipe: Callable[..., Path], place: Place, adapter: Path, tmp_path: Path
+) -> None:
+    """Commands decode with it, and heads can be trained on it."""
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(str(adapter)).eval()
     prompt = torch.tensor([[0, 1, 2]])
-    expected = model.generate(
-        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False, eos_token_id=None
-    )[0, 3:].tolist()
+    how = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **how)[0, 3:].tolist()
     assert expected != place.texts[0], "or the adapter would change nothing"
     out = tmp_path / "out.json"
     argv = ("--heads", place.heads, "--prompt", "abc", "--ignore-eos", *GENERATION, "--json", out)
     done = medusa("generate", "--backbone", adapter, *argv)
     assert done.status == 0, done.err
     assert json.loads(out.read_text())["results"][0]["new_ids"] == expected
-
-
-def test_heads_can_be_trained_on_an_adapters_folder(
-    medusa: Any, adapter: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    done = medusa("train", recipe(backbone=str(adapter)), "--quiet")
-    assert done == (0, "", "")
+    assert medusa("train", recipe(backbone=str(adapter)), "--quiet") == (0, "", "")
     assert MedusaHeads.from_pretrained(tmp_path / "trained").config.base_model_name_or_path == str(adapter)
 
 
@@ -389,11 +280,8 @@ def test_heads_can_be_trained_on_an_adapters_folder(
 @pytest.fixture
 def recipe(place: Place, tmp_path: Path) -> Callable[..., Path]:
     """A training YAML; its data are the backbone's texts."""
-    data = tmp_path / "texts.jsonl"
-    lines = [
-        json.dumps({"text": prompt + letters(text, place)}) for prompt, text in zip(PROMPTS, place.texts, strict=True)
-    ]
-    data.write_text("\n".join(lines), encoding="utf-8")
+    texts = [prompt + letters(text, place) for prompt, text in zip(PROMPTS, place.texts, strict=True)]
+    data = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
 
     def write(**changes: Any) -> Path:
         content = {
@@ -415,13 +303,8 @@ def test_info_describes_heads(medusa: Any, place: Place, tmp_path: Path, monkeyp
     about = json.loads((tmp_path / "info.json").read_text())
     assert done.status == 0
     assert done.err == ""
-    assert {
-        "kind": "medusa",
-        "heads": 3,
-        "hidden size": 32,
-        "vocabulary": 61,
-        "LM head": "own",
-    }.items() <= about.items()
+    told = {"kind": "medusa", "heads": 3, "hidden size": 32, "vocabulary": 61, "LM head": "own"}
+    assert told.items() <= about.items()
     assert about["config"]["medusa_num_heads"] == 3
     for word in ("heads", "hidden size", "vocabulary", "tree", "backbone"):
         assert word in done.out
@@ -444,18 +327,8 @@ def test_trained_heads_work_with_every_command(
     assert MedusaHeads.from_pretrained(tmp_path / "trained").config.num_heads == 3
     told = medusa("info", tmp_path / "trained")
     assert "command" in told.out, "provenance is shown"
-    argv = ("--backbone", place.backbone, "--heads", tmp_path / "trained", "--prompts", place.prompts, *GENERATION)
-    done = medusa("generate", *argv, "--tree", "chain")
+    done = medusa("generate", *place.asked, "--heads", tmp_path / "trained", "--tree", "chain")
     assert done.out.splitlines() == [letters(ids, place) for ids in until_eos(place)]
-
-
-def test_an_interrupted_training_resumes(medusa: Any, recipe: Callable[..., Path], tmp_path: Path) -> None:
-    steps = {"logging_steps": 1, "save_steps": 1, "use_cpu": True}
-    assert medusa("train", recipe(training=steps | {"max_steps": 2})).status == 0
-    again = recipe(training=steps | {"max_steps": 4})
-    assert medusa("train", again).status == 2, "not without being told how"
-    assert medusa("train", again, "--resume", "--json", tmp_path / "fit.json").status == 0
-    assert json.loads((tmp_path / "fit.json").read_text())["steps"] == 4
 
 
 def complete_in_60_columns(out: str, *words: str, path: Path | None = None) -> None:
@@ -469,7 +342,7 @@ def test_evaluate_json_has_exactly_the_documented_fields(
     medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    argv = ("--backbone", place.backbone, "--heads", place.heads, "--data", place.prompts, *GENERATION)
+    argv = (*place.models, "--data", place.prompts, *GENERATION)
     done = medusa("evaluate", *argv, "--json", tmp_path / "evaluated.json")
     assert done.status == 0, done.err
     content = json.loads((tmp_path / "evaluated.json").read_text())
@@ -486,26 +359,24 @@ def test_evaluate_json_has_exactly_the_documented_fields(
 
 
 def test_evaluate_on_no_positions_is_an_error(medusa: Any, place: Place, tmp_path: Path) -> None:
-    models = ("--backbone", place.backbone, "--heads", place.heads, "--data", place.prompts)
-    done = medusa("evaluate", *models, "--max-new-tokens", "3", "--json", tmp_path / "out.json")
-    assert done.status == 2
-    assert "--max-new-tokens is 3, and 3 heads need at least 4" in done.err.splitlines()[-1]
-    (tmp_path / "full.jsonl").write_text(json.dumps({"prompt": "b" * 126}), encoding="utf-8")
-    done = medusa("evaluate", *models[:-1], tmp_path / "full.jsonl", "--json", tmp_path / "out.json")
-    assert done.status == 1
-    assert "no positions to evaluate in 1 texts" in done.err.splitlines()[-1]
+    full = write_rows(tmp_path / "full.jsonl", [{"prompt": "b" * 126}])
+    for argv, status, told in (
+        ((place.prompts, "--max-new-tokens", "3"), 2, "--max-new-tokens is 3, and 3 heads need at least 4"),
+        ((full,), 1, "no positions to evaluate in 1 texts"),
+    ):
+        done = medusa("evaluate", *place.models, "--json", tmp_path / "out.json", "--data", *argv)
+        assert done.status == status
+        assert told in done.err.splitlines()[-1]
     assert not (tmp_path / "out.json").exists()
 
 
 def test_evaluate_separates_documents_of_a_text_file(medusa: Any, place: Place, tmp_path: Path) -> None:
     """`--data` is training text: the separator between documents is not part of the text."""
     one, two = "hgfedcba" * 3, "abcdefgh" * 3
-    for name, lines in {"with.txt": [one, "<|endoftext|>", two, "<|endoftext|>"], "without.jsonl": []}.items():
-        content = "\n".join(lines) if lines else "\n".join(json.dumps({"text": text}) for text in (one, two))
-        (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / "with.txt").write_text(f"{one}\n<|endoftext|>\n{two}\n<|endoftext|>", encoding="utf-8")
     figures = []
-    for name in ("with.txt", "without.jsonl"):
-        argv = ("--backbone", place.backbone, "--heads", place.heads, "--data", tmp_path / name, *GENERATION)
+    for data in (tmp_path / "with.txt", write_rows(tmp_path / "without.jsonl", [{"text": one}, {"text": two}])):
+        argv = (*place.models, "--data", data, *GENERATION)
         assert medusa("evaluate", *argv, "--json", tmp_path / "out.json").status == 0
         figures.append(json.loads((tmp_path / "out.json").read_text()))
     assert figures[0] == figures[1]
@@ -519,6 +390,7 @@ def short_calibrations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "SIZES", (1, 4))
     monkeypatch.setattr(calibrate, "MIN_STEPS", 60)
     monkeypatch.setattr("decode.bench.calibration.stored.MIN_STEPS", 60)
+    monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 4)
 
 
 @pytest.fixture
@@ -530,15 +402,21 @@ def own_place(place: Place, tmp_path: Path) -> Place:
     return place._replace(heads=str(tmp_path / "heads"))
 
 
+@pytest.fixture
+def eight(tmp_path: Path) -> Path:
+    """A file with eight short prompts."""
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(LETTERS[at : at + 4] for at in range(8)), encoding="utf-8")
+    return path
+
+
 @pytest.mark.usefixtures("short_calibrations")
 def test_auto_uses_the_calibrated_tree(
-    medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    medusa: Any, own_place: Place, eight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
-    out, plot, prompts = tmp_path / "c.json", tmp_path / "c.png", tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(LETTERS[at : at + 4] for at in range(8)), encoding="utf-8")
-    small = ("--prompts", prompts, "--max-new-tokens", "24", "--rounds", "1", "--ignore-eos")
-    done = medusa("calibrate", *models, *small, "--json", str(out), "--plot", str(plot))
+    out, plot = tmp_path / "c.json", tmp_path / "c.png"
+    small = (*own_place.models, "--prompts", eight, "--rounds", "1", "--ignore-eos", "--json", out)
+    done = medusa("calibrate", *small, "--max-new-tokens", "24", "--plot", plot)
     assert done.status == 0, done.err
     assert "kept for --tree auto" in done.out
     told = json.loads(out.read_text(encoding="utf-8"))
@@ -547,13 +425,12 @@ def test_auto_uses_the_calibrated_tree(
     assert plot.read_bytes().startswith(b"\x89PNG")
 
     monkeypatch.setattr(calibrate, "calibrate", lambda *args, **kwargs: pytest.fail("calibrated again"))
-    done = medusa("generate", *models, "--prompt", "abc", "--tree", "auto", "--max-new-tokens", "8")
+    done = medusa("generate", *own_place.models, "--prompt", "abc", "--tree", "auto", "--max-new-tokens", "8")
     assert done.status == 0, done.err
     chosen = told["points"][told["chosen"]]  # the fastest, which another load of the machine may change
     assert f"tree: {'dynamic, ' if chosen.get('dynamic') else ''}{chosen['nodes']} nodes" in done.err
 
-    small = ("--prompts", prompts, "--max-new-tokens", "4", "--rounds", "1", "--ignore-eos")
-    done = medusa("benchmark", *models, *small, "--tree", "auto", "--json", out)
+    done = medusa("benchmark", *small, "--max-new-tokens", "4", "--tree", "auto")
     assert done.status == 0, done.err
     measured = json.loads(out.read_text(encoding="utf-8"))
     assert measured["methods"]["medusa"]["predicted"] == {"tau": chosen["tau"], "texts": told["texts"]}
@@ -564,7 +441,7 @@ def test_auto_uses_the_calibrated_tree(
 
 @pytest.mark.usefixtures("short_calibrations")
 def test_compiled_steps_have_their_own_calibration(
-    medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    medusa: Any, own_place: Place, eight: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`calibrate --compile` times compiled steps only; `auto` prefers its result, and says when there is none."""
     run_as_written(monkeypatch)
@@ -584,10 +461,8 @@ def test_compiled_steps_have_their_own_calibration(
         return [0.01 * (1 + (tree.num_nodes != wanted)) for tree, _ in zip(args[3], seconds, strict=True)]
 
     monkeypatch.setattr(calibrate, "time_steps", timing)
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(LETTERS[at : at + 4] for at in range(8)), encoding="utf-8")
-    models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
-    small = ("--prompts", prompts, "--max-new-tokens", "24", "--rounds", "1", "--ignore-eos")
+    models = own_place.models
+    small = ("--prompts", eight, "--max-new-tokens", "24", "--rounds", "1", "--ignore-eos")
     generate = ("generate", *models, "--prompt", "abc", "--tree", "auto", "--max-new-tokens", "8")
     wanted = 1
     assert medusa("calibrate", *models, *small).status == 0
@@ -611,7 +486,6 @@ def test_auto_calibrates_once_on_text_from_the_backbone(
     medusa: Any, own_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For heads without a saved tree, `auto` is the default; the run's prompts are not used."""
-    argv = ("generate", "--backbone", own_place.backbone, "--heads", own_place.heads, "--prompts", own_place.prompts)
     seen: list[Any] = []
     real = calibrate.calibrate
 
@@ -621,7 +495,7 @@ def test_auto_calibrates_once_on_text_from_the_backbone(
 
     monkeypatch.setattr(calibrate, "calibrate", spy)
     for _ in range(2):
-        done = medusa(*argv, "--max-new-tokens", "4")
+        done = medusa("generate", *own_place.asked, "--max-new-tokens", "4")
         assert done.status == 0, done.err
     assert len(seen) == 1, "the second run reads what the first one kept"
     prompts = [[LETTERS.index(letter) for letter in prompt] for prompt in PROMPTS]
@@ -631,7 +505,7 @@ def test_auto_calibrates_once_on_text_from_the_backbone(
 def test_a_calibration_from_few_steps_is_refused_and_not_kept(
     medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = ("--backbone", own_place.backbone, "--heads", own_place.heads, "--prompts", own_place.prompts)
+    models = (*own_place.models, "--prompts", own_place.prompts)
     monkeypatch.setattr("decode.bench.calibration.recording.plain_method", lambda *args: pytest.fail("generated"))
     done = medusa("calibrate", *models, "--max-new-tokens", "100")
     assert done.status == 2
@@ -649,9 +523,8 @@ def test_auto_uses_the_default_tree_if_the_texts_are_too_short(
     medusa: Any, own_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 2)
-    models = ("--backbone", own_place.backbone, "--heads", own_place.heads)
     for tree, nodes in (("auto", "7 nodes"), ("dynamic:5", "5 nodes")):
-        done = medusa("generate", *models, "--prompt", "abc", "--max-new-tokens", "8", "--tree", tree)
+        done = medusa("generate", *own_place.models, "--prompt", "abc", "--max-new-tokens", "8", "--tree", tree)
         assert done.status == 0, done.err
         assert f"tree: {nodes}, not calibrated, because the backbone's own texts are too short" in done.err
     assert not (Path(own_place.heads) / "calibration.json").exists()
@@ -697,7 +570,7 @@ def test_bad_requests_are_refused_before_a_tree_is_calibrated(
     """A calibration may take minutes."""
     monkeypatch.setattr(calibrate, "calibrate", lambda *args, **kwargs: pytest.fail("calibrated"))
     monkeypatch.chdir(tmp_path)
-    Path("ids.jsonl").write_text('{"input_ids": [1, 2, 3]}\n', encoding="utf-8")
+    write_rows(Path("ids.jsonl"), [{"input_ids": [1, 2, 3]}])
     done = medusa(*argv, "--backbone", getattr(own_place, backbone), "--heads", own_place.heads, "--tree", "auto")
     assert done.status == 2
     assert message in done.err
@@ -706,20 +579,26 @@ def test_bad_requests_are_refused_before_a_tree_is_calibrated(
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 
-def verify(medusa: Any, place: Place, tmp_path: Path, *argv: str) -> tuple[Outcome, Path]:
-    report = tmp_path / "report.html"
-    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
-    small = ("--draws", "10000", "--sampled-prompts", "2", "--max-new-tokens", "12", "--json", str(tmp_path / "v.json"))
-    return medusa("verify", *models, *small, "--report", str(report), *argv), report
+@pytest.fixture
+def verify(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., tuple[Outcome, str, Any]]:
+    """`medusa verify`; gives its outcome, its report and its results."""
+
+    def run(*argv: str) -> tuple[Outcome, str, Any]:
+        report, told = tmp_path / "report.html", tmp_path / "v.json"
+        small = ("--draws", "500", "--sampled-prompts", "1", "--json", told, "--report", report)
+        done = medusa("verify", *place.asked, *small, *argv)
+        content = json.loads(told.read_text(encoding="utf-8"), parse_constant=pytest.fail)
+        return done, report.read_text(encoding="utf-8"), content
+
+    return run
 
 
-def test_verify_writes_the_documented_json_and_a_report(medusa: Any, place: Place, tmp_path: Path) -> None:
-    done, report = verify(medusa, place, tmp_path, "--batch-size", "2")
+def test_verify_writes_the_documented_json_and_a_report(verify: Any, tmp_path: Path) -> None:
+    done, page, content = verify("--batch-size", "2", "--draws", "10000", "--sampled-prompts", "2")
     assert done.status == 0, done.err
     assert "passed" in done.out
-    assert str(report) in "".join(done.out.split())
+    assert str(tmp_path / "report.html") in "".join(done.out.split())
     assert "\u2026" not in done.out, "a column was cut off"
-    content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
     assert content.keys() == {"settings", "machine", "greedy", "sampling", "passed"}
     assert content["machine"]["torch"] == torch.__version__
     assert (content["settings"]["compile"], content["settings"]["quantization"]) == (False, None)
@@ -729,13 +608,9 @@ def test_verify_writes_the_documented_json_and_a_report(medusa: Any, place: Plac
     assert content["sampling"]["draws"] == 10_000
     assert {case["prompt"] for case in cases} == {0, 1}
     judged = [case for case in cases if case["judged"]]
-    assert {(case["acceptance"], case["draft"]) for case in judged} == {
-        ("rejection", "topk"),
-        ("rejection", "sample"),
-        ("typical-sampled", "topk"),
-    }
+    rules = {("rejection", "topk"), ("rejection", "sample"), ("typical-sampled", "topk")}
+    assert {(case["acceptance"], case["draft"]) for case in judged} == rules
     assert min(case["chi2_p_value"] for case in judged) > content["sampling"]["smallest_allowed_p_value"]
-    page = report.read_text(encoding="utf-8")
     assert page.count("<svg role=") == 2, "a picture for each prompt"
     assert "3 of 3 texts are equal" in page
     assert 'src="http' not in page
@@ -744,19 +619,15 @@ def test_verify_writes_the_documented_json_and_a_report(medusa: Any, place: Plac
         assert f"{case['total_variation']:.5f}" in page, "the page's figures are the JSON's"
 
 
-def test_verify_fails_where_the_text_or_the_samples_are_wrong(
-    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_fails_where_the_samples_are_wrong(verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decode.rejection.residual", lambda p, q: p)
-    done, report = verify(medusa, place, tmp_path)
+    done, page, _ = verify("--draws", "10000", "--sampled-prompts", "2")
     assert done.status == 1
     assert "FAILED" in done.out
-    assert "there is evidence against equality" in report.read_text(encoding="utf-8")
+    assert "there is evidence against equality" in page
 
 
-def test_verify_reports_a_text_that_ends_early(
-    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_reports_a_text_that_ends_early(verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = Job.drafted
 
     def cut(*args: Any, **kwargs: Any) -> Any:
@@ -765,22 +636,18 @@ def test_verify_reports_a_text_that_ends_early(
 
     monkeypatch.setattr(Job, "drafted", cut)
     monkeypatch.setenv("COLUMNS", "60")
-    done, report = verify(medusa, place, tmp_path, "--draws", "500", "--sampled-prompts", "1")
+    done, page, content = verify()
     assert done.status == 1
     complete_in_60_columns(done.out, "expected", "p-value", "verdict", path=tmp_path)
-    assert "<td>the end</td>" in report.read_text(encoding="utf-8")
-    content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert "<td>the end</td>" in page
     assert [found["gap"] for found in content["greedy"]["divergences"]] == [None] * 3
 
 
-def test_verify_in_full_tries_more_temperatures(
-    medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_in_full_tries_more_temperatures(verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    done, _ = verify(medusa, place, tmp_path, "--full", "--draws", "500", "--sampled-prompts", "1")
+    done, _, content = verify("--full")
     assert done.status == 0, done.out
     complete_in_60_columns(done.out, "top-p", path=tmp_path)
-    content = json.loads((tmp_path / "v.json").read_text(encoding="utf-8"))
     pairs = {(case["temperature"], case["top_p"]) for case in content["sampling"]["cases"]}
     assert pairs == {(t, p) for t in (0.5, 1.0, 1.5) for p in (1.0, 0.9)}
 
@@ -797,8 +664,7 @@ def test_a_prompts_sample_depends_on_the_seed_and_not_on_the_batch(generate: Any
 
 
 def test_benchmark_json_has_the_documented_fields(medusa: Any, place: Place, tmp_path: Path) -> None:
-    argv = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
-    done = medusa("benchmark", *argv, "--rounds", "2", "--tree", "topk:2,2", "--json", tmp_path / "b.json")
+    done = medusa("benchmark", *place.asked, "--rounds", "2", "--tree", "topk:2,2", "--json", tmp_path / "b.json")
     assert done.status == 0, done.err
     content = json.loads((tmp_path / "b.json").read_text())
     assert content.keys() == {"machine", "settings", "methods", "headline"}
@@ -821,15 +687,13 @@ def test_benchmark_json_has_the_documented_fields(medusa: Any, place: Place, tmp
 
 
 def test_a_benchmark_in_batches_of_sampled_text_works(medusa: Any, place: Place) -> None:
-    argv = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
-    done = medusa("benchmark", *argv, "--rounds", "1", "--batch-size", "2", "--temperature", "1")
+    done = medusa(*benchmark(place, "--batch-size", "2", "--temperature", "1"))
     assert done.status == 0
     assert "(sampled)" in done.out
 
 
 def benchmark(place: Place, *argv: Any) -> tuple[Any, ...]:
-    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *GENERATION)
-    return ("benchmark", *models, "--rounds", "1", "--tree", "topk:2,2", *argv)
+    return ("benchmark", *place.asked, "--rounds", "1", "--tree", "topk:2,2", *argv)
 
 
 def test_a_benchmark_records_its_options(
@@ -889,17 +753,6 @@ def test_figures_are_kept_if_the_report_fails(
     assert json.loads((tmp_path / "b.json").read_text())["methods"]["medusa"]["steps"] > 0
 
 
-def test_a_report_replaces_only_a_report(medusa: Any, tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    project.mkdir()
-    (project / "thesis.txt").write_text("years of work")
-    for report in (project, project / "thesis.txt"):
-        done = medusa("benchmark", "--backbone", "demo", "--heads", "demo", "--report", report, "--overwrite")
-        assert done.status == 2
-        assert "is not a report" in done.err
-    assert (project / "thesis.txt").read_text() == "years of work"
-
-
 @pytest.fixture(scope="module")
 def measured(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The figures of a benchmark."""
@@ -943,63 +796,6 @@ def test_incomparable_benchmarks_are_rejected_before_the_backbone_is_loaded(
         assert done.err.count("\n") == 1
 
 
-# --- distill ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def distill(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., Any]:
-    """`medusa distill`; gives its outcome and the lines of the file afterwards."""
-    output = tmp_path / "own.jsonl"
-
-    def run(*argv: str, prompts: bool = True) -> tuple[Outcome, list[dict[str, Any]]]:
-        given = ("--prompts", place.prompts) if prompts else ()
-        done = medusa("distill", "--backbone", place.backbone, *given, "--output", output, *GENERATION, *argv)
-        lines = output.read_text(encoding="utf-8").split("\n")[:-1] if output.exists() else []
-        return done, [json.loads(line) for line in lines]
-
-    return run
-
-
-def test_distill_writes_answers_of_the_backbone(distill: Any, place: Place) -> None:
-    done, lines = distill("--batch-size", "2")
-    assert (done.status, done.out) == (0, "")
-    for line, prompt, ids in zip(lines, PROMPTS, until_eos(place), strict=True):
-        assert line["input_ids"][: line["prompt_tokens"]] == [LETTERS.index(letter) for letter in prompt]
-        assert line["input_ids"][line["prompt_tokens"] :] == ids
-        assert line["answer"] == letters(ids, place)
-        assert line["finish_reason"] == ("eos" if ids[-1] == place.eos else "length")
-
-
-def test_a_finished_distillation_changes_only_if_asked(distill: Any, medusa: Any, tmp_path: Path) -> None:
-    """Only a newline ends a line of it, other settings and wrong requests are refused."""
-    whole, output = distill()[1], tmp_path / "own.jsonl"
-    whole[0]["answer"] = "a\u2028b\x85c"
-    output.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in whole), encoding="utf-8")
-    done, lines = distill()
-    assert (done.status, lines) == (0, whole), done.err
-    for argv in (("--temperature", "0.5"), ("--seed", "3"), ("--ignore-eos",)):
-        done, lines = distill(*argv)
-        assert (done.status, lines) == (2, whole)
-        assert "other settings" in done.err
-        assert "--overwrite" in done.err
-    argv = ("--self-talk", "2", "--output", output, "--overwrite")
-    assert medusa("distill", "--backbone", tmp_path / "absent", *argv).status == 2
-    assert [json.loads(line) for line in output.read_text("utf-8").split("\n")[:-1]] == whole
-    done, lines = distill("--ignore-eos", "--overwrite")
-    assert (done.status, lines[0]["finish_reason"]) == (0, "length")
-
-
-def test_self_talk_starts_from_bos(distill: Any, medusa: Any, place: Place, tmp_path: Path) -> None:
-    done, lines = distill("--self-talk", "3", "--temperature", "1", "--ignore-eos", prompts=False)
-    assert done.status == 0
-    assert [line["prompt_tokens"] for line in lines] == [1, 1, 1]
-    assert len({line["input_ids"][0] for line in lines}) == 1
-    assert len({line["answer"] for line in lines}) == 3, "every text is a draw of its own"
-    refused = medusa("distill", "--backbone", place.bare, "--self-talk", "2", "--output", tmp_path / "bare.jsonl")
-    assert refused.status == 2
-    assert "BOS" in refused.err
-
-
 # --- help ------------------------------------------------------------------------------------------------------------
 
 
@@ -1020,10 +816,8 @@ def test_control_c_prints_no_traceback(medusa: Any, place: Place, monkeypatch: p
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("medusa.heads.independent.MedusaHeads.from_pretrained", interrupted)
-    done = medusa("info", place.heads)
-    assert done.status == 130
-    assert done.err == "medusa info: interrupted\n"
+    monkeypatch.setattr(MedusaHeads, "from_pretrained", interrupted)
+    assert medusa("info", place.heads) == (130, "", "medusa info: interrupted\n")
 
 
 def test_float32_where_bfloat16_is_fast_gets_one_hint(
@@ -1057,10 +851,8 @@ def test_generate_with_another_drafter(generate: Any, place: Place) -> None:
 
 def test_verify_with_another_drafter(medusa: Any, place: Place, tmp_path: Path) -> None:
     report = tmp_path / "v.html"
-    done = medusa(
-        *("verify", "--backbone", place.backbone, "--drafter", "ngram:n=1", "--prompts", place.prompts, "--draws"),
-        *("2000", "--max-new-tokens", str(NEW), "--report", report, "--sampled-prompts", "1"),
-    )
+    argv = ("--backbone", place.backbone, "--prompts", place.prompts, *GENERATION, "--drafter", "ngram:n=1")
+    done = medusa("verify", *argv, "--draws", "2000", "--sampled-prompts", "1", "--report", report)
     assert done.status == 0, done.out + done.err
     assert "drafts by ngram:n=1" in report.read_text(encoding="utf-8")
     assert "sample" not in {line.split()[1] for line in done.out.splitlines() if line.startswith("rejection")}
@@ -1069,9 +861,8 @@ def test_verify_with_another_drafter(medusa: Any, place: Place, tmp_path: Path) 
 def test_benchmark_of_several_drafters(medusa: Any, place: Place, tmp_path: Path) -> None:
     """The first drafter is called `medusa`; the others keep their names."""
     path, report = tmp_path / "b.json", tmp_path / "b.html"
-    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts)
     drafters = ("--drafter", "ngram", "--drafter", "heads", "--drafter", "ngram:n=1,tokens=2")
-    done = medusa("benchmark", *models, *drafters, *GENERATION, "--rounds", "1", "--json", path, "--report", report)
+    done = medusa("benchmark", *place.asked, *drafters, "--rounds", "1", "--json", path, "--report", report)
     assert done.status == 0, done.err
     content = json.loads(path.read_text(encoding="utf-8"))
     assert list(content["methods"]) == ["plain", "transformers", "heads", "ngram:n=1,tokens=2", "medusa"]
@@ -1099,9 +890,9 @@ def test_contrastive_decoding(generate: Any, medusa: Any, place: Place, tmp_path
     with_heads = generate("--tree", "topk:4,2", "--batch-size", "3", *asked)
     assert [result["new_ids"] for result in with_heads["results"]] == texts
 
-    models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", place.prompts, *asked, *GENERATION)
+    models = (*place.asked, *asked)
     report, path = tmp_path / "verify.html", tmp_path / "out.json"
-    done = medusa("verify", *models, "--draws", "1000", "--report", report, "--json", path)
+    done = medusa("verify", *models, "--draws", "1000", "--sampled-prompts", "1", "--report", report, "--json", path)
     assert done.status == 0, done.err
     assert json.loads(path.read_text(encoding="utf-8"))["settings"]["amateur"] == said
     assert "All decoding is contrastive" in report.read_text(encoding="utf-8")
@@ -1134,15 +925,11 @@ def test_searches(generate: Any, medusa: Any, place: Place) -> None:
 def datastore(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., tuple[Outcome, Path]]:
     """`medusa datastore build`, by default from text written by the backbone."""
 
-    def run(*argv: Any, backbone: str = place.backbone, name: str = "store") -> tuple[Outcome, Path]:
-        own = tmp_path / "own.jsonl"
+    def run(*argv: Any, name: str = "store") -> tuple[Outcome, Path]:
         texts = zip(PROMPTS, place.texts, strict=True)
-        lines = [{"input_ids": [*map(LETTERS.index, prompt), *text]} for prompt, text in texts]
-        own.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        given = argv if "--data" in argv else ("--data", own, *argv)
-        return medusa(
-            "datastore", "build", "--backbone", backbone, *given, "--output", tmp_path / name
-        ), tmp_path / name
+        rows = [{"input_ids": [*map(LETTERS.index, prompt), *text]} for prompt, text in texts]
+        given = ("--data", write_rows(tmp_path / "own.jsonl", rows), *argv, "--output", tmp_path / name)
+        return medusa("datastore", "build", "--backbone", place.backbone, *given), tmp_path / name
 
     return run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -17,67 +16,32 @@ import pytest
 
 from decode.settings import Settings
 from medusa import progress
-from medusa.__main__ import COMMANDS, main
+from medusa.__main__ import COMMANDS
 from medusa.commandline import until_pipe_closes
 from medusa.commands import models
 from medusa.commands.benchmark import BenchmarkOptions
 from medusa.commands.options import CommandOptions, Output
 from medusa.commands.serve import ServeOptions
 from medusa.errors import RequestError
-from tests.commands.test_cli import Outcome, Place, build
+from medusa.files import read_json, write_json
+from tests.commands.place import Outcome, Place
 from tests.train.processes import forked_command
 
 Medusa = Callable[..., Outcome]
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """The files of `test_cli`, with heads that record their backbone."""
-    place = build(tmp_path_factory.mktemp("place"))
-    record(place.heads, place.backbone)
-    return place
-
-
-@pytest.fixture
-def medusa(capsys: pytest.CaptureFixture[str]) -> Medusa:
-    """Run the command in this process."""
-
-    def run(*argv: object) -> Outcome:
-        capsys.readouterr()
-        try:
-            status = main([str(word) for word in argv])
-        except SystemExit as end:  # the parser ends the program
-            status = int(end.code or 0)
-        return Outcome(status, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def refused(medusa: Medusa) -> Callable[..., str]:
-    """Run a wrong request; gives its one-line error."""
-
-    def run(*argv: object) -> str:
-        status, out, err = medusa(*argv)
-        assert (status, out, len(err.splitlines())) == (2, "", 1), err
-        return err.strip()
-
-    return run
-
-
-def record(heads: str, backbone: str | None) -> None:
-    """Write a backbone into the config of heads."""
-    path = Path(heads) / "config.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    content["base_model_name_or_path"], content["backbone"] = backbone, {}
-    path.write_text(json.dumps(content), encoding="utf-8")
-
-
-def copied(place: Place, folder: Path, backbone: str | None) -> str:
-    """A copy of the heads that records another backbone."""
-    shutil.copytree(place.heads, folder)
-    record(str(folder), backbone)
+def copied(heads: str, folder: Path, backbone: str | None) -> str:
+    """A copy of the heads whose config records a backbone."""
+    shutil.copytree(heads, folder)
+    content = read_json(folder / "config.json") | {"base_model_name_or_path": backbone, "backbone": {}}
+    write_json(folder / "config.json", content)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def own(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """The same files, with heads that record their backbone."""
+    return place._replace(heads=copied(place.heads, tmp_path_factory.mktemp("own") / "heads", place.backbone))
 
 
 # --- heads by position and the backbone that they record --------------------------------------------------------------
@@ -85,20 +49,19 @@ def copied(place: Place, folder: Path, backbone: str | None) -> str:
 SHORT = ("--max-new-tokens", "6")
 
 
-def test_generate_with_heads_and_prompts_by_position(medusa: Medusa, place: Place, tmp_path: Path) -> None:
+def test_generate_with_heads_and_prompts_by_position(medusa: Medusa, own: Place, tmp_path: Path) -> None:
     def results(*argv: Any) -> Any:
         done = medusa("generate", *argv, *SHORT, "--json", tmp_path / "out.json")
         assert done.status == 0, done.err
-        content = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-        assert content["settings"]["backbone"] == place.backbone
+        content = read_json(tmp_path / "out.json")
+        assert content["settings"]["backbone"] == own.backbone
         return [result["new_ids"] for result in content["results"]]
 
-    named = ("--backbone", place.backbone, "--heads", place.heads)
-    expected = results(*named, "--prompt", "abc", "--prompt", "d")
-    assert results(place.heads, "abc", "--seed", "1", "d") == expected
-    assert results("abc", *named, "--prompt", "d") == expected
-    assert results("--backbone", place.backbone, "--drafter", "ngram", "abc", "d") == expected
-    assert results("--backbone", place.backbone, "--plain", "abc", "d") == expected
+    expected = results(*own.models, "--prompt", "abc", "--prompt", "d")
+    assert results(own.heads, "abc", "--seed", "1", "d") == expected
+    assert results("abc", *own.models, "--prompt", "d") == expected
+    assert results("--backbone", own.backbone, "--drafter", "ngram", "abc", "d") == expected
+    assert results("--backbone", own.backbone, "--plain", "abc", "d") == expected
 
 
 @pytest.mark.parametrize(
@@ -111,8 +74,8 @@ def test_generate_with_heads_and_prompts_by_position(medusa: Medusa, place: Plac
     ],
     ids=lambda argv: " ".join(argv[:2]),
 )
-def test_commands_take_heads_by_position(medusa: Medusa, place: Place, tmp_path: Path, argv: tuple[str, ...]) -> None:
-    words = {"HEADS": place.heads, "PROMPTS": place.prompts, "OUT": str(tmp_path / "out")}
+def test_commands_take_heads_by_position(medusa: Medusa, own: Place, tmp_path: Path, argv: tuple[str, ...]) -> None:
+    words = {"HEADS": own.heads, "PROMPTS": own.prompts, "OUT": str(tmp_path / "out")}
     done = medusa(*(words.get(word, word) for word in argv))
     assert done.status == 0, done.err
 
@@ -122,7 +85,7 @@ def test_commands_take_heads_by_position(medusa: Medusa, place: Place, tmp_path:
     [("chat",), ("serve",), ("calibrate",), *((name, "--prompts", "PROMPTS") for name in ("verify", "benchmark"))],
 )
 def test_commands_find_the_backbone_of_the_heads(
-    medusa: Medusa, place: Place, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
+    medusa: Medusa, own: Place, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
 ) -> None:
     opened = []
 
@@ -131,12 +94,12 @@ def test_commands_find_the_backbone_of_the_heads(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(models, "open_models", note)
-    assert medusa(argv[0], place.heads, *(place.prompts if w == "PROMPTS" else w for w in argv[1:])).status == 130
-    assert opened == [(place.backbone, place.heads)]
+    assert medusa(argv[0], own.heads, *(own.prompts if w == "PROMPTS" else w for w in argv[1:])).status == 130
+    assert opened == [(own.backbone, own.heads)]
 
 
 def test_the_backbone_on_the_command_line_comes_first(medusa: Medusa, place: Place, tmp_path: Path) -> None:
-    heads = copied(place, tmp_path / "heads", "/no/such/backbone")
+    heads = copied(place.heads, tmp_path / "heads", "/no/such/backbone")
     assert medusa("generate", heads, "abc", "--backbone", place.backbone, *SHORT).status == 0
 
 
@@ -151,7 +114,7 @@ def test_the_backbone_on_the_command_line_comes_first(medusa: Medusa, place: Pla
 def test_a_backbone_that_cannot_be_found(
     refused: Any, place: Place, tmp_path: Path, recorded: str | None, told: str
 ) -> None:
-    said = refused("generate", copied(place, tmp_path / "heads", recorded), "abc")
+    said = refused("generate", copied(place.heads, tmp_path / "heads", recorded), "abc")
     assert told in said
     assert said.endswith("add --backbone B")
 
@@ -159,7 +122,7 @@ def test_a_backbone_that_cannot_be_found(
 def test_a_relative_backbone_is_found_from_its_folder(
     medusa: Medusa, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = copied(place, tmp_path / "heads", Path(place.backbone).name)
+    heads = copied(place.heads, tmp_path / "heads", Path(place.backbone).name)
     monkeypatch.chdir(Path(place.backbone).parent)
     assert medusa("generate", heads, "abc", *SHORT).status == 0
 
@@ -247,14 +210,13 @@ def test_a_broken_pipe_to_another_program_is_an_error(monkeypatch: pytest.Monkey
         until_pipe_closes(write)
 
 
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines of progress come every 20 ms."""
+def test_progress_without_a_terminal_is_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of work that takes a while; a stage says what it does."""
+    assert [*Output().track([1, 2], "counting")] == [1, 2]
+    assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(progress, "EVERY", 0.02)
-
-
-@pytest.mark.usefixtures("hurried")
-def test_progress_without_a_terminal_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     with Output().progress_bars() as start:
         advance = start("generating", 50)
@@ -265,33 +227,21 @@ def test_progress_without_a_terminal_is_lines(capsys: pytest.CaptureFixture[str]
     seconds = time.monotonic() - began
     out, err = capsys.readouterr()
     assert out == ""
-    lines = err.splitlines()
-    assert 1 <= len(lines) <= 1 + seconds / 0.02
-    assert all(re.match(r"generating: 20 of 50, 0:00 elapsed", line) for line in lines), lines
-
-
-@pytest.mark.usefixtures("hurried")
-def test_a_stage_without_a_terminal_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert 1 <= len(err.splitlines()) <= 1 + seconds / 0.02
+    assert all(re.match(r"generating: 20 of 50, 0:00 elapsed", line) for line in err.splitlines()), err
     with Output().stage("reading") as stage:
         stage.update("sorting")
         time.sleep(0.1)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines
-    assert set(lines) == {"sorting ..."}
+    assert set(capsys.readouterr().err.splitlines()) == {"sorting ..."}
 
 
-@pytest.mark.usefixtures("hurried")
-def test_quiet_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_progress_prints_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.02)
     output = Output(quiet=True)
     with output.stage("reading"), output.progress_bars() as start:
         start("generating", 50)(20)
         time.sleep(0.1)
     assert [*output.track([1, 2], "counting")] == [1, 2]
-    assert capsys.readouterr() == ("", "")
-
-
-def test_short_work_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [*Output().track([1, 2], "counting")] == [1, 2]
     assert capsys.readouterr() == ("", "")
 
 

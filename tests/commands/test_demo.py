@@ -16,9 +16,9 @@ from medusa.commands import demo
 def test_demo_runs_from_text_to_speedup(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "STORY_TOKENS", 32)
+    monkeypatch.setattr(demo, "STORY_TOKENS", 16)
     output, report = tmp_path / "demo", tmp_path / "report.json"
-    command = f"demo --output {output} --minutes 0.03 --max-new-tokens 24 --threads 1 --json {report}"
+    command = f"demo --output {output} --minutes 0.01 --max-new-tokens 16 --threads 1 --json {report}"
     assert main(command.split()) == 0
     told = capsys.readouterr().out
     for stage in ("1/4", "2/4", "3/4", "4/4", "The same story", "Equal texts: yes"):

@@ -1,4 +1,6 @@
-"""`medusa distill`: every question is answered once, by a backbone or a server, with any interruptions."""
+"""`medusa distill`: every question is answered once, in the backbone's words, with any interruptions.
+
+What a server answers is tested in test_distill_server.py."""
 
 from __future__ import annotations
 
@@ -6,81 +8,33 @@ import json
 import multiprocessing
 import os
 import random
-import re
+import shlex
+import shutil
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from chat_families import byte_tokenizer
+from chat_families import family_tokenizer
+from decode.settings import Settings
 from medusa.__main__ import main
-from medusa.records.record import Record
+from medusa.commands import distill as module
+from medusa.commands.distill.checks import why_cut
+from medusa.commands.distill.journal import Journal
+from medusa.commands.options import Models, Output, Prompts
+from medusa.files import read_json, write_json
+from medusa.options import LoadOptions
+from medusa.records.replies import remembered
 from medusa.records.sources import read_records
-from tests.commands.fake_server import FakeServer, Reply, serving
-from tests.commands.test_cli import Place
-from tests.helpers import LETTERS, plain
-from tests.train.templates import CHATML
-from train.data.reader import to_examples
+from tests.commands.place import GENERATION, PROMPTS, Place, by_key, letters, lines_of, until_eos, write_rows
+from tests.helpers import LETTERS, VOCAB, plain
+from tests.train.processes import forked_command
 
 NEW = 6
-# Without anything around the words, so that what was asked can be read off the ids; and turns that run together.
-BARE_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# reads enable_thinking #}"
-
-
-class Done(NamedTuple):
-    status: int
-    err: str
-    lines: list[dict[str, Any]]
-    figures: dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def talking(place: Place) -> str:
-    """The same backbone with a chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(place.backbone)
-    tokenizer.chat_template = BARE_TEMPLATE
-    folder = Path(place.backbone).parent / "talking"
-    AutoModelForCausalLM.from_pretrained(place.backbone).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
-
-
-@pytest.fixture
-def distill(talking: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Run `medusa distill` in this process, with prompts from a file."""
-
-    def run(*argv: Any, prompts: list[Any] | None = None, output: str = "own.jsonl", backbone: str = talking) -> Done:
-        given: tuple[Any, ...] = ()
-        if prompts is not None:
-            path = tmp_path / "prompts.jsonl"
-            path.write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
-            given = ("--prompts", path)
-        figures = tmp_path / "figures.json"
-        figures.unlink(missing_ok=True)
-        argv = ("--backbone", backbone, *given, "--output", tmp_path / output, "--json", figures, *argv)
-        capsys.readouterr()
-        status = main([str(word) for word in ("distill", "--max-new-tokens", NEW, *argv)])
-        told = json.loads(figures.read_text(encoding="utf-8")) if figures.exists() else {}
-        return Done(status, capsys.readouterr().err, lines_of(tmp_path / output), told)
-
-    return run
-
-
-def by_key(lines: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
-    found = {(line["index"], line["turn"]): line for line in lines}
-    assert len(found) == len(lines), "no text twice"
-    return found
 
 
 def ids(text: str) -> list[int]:
@@ -102,6 +56,16 @@ CONVERSATIONS: list[Any] = [
     {"messages": [{"role": "system", "content": "x"}, user("abc"), assistant("not mine"), user("g"), assistant("no")]},
     {"prompt": "abc"},
 ]
+
+
+def test_answers_are_written_with_their_ids_and_the_reason_of_their_end(distill: Any, place: Place) -> None:
+    rows = [{"prompt": text} for text in PROMPTS]
+    done = distill("--batch-size", "2", *GENERATION, prompts=rows, backbone=place.backbone)
+    assert done.status == 0
+    for line, prompt, new in zip(done.lines, PROMPTS, until_eos(place), strict=True):
+        assert (line["input_ids"], line["prompt_tokens"]) == (ids(prompt) + new, len(prompt))
+        assert line["answer"] == letters(new, place)
+        assert line["finish_reason"] == ("eos" if new[-1] == place.eos else "length")
 
 
 def test_questions_follow_the_backbones_answers(distill: Any, place: Place) -> None:
@@ -165,6 +129,16 @@ def test_only_the_beginning_of_a_text_is_used_as_a_prompt(distill: Any) -> None:
     assert [line["input_ids"][: line["prompt_tokens"]] for line in done.lines] == [ids("ab"), ids("hg")]
 
 
+def test_self_talk_starts_from_bos(distill: Any, refused: Any, place: Place, tmp_path: Path) -> None:
+    done = distill("--self-talk", "3", "--temperature", "1", "--ignore-eos", backbone=place.backbone)
+    assert done.status == 0
+    assert [line["prompt_tokens"] for line in done.lines] == [1, 1, 1]
+    assert len({line["input_ids"][0] for line in done.lines}) == 1
+    assert len({line["answer"] for line in done.lines}) == 3, "every text is a draw of its own"
+    argv = ("--self-talk", "2", "--output", tmp_path / "bare.jsonl")
+    assert "BOS" in refused("distill", "--backbone", place.bare, *argv)
+
+
 def test_self_talk_cycles_through_the_beginnings_in_a_file(distill: Any, tmp_path: Path) -> None:
     (tmp_path / "seeds.txt").write_text("abcd\nhgfe\n", encoding="utf-8")
     argv = ("--self-talk", "3", "--self-talk-seeds", tmp_path / "seeds.txt", "--prefix-tokens", "3")
@@ -187,9 +161,137 @@ def test_heads_do_not_change_distilled_text_and_turns_can_be_limited(distill: An
     assert (sampled.status, len(sampled.lines)) == (0, 3)
 
 
+# --- short answers ---------------------------------------------------------------------------------------------------
+
+
+def ending_with(backbone: str, tokens: list[int], folder: Path) -> str:
+    """Copy a backbone; its texts end with any of these tokens."""
+    shutil.copytree(backbone, folder)
+    config = read_json(folder / "generation_config.json")
+    write_json(folder / "generation_config.json", config | {"eos_token_id": tokens})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def terse(talking: str) -> str:
+    """A backbone with a chat template that ends every text with its first token."""
+    return ending_with(talking, list(range(VOCAB)), Path(talking).with_name("terse"))
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "told"),
+    [
+        (("--raw",), "prompt", "has a chat template, and the prompts were given as plain text; leave --raw out"),
+        ((), "text", "has a chat template, and these texts do not go through it; rename the field to `prompt`"),
+        ((), "prompt", "ends its answers at once (EOS); check that the chat template is this model's"),
+    ],
+)
+def test_short_answers_end_the_run_with_the_reason(
+    distill: Any, terse: str, tmp_path: Path, words: tuple[str, ...], key: str, told: str
+) -> None:
+    rows = [{key: "bcd"}] * 40
+    done = distill(*words, prompts=rows, backbone=terse)
+    assert (done.status, done.lines) == (1, [])
+    line = done.err.splitlines()[-1]
+    assert line.startswith("medusa distill: failed: 32 of the first 32 answers are empty or one token long")
+    assert told in line
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"], "nothing that heads could learn from"
+    assert distill("--ignore-eos", prompts=rows, backbone=terse).status == 0, "no --overwrite is needed to try again"
+
+
+def test_the_reason_for_self_talk_and_for_a_backbone_without_a_template(
+    distill: Any, terse: str, place: Place, tmp_path: Path
+) -> None:
+    done = distill("--self-talk", 40, backbone=terse)
+    assert done.status == 1
+    assert "give questions with --prompts FILE instead of --self-talk, or add --ignore-eos" in done.err
+    base = ending_with(place.backbone, list(range(VOCAB)), tmp_path / "base")
+    done = distill(prompts=[{"prompt": "bcd"}] * 3, backbone=base)
+    assert (done.status, done.lines) == (1, [])
+    assert "3 of the 3 answers are empty or one token long" in done.err
+    assert "put its chat_template.jinja next to the tokenizer, else add --ignore-eos" in done.err
+
+
+def test_half_of_the_answers_may_be_short_and_those_after_the_first_32_are_not_judged(
+    distill: Any, place: Place, tmp_path: Path
+) -> None:
+    first, other, _ = place.texts
+    assert first[0] not in other[:2]
+    backbone = ending_with(place.backbone, [first[0]], tmp_path / "half")
+    prompts = [{"prompt": text} for text in PROMPTS[:2] * 16 + PROMPTS[:1] * 8]
+    done = distill(prompts=prompts, backbone=backbone)
+    assert (done.status, len(done.lines)) == (0, 40), done.err
+    assert [len(line["input_ids"]) - line["prompt_tokens"] for line in done.lines[32:]] == [1] * 8
+
+
+def test_answers_cut_by_the_length_are_not_short(distill: Any) -> None:
+    assert distill("--self-talk", "4", "--ignore-eos", "--max-new-tokens", "1").status == 0
+
+
+def test_answers_that_were_cut_are_warned_of(tmp_path: Path) -> None:
+    """Thoughts that never end above all, with the option of the template that turns them off."""
+    tokenizer, path = family_tokenizer("Qwen3"), tmp_path / "own.jsonl"
+
+    def written(*answers: str) -> str | None:
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)[
+            "input_ids"
+        ]
+        ids = [prompt + tokenizer(answer)["input_ids"] for answer in answers]
+        rows = [{"input_ids": row, "prompt_tokens": len(prompt), "answer": "x"} for row in ids]
+        return why_cut(write_rows(path, rows), {"length": len(answers), "eos": 2}, 64, tokenizer)
+
+    told = "3 of 5 answers were cut at 64 tokens"
+    assert written("yes", "no") is None, "no more than half"
+    assert (
+        written("yes", "no", "yes")
+        == f"{told}, so heads hardly learn their ends; give a larger --max-new-tokens than 64"
+    )
+    way_out = "give a larger --max-new-tokens than 64, or --template-option enable_thinking=false"
+    assert (
+        written("<think>\nWell", "<think>\nSo</think>yes", "<think>")
+        == f"{told}, 2 of them within a thought; {way_out}"
+    )
+
+
+def test_history_keeps_special_tokens_except_the_end_of_the_turn() -> None:
+    tokenizer = family_tokenizer("Qwen2.5")
+    ids = tokenizer("<|im_start|>yes<|im_end|>")["input_ids"]
+    assert remembered(ids, [], tokenizer, ended=True) == {"role": "assistant", "content": "<|im_start|>yes"}
+    assert remembered(ids, [], tokenizer, ended=False)["content"] == "<|im_start|>yes<|im_end|>"
+    assert remembered(ids, [], tokenizer, ended=True, stop=("es",))["content"] == "<|im_start|>y"
+    channels = family_tokenizer("gpt-oss")
+    text = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>"
+    message = remembered(channels(text)["input_ids"], channels("<|start|>assistant")["input_ids"], channels, ended=True)
+    assert message == {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}, "its template takes no marks"
+
+
+# --- from Python -----------------------------------------------------------------------------------------------------
+
+
+def test_distill_is_a_function_that_returns_figures(
+    talking: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.txt").write_text("bcd\nefg\nh\n", encoding="utf-8")
+    options = module.DistillOptions(
+        models=Models(backbone=talking),
+        prompts=Prompts(prompts=str(tmp_path / "p.txt")),
+        load=LoadOptions(device="cpu"),
+        settings=Settings(max_new_tokens=NEW),
+        output=Output(quiet=True),
+        out=str(tmp_path / "own.jsonl"),
+    )
+    first, again = module.distill(options), module.distill(options)
+    lines = lines_of(first.path)
+    assert first.texts == len(lines) == sum(first.finish_reasons.values()) == 3
+    assert first.new_tokens == sum(len(line["input_ids"]) - line["prompt_tokens"] for line in lines)
+    assert first.seconds > 0
+    assert (again.texts, again.new_tokens, again.failed) == (3, 0, 0)
+    assert capsys.readouterr() == ("", "")
+
+
 # --- interruptions ---------------------------------------------------------------------------------------------------
 
-MANY = [{"turns": [letter * 2, "b", "c"]} for letter in "abcdefgh"]
+MANY = [{"turns": [letter * 2, "b", "c"]} for letter in "abcdef"]
 
 
 def slowly(argv: list[str]) -> None:
@@ -229,7 +331,7 @@ def test_a_killed_distillation_resumes_without_loss_or_repetition(
     command = ["distill", "--backbone", talking, "--prompts", str(tmp_path / "prompts.jsonl")]
     command += ["--max-new-tokens", str(NEW), "--output", str(output), *argv]
     rng = random.Random(int(temperature))
-    for limit in sorted(rng.sample(range(1, 20), 2)):
+    for limit in sorted(rng.sample(range(1, 15), 2)):
         assert killed_after(limit, command, output)
         assert output.read_bytes().count(b"\n") < 3 * len(MANY), "in the middle, not at the end"
         with output.open("ab") as file:  # as if the last line had been cut off as well
@@ -240,19 +342,35 @@ def test_a_killed_distillation_resumes_without_loss_or_repetition(
     assert done.figures["finish_reasons"] == whole.figures["finish_reasons"], "of all texts, not of the last run's"
 
 
-def test_only_greedy_distillation_resumes_with_another_batch_size(distill: Any, place: Place) -> None:
+def test_only_greedy_distillation_resumes_with_another_batch_size(distill: Any) -> None:
     for temperature, status in (("0", 0), ("1", 2)):
-        output = f"{temperature}.jsonl"
-        distill("--temperature", temperature, "--batch-size", "2", prompts=MANY, output=output)
-        done = distill("--temperature", temperature, "--batch-size", "5", prompts=MANY, output=output)
-        assert done.status == status
+        how: dict[str, Any] = {"prompts": MANY[:3], "output": f"{temperature}.jsonl"}
+        distill("--temperature", temperature, "--batch-size", "2", **how)
+        assert distill("--temperature", temperature, "--batch-size", "5", **how).status == status
 
 
-def test_other_prompts_under_the_same_name_are_other_settings(distill: Any) -> None:
-    distill(prompts=MANY)
-    done = distill(prompts=MANY[::-1])
-    assert done.status == 2
-    assert "other settings" in done.err
+def test_a_finished_distillation_changes_only_if_asked(distill: Any, medusa: Any, tmp_path: Path) -> None:
+    """Only a newline ends a line of it, other settings and wrong requests are refused."""
+    whole, output = distill(prompts=MANY).lines, tmp_path / "own.jsonl"
+    whole[0]["answer"] = "a\u2028b\x85c"
+    output.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in whole), encoding="utf-8")
+    done = distill(prompts=MANY)
+    assert (done.status, done.lines) == (0, whole), done.err
+    for words, prompts in (
+        (("--temperature", "0.5"), MANY),
+        (("--seed", "3"), MANY),
+        (("--ignore-eos",), MANY),
+        ((), MANY[::-1]),  # under the same name
+    ):
+        done = distill(*words, prompts=prompts)
+        assert (done.status, done.lines) == (2, whole)
+        assert "other settings" in done.err
+        assert "--overwrite" in done.err
+    argv = ("--self-talk", "2", "--output", output, "--overwrite")
+    assert medusa("distill", "--backbone", tmp_path / "absent", *argv).status == 2
+    assert lines_of(output) == whole
+    done = distill("--ignore-eos", "--overwrite", prompts=MANY)
+    assert (done.status, done.lines[0]["finish_reason"]) == (0, "length")
 
 
 def test_an_unexpected_line_is_named(distill: Any, tmp_path: Path) -> None:
@@ -261,8 +379,59 @@ def test_an_unexpected_line_is_named(distill: Any, tmp_path: Path) -> None:
         file.write('{"text": "a"}\n')
     done = distill(prompts=MANY)
     assert done.status == 2
-    assert "own.jsonl:25 was not written by medusa distill" in done.err
+    assert "own.jsonl:19 was not written by medusa distill" in done.err
     assert done.lines[:-1] == whole.lines
+
+
+@pytest.fixture
+def command(talking: str, tmp_path: Path) -> list[str]:
+    """A distillation of 24 prompts, in batches of two."""
+    (tmp_path / "p.txt").write_text("".join(f"{letter * 2}\n" for letter in "bcdefghijklm" * 2), encoding="utf-8")
+    argv = ["distill", "--backbone", talking, "--prompts", str(tmp_path / "p.txt"), "--ignore-eos"]
+    argv += ["--max-new-tokens", "4", "--batch-size", "2", "--threads", "1", "--overwrite"]
+    return [*argv, "--output", str(tmp_path / "own.jsonl")]
+
+
+def stopped(command: list[str], number: int, output: Path, told: Path, lines: int = 4) -> tuple[int, str]:
+    """Run the command slowly in a process of its own, and send it a signal once the file has this many lines.
+
+    Returns the exit status and standard error."""
+    once = Journal.append
+
+    def append(*args: Any) -> None:
+        once(*args)
+        time.sleep(0.05)
+
+    with pytest.MonkeyPatch.context() as patch, told.open("w") as errors:
+        patch.setattr(Journal, "append", append)
+        process = forked_command(command, errors.fileno(), errors.fileno())
+    limit = time.monotonic() + 120
+    while not (output.exists() and output.read_bytes().count(b"\n") >= lines):
+        assert time.monotonic() < limit
+        assert os.waitpid(process, os.WNOHANG)[0] == 0, told.read_text()
+        time.sleep(0.02)
+    os.kill(process, number)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), told.read_text()
+
+
+def test_a_signal_keeps_finished_answers_and_the_same_command_continues(command: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "own.jsonl"
+    ended, err = stopped(command, signal.SIGTERM, output, tmp_path / "told")
+    assert ended == 143, err
+    kept = lines_of(output)
+    assert 4 <= len(kept) < 24
+    told = f"interrupted; {len(kept)} of 24 texts are kept in {output}; continue with: "
+    assert told in err, "a line that can be typed"
+    assert "Traceback" not in err
+    _, *without = shlex.split(err.strip().splitlines()[-1].partition(told)[2])
+    assert main(without) == 0
+    lines = lines_of(output)
+    assert lines[: len(kept)] == kept, "no answer is written again"
+    assert sorted(line["index"] for line in lines) == list(range(24))
+    assert main([*command, "--quiet"]) == 0
+    whole = lines_of(output)
+    by_index = itemgetter("index")
+    assert sorted(lines, key=by_index) == sorted(whole, key=by_index)
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------
@@ -277,194 +446,3 @@ def test_a_disk_that_is_too_small_is_rejected_at_the_start(distill: Any, monkeyp
     done = distill(prompts=MANY)
     assert done.status == 0
     assert "may take" in done.err
-
-
-# --- a server --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with serving() as running:
-        yield running
-
-
-@pytest.fixture
-def by_server(distill: Any, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were loaded"))
-    monkeypatch.setattr("medusa.commands.distill.client.LONGEST_WAIT", 0.0)
-    return lambda *argv, **kwargs: distill("--server", server.url, *argv, **kwargs)
-
-
-def test_a_server_continues_texts_as_ids(by_server: Any, server: FakeServer, talking: str) -> None:
-    done = by_server(prompts=[{"text": "abc", "category": "x"}, {"text": "abcdefgh"}])
-    assert done.status == 0, done.err
-    lines = by_key(done.lines)
-    eos = AutoTokenizer.from_pretrained(talking).eos_token_id
-    assert lines[0, 0] == {
-        "index": 0,
-        "turn": 0,
-        "input_ids": [*ids("abccba"), eos],
-        "prompt_tokens": 3,
-        "answer": "cba",
-        "finish_reason": "eos",
-        "category": "x",
-    }
-    cut = lines[1, 0]
-    assert (cut["input_ids"], cut["finish_reason"]) == (ids("abcdefghhgfedc"), "length"), "cut off: no end is taught"
-    sent = {tuple(body.items()) for body in ({k: str(v) for k, v in body.items()} for _, body, _ in server.asked)}
-    assert (("model", "the-model"), ("prompt", str(ids("abc"))), ("max_tokens", "6"), ("temperature", "0.0")) in sent
-
-
-def test_a_server_answers_conversations_turn_by_turn(by_server: Any, server: FakeServer) -> None:
-    done = by_server("--concurrency", "3", prompts=CONVERSATIONS[:2])
-    lines = by_key(done.lines)
-    assert lines[1, 1]["messages"] == [
-        {"role": "system", "content": "x"},
-        user("abc"),
-        assistant("cba"),
-        user("g"),
-        assistant("g"),
-    ]
-    assert (lines[1, 1]["teach"], lines[1, 1]["finish_reason"]) == ("last", "eos")
-    assert lines[0, 1]["category"] == "writing"
-    assert {path for path, _, _ in server.asked} == {"/v1/chat/completions"}
-
-
-def test_a_server_gets_the_options_of_the_template_and_the_data_keep_them(by_server: Any, server: FakeServer) -> None:
-    row = {"prompt": "abc", "chat_template_kwargs": {"lang": "de"}}
-    done = by_server("--template-option", "enable_thinking=false", prompts=[row, {"prompt": "abd"}])
-    assert done.status == 0, done.err
-    asked = [body.get("chat_template_kwargs") for _, body, _ in server.asked]
-    lines = by_key(done.lines)
-    assert sorted(asked, key=len) == [{"enable_thinking": False}, {"enable_thinking": False, "lang": "de"}]
-    assert lines[0, 0]["chat_template_kwargs"] == {"enable_thinking": False, "lang": "de"}
-    assert lines[1, 0]["chat_template_kwargs"] == {"enable_thinking": False}
-
-
-def test_history_holds_the_thought_and_the_calls_of_earlier_answers(by_server: Any, server: FakeServer) -> None:
-    """The server's template decides what it reads of them."""
-    called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    said = {"role": "assistant", "content": "yes", "reasoning": "hm", "tool_calls": [called]}
-
-    def reply(number: int, body: dict[str, Any]) -> Reply | bool:
-        if len(body["messages"]) > 1:
-            return False
-        return 200, {}, json.dumps({"choices": [{"message": said, "finish_reason": "tool_calls"}]})
-
-    server.trouble = reply
-    done = by_server(prompts=[{"turns": ["abc", "abd"]}])
-    assert done.status == 0, done.err
-    history = next(body["messages"] for _, body, _ in server.asked if len(body["messages"]) > 1)
-    assert history[1]["tool_calls"][0]["function"] == called["function"], "with arguments as JSON text"
-    assert {history[1]["reasoning"], history[1]["reasoning_content"]} == {"hm"}
-
-
-def test_server_answers_are_taught_once_with_their_end(by_server: Any, tmp_path: Path) -> None:
-    by_server(prompts=[{"turns": ["abc", "abcdefgh"]}])
-    records = {len(record.messages or ()): record for record in read_records(str(tmp_path / "own.jsonl"))}
-    tokenizer = byte_tokenizer(CHATML)
-
-    def taught(record: Record) -> str:
-        (example,), _ = to_examples(record, tokenizer)
-        pairs = zip(example.input_ids, example.loss_mask, strict=True)
-        return str(tokenizer.decode([token for token, mark in pairs if mark]))
-
-    assert taught(records[2]) == "cba<|im_end|>"
-    assert taught(records[4]) == "hgfedc", "the second answer alone, and without an end: it was cut off"
-
-
-def test_sampling_sends_a_separate_seed_for_each_text(by_server: Any, server: FakeServer) -> None:
-    argv = ("--temperature", "0.7", "--top-p", "0.9", "--top-k", "5", "--stop", "zz", "--seed", "3")
-    by_server(*argv, prompts=[{"prompt": "abc"}, {"prompt": "abc"}])
-    bodies = [body for _, body, _ in server.asked]
-    assert len({body["seed"] for body in bodies}) == 2
-    for body in bodies:
-        wanted = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "stop": ["zz"]}
-        assert wanted.items() <= body.items()
-        assert "repetition_penalty" not in body
-
-
-def test_rejected_requests_are_kept_as_failed_and_retried_on_resume(
-    by_server: Any, server: FakeServer, tmp_path: Path
-) -> None:
-    server.trouble = lambda number, body: (400, {}, "too long") if len(body["prompt"]) == 5 else False
-    rows = [{"text": "abc"}, {"text": "abcde"}, {"text": "ab"}]
-    done = by_server(prompts=rows)
-    assert done.status == 1
-    assert by_key(done.lines).keys() == {(0, 0), (2, 0)}
-    (failed,) = lines_of(tmp_path / "own.failed.jsonl")
-    assert (failed["index"], failed["error"]) == (1, "HTTP 400: too long")
-    server.trouble = lambda number, body: False
-    before = len(server.asked)
-    done = by_server(prompts=rows)
-    assert done.status == 0, done.err
-    assert by_key(done.lines).keys() == {(0, 0), (1, 0), (2, 0)}
-    assert len(server.asked) == before + 1, "what is there is not asked for again"
-    assert not (tmp_path / "own.failed.jsonl").exists()
-
-
-def test_temporary_server_errors_lose_nothing(by_server: Any, server: FakeServer) -> None:
-    rows = [{"turns": [LETTERS[n], LETTERS[n + 1]]} for n in range(20)]
-    whole = by_server(prompts=rows)
-    kinds: list[Reply] = [(503, {}, ""), (429, {}, ""), (200, {}, "{"), None]
-    asked: Counter[str] = Counter()
-
-    def trouble(number: int, body: dict[str, Any]) -> Reply | bool:
-        """Every question fails up to four times, with every kind of error; the sixth attempt would be the last."""
-        question = json.dumps(body)
-        asked[question] += 1
-        return kinds[number % 4] if asked[question] <= len(question) % 5 else False
-
-    server.trouble = trouble
-    done = by_server("--concurrency", "8", prompts=rows, output="other.jsonl")
-    assert done.status == 0, done.err
-    assert by_key(done.lines) == by_key(whole.lines)
-
-
-def test_an_unreachable_server_ends_the_run_with_one_line(by_server: Any, server: FakeServer) -> None:
-    rows = [{"prompt": letter} for letter in LETTERS[:50]]
-    server.trouble = lambda number, body: (401, {}, "no key") if number > 5 else False
-    done = by_server("--concurrency", "2", prompts=rows)
-    assert done.status == 1
-    assert re.search(r"1[67] texts in a row could not be generated", done.err), "16, or one more that was under way"
-    assert "HTTP 401: no key" in done.err
-    assert 1 <= len(done.lines) <= 5
-    assert len(server.asked) < 30, "and the rest was not tried"
-    server.trouble = lambda number, body: False
-    assert by_key(by_server(prompts=rows).lines).keys() == {(n, 0) for n in range(50)}
-
-
-def test_ctrl_c_while_requests_are_queued_ends_the_run(
-    by_server: Any, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A long list of conversations takes seconds to queue."""
-    submit = ThreadPoolExecutor.submit
-
-    def interrupted(pool: Any, ask: Any, task: Any, journal: Any) -> Any:
-        if task.index == 40:
-            raise KeyboardInterrupt
-        return submit(pool, ask, task, journal)
-
-    def slow(number: int, body: dict[str, Any]) -> bool:
-        time.sleep(0.02)
-        return False
-
-    server.trouble = slow
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
-    done = by_server("--concurrency", "1", prompts=[{"text": letter * 2} for letter in LETTERS[:50]])
-    assert done.status == 130
-    assert len(server.asked) < 20, "queued conversations are not asked"
-
-
-def test_failures_between_answers_do_not_end_the_run(by_server: Any, server: FakeServer) -> None:
-    server.trouble = lambda number, body: (400, {}, "no") if body["prompt"][0] % 2 else False
-    done = by_server("--concurrency", "1", prompts=[{"text": letter * 2} for letter in LETTERS[:50]])
-    assert "25 of 50 texts could not be generated" in done.err
-    assert by_key(done.lines).keys() == {(n, 0) for n in range(0, 50, 2)}
-
-
-def test_self_talk_by_a_server(by_server: Any, server: FakeServer, talking: str) -> None:
-    done = by_server("--self-talk", "2", "--temperature", "1")
-    begin = AutoTokenizer.from_pretrained(talking).bos_token_id
-    assert [line["input_ids"][0] for line in done.lines] == [begin, begin]
-    assert [body["prompt"] for _, body, _ in server.asked] == [[begin], [begin]]

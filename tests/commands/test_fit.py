@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import random
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +17,7 @@ from weakref import ReferenceType, ref
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from decode.bench.calibration.stored import TooFewStepsError
 from medusa import MedusaHeads
@@ -26,7 +25,6 @@ from medusa.__main__ import main
 from medusa.arguments import add_arguments, as_arguments, read
 from medusa.checkpoints.stored import WEIGHTS
 from medusa.commandline import OneLineParser
-from medusa.commands import fit as fit_module
 from medusa.commands.benchmark import BenchmarkOptions
 from medusa.commands.fit import fit, stages
 from medusa.commands.fit import plan as plan_module
@@ -39,23 +37,23 @@ from medusa.commands.fit.plan import (
     LEAST_MINUTES,
     REPEATS,
     Costs,
+    Plan,
     compiling,
     describe,
     make_plan,
     what_fits,
 )
 from medusa.commands.fit.probe import Probe
-from medusa.commands.fit.prompts import answerable, split, to_json, write_prompts
+from medusa.commands.fit.prompts import answerable, split, write_prompts
 from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, Prompts
 from medusa.config import MedusaConfig
 from medusa.errors import NotCompilableError, RequestError, RunError
 from medusa.files import ASSETS
-from medusa.memory import devices_of
 from medusa.options import LoadOptions
 from medusa.records.record import Record, parse_record
 from medusa.records.sources import read_records
-from tests.commands.test_cli import Place
+from tests.commands.place import Place
 from tests.helpers import LETTERS
 from train.architecture import BackboneSizes, choose
 from train.config import HeadsConfig
@@ -84,7 +82,11 @@ def prompts(count: int) -> list[Record]:
 
 
 def options(**given: Any) -> FitOptions:
-    return FitOptions(model="demo", prompts=Prompts(prompts=str(OPENINGS)), plan=True, **given)
+    return FitOptions(**{"model": "demo", "prompts": Prompts(prompts=str(OPENINGS)), "plan": True} | given)
+
+
+def planned(probe: Probe = PROBE, costs: Any = COSTS, train: int = 100, test: int = 20, **given: Any) -> Plan:
+    return make_plan(options(**given), probe, costs, train_prompts=train, test_prompts=test)
 
 
 # The prompts
@@ -105,14 +107,10 @@ def test_equal_prompts_count_once() -> None:
         split(prompts(59) + prompts(30), seed=0)
 
 
-def asking(place: Place, **given: Any) -> FitOptions:
-    return replace(options(**given), model=place.backbone)
-
-
 def test_prompts_that_fill_the_context_are_left_out(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     """Otherwise the benchmark would refuse them, hours later."""
     letters = [Record(f"p:{size}", text="a" * size, is_prompt=True) for size in (1, 127, 128, 129)]
-    assert answerable(asking(place), letters) == letters[:2]
+    assert answerable(options(model=place.backbone), letters) == letters[:2]
     assert "2 of 4 prompts are left out: they fill the model's context of 128 tokens" in capsys.readouterr().err
 
 
@@ -126,18 +124,13 @@ def test_prompts_that_fill_the_context_are_left_out(place: Place, capsys: pytest
 )
 def test_unusable_prompts_are_refused_by_the_line_of_the_users_file(place: Place, record: Record, told: str) -> None:
     with pytest.raises(RequestError, match=told):
-        answerable(asking(place), [record])
+        answerable(options(model=place.backbone), [record])
 
 
 def test_a_conversation_that_outgrows_the_context_does_not_end_the_run(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    talking: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(place.backbone)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    model = tmp_path / "chat"
-    shutil.copytree(place.backbone, model)
-    tokenizer.save_pretrained(model)
-    asked = replace(options(minutes=1.0), model=str(model))
+    asked = options(minutes=1.0, model=talking)
     long = parse_record({"turns": ["abc", "d" * 126]}, "mine:1")
     run = stages.Run(asked, tmp_path, make_plan(asked, PROBE, COSTS, 1, 20), PROBE)
     write_prompts(tmp_path / stages.TRAIN, [long])
@@ -154,20 +147,17 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[next(iter(row)) for row in ROWS])
-def test_prompts_are_written_as_they_were_read(row: dict[str, Any], tmp_path: Path) -> None:
-    record = parse_record(row, "here")
-    write_prompts(tmp_path / "p.jsonl", [record])
-    (again,) = read_records(str(tmp_path / "p.jsonl"))
-    assert replace(again, where="here") == record
-    assert parse_record(to_json(record), "here") == record
+def test_prompts_are_written_as_they_were_read(tmp_path: Path) -> None:
+    records = [parse_record(row, f"{tmp_path / 'p.jsonl'}:{number}") for number, row in enumerate(ROWS, 1)]
+    write_prompts(tmp_path / "p.jsonl", records)
+    assert [*read_records(str(tmp_path / "p.jsonl"))] == records
 
 
 # The plan and the choices
 
 
 def test_a_plan_divides_the_minutes() -> None:
-    plan = make_plan(options(minutes=30.0), PROBE, COSTS, train_prompts=1000, test_prompts=100)
+    plan = planned(minutes=30.0, train=1000, test=100)
     assert plan.minutes == 30
     assert plan.text_seconds == pytest.approx(600, rel=0.01)  # a third
     assert plan.text_tokens == plan.texts * 256
@@ -178,62 +168,48 @@ def test_a_plan_divides_the_minutes() -> None:
 
 
 def test_short_runs_take_small_training_steps() -> None:
-    def step(minutes: float) -> tuple[int, int]:
-        plan = make_plan(options(minutes=minutes), PROBE, COSTS, train_prompts=1000, test_prompts=100)
-        return plan.rows, plan.sequence_length
-
-    assert (step(1), step(20), step(400)) == ((2, 256), (7, 512), (8, 512))
+    plans = [planned(minutes=minutes, train=1000, test=100) for minutes in (1.0, 20.0, 400.0)]
+    assert [(plan.rows, plan.sequence_length) for plan in plans] == [(2, 256), (7, 512), (8, 512)]
 
 
 def test_the_default_minutes_answer_each_prompt_once_and_few_prompts_a_few_times() -> None:
-    assert make_plan(options(), PROBE, COSTS, train_prompts=60, test_prompts=20).minutes == LEAST_MINUTES
-    plan = make_plan(options(), PROBE, COSTS, train_prompts=5000, test_prompts=100)
+    assert planned(train=60).minutes == LEAST_MINUTES
+    plan = planned(train=5000, test=100)
     assert plan.texts == pytest.approx(5000, rel=0.01)
     assert plan.training_minutes * 60 == pytest.approx(2 * plan.text_seconds, rel=0.01)
-    plan = make_plan(options(minutes=600.0), PROBE, COSTS, train_prompts=50, test_prompts=20)
+    plan = planned(minutes=600.0, train=50)
     assert plan.texts == REPEATS * 50
     assert plan.training_tokens == pytest.approx(EPOCHS * plan.text_tokens, rel=0.01)
     assert "with more prompts, training would use the rest" in plan.reason
 
 
 def test_a_slow_model_measures_fewer_prompts_and_answers_fit_the_context() -> None:
-    slow = replace(PROBE, step_seconds=0.5)
-    plan = make_plan(options(), slow, COSTS, train_prompts=500, test_prompts=100)
+    plan = planned(replace(PROBE, step_seconds=0.5), train=500, test=100)
     assert (plan.test_prompts, plan.rounds) == (20, 2)
-    plan = make_plan(options(), replace(PROBE, context=64), COSTS, train_prompts=100, test_prompts=20)
+    plan = planned(replace(PROBE, context=64))
     assert (plan.text_tokens, plan.sequence_length) == (plan.texts * 63, 64)
 
 
-@pytest.mark.parametrize("lacks", [True, False])
-@pytest.mark.parametrize("spread", [True, False])
+@pytest.mark.parametrize(("places", "named"), [(("cpu",), "cpu has"), (("cuda:0", "cuda:1"), "cuda:0 and cuda:1 have")])
 def test_a_run_that_needs_more_memory_than_there_is_warns(
-    lacks: bool, spread: bool, monkeypatch: pytest.MonkeyPatch
+    places: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several GPUs have their memory together."""
-    plan = make_plan(options(), PROBE, COSTS, train_prompts=100, test_prompts=20)
-    devices, names = (devices_of(Spread()), "cuda:0 and cuda:1 have") if spread else ({torch.device("cpu")}, "cpu has")
-    each = -(-max(plan.memory_bytes, plan.decoding_bytes) // len(devices))
-    monkeypatch.setattr(plan_module, "total_memory", lambda device: each - lacks)
-    warning = plan_module.lacking_memory(plan, devices)
-    assert bool(warning) == lacks
-    assert not warning or (names in warning and "--quantization int8" in warning)
-
-
-class Spread(torch.nn.Module):
-    """A stand-in for a model whose layers lie on two GPUs, and one on disk."""
-
-    def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        return (SimpleNamespace(device=torch.device(place)) for place in ("cuda:0", "cuda:1", "cuda:0", "meta"))
+    plan, devices = planned(), [torch.device(place) for place in places]
+    enough = -(-max(plan.memory_bytes, plan.decoding_bytes) // len(devices))
+    monkeypatch.setattr(plan_module, "total_memory", lambda device: enough)
+    assert plan_module.lacking_memory(plan, devices) is None
+    monkeypatch.setattr(plan_module, "total_memory", lambda device: enough - 1)
+    warning = str(plan_module.lacking_memory(plan, devices))
+    assert named in warning
+    assert "--quantization int8" in warning
 
 
 def test_ignored_ends_of_texts_reach_every_stage(tmp_path: Path) -> None:
-    asked = options(ignore_eos=True, out=str(tmp_path))
-    plan = make_plan(asked, PROBE, COSTS, train_prompts=100, test_prompts=20)
-    run = stages.Run(asked, tmp_path, plan, PROBE)
-    assert "--ignore-eos" in stages.text_stage(run).command
-    assert "--ignore-eos" in stages.benchmark_stage(run, WRITTEN, False).command
-    asked = options(out=str(tmp_path))
-    assert "--ignore-eos" not in stages.text_stage(stages.Run(asked, tmp_path, plan, PROBE)).command
+    for ignores in (True, False):
+        run = stages.Run(options(ignore_eos=ignores, out=str(tmp_path)), tmp_path, planned(), PROBE)
+        for stage in (stages.text_stage(run), stages.benchmark_stage(run, WRITTEN, False)):
+            assert ("--ignore-eos" in stage.command) == ignores
 
 
 @pytest.mark.parametrize(
@@ -275,8 +251,7 @@ def test_steps_are_compiled_on_a_gpu(
     found, wanted = replace(PROBE, device=device, not_compiled=reason, layers=8), options(compile=asked)
     trees, seconds = compiling(MedusaConfig(64, 100, kind="markov"), found)
     costs = [replace(COSTS[0], compiled_trees=trees, tree_seconds=seconds)]
-    plan = make_plan(wanted, found, costs, train_prompts=100, test_prompts=20)
-    eager = make_plan(options(compile=False), found, costs, train_prompts=100, test_prompts=20)
+    plan, eager = (planned(found, costs, compile=compile) for compile in (asked, False))
     assert plan.compiled == compiled
     # On a GPU, plain decoding and 8 trees; on a CPU 18 trees, and the best one with 3 other numbers of candidates.
     # In the benchmark, plain decoding and a tree.
@@ -284,37 +259,47 @@ def test_steps_are_compiled_on_a_gpu(
     assert plan.seconds == pytest.approx(eager.seconds + compiled * steps * (COMPILING + 8 * COMPILING_LAYER))
     assert replace(eager, compiled=compiled).seconds == plan.seconds, "a continued run may change its steps"
     assert f"steps        {told}" in describe(plan, found, choose_heads(wanted), wanted)
-    run = stages.Run(replace(wanted, out=str(tmp_path)), tmp_path, plan, found)
+    run = stages.Run(options(compile=asked, out=str(tmp_path)), tmp_path, plan, found)
     calibration = stages.calibration_stage(run, choose_heads(wanted)[0], WRITTEN)
     assert ("--compile" in calibration.command) == compiled
     assert ("--compile" in stages.benchmark_stage(run, WRITTEN, compiled).command) == compiled
 
 
 def test_planned_steps_are_kept_and_impossible_ones_refused_before_any_work() -> None:
-    plan = make_plan(options(compile=True), PROBE, COSTS, train_prompts=100, test_prompts=20)
     told = "steps        compiled, as planned before"
-    assert told in describe(plan, PROBE, choose_heads(options()), options())
+    assert told in describe(planned(compile=True), PROBE, choose_heads(options()), options())
     with pytest.raises(RequestError, match=f"compile is not possible: {SPREAD}; leave it out"):
-        make_plan(options(compile=True), replace(PROBE, not_compiled=SPREAD), COSTS, 100, 20)
+        planned(replace(PROBE, not_compiled=SPREAD), compile=True)
 
 
 WRITTEN: Any = SimpleNamespace(stages={"text": {"mean_tokens": 100.0}})
 
 
-def gpu_run(asked: bool | None, folder: Path) -> stages.Run:
-    """A run on a GPU, where steps are compiled by default; nothing in it runs."""
-    found, wanted = replace(PROBE, device="cuda"), options(compile=asked, out=str(folder))
-    return stages.Run(wanted, folder, make_plan(wanted, found, COSTS, 100, 20), found)
+@pytest.fixture
+def gpu_stage(tmp_path: Path) -> Callable[..., stages.Stage]:
+    """Make a stage of a run on a GPU, where steps are compiled by default; nothing in it runs."""
+
+    def make(name: str, asked: bool | None = None) -> stages.Stage:
+        found, wanted = replace(PROBE, device="cuda"), options(compile=asked, out=str(tmp_path))
+        run = stages.Run(wanted, tmp_path, make_plan(wanted, found, COSTS, 100, 20), found)
+        if name == "benchmark":
+            return stages.benchmark_stage(run, WRITTEN, True)
+        return stages.calibration_stage(run, choose_heads(wanted)[0], WRITTEN)
+
+    return make
 
 
-@pytest.mark.parametrize("asked", [None, True])
-@pytest.mark.parametrize("name", ["calibrate", "benchmark"])
+BEST = SimpleNamespace(nodes=8, dynamic=False, tau=2.5, step_ms=3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("find_tree", SimpleNamespace(best=BEST)), ("benchmark", {"methods": {"medusa": {"tau": 2.5}}})],
+)
 def test_eager_steps_will_do_where_compiling_fails_unless_it_was_asked_for(
-    name: str, asked: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, found: Any, gpu_stage: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tried = list[bool]()
-    best = SimpleNamespace(nodes=8, dynamic=False, tau=2.5, step_ms=3.0)
-    found = {"calibrate": SimpleNamespace(best=best), "benchmark": {"methods": {"medusa": {"tau": 2.5}}}}[name]
 
     def worked(given: Any) -> Any:
         tried.append(given.settings.compile)
@@ -322,43 +307,31 @@ def test_eager_steps_will_do_where_compiling_fails_unless_it_was_asked_for(
             raise NotCompilableError("torch.compile fails")
         return found
 
-    monkeypatch.setattr(stages, {"calibrate": "find_tree"}.get(name, name), worked)
-    run = gpu_run(asked, tmp_path)
-    (choice,) = choose_heads(run.options)
-    stage = stages.benchmark_stage(run, WRITTEN, True)
-    if name == "calibrate":
-        stage = stages.calibration_stage(run, choice, WRITTEN)
+    monkeypatch.setattr(stages, name, worked)
+    stage = gpu_stage(name)
     assert "--compile" in stage.command
-    if asked:
-        with pytest.raises(RequestError, match="compile is not possible"):
-            stage.work()
-        assert tried == [True]
-    else:
-        figures = stage.work()
-        assert (figures["tau"], figures["compiled"]) == (2.5, False)
-        assert tried == [True, False]
-        assert capsys.readouterr().err.strip().endswith("that of eager steps: torch.compile fails")
+    figures = stage.work()
+    assert (figures["tau"], figures["compiled"]) == (2.5, False)
+    assert capsys.readouterr().err.strip().endswith("that of eager steps: torch.compile fails")
+    with pytest.raises(RequestError, match="compile is not possible"):
+        gpu_stage(name, asked=True).work()
+    assert tried == [True, False, True]
 
 
-@pytest.mark.parametrize("error", [RequestError("the prompts leave no room"), TooFewStepsError("too little text")])
 def test_other_refusals_do_not_repeat_a_calibration(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu_stage: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tried = list[bool]()
+    tried, errors = list[bool](), [TooFewStepsError("too little text"), RequestError("the prompts leave no room")]
 
     def refused(given: Any) -> None:
         tried.append(given.settings.compile)
-        raise error
+        raise errors.pop(0)
 
     monkeypatch.setattr(stages, "find_tree", refused)
-    run = gpu_run(None, tmp_path)
-    stage = stages.calibration_stage(run, choose_heads(run.options)[0], WRITTEN)
-    if isinstance(error, TooFewStepsError):
-        assert stage.work() == {"refused": "too little text", "compiled": True}
-    else:
-        with pytest.raises(RequestError, match="the prompts leave no room"):
-            stage.work()
-    assert tried == [True]
+    assert gpu_stage("calibrate").work() == {"refused": "too little text", "compiled": True}
+    with pytest.raises(RequestError, match="the prompts leave no room"):
+        gpu_stage("calibrate").work()
+    assert tried == [True, True]
     assert "not compiled" not in capsys.readouterr().err
 
 
@@ -403,20 +376,19 @@ def test_the_plan_names_the_gpus_that_hold_the_run() -> None:
     large = replace(PROBE, parameters=6_738_415_616, model_bytes=13_476_831_232, hidden_size=4096, vocab_size=32000)
     large = replace(large, device="cuda", context=4096, cache_bytes=2 * 32 * 4096 * 2)
     own = heads_size(MedusaConfig(4096, 32000, num_heads=5, block="square", num_layers=1, lm_head="own"), 32000)
-    plan = make_plan(options(minutes=400.0), large, [Costs(own, 5e-5)], train_prompts=1000, test_prompts=100)
+    plan = planned(large, [Costs(own, 5e-5)], 1000, 100, minutes=400.0)
     assert plan.decoding_bytes == 13_476_831_232 + 4 * own.trained + 16 * 2048 * 524_288
     assert what_fits(plan) == "24 GB: too small; 40 GB: training and decoding; 80 GB: training and decoding"
     small = replace(large, parameters=1_100_048_384, model_bytes=2_200_096_768, hidden_size=2048, cache_bytes=22_528)
-    plan = make_plan(options(minutes=400.0), small, [Costs(SIZE, 5e-5)], train_prompts=1000, test_prompts=100)
+    plan = planned(small, [Costs(SIZE, 5e-5)], 1000, 100, minutes=400.0)
     assert what_fits(plan).startswith("24 GB: training and decoding; ")
 
 
 def test_a_gpu_that_cannot_train_is_refused_before_any_text_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    asked = replace(options(), load=LoadOptions(device="cuda:1"))
     with pytest.raises(RequestError, match="device is cuda:1, but this process trains on cuda:0"):
-        fit(asked)
+        fit(options(load=LoadOptions(device="cuda:1")))
 
 
 def test_the_docs_show_what_the_planner_computes_for_7b(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +398,7 @@ def test_the_docs_show_what_the_planner_computes_for_7b(monkeypatch: pytest.Monk
     found = Probe(
         sizes.parameters, 2 * sizes.parameters, 4096, 32000, 4096, "cuda", 1 / 20_000, 0.027, 0.025, cached, layers=32
     )
-    asked = FitOptions(model="org/model", prompts=Prompts(prompts=str(OPENINGS)), plan=True)
+    asked = options(model="org/model")
     (choice,) = choose_heads(asked)
     shape = choose(sizes, HeadsConfig(**choice.heads))
     config = MedusaConfig(4096, 32000, kind=choice.heads["kind"], **shape._asdict())
@@ -507,7 +479,7 @@ def test_the_output_folder_is_named_after_the_model(monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path / "gpt")
     names = {"demo": "demo-heads", "org/model": "model-heads", "./a/b/": "b-heads", ".": "gpt-heads"}
     for model, name in names.items():
-        assert replace(options(), model=model).folder == Path(name)
+        assert options(model=model).folder == Path(name)
 
 
 # A whole run
@@ -520,7 +492,7 @@ def command(place: Place, tmp_path: Path) -> Callable[..., list[str]]:
     questions = ["".join(letters.choices(LETTERS, k=6)) for _ in range(80)]
     file = tmp_path / "questions.txt"
     file.write_text("\n".join(questions), encoding="utf-8")
-    numbers = ["--minutes", "0.03", "--max-new-tokens", "24", "--threads", "1"]
+    numbers = ["--minutes", "0.01", "--max-new-tokens", "24", "--threads", "1"]
     words = ["fit", place.backbone, "--prompts", str(file), "--output", str(tmp_path / "heads"), "--dtype", "float32"]
     words += numbers
     return lambda *further: [*words, *further]
@@ -529,12 +501,12 @@ def command(place: Place, tmp_path: Path) -> Callable[..., list[str]]:
 @pytest.fixture
 def before(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[str], None]], None]]:
     """Return a function that chooses what to call with the name of a stage before its work begins."""
-    finish, act = fit_module.finish, list[Callable[[str], None]]()
+    finish, act = stages.finish, list[Callable[[str], None]]()
 
     def watched(stage: stages.Stage, *rest: Any) -> None:
         finish(stage._replace(work=lambda: (act[-1](stage.name), stage.work())[1]), *rest)
 
-    monkeypatch.setattr(fit_module, "finish", watched)
+    monkeypatch.setattr(stages, "finish", watched)
     return act.append
 
 
@@ -600,7 +572,7 @@ def test_the_plan_alone_writes_nothing(
     told = capsys.readouterr().out
     for word in ("model", "heads", "text", "training", "calibration", "benchmark", "memory", "disk", "total"):
         assert f"\n{word} " in f"\n{told}"
-    assert json.loads(report.read_text())["plan"]["minutes"] == 0.03
+    assert json.loads(report.read_text())["plan"]["minutes"] == 0.01
     assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "questions.txt"}
 
 

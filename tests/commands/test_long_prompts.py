@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from medusa.__main__ import main
 from medusa.commands.prompting import fitting
 from medusa.errors import RequestError
 from medusa.loading import TextLimits
 from medusa.records.record import Record
-from tests.commands.test_cli import Place
+from tests.commands.place import Place, write_rows
 
 
 @pytest.fixture
-def refused(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def wrong(refused: Callable[..., str], place: Place, tmp_path: Path) -> Callable[..., tuple[Path, str]]:
     """Run a command with a file of prompts, one of each text; gives the path of the file and the one-line error."""
 
     def run(command: str, texts: list[str], *argv: str) -> tuple[Path, str]:
-        path = tmp_path / "prompts.jsonl"
-        path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": text} for text in texts])
         more = ("--max-new-tokens", "900") if command == "calibrate" else ()
-        models = ("--backbone", place.backbone, "--heads", place.heads, "--prompts", str(path))
-        capsys.readouterr()
-        assert main([command, *models, *more, *argv]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        return path, line
+        return path, refused(command, *place.models, "--prompts", path, *more, *argv)
 
     return run
 
 
 @pytest.mark.parametrize("command", ["generate", "benchmark", "verify", "calibrate"])
 @pytest.mark.usefixtures("no_loading")
-def test_a_prompt_that_is_too_long_is_named_by_its_line(refused: Callable[..., Any], command: str) -> None:
-    path, line = refused(command, ["abc", "a" * 129, "d"])
+def test_a_prompt_that_is_too_long_is_named_by_its_line(wrong: Callable[..., Any], command: str) -> None:
+    path, line = wrong(command, ["abc", "a" * 129, "d"])
     told = f"{path}:2: the prompt has 129 tokens, but the backbone's context ends at 128; shorten it, or leave out long"
     assert told in line
     assert line.endswith("by --skip-long")
     if command != "calibrate":  # which refuses so few prompts
-        _, line = refused(command, ["a" * 129], "--skip-long")
+        _, line = wrong(command, ["a" * 129], "--skip-long")
         assert f"all 1 prompts have more than {126 if command == 'verify' else 128} tokens" in line
 
 
@@ -63,6 +56,6 @@ def test_a_prompt_may_fill_the_shortest_context(skip: bool) -> None:
         fitting(records[:1], [[50]], limits, skip, notes.append)
 
 
-def test_a_prompt_without_room_for_samples_is_named(refused: Callable[..., Any]) -> None:
-    path, line = refused("verify", ["abc", "a" * 127], "--draws", "100")
+def test_a_prompt_without_room_for_samples_is_named(wrong: Callable[..., Any]) -> None:
+    path, line = wrong("verify", ["abc", "a" * 127], "--draws", "100")
     assert f"{path}:2: a prompt to draw from has 127 tokens, but may have 126" in line

@@ -20,10 +20,9 @@ from transformers import AutoModelForCausalLM
 from decode.bench.calibration import calibrate
 from decode.bench.calibration.stored import heads_fingerprint
 from decode.serve import app as serving
-from medusa.__main__ import main
 from medusa.native_layers import native_heads
 from medusa.tree import Tree
-from tests.commands.test_cli import tokenizer_of_letters
+from tests.commands.place import Outcome, tokenizer_of_letters, write_rows
 from tests.helpers import LETTERS, VOCAB, plain
 from tests.native_models import save_native
 
@@ -51,8 +50,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
     heads = native_heads(model, 3)
     heads.config.tree = Tree.chain(3).to_json()
     heads.save_pretrained(folder / "heads")
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS), encoding="utf-8")
+    prompts = write_rows(folder / "prompts.jsonl", [{"prompt": text} for text in PROMPTS])
     ids = plain(model, [LETTERS.index(letter) for letter in PROMPTS[0]], max_new_tokens=12)
     models = {
         NATIVE: ("--backbone", str(folder / "backbone"), "--drafter", "mtp", "--tree", "chain"),
@@ -62,49 +60,48 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
 
 
 @pytest.fixture
-def medusa(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run the command in this process, and return what it printed on standard output."""
+def said(medusa: Callable[..., Outcome]) -> Callable[..., str]:
+    """Run the command, and return what it printed on standard output."""
 
     def run(*argv: object) -> str:
-        status = main([str(word) for word in argv])
-        said = capsys.readouterr()
-        assert status == 0, said.err
-        return said.out
+        done = medusa(*argv)
+        assert done.status == 0, done.err
+        return done.out
 
     return run
 
 
 @pytest.mark.parametrize("models", [NATIVE, TUNED])
-def test_generate_chat_and_serve(medusa: Any, native: Native, monkeypatch: pytest.MonkeyPatch, models: str) -> None:
+def test_generate_chat_and_serve(said: Any, native: Native, monkeypatch: pytest.MonkeyPatch, models: str) -> None:
     """All three write the model's own text."""
     chosen, replies = (*native.models[models], *GENERATION), []
-    assert medusa("generate", *chosen, "--prompt", PROMPTS[0]) == native.text + "\n"
+    assert said("generate", *chosen, "--prompt", PROMPTS[0]) == native.text + "\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[0] + "\n"))
-    assert medusa("chat", *chosen) == native.text + "\n"
+    assert said("chat", *chosen) == native.text + "\n"
 
     def answer(app: Starlette, *listening: object) -> None:
         client = TestClient(app, base_url="http://127.0.0.1")
         replies.append(client.post("/v1/completions", json={"prompt": PROMPTS[0], "temperature": 0}).json())
 
     monkeypatch.setattr(serving, "serve", answer)
-    medusa("serve", *chosen, "--quiet")
+    said("serve", *chosen, "--quiet")
     assert replies[0]["choices"][0]["text"] == native.text
 
 
-def test_verify_and_benchmark(medusa: Any, native: Native, tmp_path: Path) -> None:
+def test_verify_and_benchmark(said: Any, native: Native, tmp_path: Path) -> None:
     chosen = (*native.models[NATIVE], "--prompts", native.prompts, "--quiet", "--max-prompts")
-    medusa("verify", *chosen, "1", "--threads", "1", "--draws", "1000", "--json", tmp_path / "verified.json")
+    said("verify", *chosen, "1", "--threads", "1", "--draws", "1000", "--json", tmp_path / "verified.json")
     assert json.loads((tmp_path / "verified.json").read_text())["passed"] is True
     measured = tmp_path / "measured.json"
-    medusa("benchmark", *chosen, "4", *GENERATION, "--rounds", "1", "--json", measured)
+    said("benchmark", *chosen, "4", *GENERATION, "--rounds", "1", "--json", measured)
     assert json.loads(measured.read_text())["methods"]["medusa"]["equal_to_plain"] == 1
 
 
-def test_evaluate_gives_the_same_for_the_layer_in_both_places(medusa: Any, native: Native, tmp_path: Path) -> None:
+def test_evaluate_gives_the_same_for_the_layer_in_both_places(said: Any, native: Native, tmp_path: Path) -> None:
     found = []
     for models in (native.models[TUNED], native.models[NATIVE][:-2]):  # without --tree
         out = tmp_path / "out.json"
-        medusa("evaluate", *models, "--data", native.prompts, "--max-new-tokens", "12", "--quiet", "--json", out)
+        said("evaluate", *models, "--data", native.prompts, "--max-new-tokens", "12", "--quiet", "--json", out)
         found.append(json.loads(out.read_text()))
     assert [head["head"] for head in found[0]["heads"]] == [1, 2, 3]
     assert found[0] == found[1]
@@ -112,7 +109,7 @@ def test_evaluate_gives_the_same_for_the_layer_in_both_places(medusa: Any, nativ
 
 @pytest.mark.parametrize("models", [NATIVE, TUNED])
 def test_a_calibrated_layer_needs_no_further_calibration(
-    medusa: Any, native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: str
+    said: Any, native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: str
 ) -> None:
     """`auto` then takes the tree that was saved: in the heads' folder, or in the user's cache."""
     monkeypatch.setattr(calibrate, "SIZES", (1, 4))
@@ -120,12 +117,12 @@ def test_a_calibrated_layer_needs_no_further_calibration(
     chosen = native.models[models][:4]  # without --tree
     longer = ("--prompts", native.prompts, "--max-new-tokens", "96", "--ignore-eos", "--rounds", "1")
     out = tmp_path / "out.json"
-    medusa("calibrate", *chosen, *longer, "--threads", "1", "--quiet", "--json", out)
+    said("calibrate", *chosen, *longer, "--threads", "1", "--quiet", "--json", out)
     found = json.loads(out.read_text())
     assert max(len(path) for point in found["points"] for path in point["paths"]) <= 3
     monkeypatch.setattr(calibrate, "calibrate", lambda *args, **kwargs: pytest.fail("calibrated again"))
     asked = (*GENERATION, "--prompt", PROMPTS[0], "--tree", "auto", "--quiet", "--json", out)
-    medusa("generate", *chosen, *asked)
+    said("generate", *chosen, *asked)
     best = found["points"][found["chosen"]]
     assert json.loads(out.read_text())["settings"]["nodes"] == best["nodes"]
 

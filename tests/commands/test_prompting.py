@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from medusa.__main__ import main
 from medusa.errors import RequestError
 from medusa.files import read_json, write_json
 from medusa.heads.independent import MedusaHeads
-from tests.commands.test_cli import Place
+from tests.commands.place import Outcome, Place, with_template, write_rows
 from tests.helpers import LETTERS
 
 # The roles are letters, so that the form of a prompt can be read off its token ids.
@@ -54,48 +55,38 @@ class Said(NamedTuple):
 
 @pytest.fixture(scope="module")
 def models(place: Place) -> Models:
-    chat = Path(place.backbone).parent / "chat"
-    AutoModelForCausalLM.from_pretrained(place.backbone).save_pretrained(chat)
-    tokenizer = AutoTokenizer.from_pretrained(place.backbone)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(chat)
-    return Models(str(chat), place.backbone, place.heads)
+    chat = with_template(place.backbone, TEMPLATE, Path(place.backbone).with_name("chat"))
+    return Models(chat, place.backbone, place.heads)
 
 
-def heads_that_record(models: Models, raw: bool | None, folder: Path) -> str:
+def heads_that_record(models: Models, raw: object, folder: Path) -> str:
     """A copy of the heads whose config records the form of the prompts in their training data."""
-    folder.mkdir()
-    for file in Path(models.heads).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(models.heads, folder)
     write_json(folder / "config.json", read_json(folder / "config.json") | {"raw_prompts": raw})
     return str(folder)
 
 
 @pytest.fixture
-def medusa(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Said]:
+def run(medusa: Callable[..., Outcome], tmp_path: Path) -> Callable[..., Said]:
     def run(*words: Any) -> Said:
         results = tmp_path / "results.json"
         results.unlink(missing_ok=True)
-        capsys.readouterr()
-        status = main([str(word) for word in (*words, "--json", results, "--threads", "1")])
-        content = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
-        return Said(status, capsys.readouterr().err, content)
+        done = medusa(*words, "--json", results, "--threads", "1")
+        return Said(done.status, done.err, read_json(results) if results.exists() else {})
 
     return run
 
 
 @pytest.fixture
-def generate(medusa: Any, models: Models, tmp_path: Path) -> Callable[..., Said]:
+def generate(run: Callable[..., Said], models: Models, tmp_path: Path) -> Callable[..., Said]:
     """Run `medusa generate` on rows of a JSONL file."""
 
-    def run(*words: Any, rows: list[Any], backbone: str = models.chat) -> Said:
-        path = tmp_path / "prompts.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        if "--heads" not in words:
-            words += ("--plain",)
-        return medusa("generate", "--backbone", backbone, "--prompts", path, "--max-new-tokens", "2", *words)
+    def generate(*words: Any, rows: list[Any], backbone: str = models.chat) -> Said:
+        path = write_rows(tmp_path / "prompts.jsonl", rows)
+        words += () if "--heads" in words else ("--plain",)
+        return run("generate", "--backbone", backbone, "--prompts", path, "--max-new-tokens", "2", *words)
 
-    return run
+    return generate
 
 
 ROWS: list[tuple[dict[str, Any], str, str]] = [
@@ -116,11 +107,11 @@ def test_prompts_use_the_chat_template_and_raw_turns_it_off(generate: Any) -> No
     assert generate("--raw", rows=rows).prompts == list(raw)
 
 
-def test_lines_of_a_text_file_and_prompt_are_prompts(medusa: Any, models: Models, tmp_path: Path) -> None:
+def test_lines_of_a_text_file_and_prompt_are_prompts(run: Any, models: Models, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("bcd\nefg\n", encoding="utf-8")
     argv = ("generate", "--backbone", models.chat, "--plain", "--max-new-tokens", "2", "--prompt", "h")
-    assert medusa(*argv, "--prompts", tmp_path / "a.txt").prompts == ["uha", "ubcda", "uefga"]
-    assert medusa(*argv, "--prompts", tmp_path / "a.txt", "--raw").prompts == ["h", "bcd", "efg"]
+    assert run(*argv, "--prompts", tmp_path / "a.txt").prompts == ["uha", "ubcda", "uefga"]
+    assert run(*argv, "--prompts", tmp_path / "a.txt", "--raw").prompts == ["h", "bcd", "efg"]
 
 
 def test_a_command_says_once_which_form_prompts_have(generate: Any, models: Models) -> None:
@@ -176,7 +167,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_says_which_form_prompts_have(
-    medusa: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    run: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """And a benchmark is not compared with one of another form."""
     monkeypatch.setattr("decode.bench.calibration.stored.MIN_STEPS", 8)  # a calibration of two short prompts
@@ -184,17 +175,17 @@ def test_every_command_says_which_form_prompts_have(
     argv = (command, "--backbone", models.chat, "--heads", models.heads, *COMMANDS[command])
     argv += ("--data" if command == "evaluate" else "--prompts", tmp_path / "p.jsonl")
     argv += ("--output", tmp_path / "own.jsonl") if command == "distill" else ()
-    done = medusa(*argv, *OFF)
+    done = run(*argv, *OFF)
     assert done.notes == [f"{THROUGH}{models.chat} with thinks=False (--raw turns it off)"]
     if command == "benchmark":
         write_json(tmp_path / "old.json", done.content)
-        other = medusa(*argv, "--raw", "--compare", tmp_path / "old.json")
+        other = run(*argv, "--raw", "--compare", tmp_path / "old.json")
         assert other.status == 2
         assert "--max-prompts and --raw" in other.err
 
 
 def test_evaluate_continues_a_conversation_after_its_first_question(
-    medusa: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from decode.texts import TextGenerator
 
@@ -204,9 +195,9 @@ def test_evaluate_continues_a_conversation_after_its_first_question(
     )
     talk = [("system", "z"), ("user", "bcd"), ("assistant", "x" * 40), ("user", "efg"), ("assistant", "y")]
     rows = [{"messages": [{"role": role, "content": said} for role, said in talk]}, {"text": "b" * 40}]
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(tmp_path / "d.jsonl", rows)
     argv = ("evaluate", "--backbone", models.chat, "--heads", models.heads, "--max-new-tokens", "8")
-    done = medusa(*argv, "--data", tmp_path / "d.jsonl")
+    done = run(*argv, "--data", tmp_path / "d.jsonl")
     assert done.status == 0, done.err
     assert ["".join(LETTERS[token] for token in prompt) for prompt in asked] == ["szubcda", "b" * 16]
 
@@ -224,13 +215,13 @@ def trained_on(data: Path, models: Models, *more: str) -> str:
 
 
 def test_the_form_of_raw_prompts_is_saved_with_the_heads(
-    generate: Any, medusa: Any, models: Models, tmp_path: Path
+    generate: Any, run: Any, models: Models, tmp_path: Path
 ) -> None:
     """That of templated ones: below, with their options."""
     (tmp_path / "p.txt").write_text("bcd\nefg\n", encoding="utf-8")
     own = tmp_path / "own.jsonl"
     argv = ("--backbone", models.chat, "--max-new-tokens", "16", "--ignore-eos")
-    assert medusa("distill", *argv, "--prompts", tmp_path / "p.txt", "--output", own, "--raw").status == 0
+    assert run("distill", *argv, "--prompts", tmp_path / "p.txt", "--output", own, "--raw").status == 0
     assert [json.loads(line)["raw_prompt"] for line in own.read_text().splitlines()] == [True, True]
     assert read_json(tmp_path / "own.settings.json")["raw"] is True
     heads = trained_on(own, models)
@@ -238,63 +229,59 @@ def test_the_form_of_raw_prompts_is_saved_with_the_heads(
     assert generate("--heads", heads, "--tree", "chain", rows=[ROWS[0][0]]).prompts == ["bcd"]
 
 
-def test_recorded_features_keep_the_form_of_prompts(generate: Any, models: Models, tmp_path: Path) -> None:
-    folder = tmp_path / "recorded"
-    argv = ("--max-new-tokens", "12", "--ignore-eos", "--record", folder)
-    assert generate(*argv, "--raw", rows=[ROWS[0][0]]).status == 0
-    assert read_json(Path(trained_on(folder, models)) / "config.json")["raw_prompts"] is True
-    other = generate(*argv, rows=[ROWS[0][0]])
-    assert other.status == 2
-    assert "the prompts are templated, and those in" in other.err
-    assert generate(*argv, rows=[ROWS[3][0]]).status == 0, "texts have no form"
+def test_recorded_features_keep_the_form_of_prompts_and_the_options(
+    generate: Any, models: Models, tmp_path: Path
+) -> None:
+    """A recording takes no prompts of another form, but texts, which have none."""
+    for how, kept, told in (
+        (("--raw",), ("raw_prompts", True), "the prompts are templated, and those in"),
+        (OFF, ("template_options", {"thinks": False}), "the options of the chat template are none, and those in"),
+    ):
+        folder = tmp_path / kept[0] / "recorded"
+        argv = ("--max-new-tokens", "12", "--ignore-eos", "--record", folder)
+        assert generate(*argv, *how, rows=[ROWS[0][0]]).status == 0
+        config = read_json(Path(trained_on(folder, models)) / "config.json")
+        assert config[kept[0]] == kept[1]
+        other = generate(*argv, rows=[ROWS[0][0]])
+        assert other.status == 2
+        assert told in other.err
+    assert generate(*argv, "--record", tmp_path / "raw_prompts" / "recorded", rows=[ROWS[3][0]]).status == 0
 
 
-def test_recorded_features_keep_the_options(generate: Any, models: Models, tmp_path: Path) -> None:
-    argv = ("--max-new-tokens", "12", "--ignore-eos", "--record", tmp_path / "recorded")
-    assert generate(*argv, *OFF, rows=[ROWS[0][0]]).status == 0
-    heads = trained_on(tmp_path / "recorded", models)
-    assert read_json(Path(heads) / "config.json")["template_options"] == {"thinks": False}
-    other = generate(*argv, rows=[ROWS[0][0]])
-    assert other.status == 2
-    assert "the options of the chat template are none, and those in" in other.err
-
-
-def test_texts_record_no_form(medusa: Any, models: Models, tmp_path: Path) -> None:
+def test_texts_record_no_form(run: Any, models: Models, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"text": "bcd"}\n', encoding="utf-8")
     own = tmp_path / "own.jsonl"
     argv = ("distill", "--backbone", models.chat, "--max-new-tokens", "16", "--ignore-eos", "--output", own)
-    assert medusa(*argv, "--prompts", tmp_path / "p.jsonl").status == 0
+    assert run(*argv, "--prompts", tmp_path / "p.jsonl").status == 0
     assert "raw_prompt" not in own.read_text()
     assert read_json(Path(trained_on(own, models)) / "config.json")["raw_prompts"] is None
     seeds = ("--self-talk", "2", "--self-talk-seeds", tmp_path / "p.jsonl", "--overwrite")
-    assert medusa(*argv, *seeds).status == 0
+    assert run(*argv, *seeds).status == 0
     assert "raw_prompt" not in own.read_text()
 
 
 def test_an_invalid_record_is_refused(models: Models, tmp_path: Path) -> None:
-    heads = heads_that_record(models, None, tmp_path / "heads")
-    write_json(Path(heads) / "config.json", read_json(Path(heads) / "config.json") | {"raw_prompts": "yes"})
     with pytest.raises(RequestError, match="raw_prompts is 'yes'; it must be true"):
-        MedusaHeads.from_pretrained(heads)
+        MedusaHeads.from_pretrained(heads_that_record(models, "yes", tmp_path / "heads"))
 
 
 def test_a_chat_uses_the_template_unless_raw(
-    medusa: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The form that heads record is no default here, but a note tells of it."""
     heads = heads_that_record(models, True, tmp_path / "raw")
     argv = ("chat", "--backbone", models.chat, "--heads", heads, "--tree", "chain", "--max-new-tokens", "2")
     monkeypatch.setattr(sys, "stdin", io.StringIO("bcd\n"))
-    done = medusa(*argv)
+    done = run(*argv)
     assert done.prompts == ["ubcda"]
     assert done.notes == [f"{THROUGH}{models.chat} (--raw turns it off)"]
     assert done.err.count("these heads were trained on answers to plain-text prompts") == 1
     monkeypatch.setattr(sys, "stdin", io.StringIO("bcd\n"))
-    done = medusa(*argv, "--raw")
+    done = run(*argv, "--raw")
     assert done.prompts == ["bcd"]
     assert done.notes == [f"{PLAIN}, without the chat template of {models.chat} (--raw)"]
     assert "these heads were trained" not in done.err
-    wrong = medusa(*argv, "--raw", "--system", "z")
+    wrong = run(*argv, "--raw", "--system", "z")
     assert wrong.status == 2
     assert "--system needs the chat template, and --raw turns it off" in wrong.err
 
@@ -320,12 +307,12 @@ def test_options_that_the_template_does_not_read_are_refused(generate: Any, mode
 
 
 def test_options_of_the_training_data_are_saved_with_the_heads(
-    generate: Any, medusa: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    generate: Any, run: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "p.txt").write_text("bcd\nefg\n", encoding="utf-8")
     own, features = tmp_path / "own.jsonl", tmp_path / "features"
     argv = ("distill", "--backbone", models.chat, "--max-new-tokens", "16", "--ignore-eos", "--output", own)
-    assert medusa(*argv, "--prompts", tmp_path / "p.txt", "--no-raw", *OFF).status == 0
+    assert run(*argv, "--prompts", tmp_path / "p.txt", "--no-raw", *OFF).status == 0
     rows = [json.loads(line) for line in own.read_text().splitlines()]
     assert [row["chat_template_kwargs"] for row in rows] == [{"thinks": False}] * 2
     assert [row["raw_prompt"] for row in rows] == [False, False]
@@ -342,13 +329,12 @@ def test_options_of_the_training_data_are_saved_with_the_heads(
     assert generate("--heads", heads, "--tree", "chain", *on, rows=[ROWS[0][0]]).prompts == ["ubcda"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("bcd\n"))
     chat = ("chat", "--backbone", models.chat, "--heads", heads, "--tree", "chain", "--max-new-tokens", "2")
-    assert medusa(*chat).prompts == ["ubcdan"]
+    assert run(*chat).prompts == ["ubcdan"]
 
 
 def test_a_recipe_sets_options_for_conversations(models: Models, tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "bcd"}, {"role": "assistant", "content": "efghefgh"}]}] * 2
-    data = tmp_path / "d.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = write_rows(tmp_path / "d.jsonl", rows)
     for words in (("data.template_options.thinks=true",), ("--template-option", "thinks=true")):
         heads = trained_on(data, models, *words)
         assert read_json(Path(heads) / "config.json")["template_options"] == {"thinks": True}
@@ -357,7 +343,7 @@ def test_a_recipe_sets_options_for_conversations(models: Models, tmp_path: Path)
 
 
 def test_a_prompt_that_a_template_has_rendered_is_answered_with_a_hint(
-    medusa: Any, models: Models, tmp_path: Path
+    run: Any, models: Models, tmp_path: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(models.chat)
     tokenizer.add_special_tokens({"additional_special_tokens": ["b"]})
@@ -367,6 +353,6 @@ def test_a_prompt_that_a_template_has_rendered_is_answered_with_a_hint(
     tokenizer.save_pretrained(folder)
     argv = ("generate", "--backbone", folder, "--plain", "--max-new-tokens", "2")
     hint = "hint: --prompt 1 holds b, which the chat template writes itself; give it as messages"
-    assert hint in medusa(*argv, "--prompt", "bucd").err
-    assert "hint" not in medusa(*argv, "--prompt", "ucd").err
-    assert "hint" not in medusa(*argv, "--raw", "--prompt", "bucd").err
+    assert hint in run(*argv, "--prompt", "bucd").err
+    assert "hint" not in run(*argv, "--prompt", "ucd").err
+    assert "hint" not in run(*argv, "--raw", "--prompt", "bucd").err

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from stat import S_ISREG
@@ -20,7 +21,7 @@ import pytest
 
 from medusa.__main__ import main
 from medusa.places import hub_is_reachable
-from tests.commands.test_cli import Place
+from tests.commands.place import Place
 
 MODELS = "--backbone backbone --heads heads"
 VALID = {
@@ -59,6 +60,7 @@ HEADS = """
 --heads full -> full
 --heads notes.txt -> notes.txt
 --heads broken -> broken
+--heads torn -> torn/config.json
 """
 SAMPLING = """
 --temperature -1 -> temperature is -1
@@ -271,6 +273,8 @@ LINES = {
 --temperature 1 --draft sample --lossy -> use draft 'topk'
 --report x.pdf -> x.pdf
 --report notes.txt -> notes.txt
+--report notes.txt --overwrite -> is not a report
+--report full --overwrite -> is not a report
 --report /no/such/folder/r.html -> /no/such/folder/r.html
 --report old.html -> --overwrite
 --compare ./none.json -> none.json
@@ -549,13 +553,13 @@ def test_there_are_at_least_300_wrong_calls_and_none_twice() -> None:
 
 
 @pytest.mark.usefixtures("at_home")
-def test_a_text_that_the_context_ends_says_so(tmp_path: Path, capsys: Any) -> None:
+def test_a_text_that_the_context_ends_says_so(tmp_path: Path, medusa: Any) -> None:
     """Asking for more tokens than fit is no wrong call, but the user learns why the text ends."""
-    assert (
-        main(shlex.split(f"{VALID['generate']} --max-new-tokens 100000 --ignore-eos --json {tmp_path}/out.json")) == 0
-    )
-    assert capsys.readouterr().err.count("the context of 128 tokens ends the text after 125 new tokens\n") == 1
-    (result,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["results"]
+    out = tmp_path / "out.json"
+    done = medusa(*shlex.split(VALID["generate"]), "--max-new-tokens", "100000", "--ignore-eos", "--json", out)
+    assert done.status == 0
+    assert done.err.count("the context of 128 tokens ends the text after 125 new tokens\n") == 1
+    (result,) = json.loads(out.read_text(encoding="utf-8"))["results"]
     assert (len(result["new_ids"]), result["finish_reason"]) == (125, "length")
 
 
@@ -577,11 +581,13 @@ def home(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / target.name).symlink_to(target)
     for name in ("full", "bare", "broken"):
         (folder / name).mkdir()
+    shutil.copytree(place.heads, folder / "torn")
     texts = {
         "full/keep.txt": "work of years\n",
         "bare/readme": "no data\n",
         "broken/medusa_lm_head.safetensors": "garbage",
         "broken/config.json": "{}",
+        "torn/config.json": "{",
         "notes.txt": "some words\n",
         "old.html": "<p>an old report</p>",
         "old.json": '{"results": []}',
@@ -625,27 +631,15 @@ THIN: dict[str, Any] = {
 def content(*folders: Path) -> dict[str, tuple[int, int]]:
     """Return the paths in the folders, with the sizes and times of the files."""
     found = {str(path): path.stat() for folder in folders for path in folder.rglob("*")}
-    return {
-        path: (about.st_size, about.st_mtime_ns) if S_ISREG(about.st_mode) else (0, 0) for path, about in found.items()
-    }
+    return {path: (at.st_size, at.st_mtime_ns) if S_ISREG(at.st_mode) else (0, 0) for path, at in found.items()}
 
 
 @pytest.mark.usefixtures("no_loading", "at_home")
 @pytest.mark.parametrize(("command", "line", "told"), CALLS, ids=NAMES)
 def test_a_wrong_call_is_one_line_with_status_2(
-    command: str, line: str, told: str, home: Path, place: Place, capsys: Any
+    command: str, line: str, told: str, home: Path, place: Place, refused: Any
 ) -> None:
     folders = (home, Path(place.heads).parent)
     before = content(*folders)
-    capsys.readouterr()
-    try:
-        status = main(shlex.split(f"{VALID.get(command, '')} {line}"))
-    except SystemExit as ending:  # argparse
-        status = int(ending.code or 0)
-    out, err = capsys.readouterr()
-    assert status == 2, err
-    assert out == ""
-    assert err.count("\n") == 1, err
-    assert err.startswith("medusa"), err
-    assert told in err
+    assert told in refused(*shlex.split(f"{VALID.get(command, '')} {line}"))
     assert content(*folders) == before, "a refused call changes nothing"

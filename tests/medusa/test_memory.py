@@ -22,3 +22,8 @@ def test_memory_is_released_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="Invalid device"):
         memory.release()
+
+
+def test_layers_that_wait_on_disk_are_on_no_device() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
+    assert memory.devices_of(model) == {torch.device("cpu")}

@@ -21,6 +21,7 @@ from tests.train.templates import CHATML, merging_tokenizer
 from train.data.reader import to_examples
 
 ASK, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+BOTH_CALLS = {"role": "assistant", "function_call": CALL["function"], "tool_calls": [CALL]}
 # A template that writes all that a message holds.
 EVERYTHING = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
 
@@ -63,10 +64,9 @@ def test_nothing_that_a_message_holds_is_dropped(message: dict[str, Any]) -> Non
         ({"role": "user", "content": "a", "images": ["x"]}, "images"),
         ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, "audio"),
         ({"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{}"}}]}, "tool_calls"),
-        (
-            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
-            "object",
-        ),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, "object"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "arguments: not JSON"),
+        (BOTH_CALLS, "function_call and tool_calls"),
         ({"role": "user"}, "needs content"),
         ({"role": "assistant", "text": "a"}, "needs content or value; rename text to content"),
         ({"from": "narrator", "value": "a"}, "from 'narrator'"),
@@ -108,13 +108,6 @@ def test_functions_of_the_older_api_are_tools() -> None:
         assert parse_record({"messages": [ASK], "functions": given}, "here").tools == tools
 
 
-def test_a_call_is_given_in_one_form() -> None:
-    call = {"name": "f", "arguments": "{}"}
-    both = {"role": "assistant", "function_call": call, "tool_calls": [{"function": call}]}
-    with pytest.raises(RequestError, match="function_call and tool_calls"):
-        messages_of([ASK, both], "here")
-
-
 def test_authors_have_their_names_in_any_letters() -> None:
     found = messages_of([{"role": "USER", "content": "a"}, {"from": "Bot", "value": "b"}], "here")
     assert [message["role"] for message in found] == ["user", "assistant"]
@@ -122,14 +115,8 @@ def test_authors_have_their_names_in_any_letters() -> None:
 
 def test_empty_values_of_other_programs_are_as_if_absent() -> None:
     """As the clients of OpenAI dump the messages of answers."""
-    dumped = SAY | {
-        "refusal": None,
-        "audio": None,
-        "function_call": None,
-        "tool_calls": [],
-        "images": [],
-        "reasoning": "",
-    }
+    nulls = dict.fromkeys(("refusal", "audio", "function_call"))
+    dumped = SAY | nulls | {"tool_calls": [], "images": [], "reasoning": ""}
     assert messages_of([ASK, dumped], "here") == [ASK, SAY]
 
 

@@ -16,6 +16,7 @@ def test_a_picture_of_each_kind(kind: str) -> None:
     assert {draw_kinds.KINDS[kind]["caption"], "guess 1", "guess 2", "guess 3"} <= shown
 
 
-def test_the_pictures_are_written(tmp_path: Path) -> None:
+def test_the_pictures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_kinds, "KINDS", {kind: draw_kinds.KINDS[kind] for kind in ("medusa", "eagle")})
     draw_kinds.main([str(tmp_path)])
-    assert {path.stem for path in tmp_path.glob("*.png")} == set(draw_kinds.KINDS)
+    assert {path.name for path in tmp_path.iterdir()} == {"medusa.png", "eagle.png"}

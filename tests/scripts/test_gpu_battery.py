@@ -20,16 +20,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from decode.settings import Settings
 from medusa.commandline import exit_status
 from medusa.errors import RequestError
 from medusa.heads import KINDS
 from scripts.gpu_battery import __main__ as battery
-from scripts.gpu_battery import bench, clocks, curves, run
+from scripts.gpu_battery import bench, clocks, run
 from scripts.gpu_battery.__main__ import BATTERY_SECONDS, STAGES
 from scripts.gpu_battery.report import REPORT
 from scripts.gpu_battery.run import TOY, Run, Stage, run_stages
-from scripts.gpu_battery.steps import profile_steps, target_of
 from tests.train.processes import forked_command
 
 REPO = Path(__file__).resolve().parents[2]
@@ -55,8 +53,7 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     for name in TOY.kv_heads:
         timed = [figure for figure in figures[name] if "ms" in figure]
         assert [(figure["how"], figure["batch"], figure["nodes"]) for figure in timed] == [
-            *[("compiled", 1, 8), ("compiled", 1, 1), ("compiled", 2, 8), ("compiled", 2, 1)],
-            *[("eager", 1, 8), ("eager", 1, 1), ("eager", 2, 8), ("eager", 2, 1)],
+            *[("compiled", 2, 8), ("compiled", 2, 1), ("eager", 2, 8), ("eager", 2, 1)],
         ]
         assert all(figure["launches"] > 0 and "attention" in figure["attention"] for figure in timed)
     methods = {figure["method"]: figure for figure in figures["benchmark"] if "method" in figure}
@@ -69,7 +66,9 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     assert compared["met"] == (compared["speedup"] >= compared["target"])
     traces = {figure["traced"]: tmp_path / figure["trace"] for figure in figures["benchmark"] if "trace" in figure}
     assert set(traces) == {"markov, 7 nodes, compiled", "plain, compiled"}
-    assert all(place.is_file() for place in traces.values())
+    for place in traces.values():  # for a viewer
+        with gzip.open(place) as file:
+            assert len(json.load(file)["traceEvents"]) > 100
     assert [figure["passed"] for figure in figures["verify"] if "passed" in figure] == [True, True]
     for kind in KINDS:
         assert any(figure.get("method", "").startswith(f"{kind}, ") for figure in figures["kinds"])
@@ -351,24 +350,6 @@ def test_an_error_of_the_gpu_ends_the_stage(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="misaligned"), stage.attempt(nodes=16):
         raise RuntimeError("CUDA error: misaligned address")
     assert [figure["nodes"] for figure in run.read_figures(tmp_path)["verify"]] == [64, 16]
-
-
-# -- steps and the target
-
-
-def test_a_profile_is_written_for_a_viewer(tmp_path: Path) -> None:
-    stage = Run("verify", tmp_path, TOY, "cpu", 60)
-    method = curves.random_method(stage, curves.random_model(stage, "MHA"), 8, Settings(max_new_tokens=24))
-    trace = tmp_path / "traces" / "steps.json.gz"
-    found = profile_steps(method, [[1, 2, 3]], on_gpu=False, trace=trace)
-    assert found["launches"] > 0
-    with gzip.open(trace) as file:
-        assert len(json.load(file)["traceEvents"]) > found["launches"]
-
-
-def test_the_target_is_nine_tenths_of_a_step_without_heads() -> None:
-    """tau 2.5; a forward over the tree takes 1.25 times a forward over one token: 2 without heads, so 1.8."""
-    assert target_of(2.5, forward_of_one=4.0, forward=5.0) == pytest.approx(1.8)
 
 
 def test_an_aborted_run_has_a_report(tmp_path: Path) -> None:

@@ -87,11 +87,8 @@ def test_model_and_tokenizer_load(trained: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(trained)
     tokenizer = AutoTokenizer.from_pretrained(trained)
     assert model.dtype == torch.bfloat16
-    assert (model.config.hidden_size, model.config.num_key_value_heads, model.config.max_position_embeddings) == (
-        16,
-        1,
-        32,
-    )
+    sizes = model.config.hidden_size, model.config.num_key_value_heads, model.config.max_position_embeddings
+    assert sizes == (16, 1, 32)
     assert model.config.tie_word_embeddings
     assert model.generation_config.eos_token_id == 0
     assert len(tokenizer) == model.config.vocab_size == 300
@@ -145,9 +142,9 @@ def test_draft_shares_the_tokenizer_and_learns_from_the_teacher(trained: Path, t
 # -- arithmetic
 
 
-def test_documents_are_split_at_lines_only(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\n\n<|endoftext|> \ntwo <|endoftext|> still two\n")
-    assert script.read_documents(str(tmp_path / "a.txt")) == ["one", "two <|endoftext|> still two"]
+def small_llama(**sizes: int) -> LlamaForCausalLM:
+    usual = {"vocab_size": 300, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**usual | sizes, num_hidden_layers=1, tie_word_embeddings=True))
 
 
 def test_windows_score_every_token_but_bos_once() -> None:
@@ -188,38 +185,6 @@ def test_bits_per_character_by_hand() -> None:
     assert score.agreements == score.tokens  # it agrees with itself
 
 
-def test_evaluation_is_that_of_one_forward_per_document(trained: Path) -> None:
-    """Padding and batching change nothing; 1e-4 is far above float32's noise over some thirty tokens."""
-    model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(trained)
-    documents = ["The fox ran.", "It was home", "Zoë"]
-    nats = 0.0
-    for document in documents:
-        ids = torch.tensor([tokenizer(document)["input_ids"]])
-        nats += model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
-    assert script.evaluate(model, tokenizer, documents).nats == pytest.approx(nats, rel=1e-4)
-
-
-def test_rows_hold_all_documents_end_to_end() -> None:
-    rows = script.cut_rows(map(torch.tensor, ([0, 1, 2], [0, 3], [0, 4, 5, 6])), 4)
-    assert rows.tolist() == [[0, 1, 2, 0], [3, 0, 4, 5]]  # the last token is dropped
-
-
-def tiny_llama() -> LlamaForCausalLM:
-    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=True))
-
-
-def test_one_optimizer_has_each_parameter() -> None:
-    model = tiny_llama()
-    muon, adamw = script.optimizers_of(model, script.Recipe(muon_lr=0.5, adamw_lr=0.25))
-    matrices, rest = ({id(p) for p in each.param_groups[0]["params"]} for each in (muon, adamw))
-    assert matrices == {id(p) for n, p in model.named_parameters() if ".layers." in n and "norm" not in n}
-    assert matrices | rest == {id(p) for p in model.parameters()}
-    assert not matrices & rest
-    assert [each.param_groups[0]["lr"] for each in (muon, adamw)] == [0.5, 0.25]
-
-
 def test_the_rate_rises_and_falls() -> None:
     assert [script.rate_factor(step, step / 100, 4) for step in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert [script.rate_factor(50, done, 4) for done in (0.5, 0.75, 1.0)] == pytest.approx([1.0, 0.51, 0.02])
@@ -227,7 +192,7 @@ def test_the_rate_rises_and_falls() -> None:
 
 def test_the_teacher_is_asked_once_for_each_row() -> None:
     """With the tokens that a model prefers, and their shares, its own cross-entropy is the entropy of these shares."""
-    model, rows = tiny_llama(), torch.randint(8, (3, 5), dtype=torch.int32)
+    model, rows = small_llama(vocab_size=8), torch.randint(8, (3, 5), dtype=torch.int32)
     teacher, index = script.Teacher(model, rows, 8), torch.tensor([2, 0])
     tokens = rows[index, :-1].long()
     logits = model(input_ids=tokens).logits.detach()
@@ -287,10 +252,7 @@ def test_bad_input_is_one_line_and_status_2(
     ("teacher", "message"),
     [
         ({"vocab_size": 320}, "has 320 tokens"),
-        (
-            {"max_position_embeddings": 8},
-            "reads 8 at once; give another teacher",
-        ),
+        ({"max_position_embeddings": 8}, "reads 8 at once; give another teacher"),
         (None, "no such folder: "),
     ],
 )
@@ -303,8 +265,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_the_data_is_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if teacher:
-        sizes = {"vocab_size": 300, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2} | teacher
-        LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(tmp_path / "teacher")
+        small_llama(**teacher).save_pretrained(tmp_path / "teacher")
     more = ["--tokenizer", str(trained), "--teacher", str(tmp_path / "teacher"), "--steps", "1"]
     assert run(*arguments(tmp_path / "missing.txt", tmp_path / "new", *more)) == 2
     assert message in capsys.readouterr().err

@@ -42,18 +42,6 @@ def test_the_page_has_every_key(page: str) -> None:
     assert all(f"`{name}`" in page for name in UNUSED)
 
 
-def test_types_are_described_in_words() -> None:
-    assert recipe_page._kind({"type": "integer", "minimum": 1}) == "int ≥ 1"
-    assert recipe_page._kind({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}) == "float > 0"
-    assert recipe_page._kind({"enum": ["a", "b"]}) == "`a`, `b`"
-    assert recipe_page._kind({}) == "any"
-
-
 @needs_all
-def test_defaults_and_meanings_are_those_of_the_code(page: str) -> None:
-    assert "| `training.save_total_limit` | `2` | Number of checkpoints to keep" in page
-    assert "| `training.learning_rate` |  |" in page
-    assert "| `backbone` | str | required |" in page
-    assert all(
-        line.count("|") >= 4 and not line.endswith("|  |") for line in page.splitlines() if line.startswith("| `")
-    )
+def test_every_key_has_a_meaning(page: str) -> None:
+    assert not [line for line in page.splitlines() if line.startswith("| `") and line.endswith("|  |")]

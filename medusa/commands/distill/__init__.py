@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decode.settings import Settings
 from medusa.commands.distill.checks import require_room, require_same_settings, why_cut, why_short
 from medusa.commands.distill.client import Server
-from medusa.commands.distill.engines import Engine, LocalEngine, ServerEngine, server_parameters
 from medusa.commands.distill.journal import Journal, ShortAnswersError
 from medusa.commands.distill.tasks import Task, digest, tasks_of
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, warn
@@ -31,9 +31,12 @@ from medusa.errors import RequestError, RunError
 from medusa.files import Json, disk_may_fill, require_writable, write_json
 from medusa.interruptions import interruptible
 from medusa.options import REQUIRED, count, group, option
-from medusa.records.record import Record
+from medusa.records.record import Record, naming
 from medusa.records.sources import SETTINGS
 from medusa.records.template import template_options
+
+if TYPE_CHECKING:
+    from medusa.commands.distill.engines import LocalEngine, ServerEngine
 
 
 class DistillOptions(CommandOptions):
@@ -148,10 +151,10 @@ def distill(options: DistillOptions) -> DistillFigures:
     require_same_settings(path, about, options.overwrite)
     if line := form.line(records):
         options.output.note(line)
-    engine: LocalEngine | ServerEngine = _server_engine(options) if options.server else _local_engine(options)
-    tasks = _tasks(options, engine, records, form)
-    engine.check(tasks)
+    tasks = _tasks(options, records, form)
+    _require_answerable(options, tasks)
     require_room(path, tasks, options.settings)
+    engine = _server_engine(options) if options.server else _local_engine(options)
     journal = Journal(path, tasks, options.overwrite)
     write_json(path.with_suffix(SETTINGS), about)
     advice = "all finished texts are kept: make room and run the same command again"
@@ -174,7 +177,7 @@ def distill(options: DistillOptions) -> DistillFigures:
         seconds=seconds,
         finish_reasons=dict(sorted(journal.reasons.items())),
         settings=about,
-        warning=why_cut(path, journal.reasons, options.settings.max_new_tokens, engine.tokenizer),
+        warning=why_cut(path, journal.reasons, options.settings.max_new_tokens, options.files.tokenizer),
     )
 
 
@@ -208,16 +211,40 @@ def _records(options: DistillOptions) -> list[Record]:
     return []
 
 
-def _tasks(options: DistillOptions, engine: Engine, records: list[Record], form: PromptForm) -> list[Task]:
+def _tasks(options: DistillOptions, records: list[Record], form: PromptForm) -> list[Task]:
     """Make a task for each record. Without records, make N tasks (--self-talk N) to generate texts from BOS alone."""
     if not records:
-        return [Task(index, "--self-talk", engine.begin()) for index in range(options.self_talk or 0)]
-    tasks = tasks_of(records, engine.tokenizer, form, options.prefix_tokens, options.max_turns)
+        from medusa.loading import bos_token_id
+
+        if (bos := bos_token_id(options.files.tokenizer, options.files.config)) is None:
+            name = options.models.backbone
+            raise RequestError(f"{name} has no BOS token; give --self-talk-seeds FILE or --prompts FILE")
+        return [Task(index, "--self-talk", [bos]) for index in range(options.self_talk or 0)]
+    tasks = tasks_of(records, options.files.tokenizer, form, options.prefix_tokens, options.max_turns)
     cut = sum(len(record.turns) > task.turns for record, task in zip(records, tasks, strict=True))
     if cut and not options.max_turns and not options.prefix_tokens:
         reason = "--raw turns the chat template off" if form.has_template else "this tokenizer has no chat template"
         warn(f"only the first question of {cut} conversations is answered: {reason}")
     return tasks
+
+
+def _require_answerable(options: DistillOptions, tasks: list[Task]) -> None:
+    """Raise RequestError for a task that cannot be done, before a model is loaded or a server is asked.
+
+    On this machine, a first prompt may be too long, or the chat template may reject it. The texts that a server
+    continues need a tokenizer here."""
+    from decode.request import require_fitting
+    from medusa.loading import text_limits
+
+    tokenizer, limits = options.files.tokenizer, text_limits(options.files.config)
+    for task in tasks:
+        if not options.server:
+            prompt = task.prompt([], tokenizer)
+            with naming(task.where):
+                require_fitting([prompt], limits)
+        elif task.ids is not None and tokenizer is None:
+            name = options.models.backbone
+            raise RequestError(f"{task.where}: {name} has no tokenizer, and the server's texts need one")
 
 
 def _about(options: DistillOptions, records: list[Record], form: PromptForm) -> Json:
@@ -238,26 +265,26 @@ def _about(options: DistillOptions, records: list[Record], form: PromptForm) -> 
 
 def _local_engine(options: DistillOptions) -> LocalEngine:
     from decode.bench.methods import Method, transformers_method
-    from medusa.backbone import Backbone
+    from medusa.commands.distill.engines import LocalEngine
     from medusa.commands.models import open_models
+    from medusa.loading import text_limits
 
     opened = open_models(options, drafters=[None] if options.models.heads else [])
-    loaded, settings = opened.loaded, opened.settings
+    settings, tokenizer = opened.settings, opened.loaded.tokenizer
     method: Method = opened.generator
     if opened.source is None:
-        method = transformers_method(loaded.model, settings, loaded.tokenizer)
-    backbone = loaded.name, loaded.tokenizer, loaded.bos_token_id, Backbone(loaded.model)
-    return LocalEngine(settings, options.runtime.seed, *backbone, method, options.batch_size)
+        method = transformers_method(opened.loaded.model, settings, tokenizer)
+    limits = text_limits(options.files.config)
+    return LocalEngine(settings, options.runtime.seed, tokenizer, limits, method, options.batch_size)
 
 
 def _server_engine(options: DistillOptions) -> ServerEngine:
-    from medusa.loading import bos_token_id
+    from medusa.commands.distill.engines import ServerEngine, server_parameters
 
-    files = options.files
-    parameters = server_parameters(options.settings, files.generation_config)
-    if line := options.settings.unused_line(files.generation_config):
+    files, settings = options.files, options.settings
+    parameters = server_parameters(settings, files.generation_config)
+    if line := settings.unused_line(files.generation_config):
         options.output.note(line)
     options.runtime.prepare()
     server = Server(str(options.server), options.model)
-    backbone = files.name, files.tokenizer, bos_token_id(files.tokenizer, files.config)
-    return ServerEngine(options.settings, options.runtime.seed, *backbone, server, options.concurrency, parameters)
+    return ServerEngine(settings, options.runtime.seed, files.tokenizer, server, options.concurrency, parameters)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,21 +58,16 @@ def why_cut(
     cut, total = reasons.get("length", 0), sum(reasons.values())
     if 2 * cut <= total:
         return None
+    told = f"{cut} of {total} answers were cut at {max_new_tokens} tokens"
     way_out = f"give a larger --max-new-tokens than {max_new_tokens}"
-    if tokenizer is None or not (endless := sum(map(partial(_is_endless, tokenizer), _rows(path)))):
-        return (
-            f"{cut} of {total} answers were cut at {max_new_tokens} tokens, so heads hardly learn their ends; {way_out}"
-        )
-    switch = next((name for name in template_switches(tokenizer) if "think" in name), None)
-    way_out += f", or --template-option {switch}=false" if switch else ""
-    return (
-        f"{cut} of {total} answers were cut at {max_new_tokens} tokens, {endless} of them within a thought; {way_out}"
-    )
-
-
-def _rows(path: Path) -> Iterator[Json]:
-    with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
+    endless, switches = 0, list[str]()
+    if tokenizer is not None:
+        with path.open(encoding="utf-8") as file:
+            endless = sum(_is_endless(tokenizer, json.loads(line)) for line in file)
+        switches = [f", or --template-option {name}=false" for name in template_switches(tokenizer) if "think" in name]
+    if not endless:
+        return f"{told}, so heads hardly learn their ends; {way_out}"
+    return f"{told}, {endless} of them within a thought; {way_out}{''.join(switches[:1])}"
 
 
 def _is_endless(tokenizer: PreTrainedTokenizerBase, row: Json) -> bool:

@@ -1,4 +1,6 @@
-"""The engines that generate the texts of `medusa distill`: batches on this machine, or many requests to a server."""
+"""The engines that generate the texts of `medusa distill`: batches on this machine, or many requests to a server.
+
+An engine has one method, `write(journal)`: it generates the answers that the journal lacks, and returns the seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from transformers import set_seed
+
 from decode.generation_config import SAMPLING, text_options, told
+from decode.request import require_fitting
 from decode.settings import Settings
 from medusa.commands.distill.client import Server, ServerError
 from medusa.commands.distill.journal import Journal
@@ -17,6 +22,8 @@ from medusa.commands.distill.tasks import Task
 from medusa.commands.options import batches
 from medusa.errors import RequestError, RunError
 from medusa.files import Json
+from medusa.loading import TextLimits
+from medusa.records.pieces import text_of
 from medusa.records.record import continuation_ids
 from medusa.records.replies import remembered
 
@@ -24,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
     from decode.bench.methods import Method
-    from medusa.backbone import Backbone
 
 SENT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
 """Parameters of requests to a server, with the values that change nothing."""
@@ -34,66 +40,34 @@ HOPELESS = 16  # failed texts in a row that end the run; with a high --concurren
 
 
 @dataclass
-class Engine:
-    """Base class of engines. An engine checks tasks, generates the answers and writes the answers to a journal."""
+class LocalEngine:
+    """An engine that generates texts in batches on this machine."""
 
     settings: Settings
     seed: int
-    backbone: str
     tokenizer: PreTrainedTokenizerBase | None
-    bos: int | None
-    """The BOS token of the backbone, if there is one."""
-
-    def begin(self) -> list[int]:
-        """Return the BOS token, with which a text without a prompt starts; raise RequestError if there is none."""
-        if self.bos is None:
-            raise RequestError(f"{self.backbone} has no BOS token; give --self-talk-seeds FILE or --prompts FILE")
-        return [self.bos]
-
-
-@dataclass
-class LocalEngine(Engine):
-    """An engine that generates texts in batches on this machine."""
-
-    target: Backbone
-    """The loaded backbone, in whose context every prompt must fit."""
+    limits: TextLimits
+    """The limits of the backbone, in whose context every prompt must fit."""
     method: Method
     batch_size: int
-    seconds_at_most: float = float("inf")
-    """The time limit: no batch starts after so many seconds of decoding."""
-
-    def check(self, tasks: list[Task]) -> None:
-        """Raise RequestError if a prompt is too long or the chat template rejects a conversation."""
-        for task in tasks:
-            try:
-                self._prompt(task, [])
-            except RequestError as error:
-                place = "" if str(error).startswith(task.where) else f"{task.where}: "
-                raise RequestError(f"{place}{error}") from None
 
     def write(self, journal: Journal) -> float:
         """Generate the missing answers, turn by turn for all conversations, and return the seconds of decoding."""
-        from transformers import set_seed
-
-        from medusa.records.pieces import text_of
-
-        seconds = 0.0
+        seconds, stop = 0.0, self.settings.stop or ()
         for seed, turn, batch in self._batches(journal):
-            if seconds > self.seconds_at_most:
-                break
-            prompts = self._prompts(batch, turn, journal)
-            if prompts:
-                set_seed(seed)  # a seed for each batch, so that a continued run generates the same texts
-                results = self.method(list(prompts.values()))
-                seconds += results[0].seconds
-                for index, result in zip(prompts, results, strict=True):
-                    task, new_ids = journal.tasks[index], result.new_ids
-                    answer = text_of(new_ids, self.tokenizer, self.settings.stop)
-                    line = _line(result.input_ids, new_ids, answer, result.finish_reason)
-                    if task.turns > 1 and self.tokenizer is not None:
-                        ended, stop = result.finish_reason == "eos", self.settings.stop or ()
-                        line["reply"] = remembered(new_ids, result.input_ids, self.tokenizer, ended, stop)
-                    journal.append(task, turn, line)
+            if not (prompts := self._prompts(batch, turn, journal)):
+                continue
+            set_seed(seed)  # a seed for each batch, so that a continued run generates the same texts
+            results = self.method(list(prompts.values()))
+            seconds += results[0].seconds
+            for index, result in zip(prompts, results, strict=True):
+                task, new_ids = journal.tasks[index], result.new_ids
+                answer = text_of(new_ids, self.tokenizer, stop)
+                line = _line(result.input_ids, new_ids, answer, result.finish_reason)
+                if task.turns > 1 and self.tokenizer is not None:
+                    ended = result.finish_reason == "eos"
+                    line["reply"] = remembered(new_ids, result.input_ids, self.tokenizer, ended, stop)
+                journal.append(task, turn, line)
         return seconds
 
     def _batches(self, journal: Journal) -> Iterator[tuple[int, int, list[Task]]]:
@@ -115,30 +89,27 @@ class LocalEngine(Engine):
         """Map task indices to the token ids of prompts. Conversations that are too long are recorded as failed."""
         prompts = {}
         for task in batch:
-            answers = journal.answers(task.index, turn)
-            if answers is None:
+            if (answers := journal.answers(task.index, turn)) is None:
                 continue  # an earlier turn has failed
             try:
-                prompts[task.index] = self._prompt(task, answers)
+                prompts[task.index] = task.prompt(answers, self.tokenizer)
+                require_fitting([prompts[task.index]], self.limits)
             except RequestError as error:
+                prompts.pop(task.index, None)
                 journal.fail(task, turn, str(error))
         return prompts
 
-    def _prompt(self, task: Task, answers: list[Json]) -> list[int]:
-        from decode.request import require_fitting
-
-        prompt = task.prompt(answers, self.tokenizer)
-        require_fitting([prompt], self.target)
-        return prompt
-
 
 @dataclass
-class ServerEngine(Engine):
+class ServerEngine:
     """An engine that sends many requests at a time to an OpenAI-compatible server, which runs the backbone.
 
     A text to continue is sent as token ids, and the tokenizer encodes the text of the reply. A conversation is sent
     and written to the output as messages, to which training later applies the chat template."""
 
+    settings: Settings
+    seed: int
+    tokenizer: PreTrainedTokenizerBase | None
     server: Server
     concurrency: int
     parameters: Json
@@ -149,12 +120,6 @@ class ServerEngine(Engine):
 
     def __post_init__(self) -> None:
         self.server.sleep = self._stop.wait  # the end of the run also ends the waits between attempts
-
-    def check(self, tasks: list[Task]) -> None:
-        """Raise RequestError if a task continues token ids, but there is no tokenizer to encode the server's text."""
-        text = next((task for task in tasks if task.ids is not None), None)
-        if text is not None and self.tokenizer is None:
-            raise RequestError(f"{text.where}: {self.backbone} has no tokenizer, and the server's texts need one")
 
     def write(self, journal: Journal) -> float:
         """Request the missing answers of all tasks, and return the seconds that this took."""
@@ -199,10 +164,12 @@ class ServerEngine(Engine):
 
     def _ask(self, task: Task, turn: int, answers: list[Json]) -> Json:
         """Request one answer, and return its line in the output file."""
-        options = self._options(task, turn)
+        options = dict(self.parameters)
+        if self.settings.do_sample:
+            options["seed"] = (self.seed + 1000 * task.index + turn) % 2**31
         if task.ids is not None:
             answer = self.server.complete(task.ids, options)
-            assert self.tokenizer is not None  # see `check`
+            assert self.tokenizer is not None  # or the task would have been refused
             new_ids, eos = continuation_ids(task.ids, answer.text, self.tokenizer), self.tokenizer.eos_token_id
             new_ids += [eos] if answer.finish_reason == "eos" and eos is not None else []
             return _line(task.ids, new_ids, answer.text, answer.finish_reason)
@@ -213,12 +180,6 @@ class ServerEngine(Engine):
         line: Json = {"messages": [*messages, answer.message], "teach": "last"}
         line |= {"answer": answer.text, "finish_reason": answer.finish_reason}
         return line | ({"tools": task.tools} if task.tools else {})
-
-    def _options(self, task: Task, turn: int) -> Json:
-        """Return a request's parameters, with a seed of its own if the text is sampled."""
-        if not self.settings.do_sample:
-            return self.parameters
-        return self.parameters | {"seed": (self.seed + 1000 * task.index + turn) % 2**31}
 
 
 def server_parameters(settings: Settings, own: GenerationConfig) -> Json:

@@ -41,7 +41,6 @@ class Journal:
         self.conversations = {task.index for task in tasks if task.turns > 1}
         self.done: dict[Key, Json | None] = {}
         self.reasons: Counter[str] = Counter()  # the number of texts for each finish reason
-        self.failed: set[Key] = set()
         self.short = 0  # the number of answers that are empty or one token long
         self.tokens = 0  # the number of tokens in all answers; those of a server's chat are text, and count 0
         self._lock = threading.Lock()
@@ -136,7 +135,6 @@ class Journal:
         row = {"index": task.index, "turn": turn, "where": task.where, "error": reason}
         with self._lock, self.failed_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            self.failed.add((task.index, turn))
 
 
 def _reply(row: Json) -> Json:

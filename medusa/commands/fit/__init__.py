@@ -15,14 +15,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa.commands.fit.options import FitOptions, HeadsChoice, choose_heads
+from medusa.commands.fit.options import FitOptions, choose_heads
 from medusa.commands.options import Output
 from medusa.errors import Interrupted
 from medusa.interruptions import interruptible
 
 if TYPE_CHECKING:
     from medusa.commands.fit.prompts import Split
-    from medusa.commands.fit.stages import Run, Stage
     from medusa.commands.fit.state import FitState, Planned
 
 
@@ -39,7 +38,7 @@ def fit(options: FitOptions) -> FitState | None:
     from medusa.commands.distill.tasks import digest
     from medusa.commands.fit.conclusion import MADE
     from medusa.commands.fit.prompts import answerable, split
-    from medusa.commands.fit.stages import Run
+    from medusa.commands.fit.stages import Run, make
     from medusa.commands.fit.state import FitState, remove_earlier
     from train.hardware import require_own_device
 
@@ -68,14 +67,7 @@ def fit(options: FitOptions) -> FitState | None:
 def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     """Check the model and plan the run, or take both from the `state`; print the plan."""
     from decode.settings import Settings
-    from medusa.commands.fit.plan import (
-        compiled_steps,
-        costs_of,
-        describe,
-        lacking_memory,
-        make_plan,
-        require_disk,
-    )
+    from medusa.commands.fit.plan import compiled_steps, costs_of, describe, lacking_memory, make_plan, require_disk
     from medusa.commands.fit.probe import probe, why_not_decoded
     from medusa.commands.models import require_compilable_files
     from medusa.commands.options import warn
@@ -108,41 +100,6 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     if warning := require_disk(plan, options.folder):
         warn(warning)
     return found, plan, choices
-
-
-def make(run: Run, state: FitState, sides: Split, choices: list[HeadsChoice]) -> None:
-    """Run the stages that are not finished."""
-    from medusa.commands.fit import stages
-    from medusa.commands.fit.conclusion import fastest, install
-
-    if "text" not in state.stages:
-        stages.write_sides(run, sides)
-    finish(stages.text_stage(run), run, state)
-    for choice in choices:
-        finish(stages.training_stage(run, choice), run, state)
-    for choice in choices:
-        finish(stages.calibration_stage(run, choice, state), run, state)
-    best = fastest(choices, state)
-    install(run.work / best.name, run.options.folder)
-    state.content["kind"] = best.name
-    finish(stages.benchmark_stage(run, state, state.is_compiled(f"calibrate {best.name}")), run, state)
-    if run.options.purpose != "transformers":
-        finish(stages.export_stage(run), run, state)
-    state.finish_run()
-
-
-def finish(stage: Stage, run: Run, state: FitState) -> None:
-    """Run a stage, and keep its figures; a stage that is finished already is only named."""
-    from medusa.memory import release
-
-    console = run.options.output.console
-    console.print(f"\n[bold cyan]{stage.title}[/bold cyan]", highlight=False)
-    if stage.name in state.stages:
-        console.print("    finished before")
-        return
-    console.print(f"    this stage alone: [dim]{stage.command}[/dim]", soft_wrap=True, highlight=False)
-    release()  # each stage loads the model, and the memory may hold it only once
-    state.finish(stage.name, stage.work())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The stages of `medusa fit` after the plan. Each runs one of the other commands, and returns figures to keep."""
+"""The stages of `medusa fit` after the plan: each runs one of the other commands, and returns figures to keep."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from medusa.commands.benchmark import BenchmarkOptions, benchmark
 from medusa.commands.calibrate import CalibrateOptions, find_tree
 from medusa.commands.distill import DistillOptions, distill
 from medusa.commands.export import ExportOptions, export
+from medusa.commands.fit.conclusion import fastest, install
 from medusa.commands.fit.options import REPORT, RESULTS, FitOptions, HeadsChoice
 from medusa.commands.fit.plan import Plan, answer_tokens
 from medusa.commands.fit.probe import Probe
@@ -27,6 +28,7 @@ from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, ModelsWithHeads, Prompts, warn
 from medusa.errors import NotCompilableError
 from medusa.files import Json, write_text
+from medusa.memory import release
 from medusa.options import Options
 
 TEMPERATURE = 0.7  # of the text: enough variety that several answers to one prompt differ
@@ -73,6 +75,36 @@ class Run(NamedTuple):
                 raise
             warn(f"steps are not compiled, so the speedup is that of eager steps: {error.reason}")
         return work(False), False
+
+
+def make(run: Run, state: FitState, sides: Split, choices: list[HeadsChoice]) -> None:
+    """Run the stages that are not finished."""
+    if "text" not in state.stages:
+        write_sides(run, sides)
+    finish(text_stage(run), run, state)
+    for choice in choices:
+        finish(training_stage(run, choice), run, state)
+    for choice in choices:
+        finish(calibration_stage(run, choice, state), run, state)
+    best = fastest(choices, state)
+    install(run.work / best.name, run.options.folder)
+    state.content["kind"] = best.name
+    finish(benchmark_stage(run, state, state.is_compiled(f"calibrate {best.name}")), run, state)
+    if run.options.purpose != "transformers":
+        finish(export_stage(run), run, state)
+    state.finish_run()
+
+
+def finish(stage: Stage, run: Run, state: FitState) -> None:
+    """Run a stage, and keep its figures; a stage that is finished already is only named."""
+    console = run.options.output.console
+    console.print(f"\n[bold cyan]{stage.title}[/bold cyan]", highlight=False)
+    if stage.name in state.stages:
+        console.print("    finished before")
+        return
+    console.print(f"    this stage alone: [dim]{stage.command}[/dim]", soft_wrap=True, highlight=False)
+    release()  # each stage loads the model, and the memory may hold it only once
+    state.finish(stage.name, stage.work())
 
 
 def write_sides(run: Run, sides: Split) -> None:
