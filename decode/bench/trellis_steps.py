@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.draft import DraftRecord, Frontier
-from decode.drafters.layouts import Layout, TreeLike, resolve_tree
+from decode.drafters.layouts import DynamicTree, Layout, TreeLike, resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
 from decode.drafters.trellis import Trellis, TrellisDrafter
 from decode.generation import steps
@@ -52,11 +53,8 @@ class _Recorder(TrellisDrafter):
 
     last: Trellis
 
-    def fills_at_once(self) -> bool:
-        return False
-
-    def trellis(self, frontier: Frontier, hidden: Tensor, logits: Tensor) -> Trellis:
-        self.last = super().trellis(frontier, hidden, logits)
+    def begin(self, frontier: Frontier) -> Trellis:
+        self.last = super().begin(frontier)
         return self.last
 
 
@@ -88,9 +86,15 @@ def trellis_steps(
     if layout.max_depth == 0:
         raise RequestError("the tree is a root alone; a trellis needs a depth of at least 1")
     factory, text = _Recorders(heads, layout), input_ids[0].tolist()
+
+    def shares(scores: Tensor, head: int) -> Tensor:
+        dynamic = isinstance(layout, DynamicTree)
+        return (layout.log_confidences(scores, head).exp() if dynamic else scores.float().softmax(-1)).cpu()
+
     for step in steps(model, None, input_ids, drafter=factory, keep_drafts=True, **kwargs):
         for draft in step.drafts.values():
-            ids, first, tables = factory.drafter.last
-            shares = tables[:, 0].float().softmax(-1).cpu()
-            yield TrellisStep(list(text), ids[:, 0].tolist(), first[0, 0].float().softmax(-1).cpu(), shares, draft)
+            ids, first, tables, _ = factory.drafter.last
+            after = [shares(table[0], head) for head, table in enumerate(tables, 1)]
+            pairs = torch.stack(after) if after else tables[:, 0].float().cpu()
+            yield TrellisStep(list(text), ids[:, 0].tolist(), shares(first[0, 0], 0), pairs, draft)
         text += step.ids[0]

@@ -12,9 +12,11 @@ from decode.bench.calibration.calibrate import calibrate
 from decode.bench.methods import medusa_method, plain_method
 from decode.draft import Draft, Frontier
 from decode.drafters import levelwise
+from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import DynamicTree, resolve_tree
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
+from decode.drafters.trellis import TrellisDrafter
 from decode.ops.draws import SharedDraws
 from decode.request import prepare, with_generators
 from decode.rules import AcceptanceRule
@@ -310,9 +312,10 @@ def test_calibration_decodes_with_dynamic_trees_that_may_be_fastest(
 
 
 def test_the_drafter_for_every_kind(llama: Any) -> None:
-    for kind, follows in (("cascade", False), *((kind, True) for kind in FOLLOWING)):
-        drafter = heads_drafter(heads_for(llama, kind), Backbone(llama), Tree.chain(2))
-        assert isinstance(drafter, PathDrafter) == follows
+    """Only kinds that follow the path run their heads level by level, and `markov` heads never do."""
+    made = {"cascade": HeadsDrafter, "markov": TrellisDrafter} | dict.fromkeys(("hydra", "eagle"), PathDrafter)
+    for kind, drafter in made.items():
+        assert type(heads_drafter(heads_for(llama, kind), Backbone(llama), Tree.chain(2))) is drafter
 
 
 def test_unsupported_drafts_are_rejected(llama: Any) -> None:

@@ -112,7 +112,7 @@ def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any) -> None:
             assert torch.equal(fast.ids, slow.ids)
             assert torch.equal(fast.topology.parent, slow.topology.parent)
         drafter = TrellisDrafter(heads, Backbone(double), with_shortlist(Tree.chain(K), VOCAB))
-        ids, first, tables = drafter.begin(start)
+        ids, first, tables, _ = drafter.begin(start)
         for row in range(ROWS):
             root = [int(start.root[row])]
             expected = logits_after(double, heads, start.hidden[row], root)[ids[0, row]]
