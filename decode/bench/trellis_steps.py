@@ -88,8 +88,8 @@ def trellis_steps(
     factory, text = _Recorders(heads, layout), input_ids[0].tolist()
 
     def shares(scores: Tensor, head: int) -> Tensor:
-        dynamic = isinstance(layout, DynamicTree)
-        return (layout.log_confidences(scores, head).exp() if dynamic else scores.float().softmax(-1)).cpu()
+        log_p = layout.log_confidences(scores, head) if isinstance(layout, DynamicTree) else scores.log_softmax(-1)
+        return log_p.exp().cpu()
 
     for step in steps(model, None, input_ids, drafter=factory, keep_drafts=True, **kwargs):
         for draft in step.drafts.values():

@@ -84,21 +84,6 @@ def test_nodes_equal_the_draft_models_predictions(family: str, shape: str, monke
     assert checked > 40
 
 
-def test_a_row_keeps_its_accepted_nodes_when_another_leaves(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes compared with another row's would be read again, which shows only in the time of a step."""
-    source = DraftModel(draft_model(llama), Tree.chain(4))
-    session = Session(llama, prepare(llama, PROMPTS[:2], max_new_tokens=30, do_sample=False), source.num_nodes)
-    drafter, frontier = source.start(session), Frontier(*session.prefill(), [0, 1])
-    for row, root in enumerate(frontier.root.tolist()):
-        session.sequences.extend(row, [root])
-    session.sequences.extend(1, [*drafter.propose(frontier).ids[1, 1:].tolist(), 7])
-    read, held = drafter._read_new_text, list[list[int]]()
-    monkeypatch.setattr(drafter, "_read_new_text", lambda rows: (held.append(drafter.cache.lengths), read(rows))[1])
-    draft = drafter.propose(Frontier(torch.tensor([7]), frontier.hidden[1:], [1]))
-    assert held == [[session.sequences.lengths[1] - 2]], "no forward has read the last node and the new root"
-    assert draft.ids[0, 1] == said(source.model, session.sequences.tail(1, 0)).argmax()
-
-
 @pytest.mark.parametrize("topk", [0, 5])
 @pytest.mark.parametrize("widths", ["2x2", "4"])
 def test_drawn_drafts_have_the_targets_distribution(llama: Any, widths: str, topk: int) -> None:
