@@ -198,7 +198,8 @@ class EagleHeads(CachedAttention, SequentialHeads, AttendsToText):
         assert token is not None
         feature, *path = state
         x, residual, token = self.pair_inputs(feature, token)
-        angles, own = self.angles(head, feature, context_kv), list[Tensor]()
+        angles = self.angles(head, feature, context_kv)
+        own: list[Tensor] = []
         for index, layer in enumerate([self, *self.deeper]):
             if index:
                 x = layer.norm(residual)

@@ -20,7 +20,8 @@ from medusa.errors import RequestError
 from medusa.heads import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids
+from tests.decode.drafters.test_paths import path_to
+from tests.helpers import VOCAB, random_heads, random_ids
 
 NODES, HEADS = 14, 3
 TEMPERATURES = (0.5, 0.5, 0.5)
@@ -45,9 +46,7 @@ def drafted(model: Any, heads: MedusaHeads, least: float, rows: list[int]) -> Dr
 
 
 def paths_of(draft: Draft, row: int) -> set[tuple[int, ...]]:
-    topology = draft.topology
-    lines = topology.paths[0 if topology.is_shared else row]
-    return {tuple(draft.ids[row, line[line >= 0]].tolist()) for line in lines}
+    return {tuple(path_to(draft, row, node)) for node in range(draft.topology.num_nodes)}
 
 
 @torch.no_grad()
@@ -110,15 +109,6 @@ def test_heads_below_the_last_level_are_not_run(llama: Any, monkeypatch: pytest.
     seen.clear()
     drafted(llama, heads, math.exp(best) - 0.01, [0])
     assert seen[:2] == [(0, 1), (1, 1)], "one guess is, and only what follows it is asked for"
-
-
-@pytest.mark.parametrize("least", [0.003, 0.05, 0.5, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_equals_plain_decoding(llama: Any, kind: str, least: float) -> None:
-    heads, prompts = heads_for(llama, kind, 0.1), [random_ids(n, seed=n) for n in (5, 9, 7)]
-    out = generate(llama, heads, **left_padded(prompts), tree="dynamic:9", stop_drafting=least, max_new_tokens=16)
-    for row, prompt in enumerate(prompts):
-        assert out[row, 9:].tolist() == plain(llama, prompt, max_new_tokens=16)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])

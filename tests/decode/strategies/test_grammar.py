@@ -246,8 +246,6 @@ def test_samples_follow_the_masked_distribution(letters: Grammars, draft: str) -
 @pytest.mark.parametrize(
     ("temperature", "options"),
     [
-        (0.0, {}),
-        (1.5, {}),
         (1.5, {"draft": "sample"}),
         (1.5, {"acceptance": "typical"}),
         (1.5, {"acceptance": "typical-sampled"}),
