@@ -26,6 +26,7 @@ from decode.strategies.contrastive import Amateur
 from medusa.tree_support import LayerKind
 from tests.decode.drafters.test_drafters import PROMPTS
 from tests.decode.drafters.test_ngram import Request
+from tests.decode.drafters.test_paths import path_to
 from tests.helpers import FIRST_TRANSFORMERS, plain, random_ids, run_steps, tiny_model
 
 CPU = torch.device("cpu")
@@ -138,13 +139,6 @@ class Jacobi:
         self.levels = [*self.levels[1:], answers]
 
 
-def told(draft: Draft, row: int) -> set[tuple[int, ...]]:
-    """All prefixes of the guesses, without the root."""
-    own = 0 if draft.topology.is_shared else row
-    paths = draft.topology.paths[own].tolist()
-    return {tuple(int(draft.ids[row, n]) for n in path[1:] if n >= 0) for path in paths[1:]}
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral, window", "gpt2"])
 def test_drafts_equal_plain_jacobi_iteration(family: str) -> None:
     """Compare every step of a text, with cache, masks and positions, for two rows of different length."""
@@ -165,7 +159,7 @@ def test_drafts_equal_plain_jacobi_iteration(family: str) -> None:
                 count = min(plan.n, session.sequences.tokens_left(row)) - 1
                 guesses = oracle.guesses(text, count)
                 expected = {guess[:end] for guess in guesses for end in range(1, len(guess) + 1)}
-                found = told(draft, index)
+                found = {tuple(path_to(draft, index, node)[1:]) for node in range(1, draft.topology.num_nodes)}
                 assert expected <= found
                 if len(frontier.rows) == 1:
                     assert expected == found

@@ -22,6 +22,7 @@ from decode.topology import Topology
 from medusa.errors import RequestError
 from medusa.tree import Tree
 from tests.decode.drafters.test_drafters import PROMPTS, draft_model, repetitive
+from tests.decode.drafters.test_paths import path_to
 from tests.helpers import EAGLE_FORMS, FORMS, plain, random_heads, tiny_model
 
 Path = tuple[int, ...]
@@ -29,11 +30,7 @@ Path = tuple[int, ...]
 
 def told(draft: Draft, row: int) -> list[Path]:
     """The tokens on the path to each node, without the root's."""
-    topology, own = draft.topology, 0 if draft.topology.is_shared else row
-    parents, ids, found = topology.parent[own].tolist(), draft.ids[row].tolist(), [()]
-    for node in range(1, len(ids)):
-        found.append((*found[parents[node]], ids[node]))
-    return found
+    return [tuple(path_to(draft, row, node)[1:]) for node in range(draft.topology.num_nodes)]
 
 
 def joined(drafts: list[list[Path]], most: int) -> list[Path]:

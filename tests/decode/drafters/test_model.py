@@ -26,6 +26,7 @@ from medusa import Tree
 from medusa.errors import RequestError
 from medusa.loading import LoadOptions, load_backbone
 from tests.decode.drafters.test_drafters import draft_model
+from tests.decode.drafters.test_paths import path_to
 from tests.helpers import VOCAB, random_ids, run_steps, tiny_model
 
 PROMPTS = [random_ids(5, seed=1), random_ids(9, seed=2), random_ids(7, seed=3)]
@@ -63,8 +64,7 @@ def test_nodes_equal_the_draft_models_predictions(family: str, shape: str, monke
             ranks: dict[int, list[int]] = {}
             in_order: list[int] = []
             for node in range(1, topology.num_nodes):
-                line = topology.paths[0 if topology.is_shared else index, node]
-                path = draft.ids[index, line[line >= 0]].tolist()
+                path = path_to(draft, index, node)
                 order = said(source.model, text + path[1:-1]).argsort(descending=True, stable=True).tolist()
                 parent = int(topology.parent[0 if topology.is_shared else index, node])
                 in_order.append(order.index(path[-1]))
