@@ -20,8 +20,6 @@ from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
 from decode.drafters.trellis import TrellisDrafter
-from decode.ops.draws import SharedDraws
-from decode.request import prepare, with_generators
 from decode.settings import Settings
 from decode.target import Target
 from medusa import Tree
@@ -29,7 +27,7 @@ from medusa.backbone import Backbone
 from medusa.heads.inputs import HeadInputs
 from medusa.heads.markov import MarkovHeads
 from medusa.tree import usual_shortlist
-from tests.decode.drafters.test_paths import path_to
+from tests.decode.drafters.test_paths import best_paths, path_to, require_drawn
 from tests.helpers import VOCAB, random_heads, random_ids, random_tree
 
 ROWS, K = 3, 3
@@ -156,21 +154,18 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(
     tree = with_shortlist(DynamicTree.over_heads(nodes, K, temperatures), 15)
     draft = heads_drafter(heads, Backbone(double), tree).propose(start)
     for row in range(ROWS):
-        allowed, hidden = candidates(double, heads, start, row, 15), start.hidden[row]
-        taken, open_paths = [], {(): 0.0}
-        while len(taken) < nodes:
-            path = max(open_paths, key=lambda p: open_paths[p])
-            worth = open_paths.pop(path)
-            taken.append(path)
-            head = len(path)
-            if head == K:
-                continue
-            logits = logits_after(double, heads, hidden, [int(start.root[row]), *path])
+        allowed = candidates(double, heads, start, row, 15)
+
+        def shares(path: list[int], row: int = row, allowed: list[list[int]] = allowed) -> Tensor:
+            head, only = len(path) - 1, torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
+            logits = logits_after(double, heads, start.hidden[row], path)
             alone = independent_logits(double, heads, start, row, head) if head else logits
-            held = (alone / temperatures[head]).softmax(-1)[allowed[head]].sum()
-            p = held * (logits[allowed[head]] / temperatures[head]).softmax(-1)
-            open_paths |= {(*path, t): worth + float(p.log()[at]) for at, t in enumerate(allowed[head])}
-        assert {tuple(path_to(draft, row, node)[1:]) for node in range(nodes)} == set(taken)
+            only[allowed[head]] = logits[allowed[head]]
+            held = (alone / temperatures[head]).softmax(-1)[allowed[head]].sum().log()
+            return held + (only / temperatures[head]).log_softmax(-1)
+
+        found = {tuple(path_to(draft, row, node)) for node in range(nodes)}
+        assert found == best_paths(shares, int(start.root[row]), nodes, K)
 
 
 @torch.no_grad()
@@ -178,34 +173,17 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(
 @pytest.mark.parametrize("form", ["own", "vocabulary"])
 def test_drawn_tokens_are_candidates_and_follow_the_stored_distributions(double: Any, form: str, copies: bool) -> None:
     """q is the distribution on the path over the candidates, and zero elsewhere; first children follow it."""
-    heads, tree, rows = markov(double, **FORMS[form]), with_shortlist(Tree.top_k([2, 2, 1]), 5), 3000
-    prepared = prepare(double, [[1, 2]], [0], max_new_tokens=4, do_sample=True, temperature=0.8, top_k=0, top_p=1.0)
-    requests = with_generators(double, rows * prepared, range(rows))
-    one = frontier(double, 1)
-    if copies:
-        drafter = TrellisDrafter(heads, Backbone(double), tree, Target(requests[:1]))
-        draft = drafter.draw(one, Target(requests[:1]), SharedDraws(torch.Generator().manual_seed(0)), rows)
-    else:
-        start = Frontier(one.root.expand(rows), one.hidden.expand(rows, -1), list(range(rows)))
-        draft = TrellisDrafter(heads, Backbone(double), tree, Target(requests)).propose(start)
-    assert draft.proposal is not None
-    q, of_children = draft.proposal
+    heads, one, tree = markov(double, **FORMS[form]), frontier(double, 1), with_shortlist(Tree.top_k([2, 2, 1]), 5)
     allowed = candidates(double, heads, one, 0, 5)
-    for row in (0, 7):
-        for node in range(tree.candidates.num_nodes):
-            depth = int(tree.candidates.depth[node])
-            if depth == K:
-                continue
-            logits, kept = (
-                logits_after(double, heads, one.hidden[0], path_to(draft, row, node)),
-                torch.tensor(allowed[depth]),
-            )
-            expected = torch.zeros(VOCAB).index_put((kept,), (logits[kept] / 0.8).softmax(-1).float())
-            torch.testing.assert_close(q[of_children[row, node]], expected, rtol=1e-4, atol=1e-6)
-    first, second = tree.candidates.children[0]
-    seen = draft.ids[:, first].bincount(minlength=VOCAB).double() / rows
-    assert (seen - q[of_children[0, 0]].double()).abs().max() < 5 * (0.25 / rows) ** 0.5
-    assert (draft.ids[:, first] != draft.ids[:, second]).all(), "siblings differ"
+
+    def q_after(path: list[int]) -> Tensor:
+        logits, kept = logits_after(double, heads, one.hidden[0], path), torch.tensor(allowed[len(path) - 1])
+        return torch.zeros(VOCAB).index_put((kept,), (logits[kept] / 0.8).softmax(-1).float())
+
+    def make(target: Target) -> TrellisDrafter:
+        return TrellisDrafter(heads, Backbone(double), tree, target)
+
+    require_drawn(make, one, copies, q_after, temperature=0.8, top_k=0)
 
 
 def test_larger_trees_have_more_candidates(double: Any) -> None:
