@@ -105,8 +105,10 @@ class Reader:
             branch.on_logits(after)
         return Readout(hidden[:, : own.shape[1]], own)
 
-    def read(self, draft: Draft) -> Readout:
-        """Run one forward over a draft's nodes (no side branches); returns their hidden states and logits."""
+    def read(self, draft: Draft, last: Tensor | None = None) -> Readout:
+        """Run one forward over a draft's nodes (no side branches); returns their hidden states and logits.
+
+        With `last` [B], only those of one node of each row, [B, H] and [B, V]."""
         cache, topology = self.cache, draft.topology
         if not cache.is_compiled:
             self._reread()
@@ -118,7 +120,7 @@ class Reader:
         positions = positions if end is None else positions.clamp_max(end - 1)
         sees_all = cache.even is not None and topology.num_nodes == 1  # a root alone, in rows of one length
         masks = None if sees_all else self._masks(topology)
-        return self.forward(draft.ids, positions, masks)
+        return self.forward(draft.ids, positions, masks, last)
 
     def _masks(self, topology: Topology) -> Mask:
         cache, dtype = self.cache, self.backbone.dtype

@@ -13,7 +13,7 @@ from medusa.registry import Registry
 DRAFTERS = {
     "heads": "decode.drafters.trained_heads:HeadsDrafterConfig",  # Medusa heads of any kind, on a tree
     "blockwise": "decode.drafters.trained_heads:BlockwiseConfig",  # the same heads on a chain
-    "mtp": "decode.drafters.mtp:MtpConfig",  # the layer for multi-token prediction that comes with the model
+    "mtp": "decode.drafters.trained_heads:MtpConfig",  # the layer for multi-token prediction that comes with the model
     "model": "decode.drafters.model:DraftModelConfig",  # a small language model
     "ngram": "decode.drafters.ngram:NgramConfig",  # what followed the last n-gram earlier in the text
     "rest": "decode.drafters.retrieval.rest:RestConfig",  # what followed the text's end in other texts

@@ -20,29 +20,42 @@ from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import SelectedRows, lm_head_for, over_all, token_ids
 
 
-class HeadsDrafter:
+class UsesHeads:
+    """What the drafters of all kinds of trained heads share: how the heads read the text, and their LM head."""
+
+    def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
+        """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""
+        require_draftable(heads.config, backbone.hidden_size, backbone.vocab_size, tree, target is not None)
+        self.heads, self.backbone, self.target = heads, backbone, target
+        self.lm_head, self.tree = lm_head_for(heads, backbone), tree.to(backbone.device)
+
+    def refresh(self) -> None:
+        if isinstance(self.lm_head, SelectedRows):
+            self.lm_head.refresh()
+
+    def hidden(self, frontier: Frontier) -> Tensor:
+        """The hidden states [B, H] before the roots, in the heads' dtype: float32 heads fit any backbone."""
+        return frontier.hidden.to(self.heads.device, self.heads.dtype)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The embeddings [..., H] of tokens [...] that the heads read."""
+        return self.heads.embed(tokens, self.backbone.embed)
+
+
+class HeadsDrafter(UsesHeads):
     """Drafts a tree with independent heads, which all read the hidden state of the token before the root.
 
     A node at depth d holds one of head d's best guesses, whatever tokens its ancestors hold. With a `target` the draft
     is sampled: the children of a node are draws, in order and without replacement, from their head's distribution."""
 
     def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
-        """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""
-        require_draftable(heads.config, backbone.hidden_size, backbone.vocab_size, tree, target is not None)
-        self.heads, self.backbone, self.target = heads, backbone, target
-        self.lm_head = lm_head_for(heads, backbone)
-        self.tree = tree.to(backbone.device)
+        super().__init__(heads, backbone, tree, target)
         if isinstance(self.tree, DynamicTree):
             self.tree.prepare()
         static = self.tree.candidates  # the draft itself, or what a dynamic tree chooses from
         self.topology, self.depth, self.top = Topology.of(static), static.max_depth, static.max_rank + 1
         # Node n > 0 holds guess rank[n] of head depth[n]; this is its place in the flattened [k, top] table of guesses.
         self.place = (static.depth[1:] - 1) * self.top + static.rank[1:]
-        self.device, self.dtype = heads.device, heads.dtype
-
-    def refresh(self) -> None:
-        if isinstance(self.lm_head, SelectedRows):
-            self.lm_head.refresh()
 
     def propose(self, frontier: Frontier) -> Draft:
         """Propose a tree for each text of the batch: the heads' guesses below the root, which is already decided."""
@@ -55,8 +68,7 @@ class HeadsDrafter:
         if isinstance(self.tree, DynamicTree):
             logits = self.tree.log_confidences(logits)
         best = top_k(logits, self.top)
-        indices = best.indices if self.heads.vocabulary is None else token_ids(self.heads, best.indices)
-        guesses = indices.to(root.device).transpose(0, 1).flatten(1)  # [B, k * top]
+        guesses = token_ids(self.heads, best.indices).to(root.device).transpose(0, 1).flatten(1)  # [B, k * top]
         if not isinstance(self.tree, DynamicTree):
             return Draft(torch.cat([root[:, None], guesses.index_select(1, self.place)], dim=1), self.topology)
         log_probs = self.tree.path_log_probs(best.values.transpose(0, 1).to(root.device))
@@ -66,8 +78,7 @@ class HeadsDrafter:
 
     def logits(self, frontier: Frontier) -> Tensor:
         """Logits [k, B, V] of the first k heads for B texts. k is the tree's depth, V the heads' vocabulary size."""
-        # The heads may have another dtype than the backbone, for example float32 with a bfloat16 backbone.
-        return self.heads(HeadInputs(frontier.hidden.to(self.device, self.dtype)), self.lm_head, self.depth)
+        return self.heads(HeadInputs(self.hidden(frontier)), self.lm_head, self.depth)
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
         """Sample `copies` independent drafts for each text in `frontier` from the heads' distributions."""

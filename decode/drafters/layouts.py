@@ -92,18 +92,15 @@ class DynamicTree:
         """Make the tables that are kept, because torch.compile cannot trace the properties that make them."""
         _ = self._on_path, self._scale
 
-    def scaled(self, logits: Tensor, first: int = 0) -> Tensor:
-        """Divide logits [k, ...] of k heads, the first with the index `first`, by their temperatures, in float32."""
-        if not self.temperatures:
-            return logits.float()
-        temperatures = self._scale[first : first + len(logits)].to(logits.device)
-        return logits.float() / temperatures.view(-1, *[1] * (logits.ndim - 1))
-
     def log_confidences(self, logits: Tensor, head: int | None = None) -> Tensor:
         """Compute the log-softmax, at the heads' temperatures, of logits over V tokens.
 
         `logits` are [k, B, V] of the first k heads for B texts, or [..., V] of the head with the index `head`."""
-        return (self.scaled(logits) if head is None else self.scaled(logits[None], head)[0]).log_softmax(-1)
+        logits = logits.float()
+        if self.temperatures:
+            scale = self._scale.to(logits.device)
+            logits = logits / (scale[: len(logits), None, None] if head is None else scale[head])
+        return logits.log_softmax(-1)
 
     def path_log_probs(self, confidences: Tensor) -> Tensor:
         """Compute the log probabilities of the paths to S candidates in B texts, [B, S].

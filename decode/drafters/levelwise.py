@@ -10,22 +10,25 @@ state at a node, V vocabulary, C tokens among which a step guesses, N nodes of t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from decode.draft import Draft, Frontier, Proposal
-from decode.drafters.layouts import STEEPNESS, TOP, DynamicTree, Layout, bounded, require_draftable
+from decode.drafters.heads import UsesHeads
+from decode.drafters.layouts import STEEPNESS, TOP, DynamicTree, Layout, bounded
 from decode.ops.draws import Draws, draw_distinct
 from decode.ops.fast_topk import top_k
 from decode.target import Target
 from decode.topology import Topology
 from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
-from medusa.heads.sequential import SequentialHeads, State
+from medusa.heads.independent import MedusaHeads
+from medusa.heads.sequential import SequentialHeads
 from medusa.tree import Tree
-from medusa.vocabulary import SelectedRows, lm_head_for
+
+State = Any  # what the steps of a drafter pass on: tensors that only its own steps read
 
 
 class Level(NamedTuple):
@@ -45,6 +48,7 @@ class Guesses(NamedTuple):
     logits: Tensor  # [B, W, C]
     state: State  # for the next step
     ids: Tensor | None = None  # [C], or [B, C] for each text, the ids of the C tokens; `None`: all V tokens in order
+    held: Tensor | None = None  # [B, 1, 1] the log probability of all C tokens together in a dynamic tree; `None`: 0
 
     def tokens(self, places: Tensor) -> Tensor:
         """Convert indices [B, ...] among the C tokens to token ids of the same shape."""
@@ -118,10 +122,6 @@ class LevelwiseDrafter(ABC):
         `state` is that of the step above, `parent` [B, W] are the indices of the nodes' parents among its nodes (for
         the root: 0), and `tokens` [B, W] the nodes' tokens."""
 
-    def log_confidences(self, tree: DynamicTree, logits: Tensor, depth: int) -> Tensor:
-        """Convert the logits [B, W, C] of the step at `depth` to log probabilities at the temperatures of `tree`."""
-        return tree.log_confidences(logits, depth)
-
     def propose(self, frontier: Frontier) -> Draft:
         """Draft a tree for each text in `frontier`: a static, a dynamic or a sampled tree."""
         if self.tree.max_depth == 0:
@@ -143,7 +143,7 @@ class LevelwiseDrafter(ABC):
             ids.append(found)
             state, parent = guesses.state, level.above.expand(len(root), -1)
             tokens = found.index_select(1, level.expanded)
-        return Draft(self.named(state, torch.cat(ids, dim=1), self.topology.depth), self.topology)
+        return Draft(torch.cat(ids, dim=1), self.topology)
 
     def _dynamic(self, frontier: Frontier, tree: DynamicTree) -> Draft:
         """Draft a dynamic tree: expand the most probable nodes of each level, then keep the most probable nodes."""
@@ -154,7 +154,8 @@ class LevelwiseDrafter(ABC):
         state, of_nodes, tokens = self.begin(frontier), zero, root
         for depth in range(tree.max_depth):
             guesses = self.step(depth, state, of_nodes, tokens, frontier.context_kv)
-            state, confidences = guesses.state, self.log_confidences(tree, guesses.logits, depth)
+            state, confidences = guesses.state, tree.log_confidences(guesses.logits, depth)
+            confidences = confidences if guesses.held is None else confidences + guesses.held
             best = top_k(confidences, min(TOP, tree.num_nodes - 1, confidences.shape[-1]))  # [B, W, R]
             log_p = (bounded(best.values.to(root.device)) - STEEPNESS + log_p_above[:, :, None]).flatten(1)
             log_p, indices = log_p.topk(min(tree.num_nodes - 1, log_p.shape[1]), dim=-1)  # [B, M], the best first
@@ -174,13 +175,7 @@ class LevelwiseDrafter(ABC):
         place = torch.zeros_like(ids).scatter_(1, chosen, torch.arange(nodes, device=ids.device).expand_as(chosen))
         parent = place.gather(1, parent.gather(1, chosen))
         topology = Topology.from_parents(parent, depths, tree.max_depth, nodes - 1)
-        return Draft(self.named(state, ids.gather(1, chosen), depths), topology)
-
-    def named(self, state: State, ids: Tensor, depth: Tensor) -> Tensor:
-        """Return the token ids [B, N] of N nodes, of which the root comes first, at these depths [1 or B, N].
-
-        A subclass whose `Guesses` have no `ids` may use other numbers for tokens until then. `state` is the last."""
-        return ids
+        return Draft(ids.gather(1, chosen), topology)
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
         """Sample a tree for each text in `frontier`, or `copies` independent trees if it has one text."""
@@ -221,30 +216,24 @@ class LevelwiseDrafter(ABC):
         return Draft(torch.cat(ids, dim=1), self.topology, proposal)
 
 
-class PathDrafter(LevelwiseDrafter):
+class PathDrafter(UsesHeads, LevelwiseDrafter):
     """Drafts with sequential heads (`medusa.heads.sequential`): one head per level, which reads the path to a node."""
 
-    def __init__(self, heads: SequentialHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
-        """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""
-        require_draftable(heads.config, backbone.hidden_size, backbone.vocab_size, tree, target is not None)
-        super().__init__(tree.to(backbone.device), backbone.vocab_size, target)
-        self.heads, self.backbone, self.device, self.dtype = heads, backbone, heads.device, heads.dtype
-        self.lm_head = lm_head_for(heads, backbone)
+    heads: SequentialHeads
 
-    def refresh(self) -> None:
-        if isinstance(self.lm_head, SelectedRows):
-            self.lm_head.refresh()
+    def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
+        UsesHeads.__init__(self, heads, backbone, tree, target)
+        LevelwiseDrafter.__init__(self, self.tree, backbone.vocab_size, target)
 
     def begin(self, frontier: Frontier) -> State:
-        return (frontier.hidden.to(self.device, self.dtype)[:, None],)
+        return (self.hidden(frontier)[:, None],)
 
     def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
-        embedded = self.heads.embed(tokens, self.backbone.embed)
-        features, state = self.heads.step(depth, selected(state, parent), embedded, context_kv)
+        features, state = self.heads.step(depth, selected(state, parent), self.embed(tokens), context_kv)
         return Guesses(self.heads.logits_of(depth, features, self.lm_head), state, self.heads.vocabulary)
 
 
-def selected(state: State, parent: Tensor) -> State:
+def selected(state: tuple[Tensor, ...], parent: Tensor) -> tuple[Tensor, ...]:
     """Select the states [B, W, S] of nodes by their indices `parent` [B, W] from the states of the level above."""
     index = parent.to(state[0].device)[:, :, None]
     return tuple(part.gather(1, index.expand(-1, -1, part.shape[-1])) for part in state)

@@ -114,13 +114,8 @@ class LookaheadDrafter(TextDrafter):
         super().__init__(sequences)
         self.config = config
         self.topology = window_topology(config.window, config.n - 1, device)
-        self.rows: dict[int, Window] = {}
         # Rows of the last step, and the backbone's predictions after their columns [B, W], kept on the device.
         self.answers: tuple[list[int], Tensor] | None = None
-
-    def forget(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self.rows.pop(row, None)
 
     def propose(self, frontier: Frontier) -> Draft:
         """Draft the n-grams that continue each text, from the text's pool of n-grams.

@@ -90,17 +90,18 @@ class MixConfig(DrafterConfig):
     def check(self, config: PretrainedConfig) -> None:
         for part in self.configs:
             part.check(config)
-        planned = [heads for part in self.configs if (heads := part.planned_heads(config)) is not None]
-        if len(planned) > 1 or (planned and self.needs_heads):
-            raise RequestError(
-                f"drafter mix: {self.parts} has two sets of heads, and a mix drafts with one; leave one out"
-            )
+        self.planned_heads(config)
 
     def own_heads(self, model: PreTrainedModel) -> MedusaHeads | None:
         return next((heads for part in self.configs if (heads := part.own_heads(model)) is not None), None)
 
     def planned_heads(self, config: PretrainedConfig) -> MedusaHeads | None:
-        return next((heads for part in self.configs if (heads := part.planned_heads(config)) is not None), None)
+        planned = [heads for part in self.configs if (heads := part.planned_heads(config)) is not None]
+        if len(planned) > 1 or (planned and self.needs_heads):
+            raise RequestError(
+                f"drafter mix: {self.parts} has two sets of heads, and a mix drafts with one; leave one out"
+            )
+        return planned[0] if planned else None
 
     def layouts(self, heads: MedusaHeads, tree: TreeLike = None, stop_drafting: float = 0.0) -> tuple[Layout, ...]:
         return tuple(layout for part in self.configs for layout in part.layouts(heads, tree, stop_drafting))

@@ -7,8 +7,8 @@ they repeat, as in Lempel-Ziv compression, so that a text that repeats itself is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
 from decode.drafters.tries import TextDrafter, TextDrafterFactory, Trie
@@ -77,16 +77,10 @@ class NgramDrafter(TextDrafter):
     """Drafts by prompt lookup, with one n-gram index per text."""
 
     config: NgramConfig
-    rows: dict[int, NgramIndex] = field(default_factory=dict)
-
-    def forget(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self.rows.pop(row, None)
 
     def trie(self, row: int) -> Trie:
-        if row not in self.rows:
-            self.rows[row] = NgramIndex(self.config.min_n, self.config.n)
-        index, trie = self.rows[row], Trie(self.config.num_nodes)
+        index: NgramIndex = self.rows.setdefault(row, NgramIndex(self.config.min_n, self.config.n))
+        trie = Trie(self.config.num_nodes)
         index.extend(self.sequences.tail(row, len(index.text)))
         count = self.depth(row, self.config.tokens)
         for position in index.matches(self.config.matches) if count > 0 else ():

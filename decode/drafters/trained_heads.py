@@ -1,10 +1,13 @@
-"""Drafters with trained heads of all types: on a tree (`--drafter heads`) or on a chain (`--drafter blockwise`)."""
+"""Drafters with trained heads: on a tree (`--drafter heads`), on a chain (`blockwise`), and the model's own (`mtp`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.draft import Drafter
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
@@ -16,6 +19,7 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.kind import LEVELS, TREE, TRELLIS
 from medusa.memory import bytes_of
+from medusa.native_layers import native_config, native_heads
 from medusa.tree import Tree
 
 HEADS_DRAFTERS = {
@@ -66,6 +70,30 @@ class BlockwiseConfig(HeadsDrafterConfig):
                 f"drafter blockwise: tokens is {self.tokens}, but there are {count} heads; give at most {count}"
             )
         return (Tree.chain(self.tokens or count),)
+
+
+@dataclass(frozen=True)
+class MtpConfig(HeadsDrafterConfig):
+    """`--drafter mtp`: the model's own layer for multi-token prediction drafts a tree (`medusa.heads.mtp`)."""
+
+    tokens: int = 3  # tokens to draft on a path, each by one run of the layer; the most levels of `--tree`
+
+    first = "tokens"
+    needs = "a model with an MTP layer"
+    needs_heads = False
+
+    def __post_init__(self) -> None:
+        require_at_least(1, "mtp", tokens=self.tokens)
+
+    def own_heads(self, model: PreTrainedModel) -> MedusaHeads:
+        return native_heads(model, self.tokens)
+
+    def planned_heads(self, config: PretrainedConfig) -> MedusaHeads:
+        with torch.device("meta"):
+            return MedusaHeads.from_config(native_config(config, self.tokens))
+
+    def factory(self, context: DrafterContext) -> DrafterFactory:
+        return super().factory(context._replace(heads=self.own_heads(context.model)))
 
 
 class TrainedHeads(DrafterFactory):

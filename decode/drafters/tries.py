@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,11 @@ class TextDrafter(ABC):
     """Base class of drafters that make one trie of continuations per text, from the texts alone and on the CPU."""
 
     sequences: Sequences
+    rows: dict[int, Any] = field(default_factory=dict, init=False)  # what a subclass keeps of each text
+
+    def forget(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self.rows.pop(row, None)
 
     def propose(self, frontier: Frontier) -> Draft:
         return draft_of([self.trie(row) for row in frontier.rows], frontier.root)

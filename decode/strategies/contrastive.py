@@ -119,9 +119,9 @@ class ContrastReader(Reader):
     def prefill(self, ids: Tensor, lengths: Sequence[int], on_hidden: OnHidden | None = None) -> Readout:
         return self._contrasted(super().prefill(ids, lengths, on_hidden), self.amateur.prefill(ids, lengths))
 
-    def read(self, draft: Draft) -> Readout:
+    def read(self, draft: Draft, last: Tensor | None = None) -> Readout:
         """Read a draft with both models; returns the expert's hidden states [B, N, H] and contrastive scores."""
-        return self._contrasted(super().read(draft), self.amateur.read(draft))
+        return self._contrasted(super().read(draft, last), self.amateur.read(draft, last))
 
     def _contrasted(self, expert: Readout, amateur: Readout) -> Readout:
         return expert._replace(logits=self.contrast(expert.logits, amateur.logits))

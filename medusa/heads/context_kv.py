@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
 
@@ -139,6 +140,8 @@ class AttendsToText(ABC):
 
     Further shapes: T new tokens, H hidden size."""
 
+    config: MedusaConfig
+    rope: Rope
     window: int | None = None  # the number of last keys that a head sees (`ContextKV`); `None`: all
 
     @abstractmethod
@@ -159,9 +162,16 @@ class AttendsToText(ABC):
             append: appends the keys and values to those of earlier tokens in a cache, and returns all [B, G, S, D].
             seen: [B or 1, T, S] the mask, True where a token attends; by default all earlier tokens and itself."""
 
-    @abstractmethod
     def context_kv(self, kv: list[KV], seen: Tensor, position_ids: Tensor, place: Tensor | None = None) -> ContextKV:
         """Prepare the keys and values of texts, from `project_kv`, for attention; for arguments see `ContextKV`."""
+        return ContextKV(kv, seen, position_ids, self.config.num_heads, self.rope, place, self.window)
+
+    def angles(self, head: int, feature: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, Tensor]:
+        """The rotations [..., D] of the pair that the head with index `head` adds after features [..., H]."""
+        if context_kv is None:
+            return self.rope.angles(torch.full((), head, device=feature.device), feature.dtype)
+        cos, sin = context_kv.angles
+        return cos[..., head, :], sin[..., head, :]
 
     def after_text(self, kv: list[KV], lengths: Tensor, last: int | None = None) -> ContextKV:
         """Prepare keys and values in a cache for a draft after each of B texts.

@@ -194,17 +194,11 @@ class EagleHeads(CachedAttention, SequentialHeads, AttendsToText):
         store(*layers[-1].keys_and_values(x, angles))
         return found
 
-    def context_kv(self, kv: list[KV], seen: Tensor, position_ids: Tensor, place: Tensor | None = None) -> ContextKV:
-        return ContextKV(kv, seen, position_ids, self.config.num_heads, self.rope, place, self.window)
-
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         assert token is not None
         feature, *path = state
-        if context_kv is None:
-            angles = self.rope.angles(torch.full((), head, device=feature.device), feature.dtype)
-        else:
-            angles = (context_kv.angles[0][..., head, :], context_kv.angles[1][..., head, :])
         x, residual, token = self.pair_inputs(feature, token)
+        angles = self.angles(head, feature, context_kv)
         own: list[Tensor] = []
         for index, layer in enumerate([self, *self.deeper]):
             if index:

@@ -145,14 +145,10 @@ class MedusaHeads(PretrainedHeads, Kind):
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
         """Compute the inputs [k, ..., H] of the LM heads of the first k = `num_heads` heads (all by default)."""
-        return self.run_blocks(inputs.hidden, slice(num_heads))
-
-    def run_blocks(self, hidden: Tensor, heads: slice) -> Tensor:
-        """Run the blocks of some heads on hidden states [..., H]; return their outputs [k, ..., H] for k heads."""
-        count = len(range(self.config.num_heads)[heads])
+        hidden, count = inputs.hidden, self.config.num_heads if num_heads is None else num_heads
         x_KMH = hidden.reshape(1, -1, hidden.shape[-1]).expand(count, -1, -1)
         for block in self.blocks:
-            x_KMH = block(x_KMH, heads)
+            x_KMH = block(x_KMH, slice(count))
         return x_KMH.reshape(count, *hidden.shape)
 
     def logits(self, features: Tensor, lm_head: LMHead | None = None) -> Tensor:

@@ -126,17 +126,11 @@ class MtpHeads(SequentialHeads, AttendsToText):
         )
         return found
 
-    def context_kv(self, kv: list[KV], seen: Tensor, position_ids: Tensor, place: Tensor | None = None) -> ContextKV:
-        return ContextKV(kv, seen, position_ids, self.config.num_heads, self.rope, place, self.window)
-
     def step(self, head: int, state: State, token: Tensor | None, context_kv: ContextKV | None) -> tuple[Tensor, State]:
         assert token is not None
         feature, *path = state
         shape, own = feature.shape[:-1], list(path)
-        if context_kv is None:
-            angles = self.rope.angles(torch.full((), head, device=feature.device), feature.dtype)
-        else:
-            angles = context_kv.angles[0][..., head, :], context_kv.angles[1][..., head, :]
+        angles = self.angles(head, feature, context_kv)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # [M, A or G, D or E]

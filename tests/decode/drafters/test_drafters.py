@@ -191,30 +191,26 @@ def test_wrong_draft_options_are_rejected(spec: str, said: str) -> None:
         parse(spec)
 
 
-def test_missing_and_superfluous_arguments_are_rejected(llama: Any) -> None:
-    ids, heads = torch.tensor([PROMPTS[0]]), random_heads(llama)
-    with pytest.raises(RequestError, match="the heads are None"):
-        generate(llama, inputs=ids, max_new_tokens=3)
-    with pytest.raises(RequestError, match="the heads are None"):
-        generate(llama, inputs=ids, max_new_tokens=3, drafter="heads")
-    with pytest.raises(RequestError, match="a tree can be chosen only for heads"):
-        generate(llama, inputs=ids, max_new_tokens=3, drafter="ngram", tree="chain")
-    with pytest.raises(RequestError, match="7 is no drafter"):
-        generate(llama, inputs=ids, max_new_tokens=3, drafter=7)
-    with pytest.raises(RequestError, match="use draft topk"):
-        generate(llama, inputs=ids, max_new_tokens=3, drafter="ngram", draft="sample", do_sample=True)
-    with pytest.raises(RequestError, match="use draft topk"):
-        generate(llama, heads, ids, max_new_tokens=3, drafter="mix:heads+ngram", draft="sample", do_sample=True)
-    with pytest.raises(RequestError, match="the heads are None"):
-        generate(llama, inputs=ids, max_new_tokens=3, drafter="mix:heads+ngram")
-    with pytest.raises(RequestError, match="a tree can be chosen only for heads"):
-        generate(llama, heads, ids, max_new_tokens=3, drafter="blockwise", tree="chain")
-    with pytest.raises(RequestError, match="a tree can be chosen only for heads"):
-        generate(llama, heads, ids, max_new_tokens=3, drafter="mix:blockwise+ngram", tree="chain")
-    with pytest.raises(RequestError, match="tokens is 4, but there are 3 heads"):
-        generate(llama, heads, ids, max_new_tokens=3, drafter="blockwise:tokens=4")
-    with pytest.raises(RequestError, match="only steps of heads can be compiled"):
-        generate(llama, heads, ids, max_new_tokens=3, drafter="mix:heads+ngram", compile=True)
+@pytest.mark.parametrize(
+    ("has_heads", "options", "said"),
+    [
+        (False, {}, "the heads are None"),
+        (False, {"drafter": "heads"}, "the heads are None"),
+        (False, {"drafter": "mix:heads+ngram"}, "the heads are None"),
+        (False, {"drafter": 7}, "7 is no drafter"),
+        (False, {"drafter": "ngram", "tree": "chain"}, "a tree can be chosen only for heads"),
+        (True, {"drafter": "blockwise", "tree": "chain"}, "a tree can be chosen only for heads"),
+        (True, {"drafter": "mix:blockwise+ngram", "tree": "chain"}, "a tree can be chosen only for heads"),
+        (False, {"drafter": "ngram", "draft": "sample", "do_sample": True}, "use draft topk"),
+        (True, {"drafter": "mix:heads+ngram", "draft": "sample", "do_sample": True}, "use draft topk"),
+        (True, {"drafter": "blockwise:tokens=4"}, "tokens is 4, but there are 3 heads"),
+        (True, {"drafter": "mix:heads+ngram", "compile": True}, "only steps of heads can be compiled"),
+    ],
+)
+def test_missing_and_superfluous_arguments_are_rejected(llama: Any, has_heads: bool, options: Any, said: str) -> None:
+    heads = random_heads(llama) if has_heads else None
+    with pytest.raises(RequestError, match=said):
+        generate(llama, heads, torch.tensor([PROMPTS[0]]), max_new_tokens=3, **options)
 
 
 def test_every_drafter_is_tried_here() -> None:

@@ -18,7 +18,7 @@ from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.inputs import HeadInputs
-from tests.helpers import EAGLE_FORMS, FORMS, left_padded, plain, random_heads, random_ids, random_tree
+from tests.helpers import EAGLE_FORMS, FORMS, plain, random_heads, random_ids, random_tree
 
 
 def slow_choice(tree: Tree, log_p: torch.Tensor, nodes: int) -> list[int]:
@@ -90,25 +90,6 @@ def test_a_part_of_a_tree_is_the_tree_of_its_paths(seed: int) -> None:
         assert part.paths[row, :, deep:].eq(-1).all()
         assert torch.equal(part.children()[row, :, :wide], expected.children()[0])
         assert part.children()[row, :, wide:].eq(-1).all()
-
-
-@pytest.mark.parametrize("acceptance", ["greedy", "typical", "rejection"])
-def test_text_equals_plain_decoding(llama: Any, acceptance: str) -> None:
-    """Batches have rows of different length, each with its own tree.
-
-    A sample at temperature 1e-3 is the most probable token, and nothing else is typical at these constants.
-    """
-    heads = random_heads(llama, 3, lm_head="shared")
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.mul_(0.3)
-    prompts = [random_ids(n, seed=n) for n in (5, 9, 7)]
-    options: dict[str, Any] = {"acceptance": acceptance, "epsilon": 1.0, "delta": 0.999999}
-    if acceptance != "greedy":
-        options |= {"do_sample": True, "temperature": 1e-3, "top_k": 0}
-    out = generate(llama, heads, **left_padded(prompts), tree="dynamic:7", max_new_tokens=20, **options)
-    for row, prompt in enumerate(prompts):
-        assert out[row, 9:].tolist() == plain(llama, prompt, max_new_tokens=20)
 
 
 def test_each_row_has_its_own_topology(llama: Any) -> None:

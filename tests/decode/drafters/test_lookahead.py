@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode import generate, steps
+from decode import generate
 from decode.bench.losslessness.cases import RULES, passes
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.methods import plain_method
@@ -22,12 +22,12 @@ from decode.rules import AcceptanceRule
 from decode.sequences import Sequences
 from decode.session import Session
 from decode.settings import Settings
-from decode.step import Judge
 from decode.strategies.contrastive import Amateur
 from medusa.tree_support import LayerKind
-from tests.decode.drafters.test_drafters import PROMPTS, repetitive
+from tests.decode.drafters.test_drafters import PROMPTS
 from tests.decode.drafters.test_ngram import Request
-from tests.helpers import FIRST_TRANSFORMERS, VOCAB, left_padded, plain, random_heads, random_ids, run_steps, tiny_model
+from tests.decode.drafters.test_paths import path_to
+from tests.helpers import FIRST_TRANSFORMERS, plain, random_ids, run_steps, tiny_model
 
 CPU = torch.device("cpu")
 NEW = 40
@@ -139,13 +139,6 @@ class Jacobi:
         self.levels = [*self.levels[1:], answers]
 
 
-def told(draft: Draft, row: int) -> set[tuple[int, ...]]:
-    """All prefixes of the guesses, without the root."""
-    own = 0 if draft.topology.is_shared else row
-    paths = draft.topology.paths[own].tolist()
-    return {tuple(int(draft.ids[row, n]) for n in path[1:] if n >= 0) for path in paths[1:]}
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral, window", "gpt2"])
 def test_drafts_equal_plain_jacobi_iteration(family: str) -> None:
     """Compare every step of a text, with cache, masks and positions, for two rows of different length."""
@@ -166,7 +159,7 @@ def test_drafts_equal_plain_jacobi_iteration(family: str) -> None:
                 count = min(plan.n, session.sequences.tokens_left(row)) - 1
                 guesses = oracle.guesses(text, count)
                 expected = {guess[:end] for guess in guesses for end in range(1, len(guess) + 1)}
-                found = told(draft, index)
+                found = {tuple(path_to(draft, index, node)[1:]) for node in range(1, draft.topology.num_nodes)}
                 assert expected <= found
                 if len(frontier.rows) == 1:
                     assert expected == found
@@ -209,42 +202,7 @@ def test_a_window_is_never_accepted(llama: Any, contrasted: bool) -> None:
     assert len(answers) == NEW - 1
 
 
-@pytest.mark.parametrize("rule", ["greedy", "rejection", "typical", "topk:2"])
-def test_windows_are_removed_before_acceptance(llama: Any, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acceptance sees only the draft's nodes, and the cache keeps nothing else."""
-    sizes = []
-    inner = Judge.__call__
-
-    def watched(self: Judge, draft: Draft, logits: torch.Tensor, *rest: Any) -> Any:
-        accepted = inner(self, draft, logits, *rest)
-        assert logits.shape[1] == draft.topology.num_nodes
-        assert int(accepted.path.max()) < draft.topology.num_nodes
-        sizes.append(draft.topology.num_nodes)
-        return accepted
-
-    monkeypatch.setattr(Judge, "__call__", watched)
-    sampled = {"do_sample": True, "temperature": 0.7} if rule in ("rejection", "typical") else {"do_sample": False}
-    generate(llama, None, **left_padded(PROMPTS), drafter="lookahead", max_new_tokens=NEW, acceptance=rule, **sampled)
-    assert max(sizes) > 4
-
-
 # The text
-
-
-def test_relabelled_vocabulary_gives_the_relabelled_text_in_the_same_steps() -> None:
-    """Windows begin with tokens of the text, so drafts do not depend on ids either."""
-    model, other = tiny_model("llama", dtype=torch.float64), tiny_model("llama", dtype=torch.float64)
-    new_of = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        other.get_input_embeddings().weight[new_of] = model.get_input_embeddings().weight
-        other.get_output_embeddings().weight[new_of] = model.get_output_embeddings().weight
-    options = {"drafter": "lookahead", "max_new_tokens": NEW, "do_sample": False}
-    taken = list(steps(model, None, torch.tensor([PROMPTS[0]]), **options))
-    relabelled = list(steps(other, None, new_of[PROMPTS[0]][None], **options))
-    assert [step.lengths for step in taken] == [step.lengths for step in relabelled]
-    for step, again in zip(taken, relabelled, strict=True):
-        assert new_of[step.ids[0]].tolist() == again.ids[0]
-    assert len(taken) < NEW, "nothing was accepted: no power"
 
 
 @pytest.mark.skipif(FIRST_TRANSFORMERS, reason="transformers 5.17 itself fails after the boundary of longrope")
@@ -257,19 +215,6 @@ def test_a_window_across_the_boundary_of_longrope() -> None:
             model, None, torch.tensor([prompt]), drafter="lookahead:window=9,n=5", max_new_tokens=30, do_sample=False
         )
         assert out[0, length:].tolist() == plain(model, prompt, max_new_tokens=30)
-
-
-@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["greedy", "penalty"])
-def test_a_mix_with_heads_and_prompt_lookup(llama: Any, options: dict) -> None:
-    """The window is added to the union, and steps are fewer than with heads and prompt lookup alone."""
-    heads, prompt = random_heads(llama), repetitive(llama, PROMPTS[2])
-    asked = {"max_new_tokens": NEW, "do_sample": False} | options
-    found = {}
-    for drafter in ("mix:heads+ngram", "mix:heads+ngram+lookahead", "mix:nodes=5,lookahead+lookahead:n=3,window=3"):
-        taken = list(steps(llama, heads, torch.tensor([prompt]), drafter=drafter, **asked))
-        assert [token for step in taken for token in step.ids[0]] == plain(llama, prompt, **asked)
-        found[drafter] = len(taken)
-    assert found["mix:heads+ngram+lookahead"] <= found["mix:heads+ngram"]
 
 
 def test_repeated_proposals_are_equal(llama: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode import generate, steps
+from decode import steps
 from decode.bench.losslessness.cases import RULES, passes, rules_for
 from decode.bench.losslessness.experiment import Experiment
 from decode.draft import Draft
@@ -22,6 +22,7 @@ from decode.topology import Topology
 from medusa.errors import RequestError
 from medusa.tree import Tree
 from tests.decode.drafters.test_drafters import PROMPTS, draft_model, repetitive
+from tests.decode.drafters.test_paths import path_to
 from tests.helpers import EAGLE_FORMS, FORMS, plain, random_heads, tiny_model
 
 Path = tuple[int, ...]
@@ -29,11 +30,7 @@ Path = tuple[int, ...]
 
 def told(draft: Draft, row: int) -> list[Path]:
     """The tokens on the path to each node, without the root's."""
-    topology, own = draft.topology, 0 if draft.topology.is_shared else row
-    parents, ids, found = topology.parent[own].tolist(), draft.ids[row].tolist(), [()]
-    for node in range(1, len(ids)):
-        found.append((*found[parents[node]], ids[node]))
-    return found
+    return [tuple(path_to(draft, row, node)[1:]) for node in range(draft.topology.num_nodes)]
 
 
 def joined(drafts: list[list[Path]], most: int) -> list[Path]:
@@ -60,7 +57,7 @@ def random_drafts(rng: random.Random, rows: int) -> list[Draft]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_union_equals_a_simple_implementation(seed: int) -> None:
     rng = random.Random(seed)
     rows, most = rng.randint(1, 4), rng.choice([2, 5, 9, 100])
@@ -190,13 +187,3 @@ def test_a_wrong_walk_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None
     object.__setattr__(draft.topology, "ancestors", ancestors)
     monkeypatch.setattr(made.context.drafter, "propose", lambda frontier: draft)
     assert not passes([made.run(RULES[0], 0, 100_000)])
-
-
-def test_a_batch_of_one_mix(llama: Any) -> None:
-    """One row repeats itself and others do not, so unions of different size are padded."""
-    prompts = [repetitive(llama, PROMPTS[0])[-20:], [1] * 20, PROMPTS[2] + PROMPTS[0][:6]]
-    out = generate(
-        llama, random_heads(llama), torch.tensor(prompts), drafter="mix:heads+ngram", max_new_tokens=40, do_sample=False
-    )
-    for row, prompt in zip(out.tolist(), prompts, strict=True):
-        assert row[20:] == plain(llama, prompt, max_new_tokens=40)

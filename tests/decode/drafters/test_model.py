@@ -26,6 +26,7 @@ from medusa import Tree
 from medusa.errors import RequestError
 from medusa.loading import LoadOptions, load_backbone
 from tests.decode.drafters.test_drafters import draft_model
+from tests.decode.drafters.test_paths import path_to
 from tests.helpers import VOCAB, random_ids, run_steps, tiny_model
 
 PROMPTS = [random_ids(5, seed=1), random_ids(9, seed=2), random_ids(7, seed=3)]
@@ -63,8 +64,7 @@ def test_nodes_equal_the_draft_models_predictions(family: str, shape: str, monke
             ranks: dict[int, list[int]] = {}
             in_order: list[int] = []
             for node in range(1, topology.num_nodes):
-                line = topology.paths[0 if topology.is_shared else index, node]
-                path = draft.ids[index, line[line >= 0]].tolist()
+                path = path_to(draft, index, node)
                 order = said(source.model, text + path[1:-1]).argsort(descending=True, stable=True).tolist()
                 parent = int(topology.parent[0 if topology.is_shared else index, node])
                 in_order.append(order.index(path[-1]))
@@ -82,21 +82,6 @@ def test_nodes_equal_the_draft_models_predictions(family: str, shape: str, monke
     lengths = [length for step in steps for length in step.lengths.values()]
     assert max(lengths) > 2, "hardly anything was accepted: no power"
     assert checked > 40
-
-
-def test_a_row_keeps_its_accepted_nodes_when_another_leaves(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes compared with another row's would be read again, which shows only in the time of a step."""
-    source = DraftModel(draft_model(llama), Tree.chain(4))
-    session = Session(llama, prepare(llama, PROMPTS[:2], max_new_tokens=30, do_sample=False), source.num_nodes)
-    drafter, frontier = source.start(session), Frontier(*session.prefill(), [0, 1])
-    for row, root in enumerate(frontier.root.tolist()):
-        session.sequences.extend(row, [root])
-    session.sequences.extend(1, [*drafter.propose(frontier).ids[1, 1:].tolist(), 7])
-    read, held = drafter._read_new_text, list[list[int]]()
-    monkeypatch.setattr(drafter, "_read_new_text", lambda rows: (held.append(drafter.cache.lengths), read(rows))[1])
-    draft = drafter.propose(Frontier(torch.tensor([7]), frontier.hidden[1:], [1]))
-    assert held == [[session.sequences.lengths[1] - 2]], "no forward has read the last node and the new root"
-    assert draft.ids[0, 1] == said(source.model, session.sequences.tail(1, 0)).argmax()
 
 
 @pytest.mark.parametrize("topk", [0, 5])

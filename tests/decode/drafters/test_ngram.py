@@ -11,7 +11,6 @@ import torch
 from decode.bench.methods import medusa_method, transformers_method
 from decode.draft import Frontier
 from decode.drafters.ngram import NgramConfig, NgramDrafter, NgramIndex
-from decode.drafters.tries import Trie, draft_of
 from decode.sequences import Sequences
 from decode.settings import Settings
 from medusa.loading import LoadOptions, load_backbone
@@ -94,33 +93,13 @@ def test_shorter_rows_are_padded() -> None:
     assert trie.topology.parent.tolist() == [[0, 0, 0], [0, 0, 1]]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_tries_hold_every_continuation_once(seed: int) -> None:
-    rng = random.Random(seed)
-    tries, wanted = [], []
-    for _ in range(3):
-        lines = [[rng.randrange(3) for _ in range(rng.randint(1, 5))] for _ in range(6)]
-        trie = Trie(100)
-        for line in lines:
-            trie.add(line)
-        assert len(trie.ids) == 1 + len({tuple(line[:end]) for line in lines for end in range(1, len(line) + 1)})
-        tries.append(trie)
-        wanted.append(lines)
-    draft = draft_of(tries, torch.tensor([50, 51, 52]))
-    for row, lines in enumerate(wanted):
-        paths = draft.topology.paths[row].tolist()
-        told = [[int(draft.ids[row, node]) for node in path if node >= 0] for path in paths]
-        assert all([50 + row, *line] in told for line in lines)
-
-
-@pytest.mark.parametrize("tokens", [3, 10])
-def test_ids_of_transformers_prompt_lookup(tokens: int) -> None:
+def test_ids_of_transformers_prompt_lookup() -> None:
     """Both decode greedily, with the embedded backbone and a text that repeats its prompt."""
     loaded = load_backbone("demo", LoadOptions("float32"))
     settings = Settings(max_new_tokens=60)
     text = "Tom had a red ball. Tom lost the red ball. Tell it again. Tom had a red ball."
     prompts = [loaded.tokenizer(text)["input_ids"]]
-    theirs = transformers_method(loaded.model, settings, prompt_lookup_num_tokens=tokens)(prompts)
-    ours = medusa_method(loaded.model, None, settings, drafter=NgramConfig(n=2, tokens=tokens))(prompts)
+    theirs = transformers_method(loaded.model, settings, prompt_lookup_num_tokens=10)(prompts)
+    ours = medusa_method(loaded.model, None, settings, drafter=NgramConfig(n=2, tokens=10))(prompts)
     assert [result.new_ids for result in ours] == [result.new_ids for result in theirs]
     assert max(ours[0].uncut_lengths) > 2, "nothing was copied: no power"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from decode import generate, reader
+from decode import reader
 from decode.bench.calibration.calibrate import calibrate
 from decode.bench.methods import medusa_method, plain_method
 from decode.draft import Draft, Frontier
 from decode.drafters import levelwise
+from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import DynamicTree, resolve_tree
-from decode.drafters.levelwise import PathDrafter
+from decode.drafters.levelwise import LevelwiseDrafter, PathDrafter
 from decode.drafters.trained_heads import heads_drafter
+from decode.drafters.trellis import TrellisDrafter
 from decode.ops.draws import SharedDraws
 from decode.request import prepare, with_generators
 from decode.rules import AcceptanceRule
@@ -25,19 +29,17 @@ from decode.texts import tau
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.config import MedusaConfig
-from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.heads.sequential import SequentialHeads
 from tests.helpers import (
     EAGLE_FORMS,
     FORMS,
-    left_padded,
     plain,
-    random_heads,
     random_ids,
     random_tree,
     run_steps,
+    shared_model,
     tiny_model,
 )
 
@@ -66,7 +68,7 @@ def frontier(model: Any, rows: int = 2) -> Frontier:
 
 
 @torch.no_grad()
-def log_p_after(model: Any, heads: SequentialHeads, hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
+def log_p_after(model: Any, heads: SequentialHeads, hidden: Tensor, path: list[int]) -> Tensor:
     """Log-probabilities [V] of the head of that depth after the tokens of `path`, root first."""
     backbone = Backbone(model)
     padded = torch.tensor([path + [0] * (3 - len(path))])
@@ -80,11 +82,54 @@ def path_to(draft: Draft, row: int, node: int) -> list[int]:
     return draft.ids[row, line[line >= 0]].tolist()
 
 
+def best_paths(log_p_after: Callable[[list[int]], Tensor], root: int, nodes: int, depth: int) -> set[tuple[int, ...]]:
+    """The most probable paths, `root` first: of so many nodes, as deep as `depth`, by a search over all paths."""
+    taken, open_paths = set[tuple[int, ...]](), {(root,): 0.0}
+    while len(taken) < nodes:
+        path = max(open_paths, key=lambda p: open_paths[p])
+        worth = open_paths.pop(path)
+        taken.add(path)
+        if len(path) <= depth:
+            after = log_p_after(list(path)).tolist()
+            open_paths |= {(*path, token): worth + log_p for token, log_p in enumerate(after)}
+    return taken
+
+
+def require_drawn(
+    make: Callable[[Target], LevelwiseDrafter],
+    one: Frontier,
+    copies: bool,
+    q_after: Callable[[list[int]], Tensor],
+    **sampling: Any,
+) -> None:
+    """Draw a tree for each of 4000 rows of one context, or as `copies`: q is stored, and first children follow it.
+
+    `q_after`: the distribution [V] after the tokens of a path, root first."""
+    model, rows = shared_model(), 4000
+    prepared = prepare(model, [[1, 2]], [0], max_new_tokens=4, do_sample=True, top_p=1.0, **sampling)
+    requests = with_generators(model, rows * prepared, range(rows))  # preparing each row would take most of the time
+    drafter = make(Target(requests))
+    if copies:
+        draft = drafter.draw(one, Target(requests[:1]), SharedDraws(torch.Generator().manual_seed(0)), rows)
+    else:
+        draft = drafter.propose(Frontier(one.root.expand(rows), one.hidden.expand(rows, -1), list(range(rows))))
+    assert draft.proposal is not None
+    (q, of_children), topology = draft.proposal, draft.topology
+    for row in (0, 7):
+        for node in (topology.depth[0] < topology.max_depth).nonzero()[:, 0].tolist():
+            wanted = q_after(path_to(draft, row, node))
+            torch.testing.assert_close(q[of_children[row, node]], wanted, rtol=1e-4, atol=1e-6)
+    first, second = topology.children()[0, 0, :2]
+    seen = draft.ids[:, first].bincount(minlength=q.shape[-1]).double() / rows
+    # Five standard errors of the largest share; ten tokens at most are drawn.
+    assert (seen - q[of_children[0, 0]].double()).abs().max() < 5 * (0.25 / rows) ** 0.5
+    assert (draft.ids[:, first] != draft.ids[:, second]).all(), "siblings differ"
+
+
 @pytest.mark.parametrize("lm_head", ["shared", "own"])
 @pytest.mark.parametrize("kind", FOLLOWING)
-@pytest.mark.parametrize("seed", range(3))
-def test_nodes_of_a_static_tree(llama: Any, kind: str, seed: int, lm_head: str) -> None:
-    heads, tree, start = heads_for(llama, kind, lm_head=lm_head), random_tree(14, seed, max_depth=3), frontier(llama)
+def test_nodes_of_a_static_tree(llama: Any, kind: str, lm_head: str) -> None:
+    heads, tree, start = heads_for(llama, kind, lm_head=lm_head), random_tree(14, 1, max_depth=3), frontier(llama)
     with torch.no_grad():
         draft = PathDrafter(heads, Backbone(llama), tree).propose(start)
     for row in range(2):
@@ -107,22 +152,12 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(
     with torch.no_grad():
         draft = PathDrafter(heads, Backbone(llama), tree).propose(start)
     for row in range(2):
-        taken, open_paths = [], {(): 0.0}
-        while len(taken) < nodes - 1:
-            if len(open_paths) == 1 and () in open_paths:
-                open_paths = {}
-                grow_from, worth = (), 0.0
-            else:
-                grow_from = max(open_paths, key=lambda p: open_paths[p])
-                worth = open_paths.pop(grow_from)
-                taken.append(grow_from)
-            if len(grow_from) < tree.max_depth:
-                path = [int(start.root[row]), *grow_from]
-                logits = log_p_after(llama, heads, start.hidden[row], path) / temperatures[len(grow_from)]
-                best = logits.log_softmax(-1).topk(nodes)
-                for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                    open_paths[(*grow_from, token)] = worth + value
-        assert {tuple(path_to(draft, row, node)[1:]) for node in range(1, nodes)} == set(taken)
+
+        def tempered(path: list[int], hidden: Tensor = start.hidden[row]) -> Tensor:
+            return (log_p_after(llama, heads, hidden, path) / temperatures[len(path) - 1]).log_softmax(-1)
+
+        found = {tuple(path_to(draft, row, node)) for node in range(nodes)}
+        assert found == best_paths(tempered, int(start.root[row]), nodes, 3)
 
 
 @pytest.mark.parametrize("nodes", [3, 9, 100, 256])
@@ -136,45 +171,16 @@ def test_shallow_dynamic_trees_are_filled(llama: Any, nodes: int) -> None:
 
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("kind", FOLLOWING)
+@torch.no_grad()
 def test_a_drawn_tree_holds_its_draft_distributions(llama: Any, kind: str, copies: bool) -> None:
-    """q is stored for every inner node, and draws follow q: each node's first child in 4000 rows of one context."""
     scale = 1.0 if kind == "markov" else 2.0  # with 2.0, the root gives one token all probability
-    heads, tree, rows = heads_for(llama, kind, scale=scale), Tree.top_k([2, 2, 1]), 4000
-    prepared = prepare(llama, [[1, 2]], [0], max_new_tokens=4, do_sample=True, top_k=4, top_p=1.0)
-    requests = with_generators(llama, rows * prepared, range(rows))  # preparing each row would take most of the time
-    one = frontier(llama, 1)
-    start = Frontier(one.root.expand(rows), one.hidden.expand(rows, -1), list(range(rows)))
-    drafter = PathDrafter(heads, Backbone(llama), tree, Target(requests))
-    with torch.no_grad():
-        if copies:
-            noise = SharedDraws(torch.Generator().manual_seed(0))
-            draft = drafter.draw(one, Target(requests[:1]), noise, rows)
-        else:
-            draft = drafter.propose(start)
-    assert draft.proposal is not None
-    q, of_children = draft.proposal
-    for row in (0, 7):
-        for node in range(tree.num_nodes):
-            if int(tree.depth[node]) == 3:
-                continue
-            said = log_p_after(llama, heads, one.hidden[0], path_to(draft, row, node))
-            kept = said.masked_fill(said < said.topk(4).values[-1], -torch.inf).softmax(-1)
-            torch.testing.assert_close(q[of_children[row, node]], kept, rtol=1e-4, atol=1e-6)
-    first = tree.children[0, 0]
-    seen = draft.ids[:, first].bincount(minlength=q.shape[-1]).double() / rows
-    expected = q[of_children[0, 0]].double()
-    # Five standard errors of the largest share; ten tokens at most are drawn.
-    assert (seen - expected).abs().max() < 5 * (0.25 / rows) ** 0.5
-    assert (draft.ids[:, tree.children[0, 0]] != draft.ids[:, tree.children[0, 1]]).all(), "siblings differ"
+    heads, one, tree = heads_for(llama, kind, scale=scale), frontier(llama, 1), Tree.top_k([2, 2, 1])
 
+    def kept(path: list[int]) -> Tensor:
+        said = log_p_after(llama, heads, one.hidden[0], path)
+        return said.masked_fill(said < said.topk(4).values[-1], -torch.inf).softmax(-1)
 
-@pytest.mark.parametrize("tree", ["topk:3,2,2", "dynamic:9", "chain"])
-@pytest.mark.parametrize("kind", ["cascade", *FOLLOWING])
-def test_greedy_text_equals_plain_decoding(llama: Any, kind: str, tree: str) -> None:
-    heads, prompts = heads_for(llama, kind, scale=0.1), [random_ids(n, seed=n) for n in (5, 9, 7)]
-    out = generate(llama, heads, **left_padded(prompts), tree=tree, max_new_tokens=16)
-    for row, prompt in enumerate(prompts):
-        assert out[row, 9:].tolist() == plain(llama, prompt, max_new_tokens=16)
+    require_drawn(lambda target: PathDrafter(heads, Backbone(llama), tree, target), one, copies, kept, top_k=4)
 
 
 @pytest.mark.parametrize("kind", ["cascade", *FOLLOWING])
@@ -187,46 +193,12 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_batch(llama: Any, kind: str, 
     assert both == [method([prompt], seeds=[seed])[0].new_ids for prompt, seed in zip(prompts, (1, 2), strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "recurrent"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_prefix_attention_is_the_same_in_decoding_and_training(
-    kind: str, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At every step of a ragged batch with chunked prompts, the heads' inputs equal those from whole texts."""
-    monkeypatch.setattr(reader, "PIECE_TOKENS", 6)
-    monkeypatch.setattr(reader, "MIN_PIECE_ROW", 3)
-    model = tiny_model(family)
-    heads = random_heads(model, 3, kind=kind, lm_head="shared", prefix_layers=1)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.mul_(0.3)
-    requests = prepare(model, [random_ids(n, seed=n) for n in (5, 9, 7)], max_new_tokens=14, do_sample=False)
-    session = Session(model, requests, 16, heads=heads)
-    drafter = heads_drafter(heads, session.backbone, Tree.top_k([4, 2, 1]))
-    seen: list[tuple[list[int], list[int], torch.Tensor]] = []
-    propose = drafter.propose
-
-    def watched(frontier: Frontier) -> Draft:
-        seen.append((frontier.rows, [session.sequences.lengths[row] for row in frontier.rows], frontier.hidden))
-        return propose(frontier)
-
-    monkeypatch.setattr(drafter, "propose", watched)
-    steps = run_steps(session, drafter, AcceptanceRule("greedy"))
-    assert max(length for step in steps for length in step.lengths.values()) > 1, "nothing was accepted: no power"
-    for rows, lengths, hidden in seen:
-        for row, length, got in zip(rows, lengths, hidden, strict=True):
-            text = session.sequences.prefix(row)[:, : length - 1]  # the root is not read yet
-            states = session.backbone.hidden_states(text, use_cache=False)
-            expected = heads.read(states, torch.arange(length - 1)[None])[0, -1]
-            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
-            assert (expected - states[0, -1]).abs().max() > 0.01, "the layer does nothing: no power"
-
-
 @pytest.mark.parametrize(
     ("kind", "prefix_layers", "family", "tree"),
     [  # one kind meets all pairs of a family and a tree; each other kind meets one of them
         *(("eagle", 0, family, tree) for family in ("llama", "mistral") for tree in ("topk:3,2,1", "dynamic:9")),
         *(("eagle", 1, *pair) for pair in (("llama", "topk:3,2,1"), ("mistral", "dynamic:9"))),
+        *(("recurrent", 1, *pair) for pair in (("llama", "topk:4,2,1"), ("mistral", "topk:4,2,1"))),
         ("eagle, window", 0, "llama", "topk:3,2,1"),
         *(
             (form, 0, *(("llama", "dynamic:9") if number % 2 else ("mistral", "topk:3,2,1")))
@@ -239,7 +211,8 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
 ) -> None:
     """At every step of a ragged batch with chunked prompts, each node equals the heads' guess from whole texts.
 
-    The texts are read without a cache, as in training, so the test checks the heads' caches after acceptance.
+    The texts are read without a cache, as in training, so the test checks the heads' caches after acceptance, also
+    those of prefix layers. To forget the text is to draft without keys, or from the backbone's own hidden states.
     """
     monkeypatch.setattr(reader, "PIECE_TOKENS", 6)
     monkeypatch.setattr(reader, "MIN_PIECE_ROW", 3)
@@ -255,7 +228,10 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
 
     def watched(frontier: Frontier) -> Draft:
         draft = propose(frontier)
-        without = propose(frontier._replace(context_kv=None))
+        shown = [session.sequences.prefix(row)[:, :-1] for row in frontier.rows]
+        bare = torch.stack([backbone.hidden_states(text, use_cache=False)[0, -1] for text in shown])
+        attends = frontier.context_kv is not None
+        without = propose(frontier._replace(context_kv=None) if attends else frontier._replace(hidden=bare))
         for index, row in enumerate(frontier.rows):
             text = session.sequences.prefix(row)
             assert text[0, -1] == frontier.root[index]
@@ -310,16 +286,7 @@ def test_calibration_decodes_with_dynamic_trees_that_may_be_fastest(
 
 
 def test_the_drafter_for_every_kind(llama: Any) -> None:
-    for kind, follows in (("cascade", False), *((kind, True) for kind in FOLLOWING)):
-        drafter = heads_drafter(heads_for(llama, kind), Backbone(llama), Tree.chain(2))
-        assert isinstance(drafter, PathDrafter) == follows
-
-
-def test_unsupported_drafts_are_rejected(llama: Any) -> None:
-    heads = heads_for(llama, "hydra")
-    with pytest.raises(RequestError, match="4 deep but there are 3 heads"):
-        generate(llama, heads, torch.tensor([[1, 2]]), tree="chain:4", max_new_tokens=4)
-    with pytest.raises(RequestError, match="draft topk"):
-        generate(
-            llama, heads, torch.tensor([[1, 2]]), tree="dynamic:8", draft="sample", do_sample=True, max_new_tokens=4
-        )
+    """Only kinds that follow the path run their heads level by level, and `markov` heads never do."""
+    made = {"cascade": HeadsDrafter, "markov": TrellisDrafter} | dict.fromkeys(("hydra", "eagle"), PathDrafter)
+    for kind, drafter in made.items():
+        assert type(heads_drafter(heads_for(llama, kind), Backbone(llama), Tree.chain(2))) is drafter

@@ -15,7 +15,7 @@ import torch
 
 import decode.drafters.retrieval.datastore
 import decode.drafters.retrieval.suffix_array
-from decode import generate, steps
+from decode import generate
 from decode.bench.losslessness.cases import RULES, passes
 from decode.bench.losslessness.experiment import Experiment
 from decode.bench.methods import medusa_method
@@ -24,7 +24,7 @@ from decode.drafters.retrieval.rest import RestConfig, looked_up, most_frequent
 from decode.drafters.retrieval.suffix_array import DEPTH, first_groups, sorted_places
 from decode.settings import Settings
 from medusa.errors import RequestError
-from tests.helpers import VOCAB, left_padded, plain, random_ids
+from tests.helpers import VOCAB, plain, random_ids
 
 NEW = 40
 PROMPTS = [random_ids(9, seed=1), [4, 5, 6, 7, 4, 5], random_ids(14, seed=3)]
@@ -150,19 +150,6 @@ def test_worked_example_of_a_lookup(tmp_path: Path) -> None:
 
 def own_text(model: Any) -> list[list[int]]:
     return [prompt + plain(model, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["the text is in it", "another text is in it"])
-def test_greedy_text_equals_generate(llama: Any, tmp_path: Path, known: bool) -> None:
-    documents = own_text(llama) if known else [random_ids(400, seed=11)]
-    drafter = f"rest:{stored(tmp_path / 'store', documents)},min_n=1,nodes=9,tokens=4"
-    texts = [plain(llama, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
-    out = generate(llama, **left_padded(PROMPTS), drafter=drafter, max_new_tokens=NEW, do_sample=False)
-    width = max(map(len, PROMPTS))
-    assert [row[width : width + NEW] for row in out.tolist()] == texts
-    taken = list(steps(llama, None, torch.tensor(PROMPTS[:1]), drafter=drafter, max_new_tokens=NEW, do_sample=False))
-    tau = NEW / len(taken)
-    assert tau > 3 if known else tau < 2
 
 
 def test_samples_have_the_targets_distribution(llama: Any, tmp_path: Path) -> None:
@@ -325,19 +312,6 @@ def test_incomplete_datastores_are_rejected(llama: Any, tmp_path: Path) -> None:
     (store / DONE).write_text(about.replace('"depth": 16', '"depth": 8'), encoding="utf-8")
     with pytest.raises(RequestError, match="of another version"):
         Datastore(store)
-
-
-def test_drafts_cannot_be_drawn(llama: Any, tmp_path: Path) -> None:
-    store = stored(tmp_path / "store", [[1, 2, 3, 4]])
-    with pytest.raises(RequestError, match="use draft topk"):
-        generate(
-            llama,
-            inputs=torch.tensor([PROMPTS[0]]),
-            drafter=f"rest:{store}",
-            draft="sample",
-            do_sample=True,
-            max_new_tokens=2,
-        )
 
 
 def test_a_text_shorter_than_the_end_looked_up(llama: Any, tmp_path: Path) -> None:

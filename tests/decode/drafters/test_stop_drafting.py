@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode import generate, steps
-from decode.bench.methods import medusa_method
+from decode import generate
 from decode.draft import Draft, Frontier
 from decode.drafters.layouts import STEEPNESS, DynamicTree, resolve_tree, with_shortlist
 from decode.drafters.levelwise import PathDrafter
@@ -20,7 +19,8 @@ from medusa.errors import RequestError
 from medusa.heads import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids
+from tests.decode.drafters.test_paths import path_to
+from tests.helpers import VOCAB, random_heads
 
 NODES, HEADS = 14, 3
 TEMPERATURES = (0.5, 0.5, 0.5)
@@ -45,9 +45,7 @@ def drafted(model: Any, heads: MedusaHeads, least: float, rows: list[int]) -> Dr
 
 
 def paths_of(draft: Draft, row: int) -> set[tuple[int, ...]]:
-    topology = draft.topology
-    lines = topology.paths[0 if topology.is_shared else row]
-    return {tuple(draft.ids[row, line[line >= 0]].tolist()) for line in lines}
+    return {tuple(path_to(draft, row, node)) for node in range(draft.topology.num_nodes)}
 
 
 @torch.no_grad()
@@ -110,39 +108,6 @@ def test_heads_below_the_last_level_are_not_run(llama: Any, monkeypatch: pytest.
     seen.clear()
     drafted(llama, heads, math.exp(best) - 0.01, [0])
     assert seen[:2] == [(0, 1), (1, 1)], "one guess is, and only what follows it is asked for"
-
-
-@pytest.mark.parametrize("least", [0.003, 0.05, 0.5, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_equals_plain_decoding(llama: Any, kind: str, least: float) -> None:
-    heads, prompts = heads_for(llama, kind, 0.1), [random_ids(n, seed=n) for n in (5, 9, 7)]
-    out = generate(llama, heads, **left_padded(prompts), tree="dynamic:9", stop_drafting=least, max_new_tokens=16)
-    for row, prompt in enumerate(prompts):
-        assert out[row, 9:].tolist() == plain(llama, prompt, max_new_tokens=16)
-
-
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle"])
-def test_a_seed_gives_the_same_text_at_any_threshold_and_in_any_batch(llama: Any, kind: str) -> None:
-    """Tokens are drawn from the target (`accept_walk`), so the draft changes no token."""
-    heads, prompts = heads_for(llama, kind, 0.1), [random_ids(n, seed=n) for n in (5, 9)]
-
-    def texts(least: float, rows: list[int]) -> list[list[int]]:
-        settings = Settings(max_new_tokens=14, temperature=1.0, top_k=20, stop_drafting=least)
-        method = medusa_method(llama, heads, settings, tree="dynamic:9")
-        return [result.new_ids for result in method([prompts[row] for row in rows], seeds=rows)]
-
-    expected = texts(0.0, [0, 1])
-    for least in (0.01, 0.2, 1.0):
-        assert texts(least, [0, 1]) == expected
-        assert [texts(least, [row])[0] for row in (0, 1)] == expected
-
-
-def test_steps_accept_no_more_than_they_draft(llama: Any) -> None:
-    heads, ids = heads_for(llama, "recurrent", 0.1), torch.tensor([random_ids(6)])
-    options: dict[str, Any] = {"tree": "dynamic:9", "max_new_tokens": 20, "do_sample": False}
-    lengths = [step.lengths[0] for step in steps(llama, heads, ids, stop_drafting=1.0, **options)]
-    assert lengths == [1] * 20
-    assert max(step.lengths[0] for step in steps(llama, heads, ids, **options)) > 1, "nothing is accepted: no power"
 
 
 def test_unsupported_thresholds_are_rejected(llama: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,14 @@ import torch
 from torch import Tensor
 
 from decode.bench.calibration.calibrate import calibrate
-from decode.bench.calibration.stored import store, stored
+from decode.bench.calibration.stored import Calibration, store, stored
 from decode.bench.methods import plain_method
-from decode.draft import Draft, Frontier
+from decode.draft import Frontier
 from decode.drafters import levelwise
 from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
 from decode.drafters.trellis import TrellisDrafter
-from decode.ops.draws import SharedDraws
-from decode.request import prepare, with_generators
 from decode.settings import Settings
 from decode.target import Target
 from medusa import Tree
@@ -28,6 +27,7 @@ from medusa.backbone import Backbone
 from medusa.heads.inputs import HeadInputs
 from medusa.heads.markov import MarkovHeads
 from medusa.tree import usual_shortlist
+from tests.decode.drafters.test_paths import best_paths, path_to, require_drawn
 from tests.helpers import VOCAB, random_heads, random_ids, random_tree
 
 ROWS, K = 3, 3
@@ -90,15 +90,9 @@ def candidates(model: Any, heads: MarkovHeads, start: Frontier, row: int, shortl
     return [found.topk(shortlist).indices.tolist() for found in logits]
 
 
-def path_to(draft: Draft, row: int, node: int) -> list[int]:
-    topology = draft.topology
-    line = topology.paths[0 if topology.is_shared else row, node]
-    return draft.ids[row, line[line >= 0]].tolist()
-
-
 @torch.no_grad()
 def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any) -> None:
-    """The oracle reads the LM head for every node. Scores agree to 1e-12 in float64, and trees are equal."""
+    """The oracle reads the LM head for every node. In float64, trees are equal."""
     start = frontier(double)
     trees: list[Layout] = [*(random_tree(14, seed, max_depth=K) for seed in range(3)), Tree.chain(1), Tree.chain(2)]
     trees += [DynamicTree.over_heads(nodes, K, (0.7, 1.0, 1.5)) for nodes in (2, 9, 40)]
@@ -111,18 +105,6 @@ def test_with_all_tokens_the_trellis_is_the_slow_form(double: Any) -> None:
             fast, slow = (drafter.propose(start) for drafter in drafters)
             assert torch.equal(fast.ids, slow.ids)
             assert torch.equal(fast.topology.parent, slow.topology.parent)
-        drafter = TrellisDrafter(heads, Backbone(double), with_shortlist(Tree.chain(K), VOCAB))
-        ids, first, tables = drafter.begin(start)
-        for row in range(ROWS):
-            root = [int(start.root[row])]
-            expected = logits_after(double, heads, start.hidden[row], root)[ids[0, row]]
-            torch.testing.assert_close(first[row, 0], expected, rtol=0, atol=1e-12)
-            for head in range(1, K):
-                before = [root[0], *[0] * (head - 1)]
-                for place in (0, 5, ids.shape[-1] - 1):
-                    path = [*before, int(ids[head - 1, row, place])]
-                    expected = logits_after(double, heads, start.hidden[row], path)[ids[head, row]]
-                    torch.testing.assert_close(tables[head - 1, row, place], expected, rtol=0, atol=1e-12)
 
 
 @torch.no_grad()
@@ -172,21 +154,18 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(
     tree = with_shortlist(DynamicTree.over_heads(nodes, K, temperatures), 15)
     draft = heads_drafter(heads, Backbone(double), tree).propose(start)
     for row in range(ROWS):
-        allowed, hidden = candidates(double, heads, start, row, 15), start.hidden[row]
-        taken, open_paths = [], {(): 0.0}
-        while len(taken) < nodes:
-            path = max(open_paths, key=lambda p: open_paths[p])
-            worth = open_paths.pop(path)
-            taken.append(path)
-            head = len(path)
-            if head == K:
-                continue
-            logits = logits_after(double, heads, hidden, [int(start.root[row]), *path])
+        allowed = candidates(double, heads, start, row, 15)
+
+        def shares(path: list[int], row: int = row, allowed: list[list[int]] = allowed) -> Tensor:
+            head, only = len(path) - 1, torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
+            logits = logits_after(double, heads, start.hidden[row], path)
             alone = independent_logits(double, heads, start, row, head) if head else logits
-            held = (alone / temperatures[head]).softmax(-1)[allowed[head]].sum()
-            p = held * (logits[allowed[head]] / temperatures[head]).softmax(-1)
-            open_paths |= {(*path, t): worth + float(p.log()[at]) for at, t in enumerate(allowed[head])}
-        assert {tuple(path_to(draft, row, node)[1:]) for node in range(nodes)} == set(taken)
+            only[allowed[head]] = logits[allowed[head]]
+            held = (alone / temperatures[head]).softmax(-1)[allowed[head]].sum().log()
+            return held + (only / temperatures[head]).log_softmax(-1)
+
+        found = {tuple(path_to(draft, row, node)) for node in range(nodes)}
+        assert found == best_paths(shares, int(start.root[row]), nodes, K)
 
 
 @torch.no_grad()
@@ -194,52 +173,17 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(
 @pytest.mark.parametrize("form", ["own", "vocabulary"])
 def test_drawn_tokens_are_candidates_and_follow_the_stored_distributions(double: Any, form: str, copies: bool) -> None:
     """q is the distribution on the path over the candidates, and zero elsewhere; first children follow it."""
-    heads, tree, rows = markov(double, **FORMS[form]), with_shortlist(Tree.top_k([2, 2, 1]), 5), 3000
-    prepared = prepare(double, [[1, 2]], [0], max_new_tokens=4, do_sample=True, temperature=0.8, top_k=0, top_p=1.0)
-    requests = with_generators(double, rows * prepared, range(rows))
-    one = frontier(double, 1)
-    if copies:
-        drafter = TrellisDrafter(heads, Backbone(double), tree, Target(requests[:1]))
-        draft = drafter.draw(one, Target(requests[:1]), SharedDraws(torch.Generator().manual_seed(0)), rows)
-    else:
-        start = Frontier(one.root.expand(rows), one.hidden.expand(rows, -1), list(range(rows)))
-        draft = TrellisDrafter(heads, Backbone(double), tree, Target(requests)).propose(start)
-    assert draft.proposal is not None
-    q, of_children = draft.proposal
+    heads, one, tree = markov(double, **FORMS[form]), frontier(double, 1), with_shortlist(Tree.top_k([2, 2, 1]), 5)
     allowed = candidates(double, heads, one, 0, 5)
-    for row in (0, 7):
-        for node in range(tree.candidates.num_nodes):
-            depth = int(tree.candidates.depth[node])
-            if depth == K:
-                continue
-            logits, kept = (
-                logits_after(double, heads, one.hidden[0], path_to(draft, row, node)),
-                torch.tensor(allowed[depth]),
-            )
-            expected = torch.zeros(VOCAB).index_put((kept,), (logits[kept] / 0.8).softmax(-1).float())
-            torch.testing.assert_close(q[of_children[row, node]], expected, rtol=1e-4, atol=1e-6)
-    first, second = tree.candidates.children[0]
-    seen = draft.ids[:, first].bincount(minlength=VOCAB).double() / rows
-    assert (seen - q[of_children[0, 0]].double()).abs().max() < 5 * (0.25 / rows) ** 0.5
-    assert (draft.ids[:, first] != draft.ids[:, second]).all(), "siblings differ"
 
+    def q_after(path: list[int]) -> Tensor:
+        logits, kept = logits_after(double, heads, one.hidden[0], path), torch.tensor(allowed[len(path) - 1])
+        return torch.zeros(VOCAB).index_put((kept,), (logits[kept] / 0.8).softmax(-1).float())
 
-@pytest.mark.parametrize(("gain", "chosen"), [(1.005, 8), (1.02, 64)])
-def test_more_candidates_must_be_clearly_faster(
-    llama: Any, gain: float, chosen: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Small differences are errors of timing, and a smaller number is right on more machines."""
-    monkeypatch.setattr("decode.bench.calibration.calibrate.MIN_STEPS", 1)
+    def make(target: Target) -> TrellisDrafter:
+        return TrellisDrafter(heads, Backbone(double), tree, target)
 
-    def seconds(*args: Any) -> list[float]:
-        return [1 / gain if tree.candidates.shortlist == 64 else 1.0 for tree in args[3]]
-
-    monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", seconds)
-    monkeypatch.setattr("decode.bench.calibration.calibrate.decoded_tau", lambda *args: 2.0)
-    settings, prompts = Settings(max_new_tokens=12), [random_ids(5, seed=seed) for seed in range(4)]
-    texts = [(result.input_ids, result.new_ids) for result in plain_method(llama, settings)(prompts)]
-    heads = random_heads(llama, K, kind="markov", lm_head="shared")
-    assert calibrate(llama, heads, texts, settings, sizes=(4,)).shortlist == chosen
+    require_drawn(make, one, copies, q_after, temperature=0.8, top_k=0)
 
 
 def test_larger_trees_have_more_candidates(double: Any) -> None:
@@ -250,24 +194,40 @@ def test_larger_trees_have_more_candidates(double: Any) -> None:
     assert TrellisDrafter(heads, backbone, Tree.chain(K)).shortlist == 16
 
 
+Timed = Callable[[int | None], float]  # seconds of a step, or tokens per step, by the number of candidates
+
+
+def calibrated(model: Any, patch: pytest.MonkeyPatch, seconds: Timed, taus: Timed, *sizes: int) -> Calibration:
+    """Calibrate the tree of `markov` heads as if steps took so many `seconds` and wrote so many tokens (`taus`)."""
+    calibrating = "decode.bench.calibration.calibrate"
+    patch.setattr(f"{calibrating}.MIN_STEPS", 1)
+    patch.setattr(f"{calibrating}.time_steps", lambda *args: [seconds(t.candidates.shortlist) for t in args[3]])
+    patch.setattr(f"{calibrating}.decoded_tau", lambda *args: taus(args[3].candidates.shortlist))
+    settings, prompts = Settings(max_new_tokens=12), [random_ids(5, seed=seed) for seed in range(4)]
+    texts = [(result.input_ids, result.new_ids) for result in plain_method(model, settings)(prompts)]
+    heads = random_heads(model, K, kind="markov", lm_head="shared")
+    return calibrate(model, heads, texts, settings, sizes=sizes)
+
+
+@pytest.mark.parametrize(("gain", "chosen"), [(1.005, 8), (1.02, 64)])
+def test_more_candidates_must_be_clearly_faster(
+    llama: Any, gain: float, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small differences are errors of timing, and a smaller number is right on more machines."""
+    found = calibrated(llama, monkeypatch, lambda size: 1 / gain if size == 64 else 1.0, lambda size: 2.0, 4)
+    assert found.shortlist == chosen
+
+
 @pytest.mark.parametrize("fastest", [8, 64])
 def test_a_calibration_chooses_and_keeps_the_number_of_candidates(
     llama: Any, fastest: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("decode.bench.calibration.calibrate.MIN_STEPS", 1)
+    """All trees accept less than with the fastest number of candidates."""
 
-    def seconds(*args: Any) -> list[float]:
-        return [1.0 if tree.candidates.shortlist in (fastest, None) else 100.0 for tree in args[3]]
+    def seconds(size: int | None) -> float:
+        return 1.0 if size in (fastest, None) else 100.0
 
-    def tau(*args: Any) -> float:  # all trees accept less than with the fastest number of candidates
-        return 2.0 if args[3].candidates.shortlist == fastest else 1.9
-
-    monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", seconds)
-    monkeypatch.setattr("decode.bench.calibration.calibrate.decoded_tau", tau)
-    settings, prompts = Settings(max_new_tokens=12), [random_ids(5, seed=seed) for seed in range(4)]
-    texts = [(result.input_ids, result.new_ids) for result in plain_method(llama, settings)(prompts)]
-    heads = random_heads(llama, K, kind="markov", lm_head="shared")
-    found = calibrate(llama, heads, texts, settings, sizes=(1, 4))
+    found = calibrated(llama, monkeypatch, seconds, lambda size: 2.0 if size == fastest else 1.9, 1, 4)
     assert found.shortlist == found.tree.candidates.shortlist == fastest
     assert found.best.dynamic, "the prediction of a dynamic tree is what decoding with it showed"
     assert found.predicted_tau(found.tree) == pytest.approx(2.0)

@@ -96,32 +96,6 @@ def test_a_mask_depends_only_on_the_text(letters: Grammars) -> None:
             assert {LETTERS[i] for i in kept[0].nonzero()[:, 0].tolist()} == set(allowed[text])
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "lookahead", "mix:heads+ngram"])
-@pytest.mark.parametrize("grammar", [LETTERS_GRAMMAR, "start: /([a-d]{2}x)*[e-h]/"])
-def test_greedy_text_is_that_of_generate_with_the_processor(letters: Grammars, drafter: Any, grammar: str) -> None:
-    model, compiled = shared_model(eos_token_id=END), letters.compiled(lark_source(grammar))
-    heads = random_heads(model)
-    prompts = [random_ids(length, seed=length) for length in (3, 9, 6, 14)]
-    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": END, "pad_token_id": END}
-    expected = []
-    for prompt in prompts:
-        processors = LogitsProcessorList([compiled.processor(prompt)])
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=processors, **options)
-        expected.append(out[0, len(prompt) :].tolist())
-    batch = left_padded(prompts)
-    found = (
-        generate(model, heads, **batch, drafter=drafter, tree="topk:4,3,2", grammar=compiled, **options)
-        if (drafter in (None, "mix:heads+ngram"))
-        else generate(model, **batch, drafter=drafter, grammar=compiled, **options)
-    )
-    width = batch["input_ids"].shape[1]
-    for text, row in zip(expected, found[:, width:].tolist(), strict=True):
-        assert row[: len(text)] == text
-        assert set(row[len(text) :]) <= {END}
-    assert len({tuple(text) for text in expected}) > 1
-
-
 def test_a_grammar_begins_after_the_thought_that_the_prompt_opens(demo: Any, demo_json: Grammar) -> None:
     tokenizer, size = demo.tokenizer, demo_json.vocab_size
     prompt = tokenizer("Say it.<think>\n", add_special_tokens=False)["input_ids"]
@@ -246,8 +220,6 @@ def test_samples_follow_the_masked_distribution(letters: Grammars, draft: str) -
 @pytest.mark.parametrize(
     ("temperature", "options"),
     [
-        (0.0, {}),
-        (1.5, {}),
         (1.5, {"draft": "sample"}),
         (1.5, {"acceptance": "typical"}),
         (1.5, {"acceptance": "typical-sampled"}),

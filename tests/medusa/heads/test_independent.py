@@ -96,20 +96,6 @@ def test_every_weight_is_updated_by_training(settings: dict, optimiser: type) ->
 
 
 @pytest.mark.parametrize("settings", KINDS)
-def test_heads_share_no_weights(settings: dict) -> None:
-    """The original's `[ResBlock(h)] * n` used one block n times (D12)."""
-    heads, lm_head, hidden = randomised(**settings), nn.Linear(H, V), torch.randn(4, H)
-    before = heads(HeadInputs(hidden), lm_head)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter[1] += 1
-    after = heads(HeadInputs(hidden), lm_head)
-    assert torch.equal(before[0], after[0])
-    assert torch.equal(before[2], after[2])
-    assert not torch.equal(before[1], after[1])
-
-
-@pytest.mark.parametrize("settings", KINDS)
 @pytest.mark.parametrize("shape", [(H,), (5, H), (2, 3, H)])
 def test_stacked_heads_equal_a_loop_over_linears(settings: dict, shape: tuple) -> None:
     heads, lm_head = randomised(**settings), nn.Linear(H, V, bias=False)

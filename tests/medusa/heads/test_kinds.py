@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from medusa import MedusaHeads
-from medusa.checkpoints.stored import CONFIG, WEIGHTS
+from medusa.checkpoints.stored import CONFIG
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads import KINDS
@@ -248,34 +247,19 @@ def test_prefix_attention_works_with_every_kind(kind: str, tmp_path: Path) -> No
     assert torch.equal(again.read(hidden, positions, documents), before)
 
 
-def test_damaged_files_are_rejected_by_name(tmp_path: Path) -> None:
+def test_configs_that_name_no_shape_or_kind_are_rejected(tmp_path: Path) -> None:
     fresh("hydra", 4).save_pretrained(tmp_path)
-    tensors, config = load_file(tmp_path / WEIGHTS), json.loads((tmp_path / CONFIG).read_text())
-    name = "stacks.1.layers.0.linear.weight"
-
-    def refused(changed: dict[str, torch.Tensor], settings: dict[str, Any], match: str) -> None:
-        save_file(changed, tmp_path / WEIGHTS)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    for settings, match in ((config | {"kind": "oak"}, "oak"), ({"kind": "hydra"}, "has no hidden_size")):
         (tmp_path / CONFIG).write_text(json.dumps(settings))
         with pytest.raises(RequestError, match=match):
             MedusaHeads.from_pretrained(tmp_path)
-
-    refused({n: t for n, t in tensors.items() if n != name}, config, f"misses the tensor {name}")
-    refused(tensors | {name: tensors[name][:, 1:].contiguous()}, config, rf"{name} has the shape")
-    refused(tensors | {"more": torch.ones(1)}, config, "more, which belongs to no head")
-    refused(tensors, config | {"kind": "oak"}, "oak")
-    refused(tensors, {"kind": "hydra"}, "has no hidden_size")
 
 
 def test_new_gated_eagle_heads_give_the_backbones_logits_rescaled() -> None:
     features = fresh("eagle", block="gated", lm_head="shared").features(inputs())
     direction = F.normalize(inputs().hidden, dim=-1).expand(K, -1, -1)
     torch.testing.assert_close(F.normalize(features, dim=-1), direction)
-
-
-def test_gated_blocks_need_kind_eagle_with_one_layer() -> None:
-    for settings in ({"kind": "recurrent"}, {"kind": "medusa"}, {"kind": "eagle", "num_layers": 2}):
-        with pytest.raises(RequestError, match="gated"):
-            fresh(**settings, block="gated")
 
 
 LAYER: dict[str, Any] = {
@@ -295,6 +279,8 @@ WIDE: dict[str, Any] = {"block": "gated", "feature_layers": [0, 2], "embeddings"
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"kind": "recurrent", "block": "gated"}, "gated"),
+        ({"block": "gated", "num_layers": 2}, "gated needs heads.layers 1"),
         ({"kind": "medusa", "feature_layers": [1]}, "feature_layers belongs to kind eagle, not medusa"),
         ({"block": "gated", "feature_layers": [1], "prefix_layers": 1}, "without heads.prefix_layers"),
         ({"block": "gated", "feature_layers": []}, r"feature_layers is \[\]; give numbers"),
