@@ -55,7 +55,9 @@ def test_the_fastest_draft_is_taken(texts: int, best: int) -> None:
 
 
 def test_each_number_of_texts_has_its_own_times() -> None:
-    made_up, found = MadeUp(by_nodes), {texts: Counter[int]() for texts in (1, 2, 8, 7, 64)}
+    """Also if the draft changes after every second step, and the first step after a change takes 30 times as long."""
+    made_up = MadeUp(by_nodes, after_a_change=30)
+    found = {texts: Counter[int]() for texts in (1, 2, 8, 7, 64)}
     for _ in range(300):
         for texts, chosen in found.items():
             chosen += made_up.run(texts, 2)
@@ -117,12 +119,6 @@ def test_a_draft_that_is_not_tried_with_many_texts_is_measured_no_oftener_with_f
     made_up.run(16, 4000)
     made_up.ms = lambda texts, draft: [60, 11, 10][draft] / 10  # as if there had been ten times as many steps
     assert made_up.run(2, 1000)[0] < 30
-
-
-def test_the_first_step_after_a_change_is_not_timed() -> None:
-    made_up = MadeUp(by_nodes, after_a_change=30)
-    made_up.run(1, 100)
-    assert made_up.run(1, 1000)[0] > 900
 
 
 def test_few_slow_steps_change_nothing() -> None:
