@@ -9,12 +9,12 @@ Shapes: V vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from medusa.errors import RequestError, choose_one_of
+
+if TYPE_CHECKING:  # the options of commands list the rules, and need no torch
+    from torch import Tensor
 
 EPSILON, DELTA = 0.09, 0.3
 """Default constants of typical acceptance (Medusa paper, section 2.3.1)."""
@@ -25,6 +25,8 @@ def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
 
     The entropy is that of the distribution `p` [..., V] (Medusa paper, section 2.3.1). The most probable token always
     passes; the mask sets it explicitly, because equality or rounding could exclude it at delta 1."""
+    import torch
+
     p = p.double()
     entropy = torch.special.entr(p).sum(-1, keepdim=True)
     threshold = (delta * entropy.neg().exp()).clamp_max(epsilon)
@@ -35,6 +37,8 @@ def among_best(scores: Tensor, k: int) -> Tensor:
     """A mask [..., V] of the k tokens with the highest scores [..., V] (Stern et al. 2018, section 5.1).
 
     Tokens that a logits processor set to -inf are excluded."""
+    import torch
+
     best = scores.topk(min(k, scores.shape[-1])).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (scores > -torch.inf)
 
@@ -43,6 +47,8 @@ def near_best(scores: Tensor, distance: int) -> Tensor:
     """A mask [..., V] of the ids within `distance` of the id with the best score (Stern et al. 2018, section 5.2).
 
     Neighbouring ids must mean similar values, as for pixels or audio samples. Tokens with score -inf are excluded."""
+    import torch
+
     ids = torch.arange(scores.shape[-1], device=scores.device)
     return ((ids - scores.argmax(-1, keepdim=True)).abs() <= distance) & (scores > -torch.inf)
 
