@@ -50,7 +50,7 @@ class CompiledStepper(Stepper):
         tree = self.tree
         if tree.min_probability:
             raise OptionError("compile", ONE_SHAPE, "stop_drafting")
-        self.regions = Regions.of(session.backbone.model)  # before the key, which lists the model's attributes
+        self.regions = Regions.of(session.backbone.model)
         self.taken: Region | None = None
         nodes = tree.candidates
         shape = (tree.num_nodes, nodes.shortlist, tree.temperatures if isinstance(tree, DynamicTree) else None)
@@ -72,9 +72,8 @@ class CompiledStepper(Stepper):
         self.key = (self.graphs, *self.key)
         region = self.taken = self.regions.take(self.key)
         if region is not None:  # the prompts go into its caches
+            region.attach(session.backbone, session.capacity)
             session.reader, session.heads_cache = region.state.reader, region.state.heads_cache
-            for cache in region.caches:
-                cache.restart(session.capacity)
         root, hidden = self._prefill()
         if region is None:
             state = State(session.reader, session.heads_cache, root.clone(), hidden.clone())
@@ -114,9 +113,9 @@ class CompiledStepper(Stepper):
         raise RuntimeError("texts cannot join a compiled batch, whose number of rows is fixed")
 
     def close(self) -> None:
-        """Give the compiled region of this session back to the model, which keeps it for reuse."""
+        """Give the compiled region of this session back, which is kept for reuse as long as the model lives."""
         if self.taken is not None:
-            self.taken.end()
+            self.taken.detach()
             self.regions.put_back(self.key, self.taken)
             self.taken = None
 
