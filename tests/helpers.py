@@ -24,7 +24,7 @@ import tiny_models
 from decode.draft import Draft, Drafter, Frontier
 from decode.generation import unpadded
 from decode.loop import Step, Stepper, Timer, run
-from decode.ops.grouped_attention import grouped
+from decode.ops.attention import grouped
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.session import Session

@@ -19,9 +19,9 @@ from decode.cache import TreeCache
 from decode.compiled.graphs import GraphedStep
 from decode.draft import Drafter, KeepsProducts
 from decode.drafters.layouts import Layout
+from decode.ops.attention import grouped
 from decode.ops.draws import BlockDraws
 from decode.ops.fast_linear import fast_linear
-from decode.ops.grouped_attention import grouped
 from decode.step import Judge, State, decode_step
 from medusa.backbone import Backbone, by_value
 from medusa.memory import plain_tensors, total_memory

@@ -747,7 +747,7 @@ def test_verify_writes_the_documented_json_and_a_report(medusa: Any, place: Plac
 def test_verify_fails_where_the_text_or_the_samples_are_wrong(
     medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decode.rejection.residual", lambda p, q: p)
+    monkeypatch.setattr("decode.accept.residual", lambda p, q: p)
     done, report = verify(medusa, place, tmp_path)
     assert done.status == 1
     assert "FAILED" in done.out

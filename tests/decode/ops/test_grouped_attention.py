@@ -1,4 +1,4 @@
-"""decode/ops/grouped_attention.py: transformers' sdpa without its copies."""
+"""decode/ops/attention.py: transformers' sdpa without its copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decode.cache import TreeCache
 from decode.draft import Draft
-from decode.ops.grouped_attention import SDPA, grouped, sdpa_grouped
+from decode.ops.attention import SDPA, grouped, sdpa_grouped
 from decode.reader import Reader
 from decode.topology import Topology
 from medusa.backbone import Backbone

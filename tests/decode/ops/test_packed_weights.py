@@ -1,4 +1,4 @@
-"""decode/ops/packed_weights.py: copies of weights, which follow every change of the weights."""
+"""decode/ops/fast_linear.py: copies of weights, which follow every change of the weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decode import generate
-from decode.ops import fast_linear, packed_weights
-from decode.ops.fast_linear import linear
-from decode.ops.packed_weights import pack, packed
+from decode.ops import fast_linear
+from decode.ops.fast_linear import linear, pack, packed
 from decode.tree_check import check_tree_forward
 from tests.helpers import plain, random_heads, random_ids, tiny_model
 
@@ -30,7 +29,7 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_linear, "PREFERS_ONEDNN", True)
     monkeypatch.setattr(fast_linear, "MIN_PRODUCTS", 1)
     monkeypatch.setattr(fast_linear, "MIN_PACKED", 1)
-    monkeypatch.setattr(packed_weights, "MIN_NUMBERS", 1)
+    monkeypatch.setattr(fast_linear, "MIN_NUMBERS", 1)
 
 
 def layer() -> nn.Linear:
@@ -106,16 +105,16 @@ def test_copies_end_with_their_weights_and_have_their_own() -> None:
     pack(one)
     twin, key = copy.deepcopy(one), id(one.weight)
     assert packed(twin.weight) is None
-    assert key in packed_weights._PACKED
+    assert key in fast_linear._PACKED
     del one
     gc.collect()
-    assert key not in packed_weights._PACKED
+    assert key not in fast_linear._PACKED
 
 
 def test_a_garbage_collection_may_end_weights_while_others_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the thread that holds the lock."""
-    monkeypatch.setattr(packed_weights, "_LOCK", Lock())
-    one, other, held, vector = layer(), layer(), [], packed_weights._vector
+    monkeypatch.setattr(fast_linear, "_LOCK", Lock())
+    one, other, held, vector = layer(), layer(), [], fast_linear._vector
     pack(one)
     ring: list[Any] = [one]
     ring.append(ring)  # only a garbage collection frees it
@@ -123,17 +122,17 @@ def test_a_garbage_collection_may_end_weights_while_others_are_packed(monkeypatc
     del one, ring
 
     def collects(size: int) -> Tensor:
-        held.append(key in packed_weights._PACKED)
+        held.append(key in fast_linear._PACKED)
         gc.collect()
         return vector(size)
 
-    monkeypatch.setattr(packed_weights, "_vector", collects)
+    monkeypatch.setattr(fast_linear, "_vector", collects)
     thread = Thread(target=pack, args=(other,), daemon=True)
     thread.start()
     thread.join(30)
     assert not thread.is_alive()
     assert held == [True]
-    assert key not in packed_weights._PACKED
+    assert key not in fast_linear._PACKED
 
 
 def test_a_weight_that_changes_often_has_one_watcher() -> None:
@@ -161,11 +160,11 @@ def test_copies_end_when_their_weights_may_not_be_packed_any_more(change: Callab
     change(one)
     pack(one)
     assert packed(one.weight) is None
-    assert id(one.weight) not in packed_weights._PACKED
+    assert id(one.weight) not in fast_linear._PACKED
 
 
 def test_defaults_of_the_caller_do_not_matter() -> None:
-    packed_weights._vector.cache_clear()
+    fast_linear._vector.cache_clear()
     one = layer()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -181,7 +180,7 @@ def test_models_too_large_for_a_second_copy_are_left_alone(monkeypatch: pytest.M
     one = layer()
     twin = copy.deepcopy(one)
     pack(twin)
-    monkeypatch.setattr(packed_weights, "_limit", lambda: one.weight.nbytes - 1)
+    monkeypatch.setattr(fast_linear, "_limit", lambda: one.weight.nbytes - 1)
     for each in (one, twin):
         pack(each)
         assert packed(each.weight) is None
@@ -190,7 +189,7 @@ def test_models_too_large_for_a_second_copy_are_left_alone(monkeypatch: pytest.M
 def test_other_weights_are_left_alone() -> None:
     for other in (layer().double(), layer().bfloat16(), layer().to("meta"), nn.Embedding(30, 40), nn.LayerNorm(64)):
         pack(other)
-        assert packed_weights.weight_of(other) is None
+        assert fast_linear.weight_of(other) is None
 
 
 def test_text_equals_generate_before_and_after_a_change() -> None:

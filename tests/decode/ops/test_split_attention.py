@@ -1,4 +1,4 @@
-"""decode/ops/split_attention.py: attention computed over parts of the keys equals attention over all of them."""
+"""decode/ops/attention.py: attention computed over parts of the keys equals attention over all of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from decode.ops import grouped_attention, split_attention
-from decode.ops.split_attention import attention_in_parts, num_parts
+from decode.ops import attention
+from decode.ops.attention import attention_in_parts, num_parts
 
 
 def tensors(batch: int, heads: int, queries: int, slots: int, size: int = 16) -> list[torch.Tensor]:
@@ -107,12 +107,12 @@ def test_layers_attend_in_parts(heads: int, key_heads: int, monkeypatch: pytest.
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = heads // key_heads, True
     with torch.no_grad():
-        expected = grouped_attention.sdpa_attention_forward(module, query, key, value, mask, scaling=0.25)[0]
-        monkeypatch.setattr(grouped_attention, "num_parts", lambda *args: 4)
+        expected = attention.sdpa_attention_forward(module, query, key, value, mask, scaling=0.25)[0]
+        monkeypatch.setattr(attention, "num_parts", lambda *args: 4)
         called = []
-        stock = split_attention.attention_in_parts
-        monkeypatch.setattr(grouped_attention, "attention_in_parts", lambda *args: called.append(args) or stock(*args))
-        with grouped_attention.grouped(LlamaConfig(attn_implementation="sdpa")):
-            found = grouped_attention.sdpa_grouped(module, query, key, value, mask, scaling=0.25)[0]
+        stock = attention.attention_in_parts
+        monkeypatch.setattr(attention, "attention_in_parts", lambda *args: called.append(args) or stock(*args))
+        with attention.grouped(LlamaConfig(attn_implementation="sdpa")):
+            found = attention.sdpa_grouped(module, query, key, value, mask, scaling=0.25)[0]
     assert called
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -254,9 +254,12 @@ def test_a_fault_is_found(expert: Any, small: Any, fault: str, monkeypatch: pyte
     made = experiment(expert, amateur)
     if fault == "amateur forgets the tree":
         amateurs = made.context.session.reader.amateur  # type: ignore[attr-defined]
-        monkeypatch.setattr(
-            amateurs, "_masks", lambda topology: torch.zeros(1, 1, topology.num_nodes, amateurs.cache.width)
-        )
+        stock = amateurs.forward
+
+        def forward(ids: Any, positions: Any, masks: Any = None, **last: Any) -> Any:
+            return stock(ids, positions, None if masks is None else masks * 0, **last)
+
+        monkeypatch.setattr(amateurs, "forward", forward)
     elif fault == "no plausibility":
         monkeypatch.setattr(Contrast, "margin", lambda self, expert: torch.zeros_like(expert))
     else:
