@@ -123,8 +123,7 @@ class CompiledStepper(Stepper):
 def option_key(target: Target, rule: AcceptanceRule) -> Key:
     """The options of acceptance and sampling, as part of the key under which a compiled step is kept.
 
-    Raise a `RequestError` if a logits processor reads the text, rows differ in options, or scores or sampled drafts
-    are requested."""
+    Raise a `RequestError` if a logits processor reads the text, rows differ in options, or scores are requested."""
     others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, WARPERS)]
     if others:
         way_out = "use only temperature, top-k, top-p, min-p and the like, or leave it out"
@@ -136,8 +135,6 @@ def option_key(target: Target, rule: AcceptanceRule) -> Key:
         raise OptionError("compile", "needs the same sampling options in all rows of a batch")
     if target.kept_scores is not None or target.kept_logits is not None:
         raise NotCompilableError("a compiled step gives no output_scores or output_logits")
-    if rule.draft == "sample":
-        raise OptionError("compile", "cannot be combined with {} sample; use {} topk", "draft", "draft")
     return (*rule, target.truncation, target.do_sample, kinds[0])
 
 
