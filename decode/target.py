@@ -10,7 +10,6 @@ M distributions (rows may share one), V vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -21,7 +20,7 @@ from transformers.generation import logits_process
 from decode.accept import Truncation, typical
 from decode.ops.draws import RowDraws, TokenDraws
 from decode.ops.fast_topk import most_probable
-from decode.ops.transfer import on_device, unchecked
+from decode.ops.transfer import on_device
 from decode.sequences import Request, Sequences
 
 WARPERS = (
@@ -197,9 +196,9 @@ def processed(
 ) -> Tensor:
     """Process scores [X, V] after `ids` [X, T]; `truncation` sets tokens that typical acceptance rejects to -inf."""
     for processor in processors:  # the list's own `__call__` inspects each signature again, which takes longer
-        # Only the eta warper makes a distribution. What it would find, NaN, is found when the tokens are read.
-        with unchecked() if isinstance(processor, logits_process.EtaLogitsWarper) else nullcontext():
-            scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+        if isinstance(processor, logits_process.EtaLogitsWarper) and scores.isnan().any():
+            continue  # PyTorch refuses the distribution that it makes; the host finds NaN when it reads the tokens
+        scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
     if truncation is None:
         return scores
     return scores.masked_fill(~typical(scores.softmax(-1), *truncation), -torch.inf)
