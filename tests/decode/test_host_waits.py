@@ -1,4 +1,4 @@
-"""How often a step of eager decoding waits for the device: once if greedy, at most twice by other rules (but eta_cutoff)."""
+"""How often a step of eager decoding waits for the device: once if greedy, at most twice by any rule but eta_cutoff."""
 
 from __future__ import annotations
 
