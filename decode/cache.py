@@ -32,7 +32,7 @@ SMALL_BYTES, SHARE = 2**26, 0.1
 """A buffer is in memory twice while it grows. In a cache above SMALL_BYTES it holds only this share of the layers."""
 BLOCK = 256
 """Slots by which the windows and buffers of compiled steps grow. So the compiler knows that rows of masks, and of their
-parts (`decode.ops.split_attention`), are aligned."""
+parts (`decode.ops.attention`), are aligned."""
 
 
 class Place(NamedTuple):
@@ -213,11 +213,6 @@ class TreeCache(Cache):
 
     def _move(self, path: Tensor) -> None:
         """Copy the nodes `path` [B, C] to the C slots right after each row's text."""
-        if self.even is not None and len(path) == 1:
-            for buffer in self.buffers:
-                source = (path[0] + self.even).to(buffer.device)
-                buffer.narrow(3, self.even, path.shape[1]).copy_(buffer.index_select(3, source))
-            return
         source = (self.filled[:, None] + path).clamp_max(self.width - 1)
         self.slots = (self.filled[:, None] + torch.arange(path.shape[1], device=path.device)).clamp_max(self.width - 1)
         for buffer in self.buffers:

@@ -84,6 +84,7 @@ class Stepper:
 
     def step(self, timer: Timer) -> StepOutcome:
         """Decode one step of all live rows."""
+        self.session.reread()
         draws = self.session.target.draws.of(self.rows)
         if not self.judge.lazy:
             draws = RewoundDraws(draws.generators, self.state.root.device)

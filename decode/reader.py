@@ -1,11 +1,15 @@
-"""The reader: every forward of a model that decoding makes, on top of the texts in its KV cache.
+"""The reader: every forward of a model that decoding makes, on top of the texts in its KV cache, and its masks.
 
 It reads prompts piece by piece, so that memory holds the activations of one piece only, and drafts in one forward. A
 piece of C tokens attends to all slots up to its own end, so the largest mask is [C, S], never [S, S], and the LM head
 runs at one position per row.
 
+A node of a draft sees the text before it, its ancestors and itself. Masks are additive, because eager attention would
+silently add a boolean mask as 0 and 1. Windows and chunks are measured in positions, not slots; nodes of one depth
+share a position.
+
 Shapes: B rows of the batch, T tokens of the longest prompt, C tokens of a piece, N nodes of a draft, H hidden size,
-V vocabulary, S cache slots."""
+V vocabulary, S cache slots, W nodes of one forward, A nodes of their longest path."""
 
 from __future__ import annotations
 
@@ -17,14 +21,12 @@ from torch.nn import functional as F
 
 from decode.cache import TreeCache
 from decode.draft import Draft
-from decode.masks import after_text, tree_masks
+from decode.ops.attention import grouped
 from decode.ops.fast_linear import fast_linear, prepare_linear
-from decode.ops.grouped_attention import grouped
 from decode.ops.transfer import on_device
-from decode.sequences import Sequences
 from decode.topology import Topology
 from medusa.backbone import Backbone, Readout, at
-from medusa.tree_support import LayerKinds, Mask
+from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additive
 
 PIECE_TOKENS, MIN_PIECE_ROW = 1024, 256
 """Tokens of a piece in all rows together, and the fewest in each row. Larger pieces gain nothing (measured at 8192
@@ -37,9 +39,8 @@ OnHidden = Callable[[Tensor, Tensor, int], Tensor]
 class Reader:
     """Reads prompts and drafts with a backbone, and manages the KV cache of a session's texts."""
 
-    def __init__(self, backbone: Backbone, cache: TreeCache, sequences: Sequences | None = None) -> None:
-        """Make a reader on `cache`; `sequences` holds the texts, for models that read a text again (`_reread`)."""
-        self.backbone, self.cache, self.sequences = backbone, cache, sequences
+    def __init__(self, backbone: Backbone, cache: TreeCache) -> None:
+        self.backbone, self.cache = backbone, cache
         self.layers = LayerKinds(backbone.config)
 
     def forward(
@@ -54,7 +55,7 @@ class Reader:
 
         `positions` are [B or 1, N], and `masks` [B, 1, N, S]; `None` is a causal mask. The rest: `Backbone.forward`."""
         kwargs = {"position_ids": positions.expand(len(ids), -1), "attention_mask": masks}
-        with grouped(self.backbone.config, masks), fast_linear(self.backbone.head_weight, ids.numel()):
+        with grouped(self.backbone.config), fast_linear(self.backbone.head_weight, ids.numel()):
             return self.backbone.forward(ids, self.cache, last, all_hidden, **kwargs)
 
     def prefill(self, ids: Tensor, lengths: Sequence[int], on_hidden: OnHidden | None = None) -> Readout:
@@ -111,7 +112,6 @@ class Reader:
         With `last` [B], only those of one node of each row, [B, H] and [B, V]."""
         cache, topology = self.cache, draft.topology
         if not cache.is_compiled:
-            self._reread()
             cache.open(topology.num_nodes)
         cache.append(topology.num_nodes)
         # Nodes beyond the end are never accepted (`depth_limit`), but must not ask for a position there either.
@@ -119,15 +119,9 @@ class Reader:
         positions = cache.filled[:, None] + topology.depth
         positions = positions if end is None else positions.clamp_max(end - 1)
         sees_all = cache.even is not None and topology.num_nodes == 1  # a root alone, in rows of one length
-        masks = None if sees_all else self._masks(topology)
+        kinds, dtype = self.layers, self.backbone.dtype
+        masks = None if sees_all else tree_masks(kinds, dtype, topology, cache.filled, cache.width)
         return self.forward(draft.ids, positions, masks, last)
-
-    def _masks(self, topology: Topology) -> Mask:
-        cache, dtype = self.cache, self.backbone.dtype
-        if cache.even is not None and self.layers.is_full:  # every node sees all of the text before the tree
-            mask = after_text(topology, dtype, cache.even).expand(len(cache.lengths), -1, -1, -1)
-            return self.layers.masks(lambda kind: mask)
-        return tree_masks(self.layers, dtype, topology, cache.filled, cache.width)
 
     def depth_limit(self, draft: Draft) -> Tensor | None:
         """The greatest depth [B] at which a node of each row may be accepted; `None`: all depths fit the context."""
@@ -146,19 +140,6 @@ class Reader:
         ends = [context, boundary if boundary is not None and longest < boundary else None]
         return min((end for end in ends if end is not None and longest + topology.max_depth >= end), default=None)
 
-    def _reread(self) -> None:
-        """Read the only text of a batch again when it outgrows longrope's original context, as Phi-3's `generate` does.
-
-        Only for Phi-3 models, which then drop keys rotated by longrope's short factors; other longrope models keep
-        them."""
-        boundary = self.backbone.rope_boundary
-        if boundary is None or not self.backbone.rereads or self.sequences is None or self.cache.longest != boundary:
-            return
-        text = self.sequences.prefix(0)  # [1, boundary + 1]: its root is written, and its position turns all others
-        self.cache.cut([0])
-        Reader.prefill(self, text, [text.shape[1]])  # this model alone: a subclass would also let its others read
-        self.cache.cut([boundary])  # without the root, which the draft holds
-
     @property
     def caches(self) -> list[TreeCache]:
         """The KV caches of all models that read the texts; all of them commit the same nodes."""
@@ -172,8 +153,56 @@ class ReaderFactory:
         """The number of tokens that all reading models can take as context; `None` if it is unlimited."""
         return backbone.context
 
-    def create(self, backbone: Backbone, sequences: Sequences, capacity: int, fixed: bool = False) -> Reader:
-        """Make a reader of the texts in `sequences`, with empty KV caches of `capacity` slots per row."""
+    def create(self, backbone: Backbone, batch_size: int, capacity: int, fixed: bool = False) -> Reader:
+        """Make a reader of `batch_size` texts, with empty KV caches of `capacity` slots per row."""
         prepare_linear(backbone.model)
-        cache = TreeCache(backbone.model.config, len(sequences), capacity, backbone.device, fixed)
-        return Reader(backbone, cache, None if fixed else sequences)  # compiled steps outlive a session's texts
+        return Reader(backbone, TreeCache(backbone.model.config, batch_size, capacity, backbone.device, fixed))
+
+
+def tree_masks(layers: LayerKinds, dtype: torch.dtype, topology: Topology, lengths: Tensor, slots: int) -> Mask:
+    """Make masks [B, 1, N, slots] for N draft nodes after B texts of `lengths` [B] tokens, for all kinds of layers."""
+    return layers.masks(lambda kind: additive(visible_slots(topology, lengths, slots, kind), dtype)[:, None])
+
+
+def visible_slots(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
+    """Find which cache slots each of N draft nodes sees, [B, N, slots] bool, after B texts of `lengths` [B] tokens."""
+    ancestors, depth = topology.ancestors.expand(len(lengths), -1, -1), topology.depth.expand(len(lengths), -1)
+    return kind.limited(*_by_slot(ancestors, lengths, depth, depth, slots))
+
+
+def grown_masks(
+    layers: LayerKinds,
+    dtype: torch.dtype,
+    lengths: Tensor,
+    seen: Tensor,
+    depth: Tensor,
+    slot_depths: Tensor,
+    slots: int,
+) -> Mask:
+    """Make masks [B, 1, W, S] for one of the forwards that grow a tree: W new nodes look at S slots of the KV cache.
+
+    Args:
+        lengths: the text's length [B] in each row; a node sees all of it, except outside a layer's window or chunk.
+        seen: [B, W, A] slots of each node and its drafted ancestors (0: the first after the text), padded with its own.
+        depth: [B, W] position of each new node minus the length of its row's text.
+        slot_depths: [M] the same for the node in each of the M slots after the text, equal in all rows.
+        slots: S."""
+    own = torch.zeros(*seen.shape[:2], len(slot_depths), dtype=torch.bool, device=seen.device).scatter_(2, seen, True)
+    by_slot = _by_slot(own, lengths, depth, slot_depths.expand(len(lengths), -1), slots)
+    return layers.masks(lambda kind: additive(kind.limited(*by_slot), dtype)[:, None])
+
+
+def _by_slot(
+    own: Tensor, starts: Tensor, depth: Tensor, node_depths: Tensor, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the slots that W nodes see [B, W, slots], and the positions of nodes [B, W, 1] and slots [B, 1, slots].
+
+    After a text of `starts` [B] tokens, the cache holds N nodes of depth `node_depths` [B, N]. Each of the W nodes, of
+    depth `depth` [B, W], sees the text and those of the N nodes that are true in `own` [B, W, N]."""
+    nodes, prefix, slot = own.shape[2], starts[:, None], torch.arange(slots, device=starts.device)[None]
+    node = slot - prefix  # [B, S] the node in each slot; below 0: the text
+    is_text, inside = node < 0, node.clamp(0, nodes - 1)
+    of_slot = own.gather(2, inside[:, None].expand(-1, own.shape[1], -1))
+    allowed = is_text[:, None] | ((node < nodes)[:, None] & of_slot)
+    key = torch.where(is_text, slot, prefix + node_depths.gather(1, inside))[:, None]
+    return allowed, (prefix + depth)[:, :, None], key

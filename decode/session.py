@@ -1,25 +1,30 @@
 """A session: the texts being decoded in one call, and everything that grows with them. No part is stored on a model.
 
-Shapes: B rows of the batch, C prompt tokens read in one forward, H hidden size."""
+Shapes: B rows of the batch, T tokens of a piece of the prompts, C columns of a path, H hidden size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
-from decode.heads_cache import HeadsCache
-from decode.reader import ReaderFactory
+from decode.cache import TreeCache
+from decode.reader import Reader, ReaderFactory, tree_masks
 from decode.sequences import Request, Sequences
 from decode.target import Target
+from decode.topology import Topology, chain
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.heads.context_kv import AttendsToText
+from medusa.heads.context_kv import AttendsToText, ContextKV
 from medusa.heads.independent import MedusaHeads
+from medusa.tree_support import LayerKinds
 
 AHEAD = 1024
 """New tokens for which the first cache has room; it grows with longer texts."""
+WIDEST = 2048
+"""The widest window of heads for which a compiled step copies the keys in the window, also after shorter texts."""
 
 
 class Session:
@@ -51,7 +56,7 @@ class Session:
         self.sequences = Sequences(requests, readers.context(self.backbone), self.backbone.device, slack)
         longest = max(len(request.prompt) for request in requests)
         self.capacity = capacity = longest + min(max(request.max_new_tokens for request in requests), AHEAD) + slack + 1
-        self.reader = readers.create(self.backbone, self.sequences, capacity, fixed)
+        self.reader = readers.create(self.backbone, len(requests), capacity, fixed)
         self.kept_hidden: list[list[Tensor]] | None = [[] for _ in requests] if keep_hidden else None
         """Per row, in pieces [n, H]: the hidden states of its tokens, as far as they were read."""
         self.heads_cache: HeadsCache | None = None  # other heads read only the current hidden state
@@ -72,6 +77,18 @@ class Session:
         root = self.target.next(list(range(len(prompts))), self.sequences, readout.logits, most_probable_first)
         return root.to(self.backbone.device), readout.hidden
 
+    def reread(self) -> None:
+        """Read a single text again when it outgrows longrope's original context, as Phi-3's `generate` does.
+
+        Only Phi-3 models then drop the keys that longrope's short factors have rotated."""
+        boundary, cache = self.backbone.rope_boundary, self.reader.cache
+        if boundary is None or not self.backbone.rereads or cache.longest != boundary:
+            return
+        text = self.sequences.prefix(0)  # [1, boundary + 1]: its root is written, and its position turns all others
+        cache.cut([0])
+        Reader.prefill(self.reader, text, [text.shape[1]])  # this model alone: an amateur keeps what it has read
+        cache.cut([boundary])  # without the root, which the draft holds
+
     def join(self, other: Session, places: Sequence[int], running: Sequence[int]) -> None:
         """Take over the texts of `other`, whose prompts are read, for the rows `places`; `other` is used up.
 
@@ -82,7 +99,7 @@ class Session:
         self.target.take(other.target, places, running)
 
     def _on_hidden(self, hidden: Tensor, next_ids: Tensor, start: int) -> Tensor:
-        """Record `hidden` [B, C, H] from position `start` (next tokens: `next_ids` [B, C]); return what heads read."""
+        """Record `hidden` [B, T, H] from position `start` (next tokens: `next_ids` [B, T]); return what heads read."""
         if self.kept_hidden is not None:
             for row, prompt in enumerate(self.sequences.prompts):
                 self.kept_hidden[row].append(hidden[row, : max(len(prompt) - start, 0)])
@@ -93,3 +110,114 @@ class Session:
         if self.kept_hidden is not None:
             for states, nodes, length, row in zip(hidden, path.to(hidden.device), lengths, rows, strict=True):
                 self.kept_hidden[row].append(states[nodes[:length]])
+
+
+class HeadsCache:
+    """KV caches of Medusa heads that look back at the text; they grow with the backbone's cache, by accepted tokens.
+
+    Prefix layers between backbone and heads read every hidden state (`medusa.heads.prefix`). Heads that attend to the
+    text (`medusa.heads.context_kv`) keep keys and values of pairs: a hidden state and the token after it."""
+
+    def __init__(
+        self, heads: MedusaHeads, backbone: Backbone, batch_size: int, capacity: int, fixed: bool = False
+    ) -> None:
+        """Make empty caches; for `fixed` see `TreeCache`."""
+        self.heads, self.backbone = heads, backbone
+        self.dtype, self.device = heads.dtype, heads.device
+        self.prefix = self.pairs = None
+        self.chains: dict[int, Topology] = {}  # by the number of columns of a path
+        size = batch_size, capacity, heads.device, fixed
+        if heads.prefix is not None:
+            self.prefix, self.layers = TreeCache(heads.prefix.config, *size), LayerKinds(heads.prefix.config)
+        if isinstance(heads, AttendsToText):
+            self.pairs = TreeCache(LlamaConfig(num_hidden_layers=heads.config.decoder_layers), *size)
+
+    @property
+    def caches(self) -> list[TreeCache]:
+        """The caches of prefix layers, and of pairs, as far as there are any."""
+        return [cache for cache in (self.prefix, self.pairs) if cache is not None]
+
+    def piece(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
+        """Append a piece of each right-padded prompt to the caches, from the backbone's hidden states [B, T, E].
+
+        E is H times the number of layers that the heads read. Returns what the heads read [B, T, H]. `next_ids` [B, T]
+        is the token after each of the T positions of the piece; from the last token of each prompt on, it may be any
+        value, because `cut` drops these pairs. Counts the piece, unlike `path`."""
+        hidden = self.heads.join(hidden.to(self.device, self.dtype))
+        counts = torch.full((len(hidden),), hidden.shape[1], device=self.device)
+        if self.prefix is not None:
+            hidden = self._read(self.prefix, hidden, counts)
+        if self.pairs is not None:
+            self._append(self.pairs, hidden, next_ids, counts)
+        self.count([hidden.shape[1]] * len(hidden))
+        return hidden
+
+    def path(self, before: Tensor, hidden: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
+        """Append B rows' accepted paths to the caches; returns the heads' input [B, H] at the paths' last nodes.
+
+        `before` [B, H] are the hidden states that the heads read at the token before the root. `hidden` [B, C, E] and
+        `ids` [B, C] are those of the C path nodes, the root first; `counts[b]` is the number of nodes of path b, 0 for
+        a row that does not grow, whose result has no meaning. The host calls `count` when it knows them."""
+        hidden, counts = self.heads.join(hidden.to(self.device, self.dtype)), counts.to(self.device)
+        if self.prefix is not None:
+            hidden = self._read(self.prefix, hidden, counts)
+        if self.pairs is not None:
+            pairs = torch.cat([before[:, None].to(hidden), hidden[:, :-1]], dim=1)
+            self._append(self.pairs, pairs, ids, counts)
+        last = (counts - 1).clamp_min(0)[:, None, None]
+        return hidden.gather(1, last.expand(-1, -1, hidden.shape[-1]))[:, 0]
+
+    def _read(self, cache: TreeCache, hidden: Tensor, counts: Tensor) -> Tensor:
+        """Run the prefix layers (decoder layers between backbone and heads) over `hidden` [B, T, H] of T tokens."""
+        assert self.heads.prefix is not None
+        positions = self._appended(cache, hidden)
+        masks = tree_masks(self.layers, self.dtype, self.chain(hidden.shape[1]), cache.filled, cache.width)
+        out = self.heads.prefix(hidden, positions, masks, cache)
+        cache.commit(None, counts)
+        return out
+
+    def _append(self, cache: TreeCache, hidden: Tensor, next_ids: Tensor, counts: Tensor) -> None:
+        """Append the KV of T pairs (hidden state, next token) to each row; row b keeps the first `counts[b]` pairs."""
+        assert isinstance(self.heads, AttendsToText)
+        token = self.heads.embed(next_ids, self.backbone.embed)
+        self.heads.project_kv(hidden, token, self._appended(cache, hidden), cache.update)
+        cache.commit(None, counts)
+
+    def _appended(self, cache: TreeCache, hidden: Tensor) -> Tensor:
+        """Reserve slots for `hidden` [B, T, H]; returns their positions [B, T]."""
+        if not cache.is_compiled:  # else the host has opened it before the step
+            cache.open(hidden.shape[1])
+        return cache.append(hidden.shape[1])
+
+    def chain(self, columns: int) -> Topology:
+        """The topology of a path of so many `columns`; torch.compile cannot trace the first call."""
+        if columns not in self.chains:
+            self.chains[columns] = chain(columns, self.device)
+        return self.chains[columns]
+
+    def count(self, counts: Sequence[int], rows: Sequence[int] | None = None) -> None:
+        """Tell how many nodes were committed; see `TreeCache.count`."""
+        for cache in self.caches:
+            cache.count(counts, rows)
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Shorten each row b of the caches to its first `lengths[b]` tokens, because the later tokens were padding."""
+        if self.prefix is not None:
+            self.prefix.cut(lengths)
+        if self.pairs is not None:
+            self.pairs.cut([length - 1 for length in lengths])
+
+    def context_kv(self) -> ContextKV | None:
+        """The keys and values of the text for the next guesses; `None` for heads that do not attend to the text."""
+        cache = self.pairs
+        if cache is None:
+            return None
+        assert isinstance(self.heads, AttendsToText)
+        if cache.is_compiled:
+            widest = WIDEST
+        else:
+            cache.open(0)
+            widest = cache.longest - 1
+        window = self.heads.window
+        last = None if window is None or window > widest else window
+        return self.heads.after_text([layer.read() for layer in cache.tree_layers], cache.filled, last)

@@ -15,16 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode.accept import Acceptance, accept_greedy, accept_longest, accept_walk, at_end, pack
+from decode.accept import Acceptance, accept_greedy, accept_longest, accept_sampled, accept_walk, at_end, pack
 from decode.draft import Draft, Drafter, Frontier
-from decode.heads_cache import HeadsCache
 from decode.ops.draws import BlockDraws, TokenDraws
 from decode.ops.fast_topk import most_probable
 from decode.ops.transfer import on_device
 from decode.reader import Reader
-from decode.rejection import accept_sampled
 from decode.rules import AcceptanceRule
 from decode.sequences import Sequences
+from decode.session import HeadsCache
 from decode.target import Target
 from medusa.backbone import Readout
 

@@ -10,7 +10,6 @@ M distributions (rows may share one), V vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -20,7 +19,7 @@ from transformers.generation import logits_process
 
 from decode.ops.draws import RowDraws, TokenDraws
 from decode.ops.fast_topk import most_probable
-from decode.ops.transfer import on_device, unchecked
+from decode.ops.transfer import on_device
 from decode.rules import AcceptanceRule
 from decode.sequences import Request, Sequences
 
@@ -214,9 +213,9 @@ class Target:
 def processed(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
     """Process scores [X, V] after `ids` [X, T]."""
     for processor in processors:  # the list's own `__call__` inspects each signature again, which takes longer
-        # Only the eta warper makes a distribution. What it would find, NaN, is found when the tokens are read.
-        with unchecked() if isinstance(processor, logits_process.EtaLogitsWarper) else nullcontext():
-            scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+        if isinstance(processor, logits_process.EtaLogitsWarper) and scores.isnan().any():
+            continue  # PyTorch refuses the distribution that it makes; the host finds NaN when it reads the tokens
+        scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
     return scores
 
 

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import random
 import string
-from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +24,7 @@ import tiny_models
 from decode.draft import Draft, Drafter, Frontier
 from decode.generation import unpadded
 from decode.loop import Step, Stepper, Timer, run
-from decode.ops.grouped_attention import grouped
+from decode.ops.attention import grouped
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.session import Session
@@ -109,14 +108,10 @@ def shared_model(family: str = "llama", **settings: Any) -> Any:
     return model
 
 
-def parts_of(model: nn.Module, without: Collection[str] = ()) -> list[dict[str, int]]:
+def parts_of(model: nn.Module) -> list[dict[str, int]]:
     """The attributes of each module of `model`, with the number of hooks, parameters or modules in each."""
     return [
-        {
-            name: len(value) if isinstance(value, dict) else 0
-            for name, value in vars(part).items()
-            if name not in without
-        }
+        {name: len(value) if isinstance(value, dict) else 0 for name, value in vars(part).items()}
         for part in model.modules()
     ]
 

@@ -66,9 +66,15 @@ def ids_of(taken: list[Any], row: int = 0) -> list[int]:
 # Greedy
 
 
-# float64 excludes rounding; one tree shows it.
-@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in TREES), ("random", torch.float64)])
-@pytest.mark.parametrize("family", FAMILIES)
+# float64 excludes rounding.
+@pytest.mark.parametrize(
+    ("family", "name", "dtype"),
+    [
+        *((family, "random", torch.float32) for family in FAMILIES),
+        *((family, name, torch.float32) for family in ("llama", "gemma3_text") for name in TREES if name != "random"),
+        *((family, "random", torch.float64) for family in ("llama", "gpt2")),
+    ],
+)
 def test_greedy_equals_plain_greedy(family: str, name: str, dtype: torch.dtype) -> None:
     """The drafts hold a random number of correct tokens in every step, at random nodes of the tree."""
     model, tree, rng = shared_model(family, dtype=dtype), TREES[name], random.Random(0)
@@ -81,24 +87,11 @@ def test_greedy_equals_plain_greedy(family: str, name: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 @pytest.mark.parametrize("block", ["square", "mlp"])
-@pytest.mark.parametrize("seed", range(3))
-def test_greedy_with_random_heads(llama: Any, seed: int, block: str, lm_head: str) -> None:
-    heads = random_heads(llama, 5, seed, block=block, lm_head=lm_head)
-    prompt = random_ids(5 + 3 * seed, seed)
-    ids = torch.tensor([prompt])
-    for tree in (*TREES.values(), random_tree(20, seed + 10)):
-        out = generate(llama, heads, ids, tree=tree, max_new_tokens=NEW, do_sample=False)
+def test_greedy_with_random_heads(llama: Any, block: str, lm_head: str) -> None:
+    heads, prompt = random_heads(llama, 5, block=block, lm_head=lm_head), random_ids(5)
+    for tree in (*TREES.values(), random_tree(20, 10)):
+        out = generate(llama, heads, torch.tensor([prompt]), tree=tree, max_new_tokens=NEW, do_sample=False)
         assert out[0, len(prompt) :].tolist() == plain(llama, prompt, max_new_tokens=NEW)
-
-
-@pytest.mark.parametrize("right", range(5))
-def test_the_number_of_steps_follows_from_correct_guesses(llama: Any, right: int) -> None:
-    """Each step writes the root and n drafted tokens, so 24 tokens need ceil(24 / (n + 1)) steps."""
-    session, taken, text = scripted(llama, random_ids(6), TREES["chain"], lambda step: right)
-    assert ids_of(taken) == text
-    assert len(taken) == -(-NEW // (right + 1))
-    assert all(step.lengths[0] == right + 1 for step in taken[:-1])
-    assert session.sequences.finish_reason == ["length"]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -117,7 +110,7 @@ def test_step_lengths_follow_the_script(llama: Any, seed: int) -> None:
     assert written == NEW == len(text)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_permuted_token_ids_give_the_permuted_text(seed: int) -> None:
     """With permuted embedding and LM head rows the text is permuted in the same way.
 
@@ -238,15 +231,6 @@ def test_one_seed_gives_the_same_text_as_plain_sampling(llama: Any, options: dic
         assert len(taken) < len(text) or len(text) == 1, "nothing was accepted: no power"
 
 
-def test_seeded_generate_equals_transformers(llama: Any) -> None:
-    heads, ids = random_heads(llama), torch.tensor([random_ids(5)])
-    options = {"do_sample": True, "temperature": 0.5, "max_new_tokens": NEW}
-    torch.manual_seed(11)
-    theirs = llama.generate(ids, **options)
-    torch.manual_seed(11)
-    assert torch.equal(generate(llama, heads, ids, tree=TREES["wide"], **options), theirs)
-
-
 @pytest.mark.parametrize(("kind", "draft"), [("medusa", "topk"), ("medusa", "sample"), ("markov", "sample")])
 def test_sampled_texts_have_the_models_distribution(kind: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare all texts of three tokens (vocabulary of seven) with the model, for both forms of rejection.
@@ -315,13 +299,10 @@ def test_each_row_of_a_ragged_batch_equals_its_text_alone(family: str) -> None:
     assert [ids_of(taken, row) for row in range(3)] == texts
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_greedy_batches_of_any_size_with_heads(llama: Any, size: int) -> None:
+def test_a_batch_of_eight_with_heads(llama: Any) -> None:
     heads, prompts = random_heads(llama), [random_ids(3 + 2 * i, seed=i) for i in range(8)]
-    inputs = left_padded(prompts[:size])
-    width = inputs["input_ids"].shape[1]
-    out = generate(llama, heads, **inputs, tree="topk:3,2,2", do_sample=False, max_new_tokens=25)
-    assert [row[width:] for row in out.tolist()] == [plain(llama, p, max_new_tokens=25) for p in prompts[:size]]
+    out = generate(llama, heads, **left_padded(prompts), tree="topk:3,2,2", do_sample=False, max_new_tokens=25)
+    assert out[:, 17:].tolist() == [plain(llama, p, max_new_tokens=25) for p in prompts]
 
 
 def test_max_time_ends_a_text_like_transformers(llama: Any) -> None:

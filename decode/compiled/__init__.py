@@ -6,7 +6,7 @@ acceptance always walks to the greatest depth. A step is one call of a function 
 GPU replays as a CUDA graph, and one transfer of ids to the host.
 
 A region is a compiled step with its caches. Each batch size, tree, acceptance rule, set of sampling options and state
-of the modules needs its own region. A session takes a region from the model and puts it back at the end. Plain decoding
+of the modules needs its own region. A session takes a region of its model and puts it back at the end. Plain decoding
 uses the same step, with a draft of the root alone.
 
 The number of cache slots is no part of the compiled code. Attention reads a window, the first slots of the cache, which

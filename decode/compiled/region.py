@@ -9,6 +9,7 @@ from functools import partial
 from threading import Lock
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +19,20 @@ from decode.cache import TreeCache
 from decode.compiled.graphs import GraphedStep
 from decode.draft import Drafter, KeepsProducts
 from decode.drafters.layouts import Layout
+from decode.ops.attention import grouped
 from decode.ops.draws import BlockDraws
 from decode.ops.fast_linear import fast_linear
-from decode.ops.grouped_attention import grouped
 from decode.step import Judge, State, decode_step
-from medusa.backbone import by_value
+from medusa.backbone import Backbone, by_value
 from medusa.memory import plain_tensors, total_memory
 
 KEPT = 32
 """Maximum number of compiled regions that a model keeps; the least recently used region is dropped first."""
 SHARE = 1 / 8
 """Part of the device's memory that the caches of kept regions may fill; the least recently used are freed first."""
-STORED = "_medusa_regions"
-"""The attribute of a model that holds its regions. They refer to the model, so that they must live and end with it."""
 COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
-PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType, partial)
+PLAIN = (bool, int, float, str)
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 Key = tuple[object, ...]
 """Everything that a region was compiled for; a session reuses a compiled region with an equal key."""
 
@@ -58,8 +58,8 @@ class Region:
         if state.heads_cache is not None:
             state.heads_cache.chain(max_depth + 1)  # torch.compile cannot trace its first call
         drafter.propose(state.frontier())  # fills tables that a tree keeps, for the same reason
-        self.modules = [self.backbone.model, *([] if heads is None else [heads])]
-        self.addresses = addresses(self.modules)
+        self.heads = heads
+        self.addresses = self._addresses()
         # Torch 2.13 may write a result into part of a finished `cat`, and still reuse that memory. A recurrent head
         # then read the next token's embedding instead of its state.
         settings = {"inplace_buffers": False, "triton.cudagraphs": graphs == "torch"}
@@ -90,7 +90,7 @@ class Region:
         state.alive.fill_(1)
         state.begin(root, hidden)
         # `model.to` and some adapters move weights to other memory without a change of the key.
-        if (now := addresses(self.modules)) != self.addresses:
+        if (now := self._addresses()) != self.addresses:
             self.forget_graphs()
             self.addresses = now
         if isinstance(self.drafter, KeepsProducts):
@@ -105,17 +105,30 @@ class Region:
             if keep_in_place(cache):
                 self.forget_graphs()
 
-    def end(self) -> None:
-        """Read prompts again, and keep nothing of the texts that were decoded."""
+    def attach(self, backbone: Backbone, capacity: int) -> None:
+        """Read the prompts of another session, whose `backbone` is that of the region's model."""
+        vars(self.backbone).update(vars(backbone))
+        for cache in self.caches:
+            cache.restart(capacity)
+
+    def detach(self) -> None:
+        """Keep nothing of the texts that were decoded, and no reference to the model, which may end before the code."""
         for cache in self.caches:
             cache.for_steps(compiled=False)
         self.judge = None
+        vars(self.backbone).clear()
 
     def release(self) -> None:
         """Free the memory of the KV caches. The compiled code stays."""
         self.forget_graphs()
         for cache in self.caches:
             cache.release()
+
+    def _addresses(self) -> list[int]:
+        """The addresses of all parameters and buffers; of quantised ones, those of the tensors they consist of."""
+        modules = [self.backbone.model, *([] if self.heads is None else [self.heads])]
+        states = (state for module in modules for state in (*module.parameters(), *module.buffers()))
+        return [plain.data_ptr() for state in states for plain in plain_tensors(state)]
 
     def forget_graphs(self) -> None:
         if self.graphed is not None:
@@ -165,9 +178,7 @@ def compiled(step: Callable[[], Tensor], settings: dict[str, Any]) -> Callable[[
 
 
 class Regions(list[tuple[Key, Region]]):
-    """The compiled regions that a model keeps for reuse, the last used one last. `max_bytes` may be changed.
-
-    A copy of the model holds `None` instead, which needs no package when it is unpickled."""
+    """The compiled regions of a model that are kept for reuse, the last used one last. `max_bytes` may be changed."""
 
     def __init__(self, max_bytes: int) -> None:
         """Make an empty list; the caches of all regions in it take up to `max_bytes`."""
@@ -176,13 +187,11 @@ class Regions(list[tuple[Key, Region]]):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Regions:
-        """The compiled regions that are stored on `model`; the first call stores an empty list."""
-        if not isinstance(vars(model).get(STORED), Regions):
-            vars(model)[STORED] = cls(int(SHARE * total_memory(model.device)))
-        return vars(model)[STORED]
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+        """The compiled regions kept for `model`, as long as it lives; at first an empty list."""
+        with _LOCK:
+            if model not in _KEPT:
+                _KEPT[model] = cls(int(SHARE * total_memory(model.device)))
+            return _KEPT[model]
 
     def take(self, key: Key) -> Region | None:
         """Remove a stored compiled region with this key and return it; `None` if no region has the key."""
@@ -209,12 +218,6 @@ class Regions(list[tuple[Key, Region]]):
                 left -= held.num_bytes
 
 
-def addresses(modules: list[nn.Module]) -> list[int]:
-    """The memory addresses of all parameters and buffers; of quantised ones, those of the tensors they consist of."""
-    states = (state for module in modules for state in (*module.parameters(), *module.buffers()))
-    return [plain.data_ptr() for state in states for plain in plain_tensors(state)]
-
-
 def modules_key(module: nn.Module) -> Key:
     """A module's part of the key of a compiled region: the hooks, parameters, settings and configs of its submodules.
 
@@ -227,8 +230,7 @@ def modules_key(module: nn.Module) -> Key:
             type(part),
             type(part).forward,
             *((id(p), p.dtype, p.device) for p in part._parameters.values() if p is not None),
-            *part._forward_pre_hooks.values(),
-            *part._forward_hooks.values(),
+            *map(_function, (*part._forward_pre_hooks.values(), *part._forward_hooks.values())),
             *(
                 (name, _plain(value, configs))
                 for name, value in list(vars(part).items())
@@ -241,11 +243,13 @@ def modules_key(module: nn.Module) -> Key:
 
 
 def _plain(value: object, configs: dict[int, object]) -> object:
-    """Convert a value for a region's key: numbers, strings, functions stay; containers become tuples; others `None`.
+    """Convert a value for a region's key: numbers and strings stay; containers become tuples; others `None`.
 
     A config is added to `configs`, and is converted to its number among them."""
     if isinstance(value, PLAIN):
         return value
+    if isinstance(value, FUNCTIONS):
+        return _function(value)
     if isinstance(value, PretrainedConfig):
         if id(value) not in configs:
             configs[id(value)] = by_value(value)
@@ -257,3 +261,12 @@ def _plain(value: object, configs: dict[int, object]) -> object:
     if type(value) is list or type(value) is tuple:
         return tuple(part for part in (_plain(part, configs) for part in value) if part not in (None, ()))
     return None
+
+
+def _function(function: Callable[..., object]) -> object:
+    """A function or hook in a region's key: a reference that keeps neither the function nor its model alive."""
+    return WeakMethod(function) if isinstance(function, MethodType) else ref(function)
+
+
+_KEPT: WeakKeyDictionary[PreTrainedModel, Regions] = WeakKeyDictionary()  # nothing is stored on a user's model
+_LOCK = Lock()

@@ -50,7 +50,7 @@ class CompiledStepper(Stepper):
         tree = self.tree
         if tree.min_probability:
             raise OptionError("compile", ONE_SHAPE, "stop_drafting")
-        self.regions = Regions.of(session.backbone.model)  # before the key, which lists the model's attributes
+        self.regions = Regions.of(session.backbone.model)
         self.taken: Region | None = None
         nodes = tree.candidates
         shape = (tree.num_nodes, nodes.shortlist, tree.temperatures if isinstance(tree, DynamicTree) else None)
@@ -72,9 +72,8 @@ class CompiledStepper(Stepper):
         self.key = (self.graphs, *self.key)
         region = self.taken = self.regions.take(self.key)
         if region is not None:  # the prompts go into its caches
+            region.attach(session.backbone, session.capacity)
             session.reader, session.heads_cache = region.state.reader, region.state.heads_cache
-            for cache in region.caches:
-                cache.restart(session.capacity)
         root, hidden = self._prefill()
         if region is None:
             state = State(session.reader, session.heads_cache, root.clone(), hidden.clone())
@@ -114,9 +113,9 @@ class CompiledStepper(Stepper):
         raise RuntimeError("texts cannot join a compiled batch, whose number of rows is fixed")
 
     def close(self) -> None:
-        """Give the compiled region of this session back to the model, which keeps it for reuse."""
+        """Give the compiled region of this session back, which is kept for reuse as long as the model lives."""
         if self.taken is not None:
-            self.taken.end()
+            self.taken.detach()
             self.regions.put_back(self.key, self.taken)
             self.taken = None
 
@@ -124,8 +123,7 @@ class CompiledStepper(Stepper):
 def option_key(target: Target, rule: AcceptanceRule) -> Key:
     """The options of acceptance and sampling, as part of the key under which a compiled step is kept.
 
-    Raise a `RequestError` if a logits processor reads the text, rows differ in options, or scores or sampled drafts
-    are requested."""
+    Raise a `RequestError` if a logits processor reads the text, rows differ in options, or scores are requested."""
     others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, SCORES_ONLY)]
     if others:
         way_out = "use only temperature, top-k, top-p, min-p and the like, or leave it out"
@@ -137,8 +135,6 @@ def option_key(target: Target, rule: AcceptanceRule) -> Key:
         raise OptionError("compile", "needs the same sampling options in all rows of a batch")
     if target.kept_scores is not None or target.kept_logits is not None:
         raise NotCompilableError("a compiled step gives no output_scores or output_logits")
-    if rule.draft == "sample":
-        raise OptionError("compile", "cannot be combined with {} sample; use {} topk", "draft", "draft")
     return (*rule, target.do_sample, kinds[0])
 
 

@@ -22,10 +22,9 @@ from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, 
 from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.levelwise import Guesses, LevelwiseDrafter, selected
 from decode.drafters.small_model import load_small_model, require_same_vocabulary, small_model_path
-from decode.masks import grown_masks
 from decode.ops.fast_topk import top_k
 from decode.ops.transfer import on_device
-from decode.reader import Reader
+from decode.reader import Reader, grown_masks
 from decode.session import Session
 from decode.target import Target
 from decode.topology import chain

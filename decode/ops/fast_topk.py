@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from medusa.argmax import argmax, numpy_argmax, numpy_can_read
+from medusa.argmax import argmax
 
 BLOCK = 128
 WORTHWHILE = 1 << 15
@@ -23,19 +21,7 @@ WORTHWHILE = 1 << 15
 
 def most_probable(logits: Tensor) -> Tensor:
     """The most probable token [...] of logits [..., V]; float64 is compared as float32, as transformers does."""
-    return argmax(_as_compared(logits))
-
-
-def most_probable_on_host(logits: Tensor) -> npt.NDArray[np.int64]:
-    """What `most_probable` finds in logits in the host's memory, as an array."""
-    if type(logits) is Tensor and logits.dtype == torch.float32:
-        return (logits.detach() if logits.requires_grad else logits).numpy().argmax(-1)
-    values = _as_compared(logits)
-    return numpy_argmax(values) if numpy_can_read(values) else values.argmax(-1).numpy()
-
-
-def _as_compared(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype == torch.float64 else logits
+    return argmax(logits.float() if logits.dtype == torch.float64 else logits)
 
 
 class TopK(NamedTuple):
@@ -48,26 +34,17 @@ class TopK(NamedTuple):
 def top_k(values: Tensor, k: int) -> TopK:
     """The k largest of `values` [..., V] and their indices, as `values.topk(k)` finds them."""
     size = values.shape[-1]
-    if not searches_blocks(values, k):
+    if size < 8 * k * BLOCK or not values.is_cpu or values.numel() < WORTHWHILE:
         if k == 1 and values.is_cpu and torch.compiler.is_compiling():
             # Inductor joins an argmax with the operations around it, but calls PyTorch for a top-k.
             place = values.argmax(-1, keepdim=True)
             return TopK(values.gather(-1, place), place)
         return TopK(*values.topk(k, dim=-1))
     # The k largest values lie in the k blocks with the largest maxima, or after the last whole block.
-    start = _block_maxima(values).topk(k, dim=-1).indices * BLOCK
+    maxima = values[..., : size - size % BLOCK].unflatten(-1, (-1, BLOCK)).amax(-1)
+    start = maxima.topk(k, dim=-1).indices * BLOCK
     at = (start[..., None] + torch.arange(BLOCK, device=values.device)).flatten(-2)  # [..., k * BLOCK]
     rest = torch.arange(size - size % BLOCK, size, device=values.device)
     at = torch.cat([at, rest.expand(*at.shape[:-1], -1)], dim=-1)
     best = values.gather(-1, at).topk(k, dim=-1)
     return TopK(best.values, at.gather(-1, best.indices))
-
-
-def _block_maxima(values: Tensor) -> Tensor:
-    whole = values[..., : values.shape[-1] // BLOCK * BLOCK]
-    return whole.unflatten(-1, (-1, BLOCK)).amax(-1)
-
-
-def searches_blocks(values: Tensor, k: int) -> bool:
-    """Whether `top_k` searches by blocks, because this is faster than PyTorch's search."""
-    return values.shape[-1] >= 8 * k * BLOCK and values.is_cpu and values.numel() >= WORTHWHILE

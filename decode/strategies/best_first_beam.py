@@ -24,9 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
-from decode.masks import grown_masks
 from decode.ops.fast_topk import top_k
-from decode.reader import Reader
+from decode.reader import Reader, grown_masks
 from decode.request import require_fitting
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone

@@ -22,7 +22,7 @@ from decode.draft import Draft
 from decode.drafters.small_model import require_same_vocabulary
 from decode.reader import OnHidden, Reader, ReaderFactory
 from decode.request import require_fitting, require_longrope_alone
-from decode.sequences import Request, Sequences
+from decode.sequences import Request
 from decode.strategies.options import ContrastOptions, require_uncontrasted
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone, Readout
@@ -81,9 +81,9 @@ class Amateur(ReaderFactory):
         contexts = (backbone.context, Backbone(self.model).context)
         return min((context for context in contexts if context is not None), default=None)
 
-    def create(self, backbone: Backbone, sequences: Sequences, capacity: int, fixed: bool = False) -> ContrastReader:
+    def create(self, backbone: Backbone, batch_size: int, capacity: int, fixed: bool = False) -> ContrastReader:
         models = (backbone, Backbone(self.model))
-        expert, amateur = (super(Amateur, self).create(model, sequences, capacity, fixed) for model in models)
+        expert, amateur = (super(Amateur, self).create(model, batch_size, capacity, fixed) for model in models)
         return ContrastReader(expert, amateur, self.contrast)
 
     def require_fitting(self, model: PreTrainedModel, requests: Sequence[Request], compile: bool = False) -> None:
@@ -109,7 +109,7 @@ class ContrastReader(Reader):
     """Reads by contrastive decoding: both models read each prompt and draft, and their caches keep the same nodes."""
 
     def __init__(self, expert: Reader, amateur: Reader, contrast: Contrast) -> None:
-        super().__init__(expert.backbone, expert.cache, expert.sequences)
+        super().__init__(expert.backbone, expert.cache)
         self.amateur, self.contrast = amateur, contrast
 
     @property

@@ -21,8 +21,8 @@ from decode.cache import TreeCache
 from decode.compiled.graphs import GraphedStep, possible
 from decode.compiled.region import keep_in_place
 from decode.draft import Draft
+from decode.ops.attention import grouped
 from decode.ops.fast_topk import most_probable
-from decode.ops.grouped_attention import grouped
 from decode.reader import Reader
 from decode.topology import Topology
 from medusa import Tree

@@ -620,7 +620,7 @@ def test_verify_writes_the_documented_json_and_a_report(verify: Any, tmp_path: P
 
 
 def test_verify_fails_where_the_samples_are_wrong(verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode.rejection.residual", lambda p, q: p)
+    monkeypatch.setattr("decode.accept.residual", lambda p, q: p)
     done, page, _ = verify("--draws", "10000", "--sampled-prompts", "2")
     assert done.status == 1
     assert "FAILED" in done.out

@@ -17,7 +17,6 @@ from decode.cache import BLOCK, MAX_GROWTH, MIN_GROWTH, SMALL_BYTES, TreeCache, 
 from decode.draft import Draft
 from decode.reader import Reader
 from decode.topology import Topology
-from medusa import Tree
 from medusa.backbone import Backbone
 from tests.helpers import path_logits, random_ids, random_tree, tiny_model
 
@@ -64,17 +63,6 @@ def test_worked_example() -> None:
         keys, values = layer.read()
         assert keys[0, 0, :5, 0].tolist() == [10, 11, 12, 0, 2]
         assert values[0, 0, :5, 0].tolist() == [-10, -11, -12, -0.0, -2]
-
-
-def test_a_path_that_moves_over_itself() -> None:
-    """Nodes 0 1 3 5 7 move to slots 0..4, so targets are also sources; written slots must not be read again."""
-    for batch in (1, 2):
-        cache = cache_of(1, batch, capacity=20)
-        append(cache, [[9, 9]] * batch)
-        cache.keep([2] * batch)
-        append(cache, [list(range(8))] * batch)
-        cache.keep([5] * batch, [[0, 1, 3, 5, 7]] * batch)
-        assert keys_of(cache, batch - 1, 7) == [9, 9, 0, 1, 3, 5, 7]
 
 
 def test_misuse_raises() -> None:
@@ -336,16 +324,6 @@ def read(model: Any, texts: list[list[int]]) -> Reader:
     longest = max(map(len, texts))
     reader.prefill(torch.tensor([text + [0] * (longest - len(text)) for text in texts]), list(map(len, texts)))
     return reader
-
-
-@torch.no_grad()
-def test_a_long_chain_is_read_as_plain_text() -> None:
-    """As in chunked prefill, a chain whose nodes are all kept is plain text."""
-    model, text = tiny_model("llama", dtype=torch.float64), random_ids(3 + 7)
-    reader = read(model, [text[:3]])
-    reader(Draft(torch.tensor([text[3:]]), Topology.of(Tree.chain(6))))
-    reader.cache.keep([7])
-    require_equal_to_a_fresh_prefill(model, reader.cache, [text])
 
 
 @pytest.mark.usefixtures("buffer_per_layer")

@@ -1,4 +1,4 @@
-"""decode/masks.py: masks drawn by hand, and masks of random drafts compared with a walk over nodes and slots."""
+"""decode/topology.py: masks drawn by hand, and masks of random drafts compared with a walk over nodes and slots."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from decode import generate, steps
+from decode import generate
 from decode.drafters.model import DraftModel
-from decode.masks import tree_masks, visible_slots
+from decode.reader import tree_masks, visible_slots
 from decode.topology import Topology
 from medusa import Tree
 from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds
@@ -227,29 +227,3 @@ def test_a_draft_model_hands_aligned_masks_to_attention(attended: list[Tensor]) 
         generate(model, **prompts, drafter=DraftModel(small, tree), max_new_tokens=12, do_sample=False)
     assert len(attended) > 20
     assert all(map(is_aligned, attended))
-
-
-HYBRID = {"layer_types": ["sliding_attention", "full_attention"] * 3}
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "kinds"), [("llama", {}, 1), ("mistral, window", {}, 1), ("gemma3_text", HYBRID, 2)]
-)
-def test_a_step_repeats_each_mask_once_for_all_layers(
-    family: str, settings: Any, kinds: int, attended: list[Tensor]
-) -> None:
-    """Four query heads share two key heads, so attention reads a mask of twice as many rows."""
-    model = tiny_model(family, num_hidden_layers=6, **settings)
-    taken = decoded(model)
-    next(taken)
-    attended.clear()
-    next(taken)
-    assert {mask.shape[2] for mask in attended} == {20}
-    assert len(attended) == 6
-    assert len({mask.data_ptr() for mask in attended}) == kinds
-
-
-def decoded(model: Any) -> Any:
-    """Steps of drafts of ten nodes."""
-    inputs = {"input_ids": torch.tensor([random_ids(12)]), "max_new_tokens": 20, "do_sample": False}
-    return steps(model, random_heads(model), tree="topk:3,2", **inputs)

@@ -24,13 +24,11 @@ from transformers import (
 )
 
 import decode.accept
-import decode.rejection
-from decode.accept import Acceptance, Scores, accept_walk
+from decode.accept import Acceptance, Scores, accept_sampled, accept_walk, residual
 from decode.bench.losslessness.chi2 import GoodnessOfFit, goodness_of_fit
 from decode.draft import Draft, Proposal
 from decode.drafters.heads import sampled_draft
 from decode.ops.draws import MASS_LEFT, NO_TOKEN, RowDraws, SharedDraws, cumulative, draw_distinct, invert, invert_each
-from decode.rejection import accept_sampled, residual
 from decode.rules import typical
 from decode.topology import Topology
 from medusa import Tree
@@ -175,7 +173,7 @@ def patched(name: str, fault: Callable[..., Tensor]) -> Callable[[pytest.MonkeyP
     """`accept_sampled` with one line replaced by a fault."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> Take:
-        monkeypatch.setattr(decode.rejection, name, fault)
+        monkeypatch.setattr(decode.accept, name, fault)
         return accept_sampled
 
     return plant

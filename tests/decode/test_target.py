@@ -124,14 +124,6 @@ def test_q_has_the_temperature_and_top_p_of_its_row() -> None:
         assert torch.equal(q, torch.stack(expected).softmax(-1))
 
 
-def test_without_sampling_the_most_probable_token_after_processing() -> None:
-    penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(10.0)])
-    logits = torch.tensor([3.0, 2.0, 1.0])
-    target = target_of(penalty, do_sample=False)
-    assert draw(target, torch.tensor([[0]]), logits) == 1
-    assert draw(target, torch.tensor([[2]]), logits) == 0
-
-
 def test_a_single_argmax_suffices_only_for_plain_greedy_targets() -> None:
     none, some = LogitsProcessorList(), LogitsProcessorList(PROCESSORS["top_k"])
     assert target_of(none, do_sample=False).is_argmax

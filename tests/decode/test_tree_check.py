@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import generate, masks
+from decode import generate, reader
 from decode import tree_check as capability
 from decode.cache import TreeCache
-from decode.masks import visible_slots
+from decode.reader import visible_slots
 from decode.topology import Topology
 from decode.tree_check import TreeCheck, check_tree_forward, require_tree_forward
 from medusa import RequestError, tree_support
@@ -88,7 +88,7 @@ def test_wrong_masks_are_caught(broken: Any, family: str, dtype: torch.dtype, mo
     """The models include some with windows far longer than the self-test."""
     model = long_windows(family, dtype=dtype) if family in WINDOWED else tiny_model(family, dtype=dtype)
     assert check_tree_forward(model).ok
-    monkeypatch.setattr(masks, "visible_slots", broken)
+    monkeypatch.setattr(reader, "visible_slots", broken)
     check = check_tree_forward(model)
     assert not check.ok
     assert check.error > 1.5 * check.limit
@@ -129,7 +129,7 @@ def test_an_attention_with_another_name_is_caught(monkeypatch: pytest.MonkeyPatc
 
 def test_a_mask_that_is_added_as_0_and_1_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager attention does this to boolean masks without an error."""
-    monkeypatch.setattr(masks, "additive", lambda allowed, dtype: allowed)
+    monkeypatch.setattr(reader, "additive", lambda allowed, dtype: allowed)
     assert not check_tree_forward(tiny_model("llama", attn_implementation="eager")).ok
     assert check_tree_forward(tiny_model("llama", attn_implementation="sdpa")).ok, "sdpa takes both"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import check_architectures as script
-from decode import masks
+from decode import reader
 from medusa.errors import RequestError
 from tests.helpers import FIRST_TRANSFORMERS, random_ids, rename_attention, tiny_model
 from tiny_models import MULTIMODAL, SUPPORTED
@@ -78,13 +78,13 @@ def test_a_rejected_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_mask_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """With all nodes visible, the text differs, errors exceed the limit, and the exit status is 1."""
-    visible = masks.visible_slots
+    visible = reader.visible_slots
 
     def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
         allowed = visible(*args, **kwargs)
         return torch.ones_like(allowed)
 
-    monkeypatch.setattr(masks, "visible_slots", broken)
+    monkeypatch.setattr(reader, "visible_slots", broken)
     monkeypatch.setattr("decode.texts.require_tree_forward", lambda model: None)  # or decoding would refuse
     assert script.main(["--only", "llama", "mpt"]) == 1
     shown = capsys.readouterr()

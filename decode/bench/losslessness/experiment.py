@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
-from decode.accept import Acceptance, accept_longest, accept_walk, ended_at
+from decode.accept import Acceptance, accept_longest, accept_sampled, accept_walk, ended_at
 from decode.bench.losslessness.cases import MAX_CHILDREN, WHOLE_SHARE, Case, Rule
 from decode.bench.losslessness.chi2 import combined, goodness_of_fit
 from decode.draft import Draft, Frontier
@@ -24,7 +24,6 @@ from decode.drafters.base import DrafterFactory
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.levelwise import LevelwiseDrafter
 from decode.ops.draws import SharedDraws
-from decode.rejection import accept_sampled
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.session import Session

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
+import decode.accept
 import decode.reader
-import decode.rejection
 from decode.accept import TreeWalk
 from decode.bench.losslessness.cases import FALSE_ALARM, RULES, Case, Rule, passes, rules_for, threshold
 from decode.bench.losslessness.experiment import Experiment, narrowed
@@ -20,8 +20,7 @@ from decode.bench.losslessness.verify import Verification, compare_greedy, tie_b
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads
-from decode.masks import after_text, tree_masks
-from decode.reader import Reader
+from decode.reader import Reader, tree_masks
 from decode.settings import Settings
 from decode.texts import Result
 from medusa import Tree
@@ -119,7 +118,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_production_code_fails(model: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode.rejection, *FAULTS[fault])
+    monkeypatch.setattr(decode.accept, *FAULTS[fault])
     assert not passes(cases_of(model, [Rule("rejection", "sample")]))
 
 
@@ -155,7 +154,6 @@ def test_a_missing_warper_in_the_tree_fails(model: Any, monkeypatch: pytest.Monk
 def test_a_mask_that_hides_no_node_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target comes from plain forwards, so a wrong forward of the tree is found too."""
     monkeypatch.setattr("decode.reader.tree_masks", lambda *asked: tree_masks(*asked) * 0)
-    monkeypatch.setattr("decode.reader.after_text", lambda *asked: after_text(*asked) * 0)
     assert not passes([experiment(model).run(RULES[0], 0, DRAWS)])
 
 

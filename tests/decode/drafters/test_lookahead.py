@@ -16,7 +16,7 @@ from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.drafters.lookahead import LookaheadConfig, LookaheadDrafter, Pool, window_topology
 from decode.drafters.tries import Trie, chain, draft_of
-from decode.masks import visible_slots
+from decode.reader import visible_slots
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.sequences import Sequences

@@ -133,7 +133,7 @@ def test_a_long_text_is_caught_up_without_large_masks(monkeypatch: pytest.Monkey
 def test_a_wrong_q_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the residual ignores q."""
     source = DraftModel(draft_model(llama), DraftModelConfig("any", widths="2x2").tree)
-    monkeypatch.setattr("decode.rejection.residual", lambda p, q: p)
+    monkeypatch.setattr("decode.accept.residual", lambda p, q: p)
     settings = Settings(temperature=0.6)
     made = Experiment(llama, source, PROMPTS[0], settings, torch.Generator().manual_seed(0))
     assert not passes([made.run(RULES[1], 0, 100_000)])

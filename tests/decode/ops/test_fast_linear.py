@@ -1,23 +1,28 @@
-"""decode/ops/fast_linear.py: PyTorch's linear layers by another library."""
+"""decode/ops/fast_linear.py: linear layers by another library, with packed weights that follow their weights."""
 
 from __future__ import annotations
 
+import copy
+import gc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock, Thread
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode import generate
 from decode.draft import Draft, Frontier, NoDraft
 from decode.ops import fast_linear as module
-from decode.ops.fast_linear import MIN_PRODUCTS, fast_linear, linear
+from decode.ops.fast_linear import MIN_PRODUCTS, fast_linear, linear, pack, packed
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.session import Session
+from decode.tree_check import check_tree_forward
 from tests.helpers import left_padded, plain, random_heads, random_ids, run_steps, tiny_model
 
 STOCK = torch._C._nn.linear
@@ -28,6 +33,13 @@ WEIGHT = torch.nn.Parameter(torch.randn(1024, 256))
 def amd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all machines behave like one with an AMD CPU."""
     monkeypatch.setattr(module, "PREFERS_ONEDNN", True)
+
+
+@pytest.fixture
+def packs_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take oneDNN for all products of tiny models, with packed weights."""
+    for name in ("MIN_PRODUCTS", "MIN_PACKED", "MIN_NUMBERS"):
+        monkeypatch.setattr(module, name, 1)
 
 
 class ByOneDNN(TorchDispatchMode):
@@ -137,11 +149,10 @@ def test_a_custom_function_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert F.linear is own
 
 
+@pytest.mark.usefixtures("packs_all")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
-def test_text_equals_generate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_equals_generate(family: str) -> None:
     """With all products by oneDNN, also those of the prefill."""
-    monkeypatch.setattr(module, "MIN_PRODUCTS", 1)
-    monkeypatch.setattr(module, "MIN_PACKED", 1)
     model = tiny_model(family)
     prompts, options = [random_ids(12), random_ids(5, seed=1)], {"max_new_tokens": 24, "do_sample": False}
     with ByOneDNN() as used:
@@ -165,3 +176,225 @@ def test_drafts_take_it_too() -> None:
     run_steps(Session(model, requests), Recording(torch.device("cpu")), AcceptanceRule("greedy"))
     assert seen
     assert set(seen) == {1}
+
+
+# Packed weights
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(256, 1024)
+
+
+def require_product(one: nn.Linear, x: Tensor) -> None:
+    """Check a product by oneDNN, which takes the packed weight if there is one."""
+    with fast_linear(one.weight, 8), ByOneDNN() as used:
+        found = linear(x, one.weight, one.bias)
+    assert used.count == 1
+    exact = STOCK(x.double(), one.weight.double(), one.bias.double())
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-4)  # as above
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [2, 7, 16, 300])
+def test_products_of_packed_weights_equal_those_of_pytorch(tokens: int) -> None:
+    """Packed for no number of tokens, used for all."""
+    one = layer()
+    pack(one)
+    assert packed(one.weight) is not None
+    require_product(one, torch.randn(3, tokens, 256))
+
+
+def plus(weight: Tensor) -> None:
+    weight.data += 1
+
+
+def one_number(weight: Tensor) -> None:
+    weight.data[5, 7] += 1e-3
+
+
+def rows_swapped(weight: Tensor) -> None:
+    weight.data.copy_(weight.data.flip(0))
+
+
+def columns_swapped(weight: Tensor) -> None:
+    weight.data.copy_(weight.data.flip(1))
+
+
+def another(weight: Tensor) -> None:
+    weight.data = torch.randn_like(weight)
+
+
+def counted(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+@pytest.mark.parametrize("change", [plus, one_number, rows_swapped, columns_swapped, another, counted])
+@torch.no_grad()
+def test_each_text_begins_with_the_present_weights(change: Callable[[Tensor], None]) -> None:
+    """Changes by `.data`, as PEFT merges adapters, are not counted by PyTorch."""
+    one = layer()
+    pack(one)
+    kept = packed(one.weight)
+    change(one.weight)
+    pack(one)
+    require_product(one, torch.randn(4, 256))
+    again = packed(one.weight)
+    assert again is not None
+    assert again is not kept
+    pack(one)
+    assert packed(one.weight) is again, "packed once"
+
+
+def test_counted_changes_are_seen_at_once() -> None:
+    one = layer()
+    pack(one)
+    counted(one.weight)
+    assert packed(one.weight) is None
+
+
+def test_copies_end_with_their_weights_and_have_their_own() -> None:
+    one = layer()
+    pack(one)
+    twin, key = copy.deepcopy(one), id(one.weight)
+    assert packed(twin.weight) is None
+    assert key in module._PACKED
+    del one
+    gc.collect()
+    assert key not in module._PACKED
+
+
+def test_a_garbage_collection_may_end_weights_while_others_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread that holds the lock."""
+    monkeypatch.setattr(module, "_LOCK", Lock())
+    one, other, held, vector = layer(), layer(), [], module._vector
+    pack(one)
+    ring: list[Any] = [one]
+    ring.append(ring)  # only a garbage collection frees it
+    key = id(one.weight)
+    del one, ring
+
+    def collects(size: int) -> Tensor:
+        held.append(key in module._PACKED)
+        gc.collect()
+        return vector(size)
+
+    monkeypatch.setattr(module, "_vector", collects)
+    thread = Thread(target=pack, args=(other,), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert held == [True]
+    assert key not in module._PACKED
+
+
+def in_double(one: nn.Linear) -> None:
+    one.double()
+
+
+def turned(one: nn.Linear) -> None:
+    one.weight.data = torch.randn(256, 1024).T
+
+
+@pytest.mark.parametrize("change", [in_double, turned])
+@torch.no_grad()
+def test_copies_end_when_their_weights_may_not_be_packed_any_more(change: Callable[[nn.Linear], None]) -> None:
+    """PyTorch does not count that a weight got other numbers in this way."""
+    one = layer()
+    pack(one)
+    change(one)
+    pack(one)
+    assert packed(one.weight) is None
+    assert id(one.weight) not in module._PACKED
+
+
+def test_defaults_of_the_caller_do_not_matter() -> None:
+    module._vector.cache_clear()
+    one = layer()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            pack(one)
+    finally:
+        torch.set_default_dtype(before)
+    assert packed(one.weight) is not None
+
+
+def test_models_too_large_for_a_second_copy_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = layer()
+    twin = copy.deepcopy(one)
+    pack(twin)
+    monkeypatch.setattr(module, "_limit", lambda: one.weight.nbytes - 1)
+    for each in (one, twin):
+        pack(each)
+        assert packed(each.weight) is None
+
+
+def test_other_weights_are_left_alone() -> None:
+    for other in (layer().double(), layer().bfloat16(), layer().to("meta"), nn.Embedding(30, 40), nn.LayerNorm(64)):
+        pack(other)
+        assert module.weight_of(other) is None
+
+
+@pytest.mark.usefixtures("packs_all")
+def test_text_equals_generate_before_and_after_a_change() -> None:
+    """Also with the heads' product of the shared LM head."""
+    model, options = tiny_model("llama"), {"max_new_tokens": 16, "do_sample": False}
+    heads, prompt = random_heads(model, lm_head="shared"), random_ids(7)
+    texts = []
+    for _ in range(2):
+        found = generate(model, heads, torch.tensor([prompt]), tree="topk:3,2,1", **options)
+        texts.append(found[0, 7:].tolist())
+        assert texts[-1] == plain(model, prompt, **options)
+        assert all(packed(one.weight) is not None for one in model.modules() if isinstance(one, nn.Linear))
+        for parameter in model.parameters():
+            parameter.data *= -1.5
+    assert texts[0] != texts[1], "the change has an effect"
+
+
+@pytest.mark.usefixtures("packs_all")
+def test_the_weights_of_an_amateur_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, amateur, prompt = tiny_model("llama"), tiny_model("llama", seed=1), torch.tensor([random_ids(7)])
+    texts = []
+    for _ in range(2):
+        for by_onednn in (True, False):
+            monkeypatch.setattr(module, "PREFERS_ONEDNN", by_onednn)
+            heads = random_heads(model)
+            found = generate(model, heads, prompt, amateur=amateur, max_new_tokens=16, do_sample=False)
+            texts.append(found.tolist())
+        pack(amateur)  # as texts of its own do
+        for parameter in amateur.parameters():
+            parameter.data *= -1.5
+    first, first_stock, second, second_stock = texts
+    assert (first, second) == (first_stock, second_stock)
+    assert first != second, "the change has an effect"
+
+
+@pytest.mark.usefixtures("packs_all")
+def test_the_self_test_of_trees_reads_the_present_weights() -> None:
+    model = tiny_model("llama")
+    pack(model)
+    for parameter in model.parameters():
+        parameter.data *= -1.5
+    assert check_tree_forward(model).ok
+
+
+@torch.no_grad()
+def test_compiled_steps_read_packed_weights() -> None:
+    """The graph is compiled once, and follows a change of the weight."""
+    one, x, called = layer(), torch.randn(4, 256), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        called.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    compiled = torch.compile(lambda x: F.linear(x, one.weight, one.bias), backend=backend, fullgraph=True)
+    for _ in range(2):
+        pack(one)
+        with fast_linear(one.weight, 4):
+            found = compiled(x)
+        assert called.count(torch.ops.medusa.linear) == 1
+        torch.testing.assert_close(found, STOCK(x, one.weight, one.bias), rtol=1e-5, atol=2e-5)
+        plus(one.weight)

@@ -30,11 +30,6 @@ def test_the_k_greatest_in_order(size: int, k: int) -> None:
     assert all(map(torch.equal, top_k(values, k), values.topk(k)))
 
 
-def test_small_tensors_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greatest, "_block_maxima", None)
-    assert top_k(torch.arange(60.0), 2).indices.tolist() == [59, 58]
-
-
 @pytest.mark.parametrize("fill", [0.0, -torch.inf, torch.nan])
 def test_one_of_compiled_steps(fill: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled steps on a CPU find one value by argmax, which the compiler joins with other operations."""
