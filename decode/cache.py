@@ -169,7 +169,8 @@ class TreeCache(Cache):
         if self.slots is None:
             raise RuntimeError("commit() without a forward before it")
         if path is not None and path.shape[1] > 1:  # a single node is the root, which is already in its place
-            self._move(path.clamp_min(0).to(self.filled.device))
+            nodes = path[:, : self.slots.shape[1]]  # no path has more nodes than the tree, but it may have more columns
+            self._move(nodes.clamp_min(0).to(self.filled.device))
         self.filled.add_(counts.to(self.filled.device))
         self.slots = None  # a tensor that a compiled step leaves in an attribute is one more result of its code
 
