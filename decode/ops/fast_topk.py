@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from medusa.argmax import argmax, numpy_argmax, numpy_can_read
+from medusa.argmax import argmax
 
 BLOCK = 128
 WORTHWHILE = 1 << 15
@@ -23,19 +21,7 @@ WORTHWHILE = 1 << 15
 
 def most_probable(logits: Tensor) -> Tensor:
     """The most probable token [...] of logits [..., V]; float64 is compared as float32, as transformers does."""
-    return argmax(_as_compared(logits))
-
-
-def most_probable_on_host(logits: Tensor) -> npt.NDArray[np.int64]:
-    """What `most_probable` finds in logits in the host's memory, as an array."""
-    if type(logits) is Tensor and logits.dtype == torch.float32:
-        return (logits.detach() if logits.requires_grad else logits).numpy().argmax(-1)
-    values = _as_compared(logits)
-    return numpy_argmax(values) if numpy_can_read(values) else values.argmax(-1).numpy()
-
-
-def _as_compared(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype == torch.float64 else logits
+    return argmax(logits.float() if logits.dtype == torch.float64 else logits)
 
 
 class TopK(NamedTuple):

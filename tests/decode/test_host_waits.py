@@ -17,9 +17,8 @@ from decode.drafters.model import DraftModel
 from decode.drafters.ngram import NgramConfig
 from decode.drafters.trained_heads import TrainedHeads
 from decode.loop import Step
-from decode.ops import fast_topk
 from decode.ops.transfer import unchecked
-from medusa import Tree, argmax
+from medusa import Tree
 from tests.decode.host_waits import HostWaits
 from tests.helpers import (
     EAGLE_FORMS,
@@ -80,8 +79,7 @@ TREES = ("topk:4,2,1", "dynamic:9")
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode as on a GPU."""
     monkeypatch.setattr(decode.loop, "host_waits", lambda device: True)
-    for module in (argmax, fast_topk):
-        monkeypatch.setattr(module, "numpy_can_read", lambda values: False)
+    monkeypatch.setattr("medusa.argmax.numpy_can_read", lambda values: False)
 
 
 @pytest.fixture(scope="session")
