@@ -5,25 +5,20 @@ PyTorch searches a row value by value: an argmax over 64 rows of 32,000 values t
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 
 def argmax(values: Tensor) -> Tensor:
     """The first index [...] of the maximum of `values` [..., V], equal to `values.argmax(-1)`."""
-    return torch.from_numpy(numpy_argmax(values)) if numpy_can_read(values) else values.argmax(-1)
+    if not numpy_can_read(values):
+        return values.argmax(-1)
+    # NumPy does not know bfloat16, and finds the maximum of half-precision numbers slowly.
+    return torch.from_numpy((values.float() if values.itemsize == 2 else values).numpy().argmax(-1))
 
 
 def numpy_can_read(values: Tensor) -> bool:
-    """Whether `numpy_argmax` takes these values."""
+    """Whether NumPy can search these values."""
     if torch.compiler.is_compiling() or type(values) is not Tensor:  # subclasses, such as DTensor, hold no plain array
         return False
     return values.is_cpu and not values.requires_grad and values.ndim > 1  # of one row, NumPy makes no array
-
-
-def numpy_argmax(values: Tensor) -> npt.NDArray[np.int64]:
-    """What `argmax` finds in values that `numpy_can_read`, as an array."""
-    # NumPy does not know bfloat16, and finds the maximum of half-precision numbers slowly.
-    return (values.float() if values.itemsize == 2 else values).numpy().argmax(-1)

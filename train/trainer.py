@@ -233,9 +233,8 @@ class MedusaTrainer(InterruptibleTrainer):
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
         """Compute the loss of an evaluation batch, and count how often the heads' guesses are right."""
-        batch = self._prepare_inputs(inputs)
+        found = self.trained.labelled_positions(**self._prepare_inputs(inputs))  # for the ranks, as in decoding
         with self.accelerator.autocast():
-            found = self.trained.labelled_positions(**batch)
             losses = self.trained.losses(found)
         self._guesses.add(label_ranks(self.backbone, self.heads, found.inputs, found.labels), found.labels != IGNORE)
         self._evaluated.append(losses.sums.double().cpu())

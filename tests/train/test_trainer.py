@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -421,13 +422,15 @@ def test_a_backbone_that_caps_its_logits_cannot_be_a_teacher(texts: list[OwnText
 
 def test_mixed_precision_keeps_the_backbones_dtype(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     """Heads read hidden states in the backbone's dtype in decoding, so training must use this dtype, too."""
-    run = trainer(model, texts, tmp_path, bf16=True)
+    run = trainer(model, texts, tmp_path, HeadsConfig(num=HEADS, kind="eagle"), bf16=True)
     ids = torch.tensor([texts[0].input_ids])
     positions = torch.arange(ids.shape[1])[None]
     with torch.autocast("cpu", torch.bfloat16):
         states = run.trained.states(ids, positions)
     assert torch.equal(states, run.trained.states(ids, positions))
     run.train()
+    run.eval_dataset = run.train_dataset
+    assert run.evaluate()["eval_tau"] > 1.1
     assert all(parameter.dtype == torch.float32 for parameter in run.heads.parameters())
 
 
@@ -457,7 +460,12 @@ def test_old_checkpoints_and_heads_are_never_resumed_or_replaced_silently(recipe
         recipe()
 
 
-def test_a_time_budget_ends_with_a_learning_rate_near_zero(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+def test_a_time_budget_ends_with_a_learning_rate_near_zero(
+    model: Any, texts: list[OwnText], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the time of day, which somebody sets, jumps by days whenever it is read."""
+    days = count(time.time(), 1e6)
+    monkeypatch.setattr(time, "time", lambda: next(days))
     run = trainer(model, texts, tmp_path, max_steps=-1, max_minutes=0.8 / 60, logging_steps=1, learning_rate=1e-3)
     before = {name: tensor.clone() for name, tensor in run.heads.state_dict().items()}
     run.fit_budget()

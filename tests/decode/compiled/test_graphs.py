@@ -26,7 +26,6 @@ from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Regions
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
 from decode.texts import TextGenerator
-from medusa import argmax
 from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, run_as_written, tiny_model
 
 READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)  # operations that wait for the device
