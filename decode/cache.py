@@ -162,16 +162,16 @@ class TreeCache(Cache):
         return positions
 
     def commit(self, path: Tensor | None, counts: Tensor) -> None:
-        """Keep the accepted nodes `path[b, : counts[b]]` of the last forward in row b, and drop the other nodes.
+        """Keep the accepted nodes `path[b, : counts[b]]` behind row b's text, and drop the other nodes.
 
         `path` [B, C] holds the indices of the nodes on each row's path, padded with any values. `None` says that every
         path is 0, 1, 2, ..., as in a chain, so that no node needs to move. The host calls `count` when it knows."""
         if self.slots is None:
             raise RuntimeError("commit() without a forward before it")
+        counts = counts.to(self.filled.device)
         if path is not None and path.shape[1] > 1:  # a single node is the root, which is already in its place
-            nodes = path[:, : self.slots.shape[1]]  # no path has more nodes than the tree, but it may have more columns
-            self._move(nodes.clamp_min(0).to(self.filled.device))
-        self.filled.add_(counts.to(self.filled.device))
+            self._move(path.to(self.filled.device), counts)
+        self.filled.add_(counts)
         self.slots = None  # a tensor that a compiled step leaves in an attribute is one more result of its code
 
     def count(self, counts: Sequence[int], rows: Sequence[int] | None = None) -> None:
@@ -212,10 +212,12 @@ class TreeCache(Cache):
         part = torch.full((1, 1, 1), place.part, device=states.device)
         buffer.index_put_((part, *self._index(states.shape[1], states.device)), states)
 
-    def _move(self, path: Tensor) -> None:
-        """Copy the nodes `path` [B, C] to the C slots right after each row's text."""
-        source = (self.filled[:, None] + path).clamp_max(self.width - 1)
-        self.slots = (self.filled[:, None] + torch.arange(path.shape[1], device=path.device)).clamp_max(self.width - 1)
+    def _move(self, path: Tensor, counts: Tensor) -> None:
+        """Copy the first `counts[b]` nodes of each row's path [B, C] to the slots right after its text."""
+        # Padding repeats the last node. Its own slots may lie beyond the window, where they would be those of others.
+        column = torch.arange(path.shape[1], device=path.device).minimum(counts[:, None] - 1).clamp_min(0)
+        source = (self.filled[:, None] + path.gather(1, column).clamp_min(0)).clamp_max(self.width - 1)
+        self.slots = (self.filled[:, None] + column).clamp_max(self.width - 1)
         for buffer in self.buffers:
             parts = torch.arange(len(buffer), device=buffer.device)[:, None, None, None]
             rows, heads, slots = self._index(buffer.shape[2], buffer.device)
