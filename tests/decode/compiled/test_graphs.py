@@ -139,7 +139,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     monkeypatch.setattr(cache, "MIN_GROWTH", 16)
     monkeypatch.setattr(session, "AHEAD", 4)
     # A replay repeats operations of PyTorch, and nothing else.
-    monkeypatch.setattr(argmax, "numpy_can_read", lambda values: False)
+    monkeypatch.setattr("medusa.argmax.numpy_can_read", lambda values: False)
     return FakeGraph
 
 
