@@ -484,6 +484,16 @@ def test_lists_and_parts_of_a_config_count_by_value() -> None:
         assert len(Regions.of(model)) == regions
 
 
+@pytest.mark.usefixtures("as_written")
+def test_each_set_of_sampling_options_has_its_region() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    heads, options = random_heads(model), {"max_new_tokens": 3, "do_sample": True, "seeds": [1]}
+    for regions, sampling in enumerate(({"temperature": 0.7}, {"temperature": 0.71}, {"top_k": 3}), start=1):
+        for _ in range(2):
+            texts(model, heads, [random_ids(4)], TREES["chain"], **options, **sampling)
+            assert len(Regions.of(model)) == regions
+
+
 def test_sampling_options_that_look_alike() -> None:
     """The options differ beyond the four digits of a tensor's repr."""
     keys = [settings_of(LogitsProcessorList([EtaLogitsWarper(epsilon)])) for epsilon in (0.00031, 0.00034, 0.00034)]
