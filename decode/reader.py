@@ -120,7 +120,10 @@ class Reader:
         positions = positions if end is None else positions.clamp_max(end - 1)
         sees_all = cache.even is not None and topology.num_nodes == 1  # a root alone, in rows of one length
         masks = None if sees_all else self._masks(topology)
-        return self.forward(draft.ids, positions, masks, last)
+        if last is None or self.backbone.splits:
+            return self.forward(draft.ids, positions, masks, last)
+        # A whole model takes the positions of `last` from the host, which would wait for the device to read them.
+        return Readout(*(at(part, last) for part in self.forward(draft.ids, positions, masks)))
 
     def _masks(self, topology: Topology) -> Mask:
         cache, dtype = self.cache, self.backbone.dtype
