@@ -121,7 +121,10 @@ class Reader:
         sees_all = cache.even is not None and topology.num_nodes == 1  # a root alone, in rows of one length
         kinds, dtype = self.layers, self.backbone.dtype
         masks = None if sees_all else tree_masks(kinds, dtype, topology, cache.filled, cache.width)
-        return self.forward(draft.ids, positions, masks, last)
+        if last is None or self.backbone.splits:
+            return self.forward(draft.ids, positions, masks, last)
+        # A whole model takes the positions of `last` from the host, which would wait for the device to read them.
+        return Readout(*(at(part, last) for part in self.forward(draft.ids, positions, masks)))
 
     def depth_limit(self, draft: Draft) -> Tensor | None:
         """The greatest depth [B] at which a node of each row may be accepted; `None`: all depths fit the context."""

@@ -58,7 +58,7 @@ class BatchRow:
     keeps_special: bool = False  # whether its text holds special tokens, except the one that ends it
     left: threading.Event = field(default_factory=threading.Event)  # set to end the text early, as for a lost client
     new_tokens: int = 0  # the number decoded so far
-    stream: TextStream = field(init=False)  # of its characters, once it is decoded
+    stream: TextStream = field(init=False, repr=False)  # of its characters, once it is decoded
 
     def request(self, generator: TextGenerator) -> Request:
         """Prepare the decoding of this text, or raise a `RequestError` if its prompt or settings are invalid."""

@@ -174,8 +174,9 @@ def test_waits_of_all_kinds_of_heads(monkeypatch: pytest.MonkeyPatch, kind: str,
         (NgramConfig(), 1),
         (NgramConfig(n=2, matches=4, tokens=4), 1),
         (LookaheadConfig(window=4, n=3), 2),  # the tokens that the backbone predicts for the window
-        ("model", 2),  # what the last step drafted, to find in it what was accepted
-        ("model tree", 2),
+        ("model", 1),
+        ("model tree", 1),
+        ("model with a soft cap", 1),  # its LM head cannot be called alone
         ("mix", 2),  # the number of nodes of the union
     ],
     ids=str,
@@ -188,6 +189,7 @@ def test_waits_of_other_drafters(
     known = {
         "model": DraftModel(llama, Tree.chain(3)),
         "model tree": DraftModel(llama, tree),
+        "model with a soft cap": DraftModel(shared_model("gemma2"), tree),
         "mix": Mix([TrainedHeads(heads, tree), NgramConfig(n=2).factory(DrafterContext(llama))]),
     }
     given = known[drafter] if isinstance(drafter, str) else drafter
