@@ -13,6 +13,7 @@ SEEN = 16  # steps of one text with a draft, before its tokens a step are compar
 WINDOW = 5  # times of which the median counts
 HORIZON = 128  # steps of one text: a change of the texts is half noticed after about so many
 SHARE = 0.005  # of the time, which may be lost by measuring drafts again that are not the fastest
+SHORTEST = 1e-6  # seconds of a step that a coarse clock, as that of Windows, reports as 0
 WORTHWHILE = 1.02  # a draft must be so many times as fast as none, or noise would often change the choice
 
 
@@ -62,6 +63,7 @@ class Pace:
 
     def add(self, texts: int, draft: int, seconds: float, tokens: int) -> None:
         """Add the time of a step of so many `texts`, and the tokens that it wrote to all of them together."""
+        seconds = max(seconds, SHORTEST)
         self.steps[draft] += 1
         self.seen[draft] += texts
         self.taus[draft] += (tokens / texts - self.taus[draft]) * min(1, texts / min(self.seen[draft], HORIZON))

@@ -129,3 +129,9 @@ def test_few_slow_steps_change_nothing() -> None:
         draft = made_up.pace.choose(8)
         made_up.pace.add(8, draft, 1.0, 8)
     assert made_up.run(8, 100)[1] > 90
+
+
+def test_a_coarse_clock_stops_nothing() -> None:
+    made = MadeUp(lambda texts, draft: 0.0)
+    for texts in (1, 4, 8):
+        assert made.run(texts, 100).total() == 100
