@@ -123,7 +123,6 @@ def text_stage(run: Run) -> Stage:
         settings=run.settings(answer_tokens(run.options, run.probe), TEMPERATURE),
         raw=run.options.raw,
         template_option=run.options.template_option,
-        batch_size=run.probe.batch_size,
         runtime=run.options.runtime,
         output=run.options.output_to(None),
         out=str(run.work / TEXT),

@@ -138,9 +138,9 @@ def test_the_server_adapts_if_texts_do_not_depend_on_drafts(
         for seed, prompt in enumerate(PROMPTS[:2])
     ]
     told = decode_rows(worker, *rows)
-    assert (sum(worker.pace.steps) > 0) == adapts
+    assert (sum(worker.adapting.pace.steps) > 0) == adapts
     shown = worker.metrics.response().body.decode()
-    for nodes, steps in zip(worker.pace.nodes, worker.pace.steps, strict=True):
+    for nodes, steps in zip(worker.adapting.pace.nodes, worker.adapting.pace.steps, strict=True):
         assert f'medusa_draft_steps_total{{nodes="{nodes}"}} {float(steps)}' in shown
     if not how:
         assert list(map(said, told)) == [expected(generator, prompt, settings) for prompt in PROMPTS[:2]]
