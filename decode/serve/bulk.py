@@ -48,7 +48,7 @@ class Width:
         """Begin with the `given` number, which then stays; `None`: with 16, and find the best one."""
         self.rows, self.settled = given or FIRST_WIDTH, given is not None
         self.most = given or MOST
-        self.speed = 0.0  # tokens a second of half the width
+        self.half, self.speed = self.rows, 0.0  # the width before the last doubling, and its tokens a second
         self.times: list[float] = []
 
     def limit(self, most: int) -> None:
@@ -63,14 +63,17 @@ class Width:
         self.times.append(seconds / tokens)
         if len(self.times) < MEASURED:
             return
-        speed = 1 / sorted(self.times)[MEASURED // 2]
+        self.weigh(1 / sorted(self.times)[MEASURED // 2])
         self.times.clear()
+
+    def weigh(self, speed: float) -> None:
+        """Choose the next width, after this one has written so many tokens a second."""
         if speed < self.speed * WORTHWHILE:
-            self.rows, self.settled = self.rows // 2, True
+            self.rows, self.settled = self.half, True
         elif self.rows == self.most:
             self.settled = True
         else:
-            self.rows, self.speed = min(2 * self.rows, self.most), speed
+            self.half, self.rows, self.speed = self.rows, min(2 * self.rows, self.most), speed
 
 
 class BulkWriter:
