@@ -176,11 +176,12 @@ def add_prediction(job: BenchmarkJob, medusa: MethodFigures, calibrations: Seque
 
     For compiled steps without a calibration of their own, `--tree auto` uses one with eager steps; so does this."""
     source, model = job.source, job.loaded.model
-    if not isinstance(source, TrainedHeads) or not any(map(Path.is_file, calibrations)):
+    if source.heads is None or source.tree is None or not any(map(Path.is_file, calibrations)):
         return
+    drafter = "heads" if isinstance(source, TrainedHeads) else job.drafter
     for settings in (job.settings, replace(job.settings, compile=False)):
         found = stored(calibrations, situation(model, source.heads, settings, job.batch_size))
-        if found is not None and (predicted := found.predicted_tau(source.tree)) is not None:
+        if found is not None and (predicted := found.predicted_tau(source.tree, drafter)) is not None:
             medusa.predicted = Prediction(predicted, found.texts)
             return
 

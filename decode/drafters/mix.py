@@ -1,5 +1,8 @@
 """A mix of several drafters: the union of their trees is verified in one forward.
 
+If all parts know how probable their nodes are, as dynamic trees of heads and n-grams do, the union keeps the most
+probable nodes: the parts share the nodes by expected gain.
+
 Shapes: B rows (texts of the batch), M nodes of all drafts together (the root once), D the greatest depth."""
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -20,13 +24,16 @@ from decode.topology import Topology
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 
+UNKNOWN = -1e9  # the log probability of nodes that only fill up a draft
+
 
 def union(drafts: Sequence[Draft], most: int) -> Draft:
     """Join several drafts for a batch: for each text, one tree of at most `most` nodes, root included.
 
-    Nodes are equal if their paths from the root hold the same tokens. Nodes keep the order of the drafts, and of equal
-    nodes the first is kept, so parents come before children, and the first `most` nodes form a tree. A tree smaller
-    than the largest of the batch is padded with children of its last node."""
+    Nodes are equal if their paths from the root hold the same tokens, and count once, as probable as the most probable
+    of them. The most probable nodes are kept; if a draft has no probabilities, the first nodes in the order of the
+    drafts. A parent is no less probable than its child and precedes it, so these nodes form a tree. A tree smaller than
+    the largest of the batch is padded with children of its last node."""
     root, deepest = drafts[0].ids[:, :1], max(draft.topology.max_depth for draft in drafts)
     rows, count = len(root), 1
     ids, parents, depths = [root], [torch.zeros_like(root)], [torch.zeros_like(root)]
@@ -44,12 +51,13 @@ def union(drafts: Sequence[Draft], most: int) -> Draft:
     text, number = torch.cat(texts, dim=1), torch.arange(count, device=root.device).expand(rows, -1)
     same = (text[:, :, None] == text[:, None]).all(-1)  # [B, M, M]
     first = same.to(torch.uint8).argmax(-1)  # [B, M] the first node equal to each node
-    place = (first == number).cumsum(-1) - 1  # [B, M] the index of each first node in the union
-    found = place[:, -1] + 1  # [B] number of nodes of each row's union
+    value = _probabilities(drafts, first)
+    order = value.masked_fill(first != number, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    place = torch.zeros_like(order).scatter_(1, order, number)  # [B, M] the index of each first node in the union
+    found = (first == number).sum(-1)  # [B] number of nodes of each row's union
     fewest, greatest = torch.stack(found.aminmax()).tolist()
     nodes = min(most, greatest)
-    chosen = torch.zeros(rows, count + 1, dtype=torch.long, device=root.device)
-    chosen = chosen.scatter_(1, torch.where(first == number, place, count), number)[:, :nodes]
+    chosen = order[:, :nodes]
     parent = place.gather(1, first.gather(1, torch.cat(parents, dim=1).gather(1, chosen)))
     depth, drafted = torch.cat(depths, dim=1).gather(1, chosen), torch.cat(ids, dim=1).gather(1, chosen)
     missing = max(nodes - fewest, 0)
@@ -60,6 +68,18 @@ def union(drafts: Sequence[Draft], most: int) -> Draft:
         drafted = drafted.masked_fill(lacks, 0)
     widest = min(sum(draft.topology.max_children for draft in drafts) + missing, nodes - 1)
     return Draft(drafted, Topology.from_parents(parent, depth, deepest + bool(missing), widest))
+
+
+def _probabilities(drafts: Sequence[Draft], first: Tensor) -> Tensor:
+    """Return the log probability of each of M nodes, [B, M], that of the most probable node equal to it; else zeros.
+
+    `first` [B, M]: the first node equal to each node."""
+    known = [draft.log_probs for draft in drafts if draft.log_probs is not None]
+    value = torch.zeros(first.shape, device=first.device)
+    if len(known) < len(drafts):
+        return value
+    parts = [part if number == 0 else part[:, 1:] for number, part in enumerate(known)]
+    return value.scatter_reduce_(1, first, torch.cat(parts, dim=1).clamp_min(UNKNOWN), "amax", include_self=False)
 
 
 @dataclass
@@ -123,6 +143,7 @@ class Mix(DrafterFactory):
         if len(several) > 1:
             raise RequestError("a mix holds two sets of heads; give all its parts the same heads")
         self.heads = next(iter(several.values()), None)
+        self.tree = next((part.tree for part in parts if part.tree is not None), None)
         self.warm_up = max(part.warm_up for part in parts)
         everything = 1 + sum(part.num_nodes - 1 for part in parts)
         self.num_nodes = min(nodes or everything, everything)
@@ -135,7 +156,11 @@ class Mix(DrafterFactory):
         return MixDrafter([part.start(session) for part in self.parts], self.num_nodes)
 
     def reshaped(self, change: Callable[[Layout], Layout]) -> Mix:
-        return Mix([part.reshaped(change) for part in self.parts], self.limit)
+        parts = [part.reshaped(change) for part in self.parts]
+        limit, trees = self.limit, [part.tree for part in parts if part.tree is not None]
+        if limit and trees:  # fewer nodes for all parts together
+            limit = min(limit, max(tree.num_nodes for tree in trees))
+        return Mix(parts, limit)
 
 
 class MixDrafter:
