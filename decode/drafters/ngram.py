@@ -56,10 +56,16 @@ class NgramIndex:
     def __init__(self, min_n: int, n: int) -> None:
         self.sizes = range(n, min_n - 1, -1)
         self.text: list[int] = []
+        self.drafted = Trie(1)  # the last draft
+        self.matching = 0  # tokens at the end of the text that match before the best copy; 0: nothing to copy
+        self.missed: tuple[int, int] | None = None
+        """Of the last draft, `matching`, and the accepted tokens that it did not hold; `None`: unknown."""
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def extend(self, tokens: list[int]) -> None:
         """Append `tokens` to the text, and index the n-grams that end just before each of these tokens."""
+        accepted = len(tokens) - 1  # the last token follows the accepted ones
+        self.missed = (self.matching, max(accepted - self.drafted.follow(tokens), 0)) if self.text and tokens else None
         first = max(len(self.text), 1)
         self.text += tokens
         for end in range(first, len(self.text)):
@@ -67,12 +73,16 @@ class NgramIndex:
                 if size <= end:
                     self.ends[tuple(self.text[end - size : end])].append(end)
 
-    def log_probs(self, position: int, count: int) -> list[float]:
-        """Estimate the log probabilities of the paths to `count` tokens that are copied from `position` of the text."""
-        longest, length = len(RELIABILITY), 1
-        while length < min(longest, position) and self.text[position - 1 - length] == self.text[-1 - length]:
+    def match(self, position: int) -> int:
+        """Count the tokens before `position` that equal the end of the text, at most as many as `RELIABILITY` has."""
+        length, most = 1, min(len(RELIABILITY), position)
+        while length < most and self.text[position - 1 - length] == self.text[-1 - length]:
             length += 1
-        levels = (min(length + depth, longest) for depth in range(count))
+        return length
+
+    def log_probs(self, matching: int, count: int) -> list[float]:
+        """Estimate the log probability of each path to `count` copied tokens, before which `matching` tokens match."""
+        levels = (min(matching + depth, len(RELIABILITY)) for depth in range(count))
         return list(accumulate(math.log(RELIABILITY[level - 1]) for level in levels))
 
     def matches(self, most: int) -> Iterator[int]:
@@ -104,9 +114,12 @@ class NgramDrafter(TextDrafter):
         trie = Trie(self.config.num_nodes)
         index.extend(self.sequences.tail(row, len(index.text)))
         count = self.depth(row, self.config.tokens)
+        index.drafted, index.matching = trie, 0
         others = 0.0  # the log probability that the better matches are wrong
         for position in index.matches(self.config.matches) if count > 0 else ():
-            log_probs = index.log_probs(position, count)
+            matching = index.match(position)
+            index.matching = index.matching or matching
+            log_probs = index.log_probs(matching, count)
             trie.add(index.after(position, count), [others + log_prob for log_prob in log_probs])
             others += math.log1p(-math.exp(log_probs[0]))
         return trie

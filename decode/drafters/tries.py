@@ -45,6 +45,15 @@ class Trie:
                 self.append(token, node, log_prob)
             node = child
 
+    def follow(self, tokens: Iterable[int]) -> int:
+        """Count the first `tokens` that are a path of the trie."""
+        node = count = 0
+        for token in tokens:
+            if (node := self.child.get((node, token), -1)) < 0:
+                break
+            count += 1
+        return count
+
     def append(self, token: int, parent: int, log_prob: float = -math.inf) -> None:
         self.ids.append(token)
         self.parent.append(parent)

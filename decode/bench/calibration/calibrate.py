@@ -11,7 +11,6 @@ measured by decoding the texts again."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -228,29 +227,28 @@ def time_steps(
 ) -> list[float]:
     """Measure the seconds of a decoding step with each tree. The trees take turns, with `steps` steps in each round.
 
-    The result is the lower quartile of the measured times, because other work on the machine only makes steps slower;
-    drafts of n-grams have several sizes, so it is the mean over all steps of the lower quartile of their size.
+    The result is the lower quartile of the measured times, because other work on the machine only makes steps slower.
+    Steps with n-grams differ, so their result is the smallest mean of a round.
     Trees that are not `PROMISING` are timed in one round only; `taus` are the mean numbers of tokens per step, `None`
     where unknown. The batch holds the first `batch_size` prompts, repeated if there are fewer. RequestError: they leave
     no room."""
     endless = replace(settings, max_new_tokens=8 * steps, ignore_eos=True)
     batch, clock = [prompts[row % len(prompts)] for row in range(batch_size)], stopwatch(model.device)
 
-    def times_of(tree: Layout | DrafterFactory) -> list[tuple[int, float]]:
-        source = source_of(heads, tree)
-        write = TextGenerator(model, endless, None, source)
-        begun = write.start(batch, range(batch_size), keep_drafts=source.heads is None)
+    def times_of(tree: Layout | DrafterFactory) -> list[float]:
+        begun = TextGenerator(model, endless, None, source_of(heads, tree)).start(batch, range(batch_size))
         times, last = [], clock()
         for step in begun:
             now = clock()
             if len(step.ids) == batch_size:  # finished rows would make the step cheaper
-                times.append((sum(len(draft.ids) for draft in step.drafts.values()), now - last))
+                times.append(now - last)
             last = now
             if len(times) >= steps:
                 break
-        return times[WARM_UP:]
+        times = times[WARM_UP:]
+        return [sum(times) / len(times)] if times and isinstance(tree, DrafterFactory) else times
 
-    times: list[list[tuple[int, float]]] = [[] for _ in trees]
+    times: list[list[float]] = [[] for _ in trees]
     taking_part = list(range(len(trees)))
     for number in range(rounds):
         for turn in range(len(taking_part)):
@@ -260,8 +258,8 @@ def time_steps(
             raise RequestError(
                 f"the prompts leave room for at most {WARM_UP} steps, too few to time; give shorter prompts"
             )
-        taking_part = promising([_usual_time(found) for found in times], taus)
-    return [_usual_time(found) for found in times]
+        taking_part = promising([_lower_quartile(found) for found in times], taus)
+    return [_lower_quartile(found) for found in times]
 
 
 def promising(seconds: Sequence[float], taus: Sequence[float | None]) -> list[int]:
@@ -273,14 +271,8 @@ def promising(seconds: Sequence[float], taus: Sequence[float | None]) -> list[in
     return [index for index, speed in enumerate(speeds) if index == 0 or speed is None or speed >= least]
 
 
-def _usual_time(times: Sequence[tuple[int, float]]) -> float:
-    """Return the mean over all steps of the lower quartile of the times of steps of their size.
-
-    `times`: the size of each step's draft (any number if all have one size), and its time."""
-    by_size = defaultdict[int, list[float]](list)
-    for size, time in times:
-        by_size[size].append(time)
-    return sum(len(same) * sorted(same)[len(same) // 4] for same in by_size.values()) / len(times)
+def _lower_quartile(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 4]
 
 
 def best_of(points: Sequence[CalibrationPoint]) -> int:

@@ -127,10 +127,13 @@ class Calibration:
             return self.shortlist
         return max(self.shortlist, usual_shortlist(nodes))
 
-    def predicted_tau(self, tree: Layout, drafter: str = "heads") -> float | None:
-        """The predicted tau of a `drafter` with `tree`; `None` if the calibration did not try them."""
+    def predicted_tau(self, tree: Layout | None, drafter: str = "heads") -> float | None:
+        """The predicted tau of a `drafter` with `tree`, if it has one; `None` if the calibration did not try them."""
+        points = [point for point in self.points if point.drafter == drafter]
+        if tree is None:
+            return points[0].tau if points else None
         wanted = tree.to_json(), shortlist_of(tree)
-        tried = ((point.tau, self.tree_of(point)) for point in self.points if point.drafter == drafter)
+        tried = ((point.tau, self.tree_of(point)) for point in points)
         return next((tau for tau, one in tried if (one.to_json(), shortlist_of(one)) == wanted), None)
 
 

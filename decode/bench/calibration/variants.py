@@ -19,6 +19,7 @@ from medusa.tree import usual_shortlist
 
 SHORTLISTS = (8, 16, 32, 64)  # numbers of candidates to try if trees have them (`Tree.shortlist`)
 CLEARLY = 1.01  # a larger number of candidates must be so many times as fast as a smaller one
+LEAST = 0.4  # tokens that heads must add to a step with n-grams: their share of a step's time, times tokens per step
 COPIES = "ngram:n=5,tokens=12,matches=2"  # the n-grams that share a tree with heads; chosen by a replay on SmolLM2
 Way = Layout | DrafterFactory  # a tree that heads fill, or a drafter
 MeasuredTau = Callable[[Way], float]  # tokens per step
@@ -55,7 +56,7 @@ def with_copies(
     sources = {"ngram": parse("ngram").factory(DrafterContext(model))}
     for nodes in sorted(size for size in sizes if least <= size <= most)[:2]:
         tree = found.fit(DynamicTree.over_heads(nodes, len(temperatures)))
-        name = f"mix:nodes={nodes},heads+{COPIES}"
+        name = f"mix:nodes={nodes},least={LEAST},heads+{COPIES}"
         sources[name] = parse(name).factory(DrafterContext(model, heads, tree))
     return sources
 
