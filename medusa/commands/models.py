@@ -143,7 +143,7 @@ class Opened:
             tree = self.command.models.tree
             if self.calibrates:
                 settings = replace(self.settings, grammar=None)  # trees suit free text
-                heads_only = self.specs[place] is not None
+                heads_only = self.specs[place] is not None or settings.compile  # mixes cannot be compiled
                 tree, chosen = choose_drafter(self.command, self.loaded, heads, settings, heads_only)
                 if chosen != HEADS:
                     self.names[place], config = chosen, parse(chosen)
