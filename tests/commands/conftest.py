@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 from transformers import AutoModelForCausalLM
 
-from decode.bench.calibration import calibrate, stored
+from decode.bench.calibration import calibrate, stored, variants
 from medusa.__main__ import main
 from medusa.commands.fit import plan, probe, stages
 from medusa.files import read_json
@@ -95,9 +95,9 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         calibrate: {
             "MIN_STEPS": 100,
             "SIZES": (1, 4, 8),
-            "SHORTLISTS": (8, 16),
             "time_steps": partial(calibrate.time_steps, steps=4),
         },
+        variants: {"SHORTLISTS": (8, 16)},
     }
     for module, values in short.items():
         for name, value in values.items():

@@ -322,7 +322,7 @@ def gpu_stage(tmp_path: Path) -> Callable[..., stages.Stage]:
     return make
 
 
-BEST = SimpleNamespace(nodes=8, dynamic=False, tau=2.5, step_ms=3.0)
+BEST = SimpleNamespace(nodes=8, dynamic=False, tau=2.5, step_ms=3.0, drafter="heads")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from decode.bench.calibration.calibrate import SHORTLISTS, compiled_on_gpu, sizes_for
+from decode.bench.calibration.calibrate import compiled_on_gpu, sizes_for
+from decode.bench.calibration.variants import SHORTLISTS
 from decode.settings import Settings
 from medusa.commands.fit.options import FitOptions, HeadsChoice
 from medusa.commands.fit.probe import Probe

@@ -202,7 +202,7 @@ def calibration_stage(run: Run, choice: HeadsChoice, state: FitState) -> Stage:
         except TooFewStepsError as error:  # too little text: decoding takes the default tree
             run.options.output.note(f"no calibration: {error}")
             return {"refused": str(error), "compiled": planned}
-        return {name: getattr(found.best, name) for name in ("nodes", "dynamic", "tau", "step_ms")} | {
+        return {name: getattr(found.best, name) for name in ("nodes", "dynamic", "drafter", "tau", "step_ms")} | {
             "compiled": compiled
         }
 

@@ -52,7 +52,9 @@ def adapting(factory: DrafterFactory) -> tuple[Callable[[Any], AdaptiveStepper],
     return lambda stepper: AdaptiveStepper(stepper, drafts, pace), pace
 
 
-@pytest.mark.parametrize("kind", [*LOOKING_BACK, "medusa", "markov", "hydra", "dynamic", "ngram", "lookahead", "mix"])
+@pytest.mark.parametrize(
+    "kind", [*LOOKING_BACK, "medusa", "markov", "hydra", "dynamic", "ngram", "lookahead", "mix", "mix, shared"]
+)
 def test_texts_are_those_of_generate(kind: str, factory_of: Any) -> None:
     """Greedy, sampled and penalised texts join and leave while the drafts change."""
     model, asked, factory = shared_model(), arrivals(KINDS, 9), factory_of(kind)
