@@ -104,8 +104,10 @@ def calibrate(
         for index, speed in enumerate(speeds):
             if speed > CLEARLY * speeds[fastest]:
                 fastest = index
-        tau = found.best.tau * known[fastest] / known[SHORTLISTS.index(usual_shortlist(found.best.nodes))]
-        points[found.chosen] = replace(found.best, tau=tau, step_ms=1000 * seconds[fastest])
+        usual = SHORTLISTS.index(usual_shortlist(found.best.nodes))
+        # Ratios within these rounds, because the machine may be slower now than when all trees were timed.
+        tau, slower = found.best.tau * known[fastest] / known[usual], seconds[fastest] / seconds[usual]
+        points[found.chosen] = replace(found.best, tau=tau, step_ms=found.best.step_ms * slower)
         found.shortlist = SHORTLISTS[fastest]
     return found
 
