@@ -71,7 +71,8 @@ def bars(
     ends = [max([value, *(span or [])]) for value, span in rows.values()]
     for place, ((value, span), end) in enumerate(zip(rows.values(), ends, strict=True)):
         if span is not None:
-            axes.plot(span, [place, place], color=INK["ink"], lw=1.4, marker="|", markersize=7, path_effects=[HALO])
+            axes.plot(span, [place, place], color=INK["ink"], lw=1.4, path_effects=[HALO])
+            axes.plot(span, [place, place], color=INK["ink"], linestyle="", marker="|", markersize=7)  # one cap an end
         label = axes.annotate(form.format(value), (end, place), (6, 0), textcoords="offset points", va="center")
         label.set_bbox({"facecolor": INK["paper"], "edgecolor": "none", "pad": 1})  # hides a line behind the text
     axes.set(title=title, xlim=(0, 1.25 * max([*ends, 1e-9])))

@@ -127,6 +127,8 @@ def print_calibration(console: Console, found: Calibration, measured: float | No
     )
     if found.best.nodes == 1:
         console.print("plain decoding is fastest here: these heads guess too little for the cost of a tree")
+    elif found.why_not_fastest:
+        console.print(found.why_not_fastest, highlight=False)
     if found.shortlist is not None:
         console.print(f"fastest with {found.shortlist} candidates of each head")
     if measured is not None:
