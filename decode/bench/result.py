@@ -118,7 +118,7 @@ class RunSettings:
         """Return the settings that a reader may ask for: decoding options that change nothing (`neutral`), or the rest.
 
         Options of typical acceptance and of compiled steps change nothing without them."""
-        standard, used = Settings().to_dict(), self.generation
+        standard, used = Settings().to_dict() | {"repetition_penalty": 1.0}, self.generation
         idle = {"epsilon", "delta"} if not self.acceptance.startswith("typical") else set()
         idle |= set() if used.get("compile") else {"cuda_graphs"}
         idle |= {name for name, value in used.items() if value == standard.get(name) or value in ([], None)}

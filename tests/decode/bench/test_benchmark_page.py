@@ -22,6 +22,7 @@ from decode.bench.report.page import benchmark_page
 from decode.bench.report.plots import COLORS
 from decode.bench.result import FASTER, BenchmarkResult
 from decode.settings import Settings
+from medusa.files import per_second
 from tests.decode.bench.made_up import outcome
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -88,7 +89,7 @@ def assert_figures_are_the_jsons(html: str, content: dict[str, Any]) -> None:
         ]
         assert expected in seen.rows
         assert f"{figures['speedup']:.2f} x" in seen.drawn
-        assert f"{rate['median']:.0f}" in seen.drawn
+        assert per_second(rate["median"]) in seen.drawn
     for name, figure in (("over the steps of all texts", "tau"), ("mean of each text's tau", "mean_tau")):
         assert [name, f"{medusa[figure]:.3f}", interval_in_words(medusa[f"{figure}_interval"])] in seen.rows
     for depth, share in enumerate(medusa["accepted_by_depth"], 1):
