@@ -130,8 +130,8 @@ def readme_commands() -> list[list[str]]:
 
     `medusa demo` takes minutes, and `medusa chat` waits for somebody who types."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```bash\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    lines = "".join(block for block in blocks if "not run here" not in block).replace("\\\n", " ").splitlines()
+    blocks = re.findall(r"^(<!-- not run here[^\n]* -->\n)?```bash\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    lines = "".join(block for skipped, block in blocks if not skipped).replace("\\\n", " ").splitlines()
     words = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("medusa ")]
     return [one for one in words if one[0] not in ("demo", "chat")]
 

@@ -109,6 +109,9 @@ def _run(arguments: Sequence[str]) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = build_parser(command)
+    if not arguments:
+        parser.print_help()
+        return 0
     if command is not None and command not in COMMANDS:
         parser.error(f"there is no command {command!r}; {choose_one_of(command, COMMANDS)}")
     args = parser.parse_args(arguments)

@@ -165,6 +165,7 @@ def read(kind: type[Made], args: argparse.Namespace) -> Made:
 
     Raise a RequestError if a value is invalid, or two options cannot be combined."""
     _name_words(kind, args)
+    _require_inputs(kind, args)
     groups, own = {}, []
     for known in fields(kind):
         if "group" in known.metadata:
@@ -193,6 +194,15 @@ def _name_words(kind: type[Options], args: argparse.Namespace) -> None:
         name = argument_name(known)
         if default is REQUIRED and name in kind.by_position and not hasattr(args, name.replace("-", "_")):
             raise RequestError(f"{name.upper()} is missing; {known.metadata['help']}")
+
+
+def _require_inputs(kind: type[Options], args: argparse.Namespace) -> None:
+    """Raise a RequestError if an argument names an input, such as a file of prompts, that does not exist."""
+    for known, _ in _arguments(kind):
+        given = getattr(args, argument_name(known).replace("-", "_"), None)
+        if given is not None and (exists := known.metadata.get("exists")) is not None:
+            for value in (given,) if isinstance(given, str) else given:
+                exists(value)
 
 
 def _make(make: Callable[..., Made], options: Sequence[Field[object]], args: argparse.Namespace) -> Made:

@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import select
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 from medusa.errors import Interrupted, OptionError, RequestError, RunError, did_you_mean
 from medusa.files import is_full
 
+MOST_SPACES = 4  # in a path that was not quoted
 LONGEST = 1000  # characters of an error; of a longer one, the beginning and the end are printed
 
 
@@ -24,6 +26,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error `message` on standard error and exit with status 2."""
+        if message.startswith("unrecognized arguments: ") and not message.partition(": ")[2].startswith("-"):
+            message = f"unexpected argument{message.partition(':')[2]}; quote values with spaces"
         hint = "" if message.endswith(("?", ")")) else f"; see {self.prog} --help"
         self.exit(2, f"{self.prog}: error: {message}{hint}\n")
 
@@ -33,12 +37,22 @@ class OneLineParser(argparse.ArgumentParser):
         if self._subparsers is not None:
             return super().parse_known_args(words, namespace)
         self._require_known(words)
+        self._require_quoted(words)
         namespace, rest = super().parse_known_args(words, namespace)
         several = next((one.dest for one in self._actions if one.nargs == "*" and not one.option_strings), None)
         if several is not None and not any(word.startswith("-") for word in rest):
             setattr(namespace, several, [*getattr(namespace, several, ()), *rest])
             rest = []
         return namespace, rest
+
+    def _require_quoted(self, words: Sequence[str]) -> None:
+        """Report consecutive words that are together the path of a file or folder whose name has spaces."""
+        for start, word in enumerate(words):
+            for end in range(start + 2, min(start + MOST_SPACES + 2, len(words) + 1)):
+                first = word.partition("=")[2] if word.startswith("--") else word
+                path = " ".join([first, *words[start + 1 : end]])
+                if first and os.path.exists(path) and not os.path.exists(first):
+                    self.error(f"the path {path} has a space, so the shell cut it; quote it: {shlex.quote(path)}")
 
     def _require_known(self, words: Sequence[str]) -> None:
         """Report the first option among `words` that does not exist, with the nearest known option."""

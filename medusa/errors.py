@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
+from importlib.metadata import requires
 from importlib.util import find_spec
 
 
@@ -48,9 +50,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 def require_extra(extra: str, *modules: str) -> None:
-    """Raise a `RequestError` if a module of the optional dependencies `medusa-heads[extra]` is not installed."""
+    """Raise a `RequestError` if a module of this distribution's optional dependencies `extra` is not installed.
+
+    The advice names these dependencies, not this distribution, which no package index has."""
     if missing := [module for module in modules if find_spec(module) is None]:
-        raise RequestError(f"{' and '.join(missing)} is not installed; type: pip install 'medusa-heads[{extra}]'")
+        marker = f'extra == "{extra}"'
+        known = [line.partition(";") for line in requires("medusa-heads") or ()]
+        needed = [name.strip() for name, _, condition in known if condition.strip().replace("'", '"') == marker]
+        raise RequestError(f"{' and '.join(missing)} is not installed; type: {shlex.join(['pip', 'install', *needed])}")
 
 
 def first_line(error: BaseException) -> str:

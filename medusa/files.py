@@ -191,3 +191,8 @@ def readable(size: int) -> str:
     """Format a number of bytes with a unit, such as 1.5 GB."""
     power = min(4, max(0, len(str(size)) - 1) // 3)
     return f"{size / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def per_second(rate: float) -> str:
+    """Format a number of tokens per second, with one decimal below 100."""
+    return f"{rate:.1f}" if rate < 99.95 else f"{rate:.0f}"

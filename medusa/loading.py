@@ -25,7 +25,7 @@ from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, read_json
 from medusa.gguf import gguf_file, read_gguf
 from medusa.options import DTYPE_NAMES, LoadOptions
-from medusa.places import SHIPPED, hub_keywords, may_be_on_hub, why_missing
+from medusa.places import SHIPPED, hub_keywords, may_be_on_hub, require_backbone, why_missing
 from medusa.quantization import layer_without_groups, quantization_config, quantized_layers
 
 if TYPE_CHECKING:
@@ -235,9 +235,7 @@ def _source(name: str) -> Source:
         return _source(base)._replace(adapter=name)
     if (gguf := gguf_file(name)) is not None:
         return Source(str(gguf.parent), gguf)
-    if not Path(name).exists() and not may_be_on_hub(name):
-        ways = f"give a folder, a GGUF file, a Hub id or {SHIPPED}"
-        raise RequestError(f"no backbone at {name}: {why_missing(name)}; {ways}")
+    require_backbone(name)
     return Source(name)
 
 

@@ -38,6 +38,7 @@ def option(
     metavar: str = "",
     name: str = "",
     brief: str = "",
+    exists: Callable[[str], object] | None = None,
     **keywords: object,
 ) -> Any:
     """Declare an option: a dataclass field whose metadata describe its argument on the command line.
@@ -50,9 +51,11 @@ def option(
         allowed: a description of the valid values, for error messages.
         check: a function that returns whether a value is valid. `None` (the option is not given) is always valid.
         name: the name of the argument, if it differs from the field's name.
+        exists: a function that raises RequestError if a value names an input that does not exist. The command line
+            calls it before torch is imported, which takes seconds.
         keywords: more keywords for `add_argument`, `positional=True` (no `--`) or `hidden=True` (only for Python)."""
     about: dict[str, object] = {"help": help, "allowed": allowed, "check": check, "metavar": metavar, "name": name}
-    about |= {"brief": brief, "argparse": keywords}
+    about |= {"brief": brief, "exists": exists, "argparse": keywords}
     return field(default=default, metadata=about)
 
 

@@ -7,6 +7,8 @@ import threading
 from functools import cache
 from pathlib import Path
 
+from medusa.errors import RequestError
+
 SHIPPED = "demo"  # the name of the backbone, the heads and the draft model that come with the package
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")  # owner/name
 SHORT_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")  # some old models and datasets have no owner
@@ -21,6 +23,26 @@ def may_be_on_hub(name: str, needs_owner: bool = False) -> bool:
         return False
     path = Path(name)
     return not path.exists() and not (len(path.parts) > 1 and path.parent.is_dir())
+
+
+def require_file(name: str) -> None:
+    """Raise RequestError if there is no such file."""
+    if not Path(name).is_file():
+        raise RequestError(f"there is no file {name}; give the path of one that exists")
+
+
+def require_heads(name: str) -> None:
+    """Raise RequestError if `name` is no folder, can be no Hub id, and is not shipped. The Hub is not asked."""
+    if not (name and Path(name).is_dir()) and name != SHIPPED and not may_be_on_hub(name, needs_owner=True):
+        ways = "give a folder that exists, a Hub id such as org/name, or demo"
+        raise RequestError(f"no heads at {name or repr(name)}: {ways}")
+
+
+def require_backbone(name: str) -> None:
+    """Raise RequestError if `name` is no file or folder, can be no Hub id, and is not shipped. The Hub is not asked."""
+    if name != SHIPPED and not Path(name).exists() and not may_be_on_hub(name):
+        ways = f"give a folder, a GGUF file, a Hub id or {SHIPPED}"
+        raise RequestError(f"no backbone at {name}: {why_missing(name)}; {ways}")
 
 
 def hub_keywords(name: str) -> dict[str, bool]:

@@ -4,6 +4,8 @@ In a wheel, the content of the sources' folder `configs` is in `medusa/configs`;
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from pathlib import Path
 
 from medusa.errors import RequestError, did_you_mean
@@ -37,6 +39,28 @@ def recipe_file(name: str | Path) -> Path:
 def tree_files() -> dict[str, Path]:
     """Return the files of the shipped trees that `configs/trees` holds, by name."""
     return _by_name(shipped_configs() / "trees")
+
+
+@cache
+def named_trees() -> dict[str, list[list[int]]]:
+    """Return the node paths of each named tree, by name: nine of the original Medusa, and `eight`, a tree for CPUs."""
+    shipped = json.loads(Path(__file__).with_name("trees.json").read_text(encoding="utf-8"))
+    return shipped["trees"] | shipped["ours"]
+
+
+def require_tree(spec: str) -> None:
+    """Raise RequestError if `spec` is no form such as chain:3, no shipped tree and no file. No file is read."""
+    is_form = spec.startswith("dynamic") or spec.partition(":")[0] in ("auto", "chain", "topk")
+    if not is_form and spec not in named_trees() | tree_files() and not Path(spec).is_file():
+        raise no_tree(spec)
+
+
+def no_tree(spec: str) -> RequestError:
+    """Return the error for a tree that does not exist."""
+    name, names = spec.partition(":")[0], sorted([*named_trees(), *tree_files()])
+    near = did_you_mean(Path(name).stem, ["auto", "chain", "topk", "dynamic", *names])
+    known = "" if near else f": give a file, auto, chain, chain:3, topk:3,3,2 or one of {', '.join(names)}"
+    return RequestError(f"there is no tree {spec!r}{near}{known}")
 
 
 def _by_name(folder: Path) -> dict[str, Path]:

@@ -14,11 +14,10 @@ head (index d - 1). Nodes are sorted by depth, so that a parent comes before its
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import ClassVar
@@ -26,8 +25,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from medusa.errors import RequestError, did_you_mean, first_line
-from medusa.shipped import tree_files
+from medusa.errors import RequestError, first_line
+from medusa.shipped import named_trees, no_tree, tree_files
 
 RankPath = tuple[int, ...]  # a node's path: the rank of the guess at each depth, from depth 1; 0 is the best guess
 MAX_NODES = 4096  # in one tree
@@ -187,13 +186,6 @@ def _checked(path: Sequence[int]) -> RankPath:
     return tuple(path)
 
 
-@cache
-def named_trees() -> dict[str, list[list[int]]]:
-    """Return the node paths of each named tree, by name: nine of the original Medusa, and `eight`, a tree for CPUs."""
-    shipped = json.loads(Path(__file__).with_name("trees.json").read_text(encoding="utf-8"))
-    return shipped["trees"] | shipped["ours"]
-
-
 def load_tree(spec: str, num_heads: int) -> Tree:
     """Load the tree that `spec` describes: `chain`, `chain:3`, `topk:3,3,2`, the name of a shipped tree or a file.
 
@@ -210,13 +202,10 @@ def load_tree(spec: str, num_heads: int) -> Tree:
     named = named_trees()
     if spec in named:
         return Tree.from_paths(named[spec])
-    files = tree_files()
-    if Path(spec).is_file() or spec in files:
-        return Tree.from_paths(_read_paths(Path(spec) if Path(spec).is_file() else files[spec]))
-    names = sorted([*named, *files])
-    near = did_you_mean(Path(name).stem, ["auto", "chain", "topk", "dynamic", *names])
-    known = "" if near else f": give a file, auto, chain, chain:3, topk:3,3,2 or one of {', '.join(names)}"
-    raise RequestError(f"there is no tree {spec!r}{near}{known}")
+    file = Path(spec) if Path(spec).is_file() else tree_files().get(spec)
+    if file is None:
+        raise no_tree(spec)
+    return Tree.from_paths(_read_paths(file))
 
 
 def _whole_numbers(spec: str, text: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from medusa.heads import KINDS, NATIVE
 from medusa.heads.eagle_layer import VARIANTS
-from medusa.tree import named_trees
+from medusa.shipped import named_trees
 from tiny_models import COMMON, SUPPORTED, VOCAB
 
 EAGER_ONLY = ("gemma2", "gptj", "gpt_oss")  # transformers offers no sdpa for these

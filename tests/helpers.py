@@ -223,7 +223,8 @@ class ScriptedDrafter:
         self.parent, self.depth = tree.parent.tolist(), tree.depth.tolist()
 
     def propose(self, frontier: Frontier) -> Draft:
-        live = [row for row, reason in enumerate(self.sequences.finish_reason) if reason is None]
+        live = frontier.rows
+        assert sorted(live) == [row for row, reason in enumerate(self.sequences.finish_reason) if reason is None]
         written = [self.sequences.new_ids[row] for row in live]
         assert frontier.root.tolist() == [ids[-1] for ids in written], "the root is the last token written"
         right = self.script(self.steps)

@@ -33,8 +33,9 @@ SOURCES = [
     *sorted((ROOT / "medusa" / "commands").glob("*.py")),
     *sorted((ROOT / "medusa" / "assets").rglob("*.md")),
 ]
-NEEDS = re.compile(r"#\s*not run here: needs (\S.*)$")
-NEEDS_BELOW = re.compile(r"\s*\(Not run here: needs ([^.:;]+)")
+BLOCK = re.compile(
+    r"^(?:<!-- not run here: needs (?P<needs>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<lines>.*?)^```", re.M | re.S
+)
 PROGRAMS = re.compile(r"^(?:[A-Z_]+=\S+ +)*(medusa|python3?|pip|make|torchrun|accelerate|mkdocs|\S+/bin/\w+) ")
 RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that runs it
     "medusa demo": "tests/commands/test_demo.py",
@@ -65,23 +66,17 @@ class Command(NamedTuple):
 
 
 def shell_commands(page: Path) -> Iterator[Command]:
-    """The commands of a page's code blocks.
-
-    `# not run here: needs X` covers its line, or, alone on a line, the lines below. `(Not run here: needs X` after a
-    block covers the block.
-    """
-    text = page.read_text(encoding="utf-8")
-    for block in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        below = NEEDS_BELOW.match(text, block.end())
-        needs = below[1] if below else None
-        for raw in block[2].replace("\\\n", " ").splitlines():
+    """The commands of a page's code blocks. `<!-- not run here: needs X -->` before a block covers the block."""
+    for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        language = block["language"]
+        for raw in block["lines"].replace("\\\n", " ").splitlines():
             line = re.sub(r"\s+", " ", raw.strip())
-            told = NEEDS.search(line)
-            if line.startswith("#"):
-                needs = told[1] if told else needs
-            elif line and (block[1] in ("bash", "sh") or (not block[1] and PROGRAMS.match(line))):
-                bare = re.sub(r"\s+#\s.*$", "", line)
-                yield Command(page.name, bare, told[1] if told else needs)
+            if (
+                line
+                and not line.startswith("#")
+                and (language in ("bash", "sh") or (not language and PROGRAMS.match(line)))
+            ):
+                yield Command(page.name, re.sub(r"\s+#\s.*$", "", line), block["needs"])
 
 
 SHELL = [command for page in PAGES for command in shell_commands(page)]
@@ -225,15 +220,13 @@ def test_skipped_commands_appear_in_a_page() -> None:
 
 def test_a_skipped_command_without_a_reason_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    above = "```bash\n# not run here: needs a GPU\na 1\n```\n"
-    beside = "```bash\nb \\\n  2  # x\nc  # not run here: needs d\n```\n"
-    below = "```sh\ne 3\n```\n\n(Not run here: needs f; it is.)\n"
-    page.write_text(f"{above}\n{beside}\n{below}")
-    assert list(shell_commands(page)) == [
-        Command("page.md", "a 1", "a GPU"),
-        Command("page.md", "b 2", None),
-        Command("page.md", "c", "d"),
-        Command("page.md", "e 3", "f"),
+    page.write_text("<!-- not run here: needs a GPU -->\n```bash\n# c\na 1\n```\n\n```sh\nb \\\n  2  # x\n```\n")
+    assert list(shell_commands(page)) == [Command("page.md", "a 1", "a GPU"), Command("page.md", "b 2", None)]
+
+
+def test_no_code_block_begins_with_a_note_for_the_tests() -> None:
+    assert not [
+        page.name for page in PAGES for block in BLOCK.finditer(page.read_text("utf-8")) if "not run" in block["lines"]
     ]
 
 

@@ -153,5 +153,5 @@ def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     if config.lm_head == "own" and getattr(backbone.head, "bias", None) is not None:
         line += "; the backbone's LM head has a bias, which own ones lack: heads.lm_head=shared starts closer to it"
     if not config.servable:
-        line += "; servers cannot load these heads, only square blocks of kind medusa and gated blocks of kind eagle"
+        line += "; servers cannot load these heads: vLLM, SGLang and llama.cpp load gated blocks of kind eagle"
     return line

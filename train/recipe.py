@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import yaml
-
 from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.shipped import recipe_file
 from train.arguments import training_section
 from train.config import TrainConfig, own_key_paths
+from train.recipe_file import read_recipe
 from train.sections import key_paths, validated
 from train.trainer_keys import UNUSED
 
@@ -23,16 +22,7 @@ def load_recipe(path: str | Path, overrides: list[str]) -> TrainConfig:
     """Read a recipe from a YAML file or by its shipped name, with overrides such as `training.learning_rate=1e-3`.
 
     Raise RequestError if there is no such recipe, or a key or value is wrong."""
-    path = recipe_file(path)
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
-        raise RequestError(f"{path} is not YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(content, dict):
-        raise RequestError(f"{path} must hold a mapping with backbone, data, output_dir, heads and training")
-    for override in overrides:
-        _apply_override(content, override)
-    return parse_recipe(content, str(path))
+    return parse_recipe(read_recipe(path, overrides), str(recipe_file(path)))
 
 
 def parse_recipe(content: Json, source: str) -> TrainConfig:
@@ -52,24 +42,3 @@ def parse_recipe(content: Json, source: str) -> TrainConfig:
         if isinstance(value, float) and not math.isfinite(value) and (name, value) != ("max_grad_norm", math.inf):
             raise RequestError(f"{source}: training.{name} is {value}; it must be a finite number")
     return config
-
-
-def _apply_override(content: Json, override: str) -> None:
-    """Apply an override `section.key=value` to the content of a recipe. The value is read as YAML."""
-    name, separator, text = override.partition("=")
-    if not separator or not name:
-        raise RequestError(f"{override!r} is no override; write key=value, for example training.learning_rate=1e-3")
-    *parents, last = name.split(".")
-    place = content
-    for parent in parents:
-        if isinstance(place.get(parent), str) and parent in ("data", "eval_data"):
-            place[parent] = {"path": place[parent]}
-        if place.get(parent) is None:  # missing, or a section of which all keys are comments
-            place[parent] = {}
-        place = place[parent]
-        if not isinstance(place, dict):
-            raise RequestError(f"cannot set {name}: {parent} is not a mapping")
-    try:
-        place[last] = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise RequestError(f"{override!r}: {text!r} is not YAML; quote it") from None

@@ -7,6 +7,7 @@ of prompts or rounds than it needs: resampling few of them gives intervals that 
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from decode.bench.figures import CONFIDENCE, PERCENT, Interval, MethodFigures, interval_in_words
 from decode.bench.machine import Machine
 from decode.rules import is_lossy
+from decode.settings import Settings
 from medusa.errors import RequestError
 
 MIN_BATCHES, MIN_ROUNDS = 8, 2  # of an interval: batches of prompts, and rounds in which each is decoded
@@ -112,6 +114,18 @@ class RunSettings:
         content = asdict(self)
         return content.pop("generation") | content
 
+    def told(self, neutral: bool) -> dict[str, object]:
+        """Return the settings that a reader may ask for: decoding options that change nothing (`neutral`), or the rest.
+
+        Options of typical acceptance and of compiled steps change nothing without them."""
+        standard, used = Settings().to_dict() | {"repetition_penalty": 1.0}, self.generation
+        idle = {"epsilon", "delta"} if not self.acceptance.startswith("typical") else set()
+        idle |= set() if used.get("compile") else {"cuda_graphs"}
+        idle |= {name for name, value in used.items() if value == standard.get(name) or value in ([], None)}
+        elsewhere = {"tree", "command", "date", "commit", "prompts_sha256"}
+        shown = {name: value for name, value in self.to_json().items() if name not in elsewhere and value is not None}
+        return {name: value for name, value in shown.items() if (name in idle) == neutral}
+
 
 def _with_generation(content: object) -> object:
     """Undo `RunSettings.to_json`: collect the entries that are not fields of `RunSettings` in a dict `generation`."""
@@ -165,6 +179,21 @@ class BenchmarkResult:
         settings = self.settings
         drafter = f"the drafter {settings.drafter}" if settings.heads is None else f"the heads {settings.heads}"
         return f"{settings.backbone} with {drafter}"
+
+    @property
+    def next_commands(self) -> list[str]:
+        """The commands that a reader types after this benchmark: to use the drafter, or to look for a faster one."""
+        settings, is_usual = self.settings, self.machine.dtype == "float32" or self.machine.gpu is not None
+        options = [] if is_usual else ["--dtype", self.machine.dtype]
+        by_heads = settings.heads is not None and settings.drafter == "heads"
+        named = ["--backbone", settings.backbone, "--drafter", settings.drafter]
+        given = [settings.heads or "", *options] if by_heads else [*named, *options]
+        if not by_heads and settings.heads is not None:
+            given += ["--heads", settings.heads]
+        if by_heads and self.headline.verdict != FASTER:
+            return [shlex.join(["medusa", "calibrate", *given, "--prompts", "FILE"])]
+        write = ["medusa", "generate", *given, "--prompt", "Once upon a time"]
+        return [shlex.join(write), shlex.join(["medusa", "chat", *given, "--web"])]
 
     @property
     def headline(self) -> Headline:

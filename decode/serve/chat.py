@@ -166,11 +166,29 @@ class Snapshot(NamedTuple):
         return self.tokens / max(self.seconds, 1e-9)
 
 
-class Verdict(NamedTuple):
-    """The outcome of a race, in words."""
+EVEN = 0.97, 1.03  # ratios of two speeds between which a single race shows no difference
 
-    faster: str | None  # the drafter's speedup; `None` if the texts are not finished, or differ in length
-    same: str  # whether the two texts are equal
+
+class Verdict(NamedTuple):
+    """The outcome of a race."""
+
+    speedup: float | None  # the drafter's; `None` if the texts are not finished, or differ in length
+    same: str  # whether the two texts are equal, in words
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the drafter was visibly faster than plain decoding."""
+        return self.speedup is not None and round(self.speedup, 2) > EVEN[1]
+
+    @property
+    def speed(self) -> str:
+        """The drafter's speed, compared with that of plain decoding, in words; empty if it is not known."""
+        if self.speedup is None:
+            return ""
+        if self.is_faster:
+            return f"{self.speedup:.2f}× as fast"
+        is_even = round(self.speedup, 2) >= EVEN[0]
+        return "about the same speed" if is_even else f"{100 * (1 - self.speedup):.0f} % slower"
 
 
 def verdict(plain: Side, drafted: Side, settings: Settings) -> Verdict:
@@ -183,8 +201,7 @@ def verdict(plain: Side, drafted: Side, settings: Settings) -> Verdict:
         return Verdict(None, f"{same}. Speeds are compared only for texts of the same length")
     if not ours.new_ids:
         return Verdict(None, same)
-    faster = Snapshot.at(drafted).tokens_per_second / max(Snapshot.at(plain).tokens_per_second, 1e-9)
-    return Verdict(f"{faster:.2f}×", same)
+    return Verdict(Snapshot.at(drafted).tokens_per_second / max(Snapshot.at(plain).tokens_per_second, 1e-9), same)
 
 
 def _texts_compared(plain: Result, drafted: Result, settings: Settings) -> str:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.draft import DraftRecord
 from decode.serve.chat import Exchange, Shown, Snapshot
 from decode.serve.step_tree import drawing, node_texts, summary
+from medusa.files import per_second
 from medusa.records.pieces import TextPiece, joined
 
 LEGEND = '<p class="legend"><i class="accepted"></i>accepted <i class="rejected"></i>rejected</p>'
@@ -78,7 +79,7 @@ class Card:
             piece._replace(text=piece.text.lstrip()) for piece in now.pieces[:1]
         ]  # continued texts begin with a space
         self.text.content = marked([*first, *now.pieces[1:]], now.drafts, finished) + cursor + end
-        shown = (f"{now.tokens_per_second:.0f}", f"{now.tau:.2f}", str(now.tokens), f"{now.seconds:.2f}")
+        shown = (per_second(now.tokens_per_second), f"{now.tau:.2f}", str(now.tokens), f"{now.seconds:.2f}")
         for label, figure in zip(self.figures, shown, strict=True):
             label.text = figure
 
@@ -126,9 +127,11 @@ class Article:
         if exchange.verdict is None:
             return
         with self.result:
-            if exchange.verdict.faster is not None:
-                ui.label(exchange.verdict.faster).classes("faster")
-                ui.label("as fast").classes("than")
+            if speed := exchange.verdict.speed:
+                figure, _, rest = speed.partition("× ") if exchange.verdict.is_faster else ("", "", speed)
+                if figure:
+                    ui.label(f"{figure}×").classes("faster")
+                ui.label(rest).classes("than" if figure else "than even")
             ui.label(exchange.verdict.same).classes("same")
 
 

@@ -185,7 +185,9 @@ class ChatPage:
             await self._ask()
 
     async def _ask(self) -> None:
-        if self.stopped is None:
+        if self.stopped is not None:  # the message stays in the field
+            ui.notify("the answer is not finished: wait, or stop it first", position="top")
+        else:
             message, self.input.value = self.input.value or "", ""
             await self._answer(message)
 

@@ -13,7 +13,6 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from medusa.backbone import Backbone
-from medusa.errors import RequestError, RunError
+from medusa.errors import RequestError, RunError, require_extra
 from medusa.records.template import opened_thought
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def json_schema_source(schema: object) -> str:
     """Turn a JSON schema, as a JSON value, into the source of a grammar; raise a `RequestError` if it is invalid.
 
     The schema's own `x-guidance` can change the whitespace (`WHITESPACE`)."""
-    require_llguidance()
+    require_extra("structured", "llguidance")
     from llguidance import LLMatcher
 
     try:
@@ -50,16 +49,10 @@ def json_schema_source(schema: object) -> str:
 
 def lark_source(text: str) -> str:
     """Turn a grammar in llguidance's form of Lark into the source of a grammar; raise a `RequestError` if invalid."""
-    require_llguidance()
+    require_extra("structured", "llguidance")
     from llguidance import LLMatcher
 
     return _valid(LLMatcher.grammar_from_lark(text), "grammar")
-
-
-def require_llguidance() -> None:
-    """Raise a `RequestError` if llguidance is not installed."""
-    if find_spec("llguidance") is None:
-        raise RequestError("llguidance is not installed; type: pip install 'medusa-heads[structured]'")
 
 
 def _valid(source: str, what: str) -> str:
@@ -79,7 +72,7 @@ class Grammars:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Read the vocabulary, which takes about a second; raise a `RequestError` if llguidance cannot read it."""
-        require_llguidance()
+        require_extra("structured", "llguidance")
         from llguidance.hf import from_tokenizer
 
         ends = model.generation_config.eos_token_id if model.generation_config is not None else None

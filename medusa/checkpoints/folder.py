@@ -14,7 +14,7 @@ from medusa.config import MedusaConfig
 from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, Json, read_json, require_absent, write_json
 from medusa.heads import HEADS, class_of
-from medusa.places import SHIPPED, hub_keywords, may_be_on_hub, why_missing
+from medusa.places import SHIPPED, hub_keywords, require_heads, why_missing
 
 
 class HubOptions(TypedDict, total=False):
@@ -75,9 +75,7 @@ def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
         return ASSETS / "heads"
     if name and Path(name).is_dir():
         return Path(name)
-    if not may_be_on_hub(name, needs_owner=True):
-        ways = "give a folder that exists, a Hub id such as org/name, or demo"
-        raise RequestError(f"no heads at {name or repr(name)}: {ways}")
+    require_heads(name)
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Self
 
 from decode.settings import Settings
 from medusa.commands.effects import require_distinct, require_of_kind
-from medusa.commands.options import PAGE_SUFFIXES, CommandOptions, Models, Prompts, warn_if_useless
+from medusa.commands.inputs import require_against, require_drafter
+from medusa.commands.options import PAGE_SUFFIXES, CommandOptions, Models, Prompts
+from medusa.commands.speed import warn_if_useless
 from medusa.errors import RequestError
 from medusa.files import (
     Json,
@@ -28,6 +30,7 @@ from medusa.files import (
     write_json,
 )
 from medusa.options import count, group, option
+from medusa.places import require_file
 
 if TYPE_CHECKING:
     from decode.bench.compare import Comparison
@@ -61,6 +64,7 @@ class BenchmarkOptions(CommandOptions):
         "(docs/drafters.md); repeatable: results call the first one `medusa`",
         metavar="NAME",
         brief="measure heads (default), ngram, ...; repeatable",
+        exists=require_drafter,
     )
     rounds: int = count(3, "decode all prompts N times by each method", brief="decode all prompts N times")
     against: tuple[str, ...] = option(
@@ -69,6 +73,7 @@ class BenchmarkOptions(CommandOptions):
         "prompt-lookup; repeatable",
         metavar="METHOD",
         brief="also measure model:B or prompt-lookup; repeatable",
+        exists=require_against,
     )
     prompt_lookup: bool = option(False, argparse.SUPPRESS)  # the names of earlier versions, to point to the new one
     draft_model: str | None = option(None, argparse.SUPPRESS, nargs="?", const="B")
@@ -89,6 +94,7 @@ class BenchmarkOptions(CommandOptions):
         metavar="OLD",
         nargs="+",
         brief="compare with results of earlier runs (--json)",
+        exists=require_file,
     )
     overwrite: bool = option(False, "replace an existing report")
 

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.text import Text
 
 from medusa.commands.network import Network
-from medusa.commands.options import CommandOptions, speed_line, warn, warn_if_useless
+from medusa.commands.options import CommandOptions, warn
 from medusa.commands.prompting import PromptForm, prompt_form, recorded_form
+from medusa.commands.speed import speed_line, warn_if_useless
 from medusa.errors import RequestError, require_extra
 from medusa.options import group, option
 from medusa.records.record import Record
@@ -42,7 +43,7 @@ Ctrl-C stops an answer."""
 class Page(Network):
     web: bool = option(
         False,
-        "chat in the browser instead of the terminal (needs pip install 'medusa-heads[web]')",
+        "chat in the browser instead of the terminal (needs pip install nicegui)",
         brief="chat in the browser instead of the terminal",
     )
 

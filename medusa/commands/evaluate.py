@@ -19,7 +19,7 @@ from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Mo
 from medusa.errors import RequestError, RunError
 from medusa.options import REQUIRED, Options, count, group, option
 from medusa.records.record import naming
-from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
+from medusa.records.sources import DOCUMENT_SEPARATOR, read_records, require_records
 from medusa.tables import print_table
 
 OPENING = 16  # number of tokens of a document that the backbone continues
@@ -31,6 +31,7 @@ class DataOptions(Options):
         "read a .jsonl, .json, .txt or .parquet file, a folder, a Hub dataset, or demo (shipped)",
         metavar="D",
         brief="read records from a file, a folder or a Hub dataset",
+        exists=require_records,
     )
     max_prompts: int = count(100, "read only the first N records")
     split: str = option("train", "read this split of a Hub dataset", metavar="NAME")

@@ -3,9 +3,10 @@
   medusa export runs/heads --to vllm --output exported
   medusa export runs/heads --to hub --output repository --benchmark bench.json
 
-TGI and vLLM load heads of kind `medusa` with `heads.block=square`. vLLM and SGLang load kind `eagle` with
-`heads.block=gated`. `hub` takes the kinds `medusa` and `cascade`. Heads of kind `markov`, which `medusa1` trains, run
-only here. The command prints how to serve the exported heads, and what decoding in that server lacks."""
+vLLM, SGLang and llama.cpp load heads of kind `eagle` with `heads.block=gated`, which `medusa fit --for vllm` trains.
+TGI, and vLLM up to 0.32, load kind `medusa` with `heads.block=square`. `hub` takes the kinds `medusa` and `cascade`.
+Heads of kind `markov`, which `medusa1` trains, run only here. The command prints how to serve the exported heads, and
+what decoding in that server lacks."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from medusa.errors import RequestError, RunError, choose_one_of
 from medusa.export import FORMATS, REMOVED
 from medusa.files import Json, readable, replacing_folder, require_absent, require_writable_folder
 from medusa.options import DTYPE_NAMES, REQUIRED, LoadOptions, Options, group, option
+from medusa.places import require_backbone, require_file, require_heads
 
 if TYPE_CHECKING:
     from medusa.export.card import Facts
@@ -34,6 +36,7 @@ class ExportOptions(Options):
         "export these heads: a folder, a Hub id, or demo (shipped)",
         metavar="H",
         brief="export these heads: a folder, a Hub id, or demo",
+        exists=require_heads,
     )
     to: str = option(REQUIRED, f"write this format: {', '.join(FORMATS)}", metavar="FORMAT")
     out: str = option(REQUIRED, "write the export to this folder", metavar="DIR", name="output")
@@ -43,6 +46,7 @@ class ExportOptions(Options):
         "name this backbone, a folder, a GGUF file or a Hub id (default: the one that the heads record)",
         metavar="B",
         brief="name this backbone (default: the heads' own)",
+        exists=require_backbone,
     )
     dtype: str | None = option(
         None,
@@ -57,6 +61,7 @@ class ExportOptions(Options):
         "with --to hub: quote these results of medusa benchmark --json in the model card",
         metavar="FILE",
         brief="with --to hub: quote these results of the benchmark",
+        exists=require_file,
     )
     license: str | None = option(
         None,
@@ -92,7 +97,7 @@ def export(options: ExportOptions) -> Json:
     from medusa.loading import DTYPES
 
     if options.to in REMOVED:
-        raise RequestError(f"--to {options.to} is gone: {REMOVED[options.to]}")
+        raise RequestError(f"--to {options.to} does not work: {REMOVED[options.to]}")
     if options.to not in FORMATS:
         raise RequestError(f"--to is {options.to!r}; {choose_one_of(options.to, FORMATS)}")
     write: Callable[[Export], Written] = resolve_name(f"medusa.export.{FORMATS[options.to]}")

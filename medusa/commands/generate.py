@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa.commands import search
-from medusa.commands.options import CommandOptions, Prompts, batches, speed_line, warn_if_useless
+from medusa.commands.options import CommandOptions, Prompts, batches
+from medusa.commands.speed import speed_line, warn_if_useless
 from medusa.commands.structured import Structured
 from medusa.errors import NotCompilableError, RequestError
 from medusa.files import disk_may_fill, readable, require_writable_folder

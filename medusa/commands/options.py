@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 from decode.settings import Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
 from medusa.commands.effects import require_revisions, require_splits
+from medusa.commands.inputs import require_drafter
 from medusa.commands.prompting import raw_option, template_option
 from medusa.errors import OptionError, RequestError
 from medusa.files import require_writable, write_json
 from medusa.options import QUANTIZATIONS, LoadOptions, Options, count, group, option
-from medusa.places import may_be_on_hub
+from medusa.places import may_be_on_hub, require_backbone, require_heads
 from medusa.records.record import Record
-from medusa.records.sources import read_records
+from medusa.records.sources import read_records, require_records
+from medusa.shipped import require_tree
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,12 +43,14 @@ class Models(Options):
         "use this backbone: a folder, a GGUF file, a Hub id, or demo (shipped) (default: the one in the heads' config)",
         metavar="B",
         brief="use this backbone (default: the heads' own)",
+        exists=require_backbone,
     )
     heads: str | None = option(
         None,
         "use these heads: a folder, a Hub id, or demo (shipped)",
         metavar="H",
         brief="use these heads: a folder, a Hub id, or demo",
+        exists=require_heads,
     )
     drafter: str | None = option(
         None,
@@ -54,6 +58,7 @@ class Models(Options):
         "(docs/drafters.md)",
         metavar="NAME",
         brief="draft with heads (default), ngram, model:B or others",
+        exists=require_drafter,
     )
     tree: str | None = option(
         None,
@@ -61,6 +66,7 @@ class Models(Options):
         "file (default: the tree saved with the heads, else auto)",
         metavar="FILE|NAME",
         brief="use this tree: auto, chain, topk:3,2, ... or a file",
+        exists=require_tree,
     )
 
 
@@ -96,6 +102,7 @@ class Prompts(Options):
         "read a .jsonl, .json, .parquet or .txt (one per line) file, a folder, a Hub dataset, or demo (shipped)",
         metavar="FILE",
         brief="read prompts from a file, a folder or a Hub dataset",
+        exists=require_records,
     )
     max_prompts: int | None = count(None, "use only the first N prompts")
     skip_long: bool = option(False, "leave out prompts that are longer than the model's context")
@@ -224,6 +231,7 @@ class Contrasting(ContrastOptions):
         "decode contrastively: prefer tokens that the backbone finds more probable than this small model does; "
         "both need the same tokenizer; demo is shipped",
         metavar="B",
+        exists=require_backbone,
     )
 
     def check_given(self, names: Sequence[str]) -> None:
@@ -324,17 +332,3 @@ def batches(items: list[Item], size: int) -> list[list[Item]]:
 def warn(message: str) -> None:
     """Print a warning on standard error."""
     print(f"warning: {message}", file=sys.stderr)
-
-
-def speed_line(tokens: int, seconds: float, tokens_per_step: float) -> str:
-    """Format the number of generated tokens, the tokens per second and the mean tokens per step as one line."""
-    return f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} a second, {tokens_per_step:.2f} a step"
-
-
-def warn_if_useless(tokens: int, tokens_per_step: float, nodes: int, texts: int = 1) -> None:
-    """Warn if hardly any guess of the heads was accepted: fewer than 1.15 tokens per step.
-
-    There is no warning if too little was generated to tell: at most 64 tokens, or at most 16 for each of the `texts`,
-    which ended early. With one node (`nodes`), nothing was guessed."""
-    if nodes != 1 and tokens > max(64, 16 * texts) and tokens_per_step < 1.15:
-        warn("hardly any guess was accepted: these heads do not fit this backbone (another model, or another dtype?)")

@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING
 from decode.strategies.options import require_no_compiled_grammar
 from medusa.errors import RequestError, require_extra
 from medusa.options import Options, option
+from medusa.places import require_file
 
 if TYPE_CHECKING:
     from decode.settings import Settings
 
 
 class Structured(Options):
-    json_schema: str | None = option(None, "write JSON that follows the JSON schema in FILE", metavar="FILE")
+    json_schema: str | None = option(
+        None, "write JSON that follows the JSON schema in FILE", metavar="FILE", exists=require_file
+    )
     grammar: str | None = option(
-        None, "write texts that follow the grammar in FILE, in llguidance's form of Lark", metavar="FILE"
+        None,
+        "write texts that follow the grammar in FILE, in llguidance's form of Lark",
+        metavar="FILE",
+        exists=require_file,
     )
 
     def __post_init__(self) -> None:

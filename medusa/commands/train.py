@@ -15,12 +15,15 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
+from typing import Self
 
+from medusa.commands.inputs import require_recipe_inputs
 from medusa.commands.options import Output, RuntimeOptions
 from medusa.commands.prompting import template_option
 from medusa.errors import Interrupted, RequestError
 from medusa.options import REQUIRED, Options, count, group, option
 from medusa.records.template import template_options
+from train.recipe_file import read_recipe
 
 
 class TrainOptions(Options):
@@ -59,6 +62,11 @@ class TrainOptions(Options):
     )
     runtime: RuntimeOptions = group(RuntimeOptions, "runtime", only=("threads",))
     output: Output = group(Output, "output")
+
+    def completed(self) -> Self:
+        """Return the options, if the recipe can be read, and all inputs that it names exist."""
+        require_recipe_inputs(read_recipe(self.config, list(self.overrides)))
+        return self
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,4 +14,5 @@ REMOVED = dict.fromkeys(
     ("tensorrt-llm", "modelopt"),
     "TensorRT-LLM has deleted the engines that ran Medusa heads; train heads.kind=eagle heads.block=gated for vLLM",
 )
-"""Formats that earlier versions wrote, with the reason why this one does not."""
+REMOVED["ollama"] = "Ollama loads no heads; llama.cpp, on which it is built, does: --to llama.cpp"
+"""Formats that this version does not write, with the reason."""

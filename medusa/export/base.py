@@ -67,18 +67,19 @@ def served_dtype(export: Export) -> str:
     return dtype_name(dtype or export.heads.dtype)
 
 
-def require_square(config: MedusaConfig, name: str, kinds: str = "heads.kind=medusa") -> None:
+def require_square(config: MedusaConfig, name: str, instead: str = "") -> None:
     """Raise RequestError unless the heads are plain Medusa heads with square blocks (Medusa paper, section 2.1).
 
-    The message contains the format's `name`. For another kind, it advises to train with the settings in `kinds`."""
+    The message contains the format's `name`. It advises to train with other settings, by default with the nearest that
+    the format takes, else with those in `instead`."""
     for is_wrong, found, way_out in (
-        (class_of(config.kind).form != "medusa", f"kind {config.kind}", kinds),
+        (class_of(config.kind).form != "medusa", f"kind {config.kind}", "heads.kind=medusa"),
         (config.prefix_layers, f"{config.prefix_layers} prefix layers", "heads.prefix_layers=0"),
         (config.vocabulary, f"a vocabulary of {config.vocabulary} tokens", "heads.vocabulary=0"),
         (config.block != "square", f"{config.block} blocks", "heads.block=square"),
     ):
         if is_wrong:
-            raise RequestError(f"{name} cannot hold heads with {found}; train them with {way_out}")
+            raise RequestError(f"{name} cannot hold heads with {found}; train them with {instead or way_out}")
 
 
 def quoted(argument: str | Path) -> str:

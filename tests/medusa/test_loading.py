@@ -180,7 +180,7 @@ def test_wrong_gguf_requests(
     (tmp_path / "model.safetensors").touch()
     assert gguf_file(str(tmp_path)) is None, "a model in the format of transformers"
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(RequestError, match=r"gguf is not installed; type: pip install 'medusa-heads\[gguf\]'"):
+    with pytest.raises(RequestError, match=r"gguf is not installed; type: pip install 'gguf>="):
         load_backbone(str(written[0]))
 
 

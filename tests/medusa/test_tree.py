@@ -12,7 +12,8 @@ import torch
 import medusa.tree
 from decode.topology import Topology
 from medusa import RequestError, Tree
-from medusa.tree import MAX_NODES, load_tree, named_trees
+from medusa.shipped import named_trees
+from medusa.tree import MAX_NODES, load_tree
 from tests.helpers import random_tree
 
 

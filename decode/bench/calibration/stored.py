@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -97,6 +98,18 @@ class Calibration:
         return self.points[self.chosen if self.chosen_tree is None else self.chosen_tree]
 
     @property
+    def why_not_fastest(self) -> str:
+        """Why the best tree is not the one with the most tokens per second; empty if it is."""
+        most = max(point.tokens_per_second for point in self.points) / self.best.tokens_per_second
+        if most == 1:
+            return ""
+        if self.best.nodes == 1:
+            return f"Another tree seems {most - 1:.1%} faster, which is within the error of timing."
+        return (
+            f"Another tree seems {most - 1:.1%} faster; the chosen one was timed again, with fewer or more candidates."
+        )
+
+    @property
     def tree(self) -> Layout:
         """The best tree for the heads alone, in the form that drafters accept: static or dynamic."""
         return self.tree_of(self.of_heads)
@@ -190,10 +203,20 @@ def stored_fit(tree: DynamicTree, places: Sequence[Path], heads: MedusaHeads) ->
 
 def calibrations_of(folder: Path) -> list[Json]:
     """Load the calibrations in a folder of heads as JSON, except those made with other weights of the heads."""
-    kept = list(_entries([folder / FILE]))
+    return _made_with(MedusaHeads.from_pretrained(folder), [folder / FILE])
+
+
+def calibrations_for(heads: MedusaHeads, folder: Path | None) -> list[Calibration]:
+    """Load the calibrations of these heads in their `folder` and in the user's cache."""
+    return [TypeAdapter(Calibration).validate_python(entry) for entry in _made_with(heads, files_for(folder))]
+
+
+def _made_with(heads: MedusaHeads, places: Sequence[Path]) -> list[Json]:
+    """Return the calibrations in the files `places` that were made with these heads."""
+    kept = list(_entries(places))
     # The fingerprint is that of heads in the dtype of the backbone.
     dtypes = {entry["holds_for"]["dtype"] for entry in kept}
-    prints = {dtype: heads_fingerprint(MedusaHeads.from_pretrained(folder, dtype=DTYPES[dtype])) for dtype in dtypes}
+    prints = {dtype: heads_fingerprint(copy.deepcopy(heads).to(DTYPES[dtype])) for dtype in dtypes}
     return [entry for entry in kept if entry["holds_for"]["heads"] == prints[entry["holds_for"]["dtype"]]]
 
 

@@ -22,7 +22,7 @@ from decode.bench.losslessness.verify import VerificationResult
 from decode.bench.report import plots
 from decode.bench.result import BenchmarkResult, counted
 from decode.rules import is_lossy
-from medusa.files import readable, write_text
+from medusa.files import per_second, readable, write_text
 
 SHOWN_SHARE = 0.01  # nodes that a smaller share of steps accepts are not drawn; dynamic trees have many of them
 
@@ -44,6 +44,7 @@ class ReportPage:
             autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader
         )
         jinja.filters |= {"interval": interval_in_words, "bytes": readable, "counted": counted}
+        jinja.filters["rate"] = per_second
         jinja.filters["fixed"] = lambda value, digits=0: f"{value:.{digits}f}"
         html = jinja.get_template(self.template).render(
             self.content,

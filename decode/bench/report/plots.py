@@ -14,7 +14,7 @@ from decode.bench.compare import Comparison
 from decode.bench.figures import AcceptedNode, Interval, MethodFigures, PositionFigures
 from decode.bench.losslessness.cases import Case
 from decode.bench.result import TemperatureFigures
-from medusa.files import read_json
+from medusa.files import per_second, read_json
 
 FOLDER = Path(__file__).parent
 COLORS: dict[str, tuple[str, str]] = read_json(FOLDER / "colors.json")
@@ -49,7 +49,7 @@ def speedups(
 ) -> None:
     """Draw each method's speedup over plain decoding as a bar, with its interval. `ink`: colour, as in `bars`."""
     rows = {name: (its.speedup, its.speedup_interval) for name, its in methods.items()}
-    bars(axes, rows, title, "{:.2f} x", ink)
+    bars(axes, rows, title, "{:.2f} x".format, ink)
     axes.axvline(1, color=INK["faint"], linewidth=0.8, linestyle=":")
 
 
@@ -57,13 +57,17 @@ def rates(axes: Axes, methods: Mapping[str, MethodFigures]) -> None:
     """Draw tokens per second of each method: the median round, and the range from the slowest round to the fastest."""
     found = {name: figures.tokens_per_second for name, figures in methods.items()}
     rows = {name: (rate.median, (rate.min, rate.max)) for name, rate in found.items()}
-    bars(axes, rows, "tokens per second", "{:.0f}")
+    bars(axes, rows, "tokens per second", per_second)
 
 
 def bars(
-    axes: Axes, rows: Mapping[str, tuple[float, Interval | None]], title: str, form: str, ink: str = "blue"
+    axes: Axes,
+    rows: Mapping[str, tuple[float, Interval | None]],
+    title: str,
+    form: Callable[[float], str],
+    ink: str = "blue",
 ) -> None:
-    """Draw a horizontal bar for each name, with its value in the format `form` and with its interval, if it has one.
+    """Draw a horizontal bar for each name, with its value as `form` writes it and with its interval, if it has one.
 
     A bar whose name is a key of `INK` gets that colour; all other bars get the colour `INK[ink]`."""
     colors = [INK.get(name, INK[ink]) for name in rows]
@@ -71,8 +75,9 @@ def bars(
     ends = [max([value, *(span or [])]) for value, span in rows.values()]
     for place, ((value, span), end) in enumerate(zip(rows.values(), ends, strict=True)):
         if span is not None:
-            axes.plot(span, [place, place], color=INK["ink"], lw=1.4, marker="|", markersize=7, path_effects=[HALO])
-        label = axes.annotate(form.format(value), (end, place), (6, 0), textcoords="offset points", va="center")
+            axes.plot(span, [place, place], color=INK["ink"], lw=1.4, path_effects=[HALO])
+            axes.plot(span, [place, place], color=INK["ink"], linestyle="", marker="|", markersize=7)  # one cap an end
+        label = axes.annotate(form(value), (end, place), (6, 0), textcoords="offset points", va="center")
         label.set_bbox({"facecolor": INK["paper"], "edgecolor": "none", "pad": 1})  # hides a line behind the text
     axes.set(title=title, xlim=(0, 1.25 * max([*ends, 1e-9])))
     axes.invert_yaxis()

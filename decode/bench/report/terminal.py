@@ -14,6 +14,7 @@ from decode.bench.losslessness.cases import WHOLE_SHARE, figures_table
 from decode.bench.losslessness.verify import VerificationResult
 from decode.bench.result import FASTER, BenchmarkResult, counted
 from decode.rules import is_lossy
+from medusa.files import per_second
 from medusa.tables import print_table
 
 
@@ -23,7 +24,7 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
     rows = []
     for name, figures in result.methods.items():
         rate, tau = figures.tokens_per_second, f"{figures.tau:.2f}" if figures.steps else ""
-        rates = (f"{rate.median:.0f}", f"{rate.min:.0f}-{rate.max:.0f}")
+        rates = (per_second(rate.median), f"{per_second(rate.min)}-{per_second(rate.max)}")
         equal = f"{figures.equal_to_plain:.0%}" if settings.temperature == 0 else "(sampled)"
         rows.append([name, *rates, tau, f"{figures.speedup:.2f}", f"{figures.speedup_vs_generate:.2f}", equal])
     print_table(
@@ -128,6 +129,8 @@ def print_calibration(console: Console, found: Calibration, measured: float | No
         console.print(f"chosen: --drafter {found.best.drafter}", markup=False)
     if found.best.nodes == 1:
         console.print("plain decoding is fastest here: these heads guess too little for the cost of a tree")
+    elif found.why_not_fastest:
+        console.print(found.why_not_fastest, highlight=False)
     if found.shortlist is not None:
         console.print(f"fastest with {found.shortlist} candidates of each head")
     if measured is not None:

@@ -42,8 +42,10 @@ const steps = (() => {
     document.querySelectorAll(".step.shown").forEach((other) => other.classList.remove("shown"));
     step.classList.add("shown");
     box.classList.add("open");
-    if (matchMedia("(max-width: 720px)").matches) { // the style sheet puts the panel at the bottom
+    box.style.bottom = "";
+    if (matchMedia("(max-width: 720px)").matches) { // the style sheet makes the panel as wide as the page
       box.style.left = box.style.top = "";
+      box.style.bottom = `${innerHeight - document.querySelector(".ask").getBoundingClientRect().top + SPACE}px`;
       return;
     }
     const at = step.getClientRects()[0], below = [...step.getClientRects()].at(-1).bottom + SPACE;

@@ -32,7 +32,7 @@ from medusa.files import Json, disk_may_fill, require_writable, write_json
 from medusa.interruptions import interruptible
 from medusa.options import REQUIRED, count, group, option
 from medusa.records.record import Record, naming
-from medusa.records.sources import SETTINGS
+from medusa.records.sources import SETTINGS, require_records
 from medusa.records.template import template_options
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ class DistillOptions(CommandOptions):
         None, "generate N texts after the BOS token alone, without prompts", brief="generate N texts without prompts"
     )
     self_talk_seeds: str | None = option(
-        None, "with --self-talk: continue the texts in FILE, in turn, instead of the BOS token", metavar="FILE"
+        None,
+        "with --self-talk: continue the texts in FILE, in turn, instead of the BOS token",
+        metavar="FILE",
+        exists=require_records,
     )
     prefix_tokens: int | None = count(None, "continue only the first K tokens of each prompt or seed", "K")
     max_turns: int | None = count(None, "answer only the first N questions of a conversation")

@@ -9,6 +9,7 @@ interrupted run. At the end, the output folder holds the heads, a report (report
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from medusa.commands.fit.options import FitOptions, choose_heads
 from medusa.commands.options import Output
-from medusa.errors import Interrupted
+from medusa.errors import Interrupted, RequestError
 from medusa.interruptions import interruptible
 
 if TYPE_CHECKING:
@@ -42,9 +43,13 @@ def fit(options: FitOptions) -> FitState | None:
     from medusa.commands.fit.state import FitState, remove_earlier
     from train.hardware import require_own_device
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        way = "start it without torchrun; for several GPUs, add --device auto, or train by torchrun -m medusa train"
+        raise RequestError(f"medusa fit runs as one process, and a launcher started several; {way}")
     require_own_device(options.load.device)
     records = options.prompts.read()
-    state = FitState(options.folder, options.request(digest(records)), overwrite=options.overwrite)
+    request, command = options.request(digest(records)), options.output.continuing
+    state = FitState(options.folder, request, options.overwrite, command)
     if state.finished and not options.plan:
         options.output.note(f"{options.folder} is finished; --overwrite starts again")
         return state

@@ -16,6 +16,7 @@ from medusa.errors import RequestError, choose_one_of
 from medusa.files import ASSETS, Json, require_writable_folder
 from medusa.heads import KINDS, kinds_where
 from medusa.options import REQUIRED, LoadOptions, Options, count, group, option
+from medusa.places import require_backbone
 
 PURPOSES = ("transformers", "vllm", "sglang")
 STATE = "fit.json"  # in the output folder: the request, the plan and the results of finished stages
@@ -32,6 +33,7 @@ class FitOptions(Options):
         metavar="MODEL",
         positional=True,
         brief="speed up this model: a folder, a GGUF file, a Hub id, or demo",
+        exists=require_backbone,
     )
     prompts: Prompts = group(Prompts, "prompts", without=("prompt", "skip_long"), prompts=REQUIRED)
     out: str | None = option(
@@ -88,6 +90,9 @@ class FitOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.purpose in ("ollama", "llama.cpp"):
+            way = "llama.cpp loads the heads of --for vllm, after medusa export HEADS --to llama.cpp"
+            raise RequestError(f"--for is {self.purpose!r}; {way}" + "; Ollama loads none" * (self.purpose == "ollama"))
         if self.purpose not in PURPOSES:
             raise RequestError(f"--for is {self.purpose!r}; {choose_one_of(self.purpose, PURPOSES)}")
         if self.kind is not None and self.kind not in KINDS:

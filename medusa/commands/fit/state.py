@@ -19,13 +19,14 @@ Planned = tuple[Probe, Plan, list[HeadsChoice]]
 class FitState:
     """The request of a run and the figures of its finished stages, kept in `fit.json` after every change."""
 
-    def __init__(self, folder: Path, request: Json, overwrite: bool = False) -> None:
+    def __init__(self, folder: Path, request: Json, overwrite: bool = False, command: str = "") -> None:
         """Open the state of the run in `folder`, or begin a new one if there is none, or with `overwrite`.
 
-        Nothing is written yet. Raise RequestError if the folder holds a run with another request."""
+        Nothing is written yet. `command` is the command line that continues a new run. Raise RequestError if the folder
+        holds a run with another request; the message names the command that continues that run."""
         self.folder, self.path = folder, folder / STATE
         self.work = folder / WORK
-        self.content: Json = {"request": request, "stages": {}}
+        self.content: Json = {"request": request, "command": command, "stages": {}}
         self.results: Json = {}  # all results of the finished benchmark
         if overwrite or not self.path.exists():
             return
@@ -39,9 +40,10 @@ class FitState:
                 own = {"model": "MODEL", "purpose": "--for", "tokens": "--max-new-tokens"}
                 option = own.get(name, f"--{name.replace('_', '-')}")
                 what = "other prompts" if name == "prompts" else f"{option} {held.get(name)!r}, not {value!r}"
+                same = found.get("command") or "type the same command"  # runs of earlier versions have none
                 raise RequestError(
-                    f"{folder} holds a run with {what}; type the same command to continue it, choose another --output, "
-                    "or add --overwrite to start again"
+                    f"{folder} holds a run with {what}; to continue it: {same}; or choose another --output, or add "
+                    "--overwrite to start again"
                 )
         if "benchmark" in self.stages:
             self.results = read_json(folder / RESULTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +21,8 @@ from decode.bench.figures import interval_in_words
 from decode.bench.report.page import benchmark_page
 from decode.bench.report.plots import COLORS
 from decode.bench.result import FASTER, BenchmarkResult
+from decode.settings import Settings
+from medusa.files import per_second
 from tests.decode.bench.made_up import outcome
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -86,7 +89,7 @@ def assert_figures_are_the_jsons(html: str, content: dict[str, Any]) -> None:
         ]
         assert expected in seen.rows
         assert f"{figures['speedup']:.2f} x" in seen.drawn
-        assert f"{rate['median']:.0f}" in seen.drawn
+        assert per_second(rate["median"]) in seen.drawn
     for name, figure in (("over the steps of all texts", "tau"), ("mean of each text's tau", "mean_tau")):
         assert [name, f"{medusa[figure]:.3f}", interval_in_words(medusa[f"{figure}_interval"])] in seen.rows
     for depth, share in enumerate(medusa["accepted_by_depth"], 1):
@@ -158,12 +161,29 @@ def test_only_a_gain_is_shown_as_a_big_number() -> None:
     assert "<title>No measurable gain over plain decoding: demo" in page
 
 
+def test_the_page_folds_what_changes_nothing_and_ends_with_a_command() -> None:
+    result = outcome([0.5, 0.4])
+    result.settings.generation = Settings().to_dict() | {"top_k": 5, "epsilon": 0.2}
+    page = written(result)
+    shown, _, folded = page.partition("<summary>Options without effect here</summary>")
+    for name, place in (("top k", shown), ("rounds", shown), ("top p", folded), ("epsilon", folded)):
+        assert f"<td>{name}</td>" in place
+    assert page.count("<details>") > 4
+    heads = result.settings.heads
+    assert result.next_commands[0] == f"medusa generate {shlex.quote(heads)} --prompt 'Once upon a time'"
+    assert page.rindex("<pre>medusa generate ") > page.rindex("<table")
+    slower = outcome([1.5, 1.4])
+    assert slower.next_commands == [f"medusa calibrate {shlex.quote(heads)} --prompts FILE"]
+    slower.settings.heads, slower.settings.drafter, slower.machine.dtype = None, "ngram", "bfloat16"
+    assert "--drafter ngram --dtype bfloat16" in slower.next_commands[1]
+
+
 def test_a_page_without_a_command_has_no_empty_box() -> None:
     result = outcome([0.5, 0.4])
-    assert "<pre>" in written(result)
+    assert written(result).count("<pre>") == 2
     result.settings.command = ""
     page = written(result)
-    assert "<pre>" not in page
+    assert page.count("<pre>") == 1, "what to type next"
     assert "<tr></tr>" not in page.replace("<th></th>", ""), "a table without headings has no row for them"
 
 

@@ -282,6 +282,10 @@ def test_a_tree_must_be_clearly_faster() -> None:
     """Timing errs by one or two percent: a predicted gain below 2 % keeps plain decoding."""
     plain, tree = CalibrationPoint(1, [], tau=1.0, step_ms=10.0), CalibrationPoint(4, [[0]], tau=1.01, step_ms=10.0)
     assert calibrate.best_of([plain, tree]) == 0
+    kept = Calibration([plain, tree], 0, [], {}, RecordedTexts(1))
+    assert kept.why_not_fastest == "Another tree seems 1.0% faster, which is within the error of timing."
+    again = Calibration([plain, tree, replace(tree, step_ms=9.0)], 1, [], {}, RecordedTexts(1))
+    assert "Another tree seems 11.1% faster; the chosen one was timed again" in again.why_not_fastest
     assert calibrate.best_of([plain, tree, CalibrationPoint(6, [[0]], tau=1.03, step_ms=10.0)]) == 2
 
 

@@ -21,7 +21,8 @@ from decode.serve.worker import BatchRow, BatchWorker
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
 from decode.texts import TextGenerator, stepper_for
-from medusa.tree import Tree, named_trees
+from medusa.shipped import named_trees
+from medusa.tree import Tree
 from tests.decode.serve.server_tools import PROMPTS, expected, said
 from tests.decode.serve.server_tools import decode as decode_rows
 from tests.decode.serve.test_joining import GREEDY, KINDS, alone, arrivals, decode

@@ -17,12 +17,14 @@ from nicegui import ui
 from nicegui.testing import user_simulation
 
 from decode.draft import DraftRecord
-from decode.serve.chat import ChatWorker, Conversation, Side, Snapshot, verdict
+from decode.serve.chat import ChatWorker, Conversation, Side, Snapshot, Verdict, verdict
 from decode.serve.chat_card import marked
 from decode.serve.chat_options import NO_DRAFTER, drafters_of
 from decode.serve.chat_page import ChatPage, PageConfig
 from decode.settings import Settings
 from decode.texts import Result, TextGenerator
+from medusa.commands.speed import speed_line
+from medusa.files import per_second
 from medusa.records.pieces import TextPiece, TextStream
 from tests.decode.serve.server_tools import begin, demo_generator
 from tests.train.templates import CHATML
@@ -67,31 +69,56 @@ def side(ids: list[int], seconds: float, reason: str = "length") -> Any:
     return SimpleNamespace(result=result, finished=True, pieces=[], drafts=[])
 
 
+EVEN = "about the same speed"
 SAME, TIED = "the same text, token for token", "two tokens are nearly tied, and rounding decides"
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "settings", "faster", "told"),
+    ("theirs", "ours", "settings", "speed", "told"),
     [
-        (side([1, 2], 2.0), side([1, 2], 1.0), SHORT, "2.00×", SAME),
-        (side([], 1.0), side([], 0.5), SHORT, None, SAME),
+        (side([1, 2], 2.0), side([1, 2], 1.0), SHORT, "2.00× as fast", SAME),
+        (side([], 1.0), side([], 0.5), SHORT, "", SAME),
         (
             side([1, 2], 1.0),
             side([1, 2], 0.5, "stopped"),
             SHORT,
-            None,
+            "",
             "stopped: speeds are compared only for",
         ),
-        (side([1, 2], 1.0), side([1], 0.5), SHORT, None, f"at token 2: {TIED}. Speeds are compared only for texts of"),
-        (side([1, 2], 1.0), side([1, 3], 1.0), SHORT, "1.00×", f"the texts diverge at token 2: {TIED}"),
-        (side([1], 1.0), side([3], 1.0), Settings(temperature=1.0), "1.00×", "two samples of the same distribution"),
-        (side([1], 1.0), side([3], 1.0), Settings(acceptance="topk:2"), "1.00×", "acceptance topk:2 is lossy"),
+        (side([1, 2], 1.0), side([1], 0.5), SHORT, "", f"at token 2: {TIED}. Speeds are compared only for texts of"),
+        (side([1, 2], 1.0), side([1, 3], 1.0), SHORT, EVEN, f"the texts diverge at token 2: {TIED}"),
+        (side([1], 1.0), side([3], 1.0), Settings(temperature=1.0), EVEN, "two samples of the same distribution"),
+        (side([1], 1.0), side([3], 1.0), Settings(acceptance="topk:2"), EVEN, "acceptance topk:2 is lossy"),
     ],
 )
-def test_the_verdict_of_a_race(theirs: Any, ours: Any, settings: Settings, faster: str | None, told: str) -> None:
+def test_the_verdict_of_a_race(theirs: Any, ours: Any, settings: Settings, speed: str, told: str) -> None:
     found = verdict(theirs, ours, settings)
-    assert found.faster == faster
+    assert found.speed == speed
     assert told in found.same
+
+
+@pytest.mark.parametrize(
+    ("ratio", "speed"),
+    [
+        (0.94, "6 % slower"),
+        (0.964, "4 % slower"),
+        (0.966, EVEN),
+        (1.0, EVEN),
+        (1.034, EVEN),
+        (1.04, "1.04× as fast"),
+        (None, ""),
+    ],
+)
+def test_only_a_visibly_faster_drafter_is_called_faster(ratio: float | None, speed: str) -> None:
+    found = Verdict(ratio, SAME)
+    assert found.speed == speed
+    assert found.is_faster == ("as fast" in speed)
+
+
+@pytest.mark.parametrize(("rate", "shown"), [(31.04, "31.0"), (99.94, "99.9"), (99.96, "100"), (1054.4, "1054")])
+def test_slow_rates_have_a_decimal(rate: float, shown: str) -> None:
+    assert per_second(rate) == shown
+    assert speed_line(round(100 * rate), 100.0, 1.0).split()[2] == shown
 
 
 def sides_of(generator: TextGenerator, message: str = "Once upon a time") -> list[Side]:
@@ -205,6 +232,20 @@ def test_an_answer_that_is_not_written_again_is_kept(generator: TextGenerator) -
         assert page.conversation.turns == before
         assert [exchange.turn for exchange in page.history.exchanges] == before
         assert len(page.articles) == 1
+
+    simulated(generator, scene)
+
+
+def test_a_message_sent_too_early_stays_in_the_field(generator: TextGenerator) -> None:
+    async def scene(user: Any, pages: list[ChatPage]) -> None:
+        (page,) = pages
+        with user:
+            page.stopped = threading.Event()  # an answer is being written
+            page.input.value = "And then?"
+            await page._ask()
+        assert page.input.value == "And then?"
+        assert user.notify.messages == ["the answer is not finished: wait, or stop it first"]
+        assert page.articles == []
 
     simulated(generator, scene)
 

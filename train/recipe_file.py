@@ -1,0 +1,46 @@
+"""The content of a training recipe: a YAML file, with overrides from the command line. It imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from medusa.errors import RequestError
+from medusa.files import Json
+from medusa.shipped import recipe_file
+
+
+def read_recipe(path: str | Path, overrides: list[str]) -> Json:
+    """Read the content of a recipe, without a check of its keys; see `train.recipe.load_recipe`."""
+    path = recipe_file(path)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
+        raise RequestError(f"{path} is not YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(content, dict):
+        raise RequestError(f"{path} must hold a mapping with backbone, data, output_dir, heads and training")
+    for override in overrides:
+        _apply_override(content, override)
+    return content
+
+
+def _apply_override(content: Json, override: str) -> None:
+    """Apply an override `section.key=value` to the content of a recipe. The value is read as YAML."""
+    name, separator, text = override.partition("=")
+    if not separator or not name:
+        raise RequestError(f"{override!r} is no override; write key=value, for example training.learning_rate=1e-3")
+    *parents, last = name.split(".")
+    place = content
+    for parent in parents:
+        if isinstance(place.get(parent), str) and parent in ("data", "eval_data"):
+            place[parent] = {"path": place[parent]}
+        if place.get(parent) is None:  # missing, or a section of which all keys are comments
+            place[parent] = {}
+        place = place[parent]
+        if not isinstance(place, dict):
+            raise RequestError(f"cannot set {name}: {parent} is not a mapping")
+    try:
+        place[last] = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise RequestError(f"{override!r}: {text!r} is not YAML; quote it") from None
