@@ -21,6 +21,7 @@ from transformers import (
     GgufConfig,
 )
 
+from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, read_json
 from medusa.gguf import gguf_file, read_gguf
@@ -165,10 +166,12 @@ def load_tokenizer(name: str, options: LoadOptions = LOAD_DEFAULTS) -> PreTraine
 
 def _dtype(options: LoadOptions, kind: str) -> torch.dtype | str:
     """Return the dtype of plain weights and of all inputs on a device of this kind; "auto": the checkpoint's."""
-    packed = options.quantization == "int4" and kind == "cuda"
-    if packed and options.dtype not in (None, "bfloat16"):
+    packed, auto = options.quantization == "int4" and kind == "cuda", options.dtype == "auto"
+    if packed and options.dtype not in (None, "auto", "bfloat16"):
         raise RequestError(f"--quantization int4 needs bfloat16 on a GPU, not --dtype {options.dtype}; leave it out")
-    if options.dtype is not None:
+    if auto and kind == "cpu" and options.quantization is None and has_fast_bfloat16():
+        return torch.bfloat16
+    if options.dtype is not None and not auto:
         return DTYPES[options.dtype]
     return torch.float32 if kind == "cpu" else torch.bfloat16 if packed else "auto"
 

@@ -251,7 +251,6 @@ def measure(
         require_same_prompts(options, records, earlier)  # before the weights are loaded and a tree is calibrated
     opened = models.open_models(options, records, options.drafters, calibrates, options.prompts.skip_long)
     source, *others = opened.drafters
-    models.hint_at_bfloat16(opened.loaded, output)
     with output.progress_bars() as start_progress:
         job = BenchmarkJob(
             **opened.job(),

@@ -92,7 +92,6 @@ def find_tree(options: CalibrateOptions) -> Calibration:
         options, records, [options.models.drafter], calibrates=False, skip_long=options.prompts.skip_long
     )
     loaded, settings, prompts, heads = opened.loaded, opened.settings, opened.prompts, opened.drafters[0].heads
-    models.hint_at_bfloat16(loaded, output)
     model, tokenizer = loaded.model, loaded.tokenizer
     assert heads is not None  # the drafter is `heads` or `mtp`
     eager = replace(settings, compile=False)  # only the timing needs compiled steps

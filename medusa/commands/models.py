@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from decode.compiled.stepper import require_compilable, why_not_compiled, why_rope_not_compiled
@@ -23,11 +22,11 @@ from decode.strategies.contrastive import Amateur, Contrast
 from decode.strategies.grammar import Grammars
 from decode.texts import Result, TextGenerator
 from medusa.backbone import Backbone, require_tree_support
-from medusa.commands.options import CommandOptions, Output, warn
+from medusa.commands.cpu import load_tuned
+from medusa.commands.options import CommandOptions, warn
 from medusa.commands.prompting import PromptForm, fitting, prompt_form
 from medusa.commands.structured import Structured
 from medusa.commands.trees import HEADS, choose_drafter, tree_json
-from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
 from medusa.fingerprint import differs
 from medusa.heads.independent import MedusaHeads
@@ -106,8 +105,9 @@ class Opened:
 
     @cached_property
     def loaded(self) -> Loaded:
-        """The backbone with its tokenizer."""
-        return self.command.files.load()
+        """The backbone with its tokenizer, which is loaded and tuned for this machine at the first use."""
+        command = self.command
+        return load_tuned(command.files, command.runtime.threads, command.output).loaded
 
     def load(self, samples: bool = True) -> None:
         """Load the backbone, and settle the settings; see `open_models`."""
@@ -287,13 +287,3 @@ def results_json(command: CommandOptions, opened: Opened, results: Sequence[Resu
         "nodes": None if source is None else source.num_nodes,
     }
     return {"settings": about, "results": [one.to_json(opened.loaded.tokenizer, settings.stop) for one in results]}
-
-
-def hint_at_bfloat16(loaded: Loaded, output: Output) -> None:
-    """Recommend bfloat16 if a float32 model of over 20 million parameters runs on a CPU that is fast at bfloat16."""
-    model = loaded.model
-    slow = model.dtype == torch.float32 and model.device.type == "cpu" and model.num_parameters() > 20_000_000
-    if slow and has_fast_bfloat16():
-        output.note(
-            "hint: try --dtype bfloat16, at which this CPU is fast: 8 nodes cost about 1.2 plain steps, not 1.8"
-        )

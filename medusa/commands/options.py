@@ -136,7 +136,9 @@ class RuntimeOptions(Options):
         brief="seed all random numbers with N",
     )
     threads: int | None = count(
-        None, "use N CPU threads; fewer can be faster (default: PyTorch's choice)", brief="use N CPU threads"
+        None,
+        "use N CPU threads (default: the fastest in a short trial; PyTorch's choice with --quiet or a small model)",
+        brief="use N CPU threads (default: by a short trial)",
     )
 
     def prepare(self) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import peft
@@ -31,9 +30,7 @@ from decode.texts import Result
 from medusa.__main__ import main
 from medusa.backbone import Backbone
 from medusa.commands import generate as generate_command
-from medusa.commands import models
 from medusa.commands.datastore import PIECE
-from medusa.commands.options import Output
 from medusa.commands.speed import warn_if_useless
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
@@ -856,24 +853,6 @@ def test_control_c_prints_no_traceback(medusa: Any, place: Place, monkeypatch: p
 
     monkeypatch.setattr(MedusaHeads, "from_pretrained", interrupted)
     assert medusa("info", place.heads) == (130, "", "medusa info: interrupted\n")
-
-
-def test_float32_where_bfloat16_is_fast_gets_one_hint(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The hint appears only for larger models in float32 on processors with bfloat16, and never with --quiet."""
-
-    def told(parameters: int, dtype: torch.dtype, fast: bool, quiet: bool = False) -> int:
-        model = SimpleNamespace(dtype=dtype, device=torch.device("cpu"), num_parameters=lambda: parameters)
-        loaded: Any = SimpleNamespace(model=model)
-        monkeypatch.setattr(models, "has_fast_bfloat16", lambda: fast)
-        models.hint_at_bfloat16(loaded, Output(quiet=quiet))
-        return capsys.readouterr().err.count("try --dtype bfloat16")
-
-    large = 100_000_000
-    assert told(large, torch.float32, True) == 1
-    assert told(10_000, torch.float32, True) == told(large, torch.bfloat16, True) == 0
-    assert told(large, torch.float32, False) == told(large, torch.float32, True, quiet=True) == 0
 
 
 # --- drafters other than heads ---------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ def fit(options: FitOptions) -> FitState | None:
         state.keep_plan(probe, plan, choices)
         if is_new:  # otherwise a change is written with the next stage
             state.write()
+        if options.load.dtype == "auto" or probe.bfloat16:  # stages neither choose nor advise again
+            options = replace(options, load=replace(options.load, dtype=probe.dtype))
         make(Run(options, state.work, plan, probe), state, sides, choices)
     return state
 
@@ -73,6 +75,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     """Check the model and plan the run, or take both from the `state`; print the plan."""
     from decode.settings import Settings
     from medusa.backbone import Backbone
+    from medusa.commands.cpu import load_tuned
     from medusa.commands.distill.tasks import tasks_of
     from medusa.commands.fit.plan import (
         compiled_steps,
@@ -100,11 +103,12 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
             plan = replace(plan, compiled=compiled_steps(options, found))
     else:
         options.runtime.prepare()
-        with options.output.stage("loading and timing the model"):
-            loaded = files.load()
+        tuned = load_tuned(files, options.runtime.threads, options.output, trains=True)
+        loaded = tuned.loaded
+        with options.output.stage("timing the model"):
             form = prompt_form(options.raw, files.tokenizer, options.model, options=options.template_option)
             tasks = tasks_of(sides.train, files.tokenizer, form, None, None)
-            found = probe(loaded, tasks, text_settings(options, Backbone(loaded.model).context))
+            found = probe(tuned, tasks, text_settings(options, Backbone(loaded.model).context))
             if compiled_steps(options, found):  # the plan must know, not a stage after text and training
                 found = replace(found, not_compiled=why_not_decoded(loaded, settings))
             choices = choose_heads(options)
@@ -112,7 +116,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
             plan = make_plan(options, found, costs, len(sides.train), len(sides.test))
         if warning := lacking_memory(plan, devices_of(loaded.model)):
             warn(warning)
-        del loaded
+        del loaded, tuned
     for line in describe(plan, found, choices, options):
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
     if warning := require_disk(plan, options.folder):

@@ -12,6 +12,7 @@ import torch
 from decode.bench.calibration.calibrate import compiled_on_gpu, sizes_for
 from decode.bench.calibration.variants import SHORTLISTS
 from decode.settings import Settings
+from medusa.commands.cpu import GAIN, PRICE
 from medusa.commands.fit.options import FitOptions, HeadsChoice
 from medusa.commands.fit.probe import Probe
 from medusa.config import MedusaConfig
@@ -221,6 +222,7 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
     gpus = [] if probe.device == "cpu" else [f"GPUs         {what_fits(plan)} (computed, not measured)"]
     return [
         f"model        {probe.parameters:,} parameters, {readable(probe.model_bytes)}, on {probe.device}: holds a tree",
+        *dtype_lines(plan, probe, options),
         f"heads        {names} ({choices[0].reason})",
         f"minutes      {plan.minutes:.3g} for text and training ({plan.reason})",
         f"text         {text}: {clock(plan.text_seconds)}",
@@ -233,6 +235,16 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
         f"disk         up to {readable(plan.disk_bytes)} in {options.folder}, where {free} are free",
         f"total        about {clock(plan.seconds)}",
     ]
+
+
+def dtype_lines(plan: Plan, probe: Probe, options: FitOptions) -> list[str]:
+    """Say what another dtype would change, if bfloat16 was measured."""
+    if probe.bfloat16 < GAIN:
+        return []
+    if probe.dtype != "float32":
+        return [f"dtype        {probe.dtype}; in float32 about {clock(plan.seconds * probe.bfloat16)} for the same"]
+    line = f"dtype        float32; with --dtype bfloat16 about {clock(plan.seconds / probe.bfloat16)} for the same"
+    return [line + ("" if options.load.dtype else f", but {PRICE}")]
 
 
 def steps_of(plan: Plan, probe: Probe, options: FitOptions) -> str:

@@ -21,10 +21,12 @@ from decode.settings import Settings
 from decode.texts import TextGenerator, stepper_for
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone
+from medusa.commands.cpu import Tuned
 from medusa.commands.distill.tasks import Task
 from medusa.errors import NotCompilableError
 from medusa.loading import Loaded
 from medusa.memory import bytes_of, free_memory
+from medusa.options import dtype_name
 
 ANSWERED, ANSWERING = 32, 20.0  # prompts that the probe answers, at most, and for how many seconds
 READ = 8  # prompts that are read together, to time it
@@ -54,6 +56,9 @@ class Probe:
     cache_bytes: int  # of a token in the KV cache
     layers: int = 0  # of the model
     not_compiled: str = ""  # why steps of the model cannot be compiled, if anything is known against it
+    dtype: str = ""  # of the model
+    bfloat16: float = 0.0  # how many times as fast bfloat16 makes steps as float32; 0: not measured
+    training_threads: int = 0  # of the CPU, that make large forwards fastest; 0: not measured
 
     def writing_seconds(self, texts: int, most: int) -> float:
         """The seconds to answer so many prompts or conversations, with up to `most` tokens an answer.
@@ -67,10 +72,11 @@ class Probe:
 
 
 @torch.inference_mode()
-def probe(loaded: Loaded, tasks: Sequence[Task], settings: Settings) -> Probe:
+def probe(tuned: Tuned, tasks: Sequence[Task], settings: Settings) -> Probe:
     """Check that a model can hold a tree, do some of the `tasks` with `settings`, and time it, in seconds.
 
     Raise RequestError if the model does not support trees."""
+    loaded = tuned.loaded
     require_tree_forward(loaded.model)
     backbone = Backbone(loaded.model)
     generator = TextGenerator(loaded.model, settings.of_checkpoint(loaded.model.generation_config), loaded.tokenizer)
@@ -99,7 +105,7 @@ def probe(loaded: Loaded, tasks: Sequence[Task], settings: Settings) -> Probe:
         prompt_tokens=mean,
         longest_prompt=longest,
         answer_tokens=answer,
-        read_seconds=_training_forward(backbone),
+        read_seconds=_training_forward(backbone, tuned.training_threads),
         prompt_seconds=prompt_seconds,
         step_seconds=step_seconds,
         width=width.rows,
@@ -107,6 +113,9 @@ def probe(loaded: Loaded, tasks: Sequence[Task], settings: Settings) -> Probe:
         cache_bytes=cached,
         layers=backbone.num_layers,
         not_compiled=why_not_compiled(backbone),
+        dtype=dtype_name(loaded.model.dtype),
+        bfloat16=tuned.bfloat16,
+        training_threads=tuned.training_threads,
     )
 
 
@@ -174,13 +183,15 @@ def _step(generator: TextGenerator, rows: int, length: int) -> float:
     return median(times[1:])
 
 
-def _training_forward(backbone: Backbone) -> float:
-    """The seconds to read one token as part of a batch of random tokens."""
-    generator, times = torch.Generator().manual_seed(0), []
+def _training_forward(backbone: Backbone, threads: int) -> float:
+    """The seconds to read one token as part of a batch of random tokens, with so many CPU threads; 0: as now."""
+    generator, times, before = torch.Generator().manual_seed(0), [], torch.get_num_threads()
+    torch.set_num_threads(threads or before)
     length = min(LENGTH, backbone.context or LENGTH)
     for _ in range(2):
         ids = torch.randint(backbone.vocab_size, (ROWS, length), generator=generator).to(backbone.device)
         start = perf_counter()
         backbone.hidden_states(ids)[0, -1, -1].item()  # waits until the device has computed it
         times.append(perf_counter() - start)
+    torch.set_num_threads(before)
     return min(times) / ids.numel()

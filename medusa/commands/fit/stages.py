@@ -150,7 +150,8 @@ def training_stage(run: Run, choice: HeadsChoice) -> Stage:
         from train.run import finished, train
 
         write_text(path, yaml.safe_dump(content, sort_keys=False))
-        run.options.runtime.prepare()
+        threads = run.options.runtime.threads or run.probe.training_threads or None
+        replace(run.options.runtime, threads=threads).prepare()
         config = parse_recipe(content, str(path))
         if (done := finished(config)) is not None:  # an interruption came before the state was written
             return done.to_dict()
