@@ -137,8 +137,8 @@ class RuntimeOptions(Options):
     )
     threads: int | None = count(
         None,
-        "use N CPU threads (default: the fastest in a short trial; PyTorch's choice with --quiet or a small model)",
-        brief="use N CPU threads (default: by a short trial)",
+        "use N CPU threads (default: PyTorch's choice; to decode large models, the fastest in a trial, unless --quiet)",
+        brief="use N CPU threads",
     )
 
     def prepare(self) -> None:

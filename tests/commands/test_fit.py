@@ -38,6 +38,7 @@ from medusa.commands.fit.plan import (
     REPEATS,
     Costs,
     Plan,
+    clock,
     compiling,
     describe,
     make_plan,
@@ -303,6 +304,27 @@ def test_planned_steps_are_kept_and_impossible_ones_refused_before_any_work() ->
     assert told in describe(planned(compile=True), PROBE, choose_heads(options()), options())
     with pytest.raises(RequestError, match=f"compile is not possible: {SPREAD}; leave it out"):
         planned(replace(PROBE, not_compiled=SPREAD), compile=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gain", "told"),
+    [
+        (
+            "float32",
+            2.0,
+            "dtype        float32; with --dtype bfloat16 about {half} for the same, but texts can differ where",
+        ),
+        ("bfloat16", 2.0, "dtype        bfloat16; in float32 about {twice} for the same"),
+        ("float32", 0.0, ""),
+        ("float32", 1.0, ""),
+    ],
+)
+def test_the_plan_has_the_time_in_both_dtypes(dtype: str, gain: float, told: str) -> None:
+    found, plan = replace(PROBE, dtype=dtype, bfloat16=gain), planned()
+    told = told.format(half=clock(plan.seconds / 2), twice=clock(plan.seconds * 2))
+    lines = describe(plan, found, choose_heads(options()), options())
+    assert any(line.startswith("dtype ") for line in lines) == bool(told)
+    assert "\n".join(line for line in lines if line.startswith("dtype ")).startswith(told)
 
 
 WRITTEN: Any = SimpleNamespace(stages={"text": {"mean_tokens": 100.0}})
