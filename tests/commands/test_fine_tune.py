@@ -15,15 +15,21 @@ from transformers import AutoModelForCausalLM
 
 from medusa import MedusaHeads
 from medusa.commands.fit import stages
+from medusa.commands.fit.options import choose_heads
+from medusa.commands.fit.plan import costs_of
 from medusa.commands.fit.state import FitState
 from medusa.errors import Interrupted, RequestError
 from medusa.files import read_json
 from medusa.fingerprint import fingerprint
+from medusa.loading import Loaded, head_sizes
 from tests.commands.place import Outcome, Place
-from tests.commands.test_fit import OPENINGS, options
+from tests.commands.test_fit import OPENINGS, PROBE, options
 from tests.helpers import LETTERS, random_heads, random_ids, tiny_model
 from tests.train.recipes import run as train
 from tests.train.recipes import same
+from train.config import HeadsConfig
+from train.heads import new_heads
+from train.recipe import parse_recipe
 
 FROZEN = {"learning_rate": 1e-60, "max_steps": 1, "logging_steps": 1}
 
@@ -142,6 +148,18 @@ def test_heads_that_cannot_continue_are_refused_before_the_model_is_loaded(
         (("--start", tmp_path / "absent"), "no heads at .*absent"),
     ):
         assert re.search(told, refused("fit", lora, "--prompts", OPENINGS, "--output", tmp_path / "out", *words))
+
+
+def test_a_layer_for_servers_continues_only_where_the_model_has_the_layers_that_it_reads(tmp_path: Path) -> None:
+    model = tiny_model("llama", num_hidden_layers=6)
+    served = {"kind": "eagle", "block": "gated", "feature_layers": "usual"}
+    new_heads(model, HeadsConfig(**served), "tiny").save_pretrained(tmp_path)
+    (choice,) = choose_heads(options(start=str(tmp_path), purpose="vllm"), *head_sizes(model.config))
+    assert choice.name == "eagle"
+    assert parse_recipe({"backbone": "b", "data": "d", "output_dir": "o", "heads": choice.heads}, "test")
+    costs_of(choice, Loaded(model, None, "tiny"), PROBE)
+    with pytest.raises(RequestError, match="layer"):
+        costs_of(choice, Loaded(tiny_model("llama"), None, "shallow"), PROBE)
 
 
 def test_a_run_does_not_delete_or_exchange_the_heads_that_it_continues(base_heads: str, tmp_path: Path) -> None:
