@@ -154,7 +154,7 @@ def test_a_layer_for_servers_continues_only_where_the_model_has_the_layers_that_
     model = tiny_model("llama", num_hidden_layers=6)
     served = {"kind": "eagle", "block": "gated", "feature_layers": "usual"}
     new_heads(model, HeadsConfig(**served), "tiny").save_pretrained(tmp_path)
-    (choice,) = choose_heads(options(start=str(tmp_path), purpose="vllm"), *head_sizes(model.config))
+    (choice,) = choose_heads(options(start=str(tmp_path), purpose="vllm"), head_sizes(model.config))
     assert choice.name == "eagle"
     assert parse_recipe({"backbone": "b", "data": "d", "output_dir": "o", "heads": choice.heads}, "test")
     costs_of(choice, Loaded(model, None, "tiny"), PROBE)

@@ -84,7 +84,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
             state.require_calibrated(options.compile)
             plan = replace(plan, compiled=compiled_steps(options, found))
     else:
-        choices = choose_heads(options, *head_sizes(files.config))  # before the weights are loaded
+        choices = choose_heads(options, head_sizes(files.config))  # before the weights are loaded
         options.runtime.prepare()
         with options.output.stage("loading and timing the model"):
             loaded = files.load()

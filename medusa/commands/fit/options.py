@@ -150,11 +150,11 @@ class HeadsChoice(NamedTuple):
     reason: str
 
 
-def choose_heads(options: FitOptions, *sizes: int) -> list[HeadsChoice]:
+def choose_heads(options: FitOptions, sizes: tuple[int, int] = (0, 0)) -> list[HeadsChoice]:
     """Choose the heads to train; the result has one element, or several with --compare.
 
-    Heads of --start are compared with the model's hidden size and vocabulary size, the `sizes`. Raise RequestError if
-    they fit neither these nor the server."""
+    Heads of --start must have the model's hidden size and vocabulary size (`sizes`) and suit the server of --for; else
+    RequestError is raised."""
     import yaml
 
     table = yaml.safe_load((ASSETS / "kinds.yaml").read_text(encoding="utf-8"))
