@@ -12,6 +12,8 @@ import torch
 from decode.bench.calibration.calibrate import compiled_on_gpu, sizes_for
 from decode.bench.calibration.variants import SHORTLISTS
 from decode.settings import Settings
+from medusa.backbone import Backbone
+from medusa.checkpoints.folder import load
 from medusa.commands.fit.options import FitOptions, HeadsChoice
 from medusa.commands.fit.probe import Probe
 from medusa.config import MedusaConfig
@@ -105,8 +107,15 @@ class Plan:
 
 
 def costs_of(choice: HeadsChoice, loaded: Loaded, probe: Probe) -> Costs:
-    """Compute what training the heads of `choice` costs for a model, without allocating the heads."""
-    config = new_config(HeadsConfig(**choice.heads), loaded.model, loaded.name, loaded.revision)
+    """Compute what training the heads of `choice` costs for a model, without allocating new heads.
+
+    Raise RequestError if heads to continue read a layer that the model lacks."""
+    asked = HeadsConfig(**choice.heads)
+    if asked.start is None:
+        config = new_config(asked, loaded.model, loaded.name, loaded.revision)
+    else:
+        config = load(asked.start).config
+        Backbone(loaded.model, config.feature_layers)
     size = heads_size(config, probe.vocab_size)
     shared = config.num_heads * probe.hidden_size * probe.vocab_size if config.lm_head == "shared" else 0
     learning = probe.read_seconds * (1 + HEAD_COST * (size.trained + shared) / probe.parameters)
