@@ -81,6 +81,9 @@ class FitOptions(Options):
         action=BooleanOptionalAction,
     )
     plan: bool = option(False, "print the cost in time, memory and disk, and stop")
+    server: str | None = option(
+        None, "let this OpenAI-compatible server (vLLM, SGLang, ...), which runs MODEL, write the text", metavar="URL"
+    )
     overwrite: bool = option(False, "delete an earlier fit in DIR and start again")
     raw: bool | None = raw_option()
     template_option: tuple[str, ...] = template_option()
@@ -140,7 +143,7 @@ class FitOptions(Options):
         names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw")
         about = {name: getattr(self, name) for name in names}
         # Runs of earlier versions do not have these three.
-        about["start"] = self.start
+        about["start"], about["server"] = self.start, self.server
         about["template_option"] = list(self.template_option) or None
         about["ignore_generation_config"] = self.ignore_generation_config or None
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}

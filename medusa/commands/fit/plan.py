@@ -162,6 +162,7 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
     tokens = probe.turns * (probe.prompt_tokens + probe.answer_tokens)  # of one text, as training reads it
     one_text = (probe.writing_seconds(2 * MANY, most) - probe.writing_seconds(MANY, most)) / MANY
     learning = min(TRAINING_SHARE * one_text, EPOCHS * tokens * slowest)  # from one text
+    one_text = 0 if options.server else one_text
     minutes, reason = options.minutes, "--minutes asks for it"
     if minutes is None:
         minutes = train_prompts * (one_text + learning) / 60
@@ -170,7 +171,7 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
             minutes = min(max(minutes, LEAST_MINUTES), MOST_MINUTES)
             reason = f"the {'least' if minutes == LEAST_MINUTES else 'most'} that fit takes without --minutes"
     texts = min(max(int(60 * minutes / (one_text + learning)), FEWEST_TEXTS), REPEATS * train_prompts)
-    writing = probe.writing_seconds(texts, most)
+    writing = 0 if options.server else probe.writing_seconds(texts, most)
     training = max(60 * minutes - writing, texts * learning)
     longest = EPOCHS * texts * tokens * slowest
     if training > 1.05 * longest:
@@ -222,7 +223,8 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
     names = ", ".join(choice.name for choice in choices)
     prompts, answers = round(probe.prompt_tokens), round(probe.answer_tokens)
     asked = round(plan.texts * probe.turns)
-    text = f"{asked:,} answers of about {answers} tokens after about {prompts}, {probe.width} at a time"
+    text = f"{asked:,} answers of about {answers} tokens after about {prompts}, "
+    text += f"by {options.server}" if options.server else f"{probe.width} at a time: {clock(plan.text_seconds)}"
     training = f"{plan.training_minutes:.3g} minutes, about {plan.training_tokens:,} tokens"
     each = f", for each of {len(choices)} kinds" if len(choices) > 1 else ""
     free = readable(free_bytes(options.folder))
@@ -231,8 +233,8 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
     return [
         f"model        {probe.parameters:,} parameters, {readable(probe.model_bytes)}, on {probe.device}: holds a tree",
         f"heads        {names} ({choices[0].reason})",
-        f"minutes      {plan.minutes:.3g} for text and training ({plan.reason})",
-        f"text         {text}: {clock(plan.text_seconds)}",
+        f"minutes      {plan.minutes:.3g} for {'' if options.server else 'text and '}training ({plan.reason})",
+        f"text         {text}",
         f"training     {training}{each}",
         f"steps        {steps_of(plan, probe, options)}",
         f"calibration  about {clock(plan.whole_calibration_seconds)}{each}",
