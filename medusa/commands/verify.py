@@ -11,9 +11,8 @@ backbone's own distribution. Lossy acceptance rules are tested too, and are expe
 page with tables and pictures. Exit status 1: the outputs differ. Correct decoding fails the sampling test in at most 1
 of 10,000 runs.
 
---server audits any OpenAI-compatible server instead: does it write the text of the model --reference? Every token of
-its greedy texts, asked alone and all together, must be the model's most probable one, or a near tie. First tokens are
-sampled after the most uncertain prompts, at temperature 1, and at 0.7 with top-p 0.9. Give the server's --dtype.
+--server audits any OpenAI-compatible server instead (docs/serving.md#audit-a-server): does it write the text of the
+model --reference? Give the server's --dtype.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from decode.settings import Settings
+from medusa.commands.audit.options import DRAWS as DRAWS_OF_SERVER
+from medusa.commands.audit.options import AuditOptions
 from medusa.commands.effects import require_distinct
 from medusa.commands.options import PAGE_SUFFIXES, CommandOptions, Prompts
 from medusa.errors import RequestError
@@ -53,27 +54,12 @@ class VerifyOptions(CommandOptions):
     report: str | None = option(None, "write a report to this HTML file", metavar="FILE")
     overwrite: bool = option(False, "replace an existing report")
 
-    server: str | None = option(
-        None, "audit this OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...)", metavar="URL"
-    )
-    reference: str | None = option(
-        None,
-        "with --server: the model whose text it must write (a folder, GGUF file, Hub id or demo), or another server's "
-        "URL",
-        metavar="MODEL|URL",
-        brief="with --server: the model it must write like, or a URL",
-    )
-    model: str | None = option(
-        None, "with --server: audit this model of it (default: the only one that it serves)", metavar="NAME"
-    )
-    reference_model: str | None = option(
-        None, "use this model of the server --reference (default: the only one that it serves)", metavar="NAME"
-    )
-    concurrency: int = count(16, "with --server: send N requests for samples at a time")
+    audited: AuditOptions = group(AuditOptions, "audit of a server")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_fitting()
+        if self.audited.server:
+            self._require_audited()
         if self.report is None:
             return
         require_distinct(json=self.output.json, report=self.report)
@@ -82,33 +68,24 @@ class VerifyOptions(CommandOptions):
             raise RequestError(f"--report {self.report}: the report is an HTML page; give a name that ends in .html")
         require_absent(Path(self.report), self.overwrite)
 
-    def _require_fitting(self) -> None:
-        """Raise RequestError if options of an audit and of a drafter's verification are mixed."""
-        if bool(self.server) != bool(self.reference):
-            missing = "--reference MODEL" if self.server else "--server URL"
-            raise RequestError(f"an audit compares --server with --reference; add {missing}")
-        own = {"--model": self.model, "--reference-model": self.reference_model}
-        settings = replace(self.settings, max_new_tokens=1, ignore_generation_config=False)
-        drafts = {f"--{name}": getattr(self.models, name) for name in ("heads", "drafter", "tree")}
-        drafts["--backbone"] = self.models.backbone not in ("", self.reference)  # `completed` sets the reference
+    def _require_audited(self) -> None:
+        """Raise RequestError if an audit of a server has options of drafting here."""
+        plain = replace(self.settings, max_new_tokens=1, ignore_generation_config=False) == Settings(max_new_tokens=1)
+        models = self.models
+        drafts: dict[str, object] = {"--heads": models.heads, "--drafter": models.drafter, "--tree": models.tree}
+        drafts["--backbone"] = models.backbone and models.backbone != self.audited.reference  # as `completed` sets it
         drafts |= {"--report": self.report, "--full": self.full, "--amateur": self.contrasting.amateur}
-        drafts |= {"an option of drafting": settings != Settings(max_new_tokens=1)}
-        for name, value in (drafts if self.server else own).items():
-            if value:
-                raise RequestError(f"{name} {'has no effect with' if self.server else 'needs'} --server; leave it out")
-
-    @property
-    def has_second_server(self) -> bool:
-        """Whether the reference of an audit is a second server, and not a model."""
-        return str(self.reference).startswith(("http://", "https://"))
+        drafts["an option of drafting"] = not plain
+        for name in (name for name, value in drafts.items() if value):
+            raise RequestError(f"{name} has no effect with --server; leave it out")
 
     def completed(self) -> Self:
         """Return the options with the backbone that heads record; with --server, the reference is the backbone."""
-        if not self.server:
+        if not self.audited.server:
             return super().completed()
-        if self.has_second_server:
+        if self.audited.has_second_server:
             return self
-        return replace(self, models=replace(self.models, backbone=self.reference))
+        return replace(self, models=replace(self.models, backbone=str(self.audited.reference)))
 
     @property
     def uses_typical(self) -> bool:
@@ -116,10 +93,11 @@ class VerifyOptions(CommandOptions):
 
 
 def run(options: VerifyOptions) -> int:
-    if options.server:
-        from medusa.commands.audit import audit
+    if options.audited.server:
+        from medusa.commands.audit.audit import audit
 
-        return audit(options)
+        draws = options.draws or DRAWS_OF_SERVER
+        return audit(options, options.audited, options.prompts, draws, options.sampled_prompts)
     from decode.bench.losslessness.experiment import require_room
     from decode.bench.losslessness.verify import Verification, verify
     from decode.bench.report.terminal import print_verification

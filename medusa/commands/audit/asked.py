@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
 
 Prompt = list[int] | str
 Outcome = int | str  # a token's id, or its text on a server that returns no ids
-Item, Answered = TypeVar("Item"), TypeVar("Answered")
+Item = TypeVar("Item")
+Answered = TypeVar("Answered")
 NEUTRAL: Json = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Parameters that turn off what a server may do by default; one that rejects them is asked without them."""
 WITH_IDS: tuple[Json, ...] = (
@@ -27,7 +27,7 @@ WITH_IDS: tuple[Json, ...] = (
     {"logprobs": 1, "return_tokens_as_token_ids": True},  # earlier versions of vLLM
     {"logprobs": 1},  # llama.cpp lists ids with the log-probabilities
 )
-TOGETHER = 32  # sampled tokens of one request
+TOGETHER = 32  # sampled texts of one request
 
 
 class Text(NamedTuple):
@@ -38,6 +38,13 @@ class Text(NamedTuple):
     ended: bool  # whether the server says that the model ended it, and not the limit of tokens
     prompt_tokens: int | None  # as the server counts them
 
+    @property
+    def first(self) -> Outcome:
+        """The first token; empty text for one that the server leaves out, such as EOS."""
+        if self.ids is None:
+            return text_class(self.text)
+        return self.ids[0] if self.ids else ""
+
 
 class Setting(NamedTuple):
     """Parameters of sampling."""
@@ -46,7 +53,7 @@ class Setting(NamedTuple):
     top_p: float
 
     def __str__(self) -> str:
-        return f"temperature {self.temperature:g}" + ("" if self.top_p == 1 else f", top-p {self.top_p:g}")
+        return f"T {self.temperature:g}" + ("" if self.top_p == 1 else f", top-p {self.top_p:g}")
 
 
 @dataclass
@@ -62,7 +69,7 @@ class Asked:
     neutral: Json = field(default_factory=dict)
     """Those of `NEUTRAL` that it accepts."""
     choices: int = 1
-    """The sampled tokens of one request."""
+    """The sampled texts of one request."""
     limits: list[str] = field(default_factory=list)
     """What the server cannot do, and what this means, in sentences."""
 
@@ -93,7 +100,7 @@ class Asked:
         if reply is not None and len(reply["choices"]) == 2:
             self.choices = TOGETHER
         else:
-            self.limits.append("it takes no n: each sampled token is a request")
+            self.limits.append("it takes no n: each sampled text is a request")
 
     def _try(self, body: Json) -> Json | None:
         try:
@@ -129,44 +136,40 @@ class Asked:
         return self._all(ask, prompts, len(prompts) if together else 1, advance)
 
     def _one(self, prompt: Prompt, parameters: Json) -> Text:
-        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0.0} | parameters
-        reply = self.server.reply("/completions", body)
-        choice, counted = reply["choices"][0], (reply.get("usage") or {}).get("prompt_tokens")
-        if not isinstance(choice.get("text"), str):
-            raise ServerError(f"the reply has no text: {str(choice)[:200]}")
-        ids = token_ids(choice) if self.with_ids or parameters in WITH_IDS else None
-        return Text(choice["text"], ids, choice.get("finish_reason") == "stop", counted)
+        return self._ask({"prompt": prompt, "max_tokens": 1, "temperature": 0.0} | parameters)[0]
 
-    def first_tokens(
-        self, cases: Sequence[tuple[Prompt, Setting]], draws: int, advance: Callable[[int], object]
-    ) -> list[Counter[Outcome]]:
-        """Sample the first token after each prompt `draws` times.
+    def _ask(self, body: Json) -> list[Text]:
+        reply = self.server.reply("/completions", body)
+        counted, texts = (reply.get("usage") or {}).get("prompt_tokens"), []
+        for choice in reply["choices"]:
+            if not isinstance(choice.get("text"), str):
+                raise ServerError(f"the reply has no text: {str(choice)[:200]}")
+            texts.append(Text(choice["text"], token_ids(choice), choice.get("finish_reason") == "stop", counted))
+        return texts
+
+    def samples(
+        self, cases: Sequence[tuple[Prompt, Setting]], draws: int, max_tokens: int, advance: Callable[[int], object]
+    ) -> list[list[Text]]:
+        """Sample `draws` texts after each prompt.
 
         Requests of all cases are mixed, so that a batch of the server holds prompts of several lengths."""
         sizes = [min(self.choices, draws - start) for start in range(0, draws, self.choices)]
         requests = [(number, size) for size in sizes for number in range(len(cases))]
 
-        def ask(request: tuple[int, int]) -> tuple[int, list[Outcome]]:
+        def ask(request: tuple[int, int]) -> tuple[int, list[Text]]:
             number, size = request
             prompt, setting = cases[number]
-            body = {"prompt": self.in_form(prompt), "max_tokens": 1, **setting._asdict()} | self.neutral | self.with_ids
-            reply = self.server.reply("/completions", body | ({"n": size} if self.choices > 1 else {}))
-            outcomes = [self._outcome(choice) for choice in reply["choices"]]
-            if len(outcomes) != size:
-                raise ServerError(f"{size} choices were asked for, and {len(outcomes)} came")
+            body = {"prompt": self.in_form(prompt), "max_tokens": max_tokens, **setting._asdict()}
+            found = self._ask(body | self.neutral | self.with_ids | ({"n": size} if self.choices > 1 else {}))
+            if len(found) != size:
+                raise ServerError(f"{size} choices were asked for, and {len(found)} came")
             advance(size)
-            return number, outcomes
+            return number, found
 
-        counts: list[Counter[Outcome]] = [Counter() for _ in cases]
-        for number, outcomes in self._all(ask, requests, self.concurrency, lambda: None):
-            counts[number].update(outcomes)
-        return counts
-
-    def _outcome(self, choice: Json) -> Outcome:
-        ids = token_ids(choice) if self.with_ids else None
-        if ids is None:
-            return text_class(str(choice.get("text")))
-        return ids[0] if ids else ""  # a server may leave out the EOS token
+        texts: list[list[Text]] = [[] for _ in cases]
+        for number, found in self._all(ask, requests, self.concurrency, lambda: None):
+            texts[number] += found
+        return texts
 
     def _all(
         self, ask: Callable[[Item], Answered], items: Sequence[Item], at_once: int, advance: Callable[[], object]

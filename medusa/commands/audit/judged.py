@@ -65,9 +65,9 @@ class Texts:
 
 @dataclass
 class Sampled:
-    """A chi-square test of the first tokens after one prompt."""
+    """A chi-square test of the first tokens after one prompt, or of all tokens of sampled texts."""
 
-    prompt: int
+    prompt: int | None  # index of the prompt; `None`: the texts of several prompts
     setting: Setting
     fit: GoodnessOfFit
     remark: str = ""  # how the distribution was made, if not in transformers' order
@@ -139,7 +139,7 @@ class Audit:
             fit, setting = case.fit, case.setting
             figures = [f"{fit.total_variation:.3f}", f"{fit.expected_total_variation:.3f}", f"{fit.p_value:.2g}"]
             verdict = "passed" if fit.p_value >= self.smallest else "FAULT"
-            about = [str(case.prompt + 1), f"{setting.temperature:g}", f"{setting.top_p:g}", str(fit.draws)]
+            about = ["texts" if case.prompt is None else f"prompt {case.prompt + 1}", str(setting), str(fit.draws)]
             rows.append([*about, *figures, verdict + (f", {case.remark}" if case.remark else "")])
         return rows
 

@@ -6,9 +6,10 @@ the number of tokens in a text."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from decode.bench.losslessness.chi2 import GoodnessOfFit, goodness_of_fit, same_distribution
+from medusa.backbone import Backbone
 from medusa.commands.audit.asked import Asked, Outcome, Prompt, Setting, Text, first_difference, text_class
 from medusa.commands.audit.judged import Deviation
 from medusa.commands.distill.client import ServerError
@@ -27,6 +29,7 @@ FACTOR = 2.0  # by which gaps may exceed the measured rounding: another engine r
 NEAREST = 8  # the most probable tokens whose logits' rounding is measured
 MEASURED = 3  # prompts that are decoded to measure it
 SERVER_TIE = 0.25  # nats; a near tie of two servers: two units in the last place of bfloat16 for logits of 16 to 32
+BINS = 20  # of the places of tokens in their distributions
 CLEAR = 1e-3  # p-values from here on need no other explanation
 REPAIRS = 64  # places of a text where its tokens are found by the reference's guess
 
@@ -37,6 +40,11 @@ class Reference(Protocol):
     tolerance: str
     """Which gap counts as a near tie, and why."""
     dtype: str | None
+    judges_texts: bool
+    """Whether it can test later tokens of sampled texts than the first."""
+
+    def entropy(self, prompt: Prompt) -> float:
+        """Return the entropy of the first token after a prompt, in nats; infinity if it is unknown."""
 
     def judge(self, number: int, prompt: Prompt, text: Text) -> tuple[int, list[Deviation]]:
         """Return how many tokens of a text were judged, and those that are not the reference's first choice."""
@@ -44,9 +52,16 @@ class Reference(Protocol):
     def test(self, prompt: Prompt, setting: Setting, counts: Counter[Outcome]) -> tuple[GoodnessOfFit, str]:
         """Test how often each first token was sampled; also return a remark, which may be empty."""
 
+    def test_texts(
+        self, texts: Sequence[tuple[Prompt, Text]], setting: Setting, warps_last: bool, advance: Callable[[], object]
+    ) -> GoodnessOfFit:
+        """Test all tokens of sampled texts, given with their prompts; see `warped` for `warps_last`."""
+
 
 class ModelReference:
     """A model and its tokenizer."""
+
+    judges_texts = True
 
     def __init__(
         self,
@@ -73,7 +88,7 @@ class ModelReference:
         return torch.finfo(self.model.dtype).eps * self.scale
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor([list(ids)], device=self.model.get_input_embeddings().weight.device)
+        return torch.tensor([list(ids)], device=Backbone(self.model).device)
 
     @torch.inference_mode()
     def _logits(self, ids: Sequence[int]) -> Tensor:
@@ -106,8 +121,9 @@ class ModelReference:
             rounding = max(rounding, float((change.amax(-1) - change.amin(-1)).max()))
         return scale, rounding
 
-    def entropy(self, prompt: list[int]) -> float:
+    def entropy(self, prompt: Prompt) -> float:
         """Return the entropy of the first token after a prompt, in nats."""
+        assert isinstance(prompt, list)
         return float(torch.distributions.Categorical(logits=self._logits(prompt)[-1]).entropy())
 
     def judge(self, number: int, prompt: Prompt, text: Text) -> tuple[int, list[Deviation]]:
@@ -127,12 +143,12 @@ class ModelReference:
         found = []
         for place, (token, gap, expected) in enumerate(zip(ids, gaps, best, strict=True)):
             if gap > 0:
-                words = self.tokenizer.decode([token]), self.tokenizer.decode([expected])
-                found.append(Deviation(number, place, *map(str, words), gap, self.bound))
+                written, best_one = (str(self.tokenizer.decode([one])) for one in (token, expected))
+                found.append(Deviation(number, place, written, best_one, gap, self.bound))
         early = next((place for place, token in enumerate(ids[:-1]) if token in self.eos), None)
         if early is not None:
-            words = self.tokenizer.decode([ids[early + 1]])
-            found.append(Deviation(number, early + 1, str(words), "the end of the text", None, self.bound))
+            written = str(self.tokenizer.decode([ids[early + 1]]))
+            found.append(Deviation(number, early + 1, written, "the end of the text", None, self.bound))
         return len(ids), found
 
     def _gaps(self, prompt: list[int], ids: list[int]) -> tuple[list[float], list[int]]:
@@ -192,6 +208,48 @@ class ModelReference:
             return found[True], ""
         return found[False], "with top-p before temperature"
 
+    @torch.inference_mode()
+    def test_texts(
+        self, texts: Sequence[tuple[Prompt, Text]], setting: Setting, warps_last: bool, advance: Callable[[], object]
+    ) -> GoodnessOfFit:
+        """Test all tokens of sampled texts, each by its place in its distribution.
+
+        If the tokens at a place are laid side by side from 0 to 1, the most probable first, each as wide as it is
+        probable, then a random point in the width of the written token is uniform, whatever the distribution is."""
+        generator, points, impossible = torch.Generator().manual_seed(0), list[Tensor](), 0
+        for prompt, text in texts:
+            assert isinstance(prompt, list)
+            ids = list(text.ids or [])
+            if text.ended and self.eos and (not ids or ids[-1] not in self.eos):
+                ids.append(self.eos[0])
+            if ids:
+                logits = self._logits(prompt + ids)[len(prompt) - 1 : -1]
+                if len(ids) > len(text.ids or []):  # the server does not tell which of several EOS it wrote
+                    ids[-1] = max(self.eos, key=lambda token: float(logits[-1, token]))
+                found, missed = self._points(logits, ids, setting, warps_last, generator)
+                points.append(found)
+                impossible += missed
+            advance()
+        if not points:
+            return GoodnessOfFit()
+        counts = torch.cat(points).mul(BINS).long().clamp(0, BINS - 1).bincount(minlength=BINS)
+        error = (self.unit / setting.temperature) ** 2 / 6
+        fit = goodness_of_fit(counts, torch.full((BINS,), 1 / BINS), error)
+        return fit._replace(impossible=impossible, p_value=0.0) if impossible else fit
+
+    def _points(
+        self, logits: Tensor, ids: Sequence[int], setting: Setting, warps_last: bool, generator: torch.Generator
+    ) -> tuple[Tensor, int]:
+        """Return the point of each token (`test_texts`), and the number of tokens that top-p excludes for certain."""
+        p, token = warped(logits, setting, warps_last), torch.tensor(ids)[:, None]
+        own = p.gather(1, token)
+        points = (p * (p > own)).sum(-1) + torch.rand(len(ids), generator=generator, dtype=p.dtype) * own[:, 0]
+        # Rounding of logits by `bound` moves the sum before a token by at most a quarter of it.
+        free = warped(logits, setting._replace(top_p=1.0, temperature=setting.temperature if warps_last else 1.0))
+        before = (free * (free > free.gather(1, token))).sum(-1)
+        excluded = (own[:, 0] == 0) & (before > setting.top_p + self.bound / setting.temperature / 4)
+        return points, int(excluded.sum())
+
     def _counted(self, counts: Counter[Outcome], p: Tensor) -> tuple[Tensor, Tensor]:
         """Return the counts and probabilities of the outcomes: ids, with all EOS as one, or the texts of tokens."""
         place = torch.arange(len(p))
@@ -219,26 +277,36 @@ class ModelReference:
 
 
 def warped(logits: Tensor, setting: Setting, warps_last: bool = True) -> Tensor:
-    """Return the probabilities [V] after temperature and top-p, by transformers' processors.
+    """Return the probabilities [V] or [L, V] after temperature and top-p, by transformers' processors.
 
     `warps_last`: the temperature comes first, as in transformers and vLLM, and not last, as in llama.cpp."""
     chain = [TemperatureLogitsWarper(setting.temperature)] if setting.temperature != 1 else []
     nucleus = [TopPLogitsWarper(setting.top_p)] if setting.top_p < 1 else []
     processors = LogitsProcessorList([*chain, *nucleus] if warps_last else [*nucleus, *chain])
-    return processors(torch.zeros(1, 1, dtype=torch.long), logits.double()[None])[0].softmax(-1)
+    scores: Any = logits.double().reshape(-1, logits.shape[-1])
+    ids: Any = torch.zeros(len(scores), 1, dtype=torch.long)  # which neither processor reads
+    return processors(ids, scores).softmax(-1).view_as(logits)
 
 
 class ServerReference:
     """A second server. Its own greedy texts and samples are compared, and its log-probabilities judge near ties."""
 
     tolerance = f"near ties: log-probabilities within {SERVER_TIE} nats, two units of bfloat16 for logits of 16 to 32"
-
-    dtype = None  # unknown
+    dtype: str | None = None  # unknown
+    judges_texts = False
 
     def __init__(self, asked: Asked, max_tokens: int, draws: int) -> None:
         """Take a server that has been probed; its texts have `max_tokens`, and its tests use `draws` samples."""
         self.asked, self.max_tokens, self.draws = asked, max_tokens, draws
         self._known: dict[int, Text] = {}
+
+    def entropy(self, prompt: Prompt) -> float:
+        """Return infinity, because the entropy is unknown."""
+        return math.inf
+
+    def test_texts(self, *_: object) -> GoodnessOfFit:
+        """Raise NotImplementedError: servers do not tell whole distributions."""
+        raise NotImplementedError
 
     def judge(self, number: int, prompt: Prompt, text: Text) -> tuple[int, list[Deviation]]:
         """Compare a text with the reference's own; where they differ, let it score the server's text."""
@@ -256,11 +324,11 @@ class ServerReference:
             for index, (token, best, gap) in enumerate(self._scored(number, prompt, text))
             if gap > 0
         ]
-        if found:
+        if found and at < len(other):  # otherwise the text ended too early, which no token of it shows
             return len(other), found
-        words = (some[at : at + 1] if by_id else some[at : at + 20] for some in (other, one))
-        told = ["".join(map(str, some)) or "the end of the text" for some in words]
-        return len(other), [Deviation(number, at, *told, None, SERVER_TIE)]
+        shown = 1 if by_id else 20
+        written, expected = ("".join(map(str, some[at : at + shown])) or "the end of the text" for some in (other, one))
+        return len(other), [Deviation(number, at, written, expected, None, SERVER_TIE)]
 
     def _scored(self, number: int, prompt: Prompt, text: Text) -> list[tuple[str, str, float]]:
         """Return each token of a text, the reference's first choice there, and how far its log-probability is below.
@@ -288,7 +356,8 @@ class ServerReference:
 
     def test(self, prompt: Prompt, setting: Setting, counts: Counter[Outcome]) -> tuple[GoodnessOfFit, str]:
         """Test whether first tokens of both servers follow one distribution, by a two-sample chi-square test."""
-        others = self.asked.first_tokens([(prompt, setting)], self.draws, lambda n: None)[0]
+        texts = self.asked.samples([(prompt, setting)], self.draws, 1, lambda n: None)[0]
+        others = Counter(text.first for text in texts)
         names = sorted({*counts, *others}, key=str)
         one, other = (torch.tensor([some[name] for name in names], dtype=torch.float64) for some in (counts, others))
         return same_distribution(one, other), ""
