@@ -3,7 +3,7 @@
   medusa verify demo --prompts demo
   medusa verify --backbone org/model --drafter ngram --prompts own.jsonl
   medusa verify org/heads --prompts own.jsonl --full --report evidence.html
-  medusa verify --server http://localhost:8000 --reference org/model --prompts own.jsonl
+  medusa verify --server http://host --reference org/model --prompts own.jsonl
 
 Greedy: every prompt is decoded with drafts and by model.generate. Sampling: after each of the first four prompts, a
 million steps are sampled with the best guesses as drafts, and with sampled drafts. Their tokens are tested against the
@@ -11,7 +11,7 @@ backbone's own distribution. Lossy acceptance rules are tested too, and are expe
 page with tables and pictures. Exit status 1: the outputs differ. Correct decoding fails the sampling test in at most 1
 of 10,000 runs.
 
---server audits any OpenAI-compatible server instead (docs/serving.md#audit-a-server): does it write the text of the
+--server audits any OpenAI-compatible server instead (docs/serving.md): does it write the text of the
 model --reference? Give the server's --dtype.
 """
 
