@@ -141,7 +141,7 @@ def _with_server(
     wanted: AuditOptions, records: Sequence[Record], server: Server, max_tokens: int, draws: int
 ) -> tuple[Asked, list[Prompt], Reference]:
     """Probe both servers; the prompts are text or token ids."""
-    from medusa.commands.audit.reference import ServerReference
+    from medusa.commands.audit.second_server import ServerReference
 
     named = ("--reference", "--reference-model")
     second = Server(str(wanted.reference), wanted.reference_model, options=named)
