@@ -224,7 +224,9 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
     prompts, answers = round(probe.prompt_tokens), round(probe.answer_tokens)
     asked = round(plan.texts * probe.turns)
     text = f"{asked:,} answers of about {answers} tokens after about {prompts}, "
-    text += f"by {options.server}" if options.server else f"{probe.width} at a time: {clock(plan.text_seconds)}"
+    text += (
+        f"by {options.server}" if options.server else f"{min(probe.width, asked)} at a time: {clock(plan.text_seconds)}"
+    )
     training = f"{plan.training_minutes:.3g} minutes, about {plan.training_tokens:,} tokens"
     each = f", for each of {len(choices)} kinds" if len(choices) > 1 else ""
     free = readable(free_bytes(options.folder))
