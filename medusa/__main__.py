@@ -26,7 +26,7 @@ COMMANDS = {
     "evaluate": "measure how often the guesses of heads are right",
     "calibrate": "find the fastest tree for heads on this machine",
     "benchmark": "measure the speedup, and where the time goes",
-    "verify": "test that heads do not change the output",
+    "verify": "test that heads, or a server, write the model's text",
     "distill": "generate training data with the backbone",
     "export": "convert heads to the format of a server",
     "datastore": "build a datastore for --drafter rest:DIR",

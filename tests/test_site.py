@@ -78,4 +78,3 @@ def test_the_readme_stays_short_and_shows_the_chat_page() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("\n") < 250
     assert "images/chat.png" in text
-    assert "## The map" in text

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
+from medusa.files import Json
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, load_backbone, load_tokenizer, text_limits
 from medusa.options import LoadOptions, dtype_name
@@ -25,7 +26,7 @@ from train.check import check, require_adaptable
 from train.config import FLASH, TrainConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.features.files import Features, is_features, open_features
-from train.heads import backbone_for, feature_layers, new_config, new_heads, require_same_heads
+from train.heads import backbone_for, feature_layers, new_config, new_heads, require_same_heads, started_from
 from train.medusa2.adapter import adapt
 from train.medusa2.trainer import Medusa2Trainer
 from train.trainer import MedusaTrainer
@@ -44,6 +45,7 @@ class LoadedRun(NamedTuple):
     evaluated: Rows | None
     quality_rows: Rows  # on which the perplexity of an adapted backbone is measured
     heads: MedusaHeads
+    started_from: Json | None  # the trained heads that these continue, as the provenance records them
 
 
 def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun:
@@ -85,7 +87,7 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
         heads.config.raw_prompts = raw
     heads.config.template_options = dataset.counts.template_options or heads.config.template_options
     require_adaptable(config, heads.config)
-    return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads)
+    return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads, started_from(asked, start))
 
 
 def build_trainer(run: LoadedRun) -> MedusaTrainer:

@@ -15,7 +15,7 @@ from medusa.checkpoints.folder import load
 from medusa.config import USUAL_LAYERS, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
-from medusa.fingerprint import fingerprint
+from medusa.fingerprint import fingerprint, weight_sample
 from medusa.heads import class_of
 from medusa.heads.independent import MedusaHeads
 from medusa.places import SHIPPED
@@ -51,7 +51,7 @@ def new_heads(
     if not isinstance(backbone.head, nn.Linear):
         raise RequestError(f"the backbone's LM head is a {type(backbone.head).__name__}; heads need a plain Linear one")
     if start is not None:
-        config = replace(start.config, backbone=fingerprint(model, name, revision), tree=None)  # chosen for old weights
+        config = replace(start.config, **_origin(model, name, revision), tree=None)  # chosen for old weights
         with torch.device("meta"):
             heads = MedusaHeads.from_config(config)
         heads.load_state_dict(start.tensors, assign=True)
@@ -71,10 +71,7 @@ def new_heads(
 def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: str | None) -> MedusaConfig:
     """The configuration of new heads: values set in `asked` (see `new_heads`), and for the rest what suits `model`."""
     backbone, num_heads = Backbone(model), asked.num or NUM_HEADS
-    if name != SHIPPED and Path(name).exists():  # absolute: the heads may be used from another folder
-        name = str(Path(name).resolve())
-    origin: Json = {"base_model_name_or_path": name, "backbone": fingerprint(model, name, revision)}
-    origin["vocabulary"] = asked.vocabulary or None
+    origin = _origin(model, name, revision) | {"vocabulary": asked.vocabulary or None}
     kind = asked.kind or "medusa"
     native: MedusaConfig | None = class_of(kind).config_from(model.config, num_heads)
     if native is not None:
@@ -96,6 +93,13 @@ def new_config(asked: HeadsConfig, model: PreTrainedModel, name: str, revision: 
     )
 
 
+def _origin(model: PreTrainedModel, name: str, revision: str | None) -> Json:
+    """The fields of a heads' configuration that say for which backbone they are trained."""
+    if name != SHIPPED and Path(name).exists():  # absolute: the heads may be used from another folder
+        name = str(Path(name).resolve())
+    return {"base_model_name_or_path": name, "backbone": fingerprint(model, name, revision)}
+
+
 def feature_layers(asked: HeadsConfig, backbone: Backbone) -> list[int] | None:
     """Return the layers that new heads read: the numbers in `asked`, or for `usual` those that suit the backbone."""
     asked_layers = asked.feature_layers
@@ -111,15 +115,18 @@ def backbone_for(model: PreTrainedModel, layers: FeatureLayers) -> Backbone:
     return read if read.feature_layers is None else Backbone(model, (*read.feature_layers, read.num_layers))
 
 
-def startable(start: str, asked: HeadsConfig, hidden_size: int, vocab_size: int) -> Checkpoint:
-    """Load the trained heads `start`, from which the heads `asked` for are to continue.
+def startable(
+    start: str, asked: HeadsConfig, hidden_size: int, vocab_size: int, option: str = "heads.start"
+) -> Checkpoint:
+    """Load the trained heads `start`, from which the heads `asked` for are to continue; errors name the `option`.
 
-    Raise RequestError if there are no such heads, or if they differ from `asked` or from the backbone's sizes."""
+    They may be those of another backbone, such as that of which this one is a fine-tune. Raise RequestError if there
+    are no such heads, or if they differ from `asked` or from the backbone's sizes."""
     found = load(start)
     held = found.config
     if held.block in class_of(held.kind).fixed_block_types:
         original = f"{start} holds heads with blocks of type {held.block}"
-        raise RequestError(f"heads.start: {original}, which can decode but not be trained")
+        raise RequestError(f"{option}: {original}, which can decode but not be trained; leave {option} out")
     wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()} | asked.own
     wanted |= {"hidden_size": hidden_size, "vocab_size": held.vocab_size and vocab_size}
     if isinstance(wanted["feature_layers"], str):  # any numbers will do
@@ -127,8 +134,18 @@ def startable(start: str, asked: HeadsConfig, hidden_size: int, vocab_size: int)
     for key, value in wanted.items():
         had = getattr(held, key, None)
         if value is not None and value != (had or 0):  # `None` and 0 mean all tokens
-            raise RequestError(f"heads.start: {start} has {key} {had!r}, not {value!r}")
+            way = f"choose other heads, or leave {option} out to train new ones"
+            raise RequestError(f"{option}: {start} has {key} {had!r}, not {value!r}; {way}")
     return found
+
+
+def started_from(asked: HeadsConfig, start: Checkpoint | None) -> Json | None:
+    """Describe for a provenance the heads that new ones continue: their place, their backbone, and some weights."""
+    if start is None:
+        return None
+    place = str(Path(str(asked.start)).resolve()) if Path(str(asked.start)).exists() else asked.start
+    weights = weight_sample(start.tensors, start.tensors.__getitem__)
+    return {"heads": place, "backbone": start.config.backbone, "weights": weights}
 
 
 def require_same_heads(checkpoint: Path, wanted: MedusaConfig) -> None:

@@ -180,6 +180,7 @@ def _provenance(run: LoadedRun, max_steps: int) -> dict[str, object]:
         "config": run.config.model_dump(),
         "data": asdict(run.dataset.counts),
         "backbone": run.heads.config.backbone,
+        "started_from": run.started_from,
         "max_steps": max_steps,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "safetensors")},
     }

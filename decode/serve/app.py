@@ -53,6 +53,7 @@ class ApiAnswer:
             kind = "chat.completion.chunk" if is_stream else "chat.completion"
         self.head: dict[str, object] = {"id": number, "created": int(time.time()), "model": model, "object": kind}
         self.rows: list[BatchRow] = []  # the requested texts, one row for each choice of the answer, in order
+        self.returns_ids = False  # whether the choices list the ids of their tokens
         self.echoes: list[str] = []  # the text with which each choice begins
         self.readers: list[ReplyReader] = []  # of the texts that may call tools
         self.loop = asyncio.get_running_loop()
@@ -149,7 +150,8 @@ class ApiAnswer:
         reader = self._reader(index)
         if reason == "stop" and reader is not None and reader.calls:
             reason = "tool_calls"
-        return {"index": index, "finish_reason": reason, "logprobs": scores, **said}
+        ids = {"token_ids": list(event.new_ids)} if self.returns_ids and reason is not None else {}
+        return {"index": index, "finish_reason": reason, "logprobs": scores, **ids, **said}
 
     def _usage(self) -> dict[str, int]:
         given, written = self.prompt_tokens, sum(row.new_tokens for row in self.rows)
@@ -278,6 +280,7 @@ class CompletionApi:
         self.answered += 1
         seed = self.seed + self.answered * MAX_CHOICES if asked.seed is None else asked.seed
         answer = ApiAnswer(self.name, isinstance(asked, ChatRequest), asked.stream, sum(map(len, prompts)), tokenizer)
+        answer.returns_ids = asked.return_token_ids
         for index in range(count):
             number, copy = divmod(index, asked.n)
             # If the request has a seed, equal prompts get equal texts; otherwise each text gets another seed.

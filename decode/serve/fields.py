@@ -20,7 +20,7 @@ OFF: list[tuple[tuple[object, ...], str]] = [
     ((1,), "best_of length_penalty tfs_z typ_p typical_p"),
     (
         (False,),
-        "continue_final_message echo include_stop_str_in_output logprobs no_stop_trim return_token_ids "
+        "continue_final_message echo include_stop_str_in_output logprobs no_stop_trim "
         "return_tokens_as_token_ids use_beam_search",
     ),
     ((True,), "add_generation_prompt include_reasoning skip_special_tokens spaces_between_special_tokens"),

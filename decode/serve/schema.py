@@ -110,6 +110,7 @@ class GenerationRequest(StrictModel):
         description='{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": '
         "{...}}}",
     )
+    return_token_ids: bool = Field(False, description="true or false")  # as in vLLM
     stream: bool = Field(False, description="true or false")
     stream_options: StreamOptions = Field(StreamOptions(), description='an object such as {"include_usage": true}')
 

@@ -38,6 +38,7 @@ class RowEvent(NamedTuple):
     text: str = ""
     finish_reason: str | None = None
     error: Exception | None = None
+    new_ids: Sequence[int] = ()  # at the end: all tokens of the text
     scored: Sequence[ScoredToken] = ()  # at the end, if they were requested: the tokens with their log-probabilities
 
 
@@ -73,7 +74,7 @@ class BatchRow:
         `new_ids` are all tokens that were written. A text that ends because it is undefined is an error."""
         if reason == UNDEFINED:
             return RowEvent(error=RunError(NOT_DEFINED))
-        event = RowEvent(text, "length" if reason in (None, "length") else "stop")
+        event = RowEvent(text, "length" if reason in (None, "length") else "stop", new_ids=tuple(new_ids))
         if self.scores is None or self.left.is_set():
             return event
         start = 0 if self.scores_prompt else len(self.prompt)

@@ -271,7 +271,7 @@ def fitted_heads(heads: MedusaHeads, loaded: Loaded) -> MedusaHeads:
     elif differs(loaded.model, known):
         warn(
             f"these heads were trained for {known.get('name')}, which has the same shape as {loaded.name} but other "
-            "weights; the text stays correct, but few guesses will be accepted"
+            "weights; the text stays correct, but fewer guesses may be accepted (medusa fit --start continues heads)"
         )
     return heads.to(device=backbone.head_weight.device, dtype=backbone.dtype)
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -55,6 +56,7 @@ from medusa.files import ASSETS
 from medusa.options import LoadOptions
 from medusa.records.record import Record, parse_record
 from medusa.records.sources import read_records
+from tests.commands.fake_server import FakeServer
 from tests.commands.place import Place
 from tests.helpers import LETTERS
 from train.architecture import BackboneSizes, choose
@@ -186,6 +188,19 @@ def test_rows_hold_the_longest_prompt_with_its_answer_and_steps_stay_small() -> 
     assert (plan.rows, plan.sequence_length) == (1, 5312)
     plan = planned(replace(PROBE, longest_prompt=400), minutes=400.0, train=1000)
     assert plan.sequence_length == PROBE.context
+
+
+def test_a_server_may_write_the_text(place: Place, tmp_path: Path) -> None:
+    server = FakeServer()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    asked = options(model=place.backbone, minutes=1.0, server=server.url)
+    plan = make_plan(asked, PROBE, COSTS, 1000, 20)
+    assert (plan.text_seconds, plan.training_minutes) == (0, pytest.approx(1.0, rel=0.01))
+    assert f"by {server.url}" in "".join(describe(plan, PROBE, choose_heads(asked), asked))
+    write_prompts(tmp_path / stages.TRAIN, [parse_record({"text": "abc"}, "mine:1")])
+    assert stages.text_stage(stages.Run(asked, tmp_path, plan, PROBE)).work()["texts"] == 1
+    assert [path for path, *_ in server.asked] == ["/v1/completions"]
+    server.shutdown()
 
 
 def test_writing_takes_what_a_simulation_takes() -> None:

@@ -29,8 +29,11 @@ class GoodnessOfFit(NamedTuple):
     p_value: float = 1.0  # probability that true draws deviate at least as much; 0 if `impossible` is above 0
 
 
-def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
-    """Test how often each of V outcomes was drawn, `counts` [V], against probabilities `p` [V], by Pearson's test."""
+def goodness_of_fit(counts: Tensor, p: Tensor, error: float = 0.0) -> GoodnessOfFit:
+    """Test how often each of V outcomes was drawn, `counts` [V], against probabilities `p` [V], by Pearson's test.
+
+    If `p` is known only up to rounding, `error` is the sum of (p' - p)^2 / p over all outcomes, where p' are the
+    probabilities that are drawn from. The statistic then follows a noncentral chi-square distribution."""
     counts, p = counts.flatten().double(), p.flatten().double()
     n = float(counts.sum())
     if n == 0:
@@ -46,7 +49,29 @@ def goodness_of_fit(counts: Tensor, p: Tensor) -> GoodnessOfFit:
         chi2=chi2,
         degrees_of_freedom=degrees,
         impossible=impossible,
-        p_value=_p_value(chi2, degrees, impossible),
+        p_value=_p_value(chi2, degrees, impossible, n * error),
+    )
+
+
+def same_distribution(counts: Tensor, others: Tensor) -> GoodnessOfFit:
+    """Test whether two samples, the `counts` [V] and `others` [V] of the same V outcomes, follow one distribution."""
+    counts, others = counts.flatten().double(), others.flatten().double()
+    n, m = float(counts.sum()), float(others.sum())
+    if not n or not m:
+        return GoodnessOfFit()
+    p, share = (counts + others) / (n + m), n / (n + m)
+    chi2, degrees = _chi2(counts, n * p)
+    difference, variance = counts / n - others / m, p * (1 - p) * (1 / n + 1 / m)
+    chi2 /= 1 - share  # adds the deviations of the other sample, which are as large and have the opposite sign
+    return GoodnessOfFit(
+        draws=int(n),
+        total_variation=float(difference.abs().sum()) / 2,
+        expected_total_variation=float((2 * variance / torch.pi).sqrt().sum()) / 2,
+        std_of_difference=float(difference.square().mean().sqrt()),
+        expected_std=float(variance.mean().sqrt()),
+        chi2=chi2,
+        degrees_of_freedom=degrees,
+        p_value=_p_value(chi2, degrees, 0),
     )
 
 
@@ -72,8 +97,15 @@ def combined(parts: Sequence[GoodnessOfFit]) -> GoodnessOfFit:
     return GoodnessOfFit(draws=draws, **means, **sums, p_value=_p_value(**sums))
 
 
-def _p_value(chi2: float, degrees_of_freedom: int, impossible: int) -> float:
+def _p_value(chi2: float, degrees_of_freedom: int, impossible: int, noncentrality: float = 0.0) -> float:
     if impossible or not math.isfinite(chi2):  # the target holds NaN
         return 0.0
-    half = torch.tensor([degrees_of_freedom / 2, chi2 / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1])) if degrees_of_freedom else 1.0
+    if not degrees_of_freedom:
+        return 1.0
+    half = noncentrality / 2
+    # A noncentral distribution is a mixture of central ones, whose additional degrees of freedom are twice a Poisson
+    # variable of mean `half`.
+    extra = torch.arange(int(half + 12 * math.sqrt(half) + 30) if half else 1, dtype=torch.float64)
+    weights = (extra * math.log(half or 1.0) - half - torch.lgamma(extra + 1)).exp()
+    tails = torch.special.gammaincc(degrees_of_freedom / 2 + extra, torch.full_like(extra, chi2 / 2))
+    return float((weights * tails).sum())

@@ -41,13 +41,21 @@ class Answer:
 class Server:
     """Client for one model on one server. It sends the API key OPENAI_API_KEY, but never writes the key to a file."""
 
-    def __init__(self, url: str, model: str | None = None, sleep: Callable[[float], object] = time.sleep) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        sleep: Callable[[float], object] = time.sleep,
+        options: tuple[str, str] = ("--server", "--model"),
+    ) -> None:
         """Use `model` on the server at `url`, with or without /v1; by default the only model that the server has.
 
-        RequestError if `url` is no HTTP URL. Without `model`, also if the server is down or has several models."""
+        `options` are those that give the URL and the model, for errors. RequestError if `url` is no HTTP URL. Without
+        `model`, also if the server is down or has several models."""
+        self.options = options
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise RequestError(f"--server is {url!r}; give a URL such as http://localhost:8000/v1")
+            raise RequestError(f"{options[0]} is {url!r}; give a URL such as http://localhost:8000/v1")
         self.url = url.rstrip("/") if parts.path.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1"
         self.sleep = sleep
         self.model = model or self._only_model()
@@ -57,21 +65,24 @@ class Server:
             served = [str(entry["id"]) for entry in self._ask("/models", None, attempts=1)["data"]]
         except (ServerError, KeyError, TypeError) as error:
             raise RequestError(
-                f"no OpenAI-compatible server at {self.url} ({error}); start one, or name its model with --model"
+                f"no OpenAI-compatible server at {self.url} ({error}); start one, or name its model with "
+                f"{self.options[1]}"
             ) from None
         if len(served) != 1:
-            raise RequestError(f"{self.url} serves {', '.join(served) or 'no model'}; choose one with --model")
+            raise RequestError(
+                f"{self.url} serves {', '.join(served) or 'no model'}; choose one with {self.options[1]}"
+            )
         return served[0]
 
     def complete(self, prompt: list[int] | str, options: Json) -> Answer:
         """Let the model continue a text or token ids; `options` are request parameters. Failures raise ServerError."""
-        choice = self._choice("/completions", {"prompt": prompt} | options)
+        choice = self.reply("/completions", {"prompt": prompt} | options)["choices"][0]
         return _answer(choice, choice.get("text"), {}, options)
 
     def chat(self, messages: list[Json], tools: list[Json] | None, options: Json) -> Answer:
         """Let the model answer a conversation; `options` are request parameters. Failures raise ServerError."""
         body = {"messages": in_api(messages)} | ({"tools": tools} if tools else {}) | options
-        choice = self._choice("/chat/completions", body)
+        choice = self.reply("/chat/completions", body)["choices"][0]
         said = choice.get("message")
         if not isinstance(said, dict):
             raise ServerError(f"the reply has no message: {json.dumps(choice)[:200]}")
@@ -83,12 +94,15 @@ class Server:
             raise ServerError(f"the reply has no text: {json.dumps(choice)[:200]}")
         return _answer(choice, text_of(message), message, options)
 
-    def _choice(self, path: str, body: Json) -> Json:
-        reply = self._ask(path, {"model": self.model} | body, ATTEMPTS)
+    def reply(self, path: str, body: Json, attempts: int = ATTEMPTS) -> Json:
+        """Send a request about the model to a path after /v1, and return the reply, whose `choices` are not empty.
+
+        Raise ServerError if the server rejects it, or does not answer in so many attempts."""
+        reply = self._ask(path, {"model": self.model} | body, attempts)
         choices = reply.get("choices") if isinstance(reply, dict) else None
         if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
             raise ServerError(f"the reply has no choice: {json.dumps(reply)[:200]}")
-        return choices[0]
+        return reply
 
     def _ask(self, path: str, body: Json | None, attempts: int) -> Json:
         """Send `body` by POST (`None`: send a GET request), in up to `attempts` attempts; return the JSON reply."""

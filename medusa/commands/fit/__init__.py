@@ -3,6 +3,7 @@
   medusa fit org/model --prompts questions.jsonl
   medusa fit org/model --prompts questions.jsonl --plan
   medusa fit ./model --prompts chats.jsonl --minutes 60 --for vllm
+  medusa fit ./lora --prompts chats.jsonl --start model-heads
 
 A fifth of the prompts is set aside for the measurement. Every stage keeps its result, and the same command continues an
 interrupted run. At the end, the output folder holds the heads, a report (report.html) and all figures (fit.json)."""
@@ -90,7 +91,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     from medusa.commands.models import require_compilable_files
     from medusa.commands.options import warn
     from medusa.commands.prompting import prompt_form
-    from medusa.loading import BackboneFiles
+    from medusa.loading import BackboneFiles, head_sizes
     from medusa.memory import devices_of
 
     settings = Settings(compile=bool(options.compile), ignore_generation_config=options.ignore_generation_config)
@@ -102,16 +103,16 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
             state.require_calibrated(options.compile)
             plan = replace(plan, compiled=compiled_steps(options, found))
     else:
+        choices = choose_heads(options, head_sizes(files.config))  # before the weights are loaded
         options.runtime.prepare()
-        tuned = load_tuned(files, options.runtime.threads, options.output, trains=True)
-        loaded = tuned.loaded
-        with options.output.stage("timing the model"):
+        with options.output.stage("loading and timing the model"):
+            tuned = load_tuned(files, options.runtime.threads, options.output, trains=True)
+            loaded = tuned.loaded
             form = prompt_form(options.raw, files.tokenizer, options.model, options=options.template_option)
             tasks = tasks_of(sides.train, files.tokenizer, form, None, None)
             found = probe(tuned, tasks, text_settings(options, Backbone(loaded.model).context))
             if compiled_steps(options, found):  # the plan must know, not a stage after text and training
                 found = replace(found, not_compiled=why_not_decoded(loaded, settings))
-            choices = choose_heads(options)
             costs = [costs_of(choice, loaded, found) for choice in choices]
             plan = make_plan(options, found, costs, len(sides.train), len(sides.test))
         if warning := lacking_memory(plan, devices_of(loaded.model)):

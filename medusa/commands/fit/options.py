@@ -26,7 +26,9 @@ REPORT, RESULTS = "report.html", "benchmark.json"  # of the benchmark
 class FitOptions(Options):
     """Options of `medusa fit`."""
 
-    shown = "model prompts output for minutes kind compare plan overwrite max-new-tokens device dtype threads json"
+    shown = (
+        "model prompts output for minutes kind compare start plan overwrite max-new-tokens device dtype threads json"
+    )
     model: str = option(
         REQUIRED,
         "speed up this model: a folder, a GGUF file, a Hub id, or demo (shipped)",
@@ -66,6 +68,12 @@ class FitOptions(Options):
         brief="train heads of this kind (default: markov; eagle for vllm and sglang)",
     )
     compare: bool = option(False, "train heads of several kinds, and keep the fastest")
+    start: str | None = option(
+        None,
+        "continue these heads, such as those of the base model of a fine-tune: a folder or Hub id",
+        metavar="HEADS",
+        brief="continue these heads, such as those of the base model",
+    )
     compile: bool | None = option(
         None,
         "find the tree and measure the speedup with compiled steps; --no-compile: with eager ones (default: compiled "
@@ -73,6 +81,9 @@ class FitOptions(Options):
         action=BooleanOptionalAction,
     )
     plan: bool = option(False, "print the cost in time, memory and disk, and stop")
+    server: str | None = option(
+        None, "let this OpenAI-compatible server (vLLM, SGLang, ...), which runs MODEL, write the text", metavar="URL"
+    )
     overwrite: bool = option(False, "delete an earlier fit in DIR and start again")
     raw: bool | None = raw_option()
     template_option: tuple[str, ...] = template_option()
@@ -101,6 +112,9 @@ class FitOptions(Options):
                 raise RequestError(f"--kind is {self.kind!r}; {choose_one_of(self.kind, known)}")
         if self.kind is not None and self.compare:
             raise RequestError("--compare trains several kinds, and --kind names one; leave one out")
+        if self.start is not None and (self.compare or self.kind is not None):
+            given = "--compare" if self.compare else "--kind"
+            raise RequestError(f"--start continues heads of one kind, which {given} would change; leave {given} out")
         if self.purpose != "transformers" and (self.compare or self.kind not in (None, "eagle")):
             given = "--compare" if self.compare else f"--kind {self.kind}"
             raise RequestError(
@@ -111,6 +125,8 @@ class FitOptions(Options):
         if not self.plan:
             require_writable_folder(self.folder, option="--output")
             require_of_kind("output", self.folder, "a folder of medusa fit", STATE)
+            if self.start is not None and Path(self.start).resolve().is_relative_to(self.folder.resolve()):
+                raise RequestError(f"--output {self.folder} holds the heads of --start; choose another --output")
 
     @property
     def folder(self) -> Path:
@@ -126,7 +142,8 @@ class FitOptions(Options):
         """Return what a continued run must have in common with the run that it continues; `prompts`: their digest."""
         names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw")
         about = {name: getattr(self, name) for name in names}
-        # Runs of earlier versions do not have these two.
+        # Runs of earlier versions do not have these three.
+        about["start"], about["server"] = self.start, self.server
         about["template_option"] = list(self.template_option) or None
         about["ignore_generation_config"] = self.ignore_generation_config or None
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}
@@ -141,8 +158,11 @@ class HeadsChoice(NamedTuple):
     reason: str
 
 
-def choose_heads(options: FitOptions) -> list[HeadsChoice]:
-    """Choose the heads to train; the result has one element, or several with --compare."""
+def choose_heads(options: FitOptions, sizes: tuple[int, int] = (0, 0)) -> list[HeadsChoice]:
+    """Choose the heads to train; the result has one element, or several with --compare.
+
+    Heads of --start must have the model's hidden size and vocabulary size (`sizes`) and suit the server of --for; else
+    RequestError is raised."""
     import yaml
 
     table = yaml.safe_load((ASSETS / "kinds.yaml").read_text(encoding="utf-8"))
@@ -152,4 +172,13 @@ def choose_heads(options: FitOptions) -> list[HeadsChoice]:
     if options.kind is not None and options.purpose == "transformers":
         return [HeadsChoice(options.kind, {"kind": options.kind}, "--kind asks for it")]
     row = table["transformers" if options.purpose == "transformers" else "servers"]
+    if options.start is not None:
+        from train.config import HeadsConfig
+        from train.heads import startable
+
+        served = {} if options.purpose == "transformers" else {**row["heads"], "lm_head": None}  # any LM head will do
+        heads = {"start": options.start, **served}
+        held = startable(options.start, HeadsConfig(**heads), *sizes, option="--start").config
+        name = held.backbone.get("name") or "another model"
+        return [HeadsChoice(held.kind, heads, f"--start continues {options.start}, trained for {name}")]
     return [HeadsChoice(row["heads"]["kind"], row["heads"], row["reason"])]

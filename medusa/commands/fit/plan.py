@@ -12,6 +12,8 @@ import torch
 from decode.bench.calibration.calibrate import compiled_on_gpu, sizes_for
 from decode.bench.calibration.variants import SHORTLISTS
 from decode.settings import Settings
+from medusa.backbone import Backbone
+from medusa.checkpoints.folder import load
 from medusa.commands.cpu import GAIN, PRICE
 from medusa.commands.fit.options import FitOptions, HeadsChoice
 from medusa.commands.fit.probe import Probe
@@ -106,8 +108,15 @@ class Plan:
 
 
 def costs_of(choice: HeadsChoice, loaded: Loaded, probe: Probe) -> Costs:
-    """Compute what training the heads of `choice` costs for a model, without allocating the heads."""
-    config = new_config(HeadsConfig(**choice.heads), loaded.model, loaded.name, loaded.revision)
+    """Compute what training the heads of `choice` costs for a model, without allocating new heads.
+
+    Raise RequestError if heads to continue read a layer that the model lacks."""
+    asked = HeadsConfig(**choice.heads)
+    if asked.start is None:
+        config = new_config(asked, loaded.model, loaded.name, loaded.revision)
+    else:
+        config = load(asked.start).config
+        Backbone(loaded.model, config.feature_layers)
     size = heads_size(config, probe.vocab_size)
     shared = config.num_heads * probe.hidden_size * probe.vocab_size if config.lm_head == "shared" else 0
     learning = probe.read_seconds * (1 + HEAD_COST * (size.trained + shared) / probe.parameters)
@@ -154,6 +163,7 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
     tokens = probe.turns * (probe.prompt_tokens + probe.answer_tokens)  # of one text, as training reads it
     one_text = (probe.writing_seconds(2 * MANY, most) - probe.writing_seconds(MANY, most)) / MANY
     learning = min(TRAINING_SHARE * one_text, EPOCHS * tokens * slowest)  # from one text
+    one_text = 0 if options.server else one_text
     minutes, reason = options.minutes, "--minutes asks for it"
     if minutes is None:
         minutes = train_prompts * (one_text + learning) / 60
@@ -162,7 +172,7 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
             minutes = min(max(minutes, LEAST_MINUTES), MOST_MINUTES)
             reason = f"the {'least' if minutes == LEAST_MINUTES else 'most'} that fit takes without --minutes"
     texts = min(max(int(60 * minutes / (one_text + learning)), FEWEST_TEXTS), REPEATS * train_prompts)
-    writing = probe.writing_seconds(texts, most)
+    writing = 0 if options.server else probe.writing_seconds(texts, most)
     training = max(60 * minutes - writing, texts * learning)
     longest = EPOCHS * texts * tokens * slowest
     if training > 1.05 * longest:
@@ -214,7 +224,10 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
     names = ", ".join(choice.name for choice in choices)
     prompts, answers = round(probe.prompt_tokens), round(probe.answer_tokens)
     asked = round(plan.texts * probe.turns)
-    text = f"{asked:,} answers of about {answers} tokens after about {prompts}, {probe.width} at a time"
+    text = f"{asked:,} answers of about {answers} tokens after about {prompts}, "
+    text += (
+        f"by {options.server}" if options.server else f"{min(probe.width, asked)} at a time: {clock(plan.text_seconds)}"
+    )
     training = f"{plan.training_minutes:.3g} minutes, about {plan.training_tokens:,} tokens"
     each = f", for each of {len(choices)} kinds" if len(choices) > 1 else ""
     free = readable(free_bytes(options.folder))
@@ -224,8 +237,8 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
         f"model        {probe.parameters:,} parameters, {readable(probe.model_bytes)}, on {probe.device}: holds a tree",
         *dtype_lines(plan, probe, options),
         f"heads        {names} ({choices[0].reason})",
-        f"minutes      {plan.minutes:.3g} for text and training ({plan.reason})",
-        f"text         {text}: {clock(plan.text_seconds)}",
+        f"minutes      {plan.minutes:.3g} for {'' if options.server else 'text and '}training ({plan.reason})",
+        f"text         {text}",
         f"training     {training}{each}",
         f"steps        {steps_of(plan, probe, options)}",
         f"calibration  about {clock(plan.whole_calibration_seconds)}{each}",

@@ -131,10 +131,11 @@ def why_not_decoded(loaded: Loaded, settings: Settings) -> str:
 
 def _reading(generator: TextGenerator, prompts: Sequence[Sequence[int]]) -> tuple[float, int]:
     """The seconds to read one token of prompts that are read together, and the bytes that it takes in a cache."""
-    seconds = []
+    seconds, kwargs = [], generator.settings.generate_kwargs(generator.tokenizer)
     for _ in range(2):
         start = perf_counter()
-        stepper = stepper_for(generator.model, None, prepare(generator.model, prompts), *generator.settings.how)
+        requests = prepare(generator.model, prompts, range(len(prompts)), **kwargs)
+        stepper = stepper_for(generator.model, None, requests, *generator.settings.how)
         stepper.start()
         seconds.append(perf_counter() - start)
     cache = stepper.state.reader.cache

@@ -122,6 +122,7 @@ def text_stage(run: Run) -> Stage:
         settings=text_settings(run.options, run.probe.context),
         raw=run.options.raw,
         template_option=run.options.template_option,
+        server=run.options.server,
         runtime=run.options.runtime,
         output=run.options.output_to(None),
         out=str(run.work / TEXT),

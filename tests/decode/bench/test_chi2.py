@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from decode.bench.losslessness.chi2 import MIN_EXPECTED, goodness_of_fit
+from decode.bench.losslessness.chi2 import MIN_EXPECTED, goodness_of_fit, same_distribution
 
 
 def sample(p: torch.Tensor, draws: int, seed: int) -> torch.Tensor:
@@ -23,6 +23,22 @@ def test_p_values_equal_scipys(seed: int) -> None:
     assert ours.chi2 == pytest.approx(theirs.statistic)
     assert ours.p_value == pytest.approx(theirs.pvalue)
     assert ours.degrees_of_freedom == 39
+
+
+@pytest.mark.parametrize("error", [1e-5, 1e-3, 0.02])
+def test_p_values_with_rounding_are_of_the_noncentral_distribution(error: float) -> None:
+    p = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.03, 0.02]).double()
+    found = goodness_of_fit(sample(p + torch.tensor([0.02, -0.02, 0, 0, 0, 0]), 5_000, 0), p, error)
+    assert found.p_value == pytest.approx(stats.ncx2.sf(found.chi2, 5, 5_000 * error))
+
+
+def test_two_samples_are_compared_as_by_scipy() -> None:
+    p = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.05]).double()
+    one, other = sample(p, 3_000, 0), sample(p, 7_000, 1)
+    theirs = stats.chi2_contingency(torch.stack([one, other]).numpy(), correction=False)
+    assert same_distribution(one, other).p_value == pytest.approx(theirs.pvalue)
+    assert same_distribution(one, sample(p.roll(1), 7_000, 1)).p_value < 1e-9
+    assert same_distribution(one, torch.zeros(5)).p_value == 1
 
 
 def test_small_cells_are_pooled() -> None:

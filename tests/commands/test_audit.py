@@ -1,0 +1,295 @@
+"""`medusa verify --server`: servers with planted faults must be caught, and correct ones must pass."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from medusa.files import read_json
+from tests.commands.fake_server import FakeServer, Reply, serving
+from tests.commands.place import Outcome, Place, write_rows
+
+SHARPENED = 2  # random models have nearly uniform distributions, of which every token is rare
+PROMPTS = ["abc", "hgfedcba", "d", "hello", "zzyyxxwwvvuuttss"]
+TOKENS = 24
+
+
+class Writer:
+    """A correct server of a model: plain forwards, and draws by the inverse of the distribution's sum.
+
+    Subclasses plant a fault."""
+
+    strict = False  # whether it takes only OpenAI's own parameters and text, and returns no ids
+
+    def __init__(self, place: Place) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(place.backbone).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(place.backbone)
+        self.eos, self.random = place.eos, torch.Generator().manual_seed(1)
+        self.lock, self.running = threading.Lock(), list[list[int]]()
+        self.logits = cache(self.compute)
+
+    @torch.inference_mode()
+    def compute(self, ids: tuple[int, ...]) -> Tensor:
+        return self.model(torch.tensor([ids])).logits[0, -1].double()
+
+    def reply(self, number: int, body: dict[str, Any]) -> Reply:
+        """Answer a request, as `FakeServer.trouble`."""
+        extra = {*body} - {"model", "prompt", "max_tokens", "temperature", "top_p", "n"}
+        if self.strict and (extra or not isinstance(body["prompt"], str)):
+            return 400, {}, json.dumps({"error": f"unknown {extra}"})
+        prompt = body["prompt"]
+        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        self.running.append(ids)
+        if body["max_tokens"] > 1:
+            time.sleep(0.05)  # until requests that were sent together are all here
+        beside = max(map(len, self.running))
+        with self.lock:
+            choices = [self.choice(ids, body, text, beside) for text in self.texts(ids, body, beside)]
+        self.running.remove(ids)
+        return 200, {}, json.dumps({"choices": choices, "usage": {"prompt_tokens": len(ids)}})
+
+    def choice(self, ids: list[int], body: dict[str, Any], new: list[int], beside: int) -> dict[str, Any]:
+        ended = new[-1:] == [self.eos]
+        made = {
+            "text": self.tokenizer.decode(new, skip_special_tokens=True),
+            "finish_reason": "stop" if ended else "length",
+        }
+        return made if self.strict else made | {"token_ids": new}
+
+    def texts(self, ids: list[int], body: dict[str, Any], beside: int) -> list[list[int]]:
+        count = body.get("n", 1)
+        if body["temperature"] > 0:
+            return self.samples(ids, body, count)
+        new: list[int] = []
+        while len(new) < body["max_tokens"] and new[-1:] != [self.eos]:
+            new.append(self.greedy(ids, new, beside))
+        return [new] * count
+
+    @torch.inference_mode()
+    def samples(self, ids: list[int], body: dict[str, Any], count: int) -> list[list[int]]:
+        texts: list[list[int]] = [[] for _ in range(count)]
+        for step in range(body["max_tokens"]):
+            rows = self.model(torch.tensor([[*ids, *new] for new in texts])).logits[:, -1].double()
+            for new, logits, u in zip(texts, rows, self.numbers(count), strict=True):
+                sums = self.distribution(logits, body, step).cumsum(0)
+                new.append(int(torch.searchsorted(sums, u * sums[-1], right=True)))
+        return [new[: new.index(self.eos) + 1] if self.eos in new else new for new in texts]
+
+    def numbers(self, count: int) -> Tensor:
+        return torch.rand(count, generator=self.random, dtype=torch.float64)
+
+    def greedy(self, ids: list[int], new: list[int], beside: int) -> int:
+        return int(self.logits((*ids, *new)).argmax())
+
+    def distribution(self, logits: Tensor, body: dict[str, Any], step: int) -> Tensor:
+        """Return the probabilities [V] of the token `step` of a text."""
+        p = (logits / body["temperature"]).softmax(-1)
+        order = p.argsort(descending=True)
+        before = p[order].cumsum(0) - p[order]
+        kept = self.kept(int((before < body.get("top_p", 1.0)).sum()))
+        p[order[kept:]] = 0
+        return p / p.sum()
+
+    def kept(self, count: int) -> int:
+        return count
+
+
+class Strict(Writer):
+    strict = True
+
+
+class WrongToken(Writer):
+    """Every eighth token is the least probable one."""
+
+    def greedy(self, ids: list[int], new: list[int], beside: int) -> int:
+        logits = self.logits((*ids, *new))
+        return int(logits.argmin() if len(new) % 8 == 7 else logits.argmax())
+
+
+class StrictWrongToken(WrongToken):
+    strict = True
+
+
+class EarlyEnd(Writer):
+    """Texts end after ten tokens."""
+
+    def greedy(self, ids: list[int], new: list[int], beside: int) -> int:
+        return self.eos if len(new) == 10 else super().greedy(ids, new, beside)
+
+
+class NoTemperature(Writer):
+    def distribution(self, logits: Tensor, body: dict[str, Any], step: int) -> Tensor:
+        return super().distribution(logits, body | {"temperature": 1.0}, step)
+
+
+class DraftsTooOften(Writer):
+    """From the second token on, the best guess of a draft is accepted unseen one time in four."""
+
+    def distribution(self, logits: Tensor, body: dict[str, Any], step: int) -> Tensor:
+        p = super().distribution(logits, body, step)
+        sure = p.argmax()
+        if step:
+            p = 0.75 * p
+            p[sure] += 0.25
+        return p
+
+
+class SharedNumber(Writer):
+    """All texts of a batch are drawn with one random number."""
+
+    def samples(self, ids: list[int], body: dict[str, Any], count: int) -> list[list[int]]:
+        texts: list[list[int]] = [[] for _ in range(count)]
+        for _ in range(body["max_tokens"]):
+            for new, u in zip(texts, self.numbers(count), strict=True):
+                if new[-1:] != [self.eos]:
+                    sums = self.distribution(
+                        self.compute((*ids, *new)) if new else self.logits(tuple(ids)), body, new
+                    ).cumsum(0)
+                    new.append(int(torch.searchsorted(sums, u * sums[-1], right=True)))
+        return texts
+
+    def numbers(self, count: int) -> Tensor:
+        return super().numbers(1).expand(count)
+
+
+class OneTokenLess(Writer):
+    """Top-p leaves out the token that crosses the border."""
+
+    def kept(self, count: int) -> int:
+        return count if count == self.model.config.vocab_size else max(count - 1, 1)
+
+
+class OneTokenMore(Writer):
+    def kept(self, count: int) -> int:
+        return count + 1
+
+
+class Padded(Writer):
+    """A short prompt beside a longer one is padded at its left without a mask."""
+
+    def greedy(self, ids: list[int], new: list[int], beside: int) -> int:
+        return super().greedy([0] * (beside - len(ids)) + ids, new, beside)
+
+
+@pytest.fixture(scope="module")
+def sharp(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """The small backbone with distributions like those of a trained model."""
+    folder = str(tmp_path_factory.mktemp("sharp"))
+    model = AutoModelForCausalLM.from_pretrained(place.backbone)
+    model.lm_head.weight.data *= SHARPENED
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(place.backbone).save_pretrained(folder)
+    return place._replace(backbone=folder)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def audit(
+    server: FakeServer, sharp: Place, tmp_path: Any, medusa: Callable[..., Outcome]
+) -> Callable[..., tuple[Outcome, Any]]:
+    """Audit a server of the small model; gives what the command did and its --json."""
+
+    def run(writer: Writer, *more: Any, reference: str = sharp.backbone) -> tuple[Outcome, Any]:
+        server.trouble = writer.reply  # type: ignore[assignment]
+        prompts, figures = write_rows(tmp_path / "p.jsonl", [{"prompt": text} for text in PROMPTS]), tmp_path / "f.json"
+        how = ("--max-new-tokens", TOKENS, "--draws", 1000, "--sampled-prompts", 2, "--json", figures, *more)
+        done = medusa("verify", "--server", server.url, "--reference", reference, "--prompts", prompts, *how)
+        return done, read_json(figures) if done.status < 2 else None
+
+    return run
+
+
+@pytest.mark.parametrize("writer", [Writer, Strict], ids=lambda kind: kind.__name__)
+def test_a_correct_server_passes(audit: Callable[..., Any], sharp: Place, writer: type[Writer]) -> None:
+    done, found = audit(writer(sharp))
+    assert done.status == 0, done.out
+    assert found["passed"]
+    assert found["greedy"]["alone"]["tokens"] > 50
+    assert ("it takes no token ids" in done.out) == writer.strict
+
+
+@pytest.mark.parametrize(
+    ("writer", "caught"),
+    [
+        (WrongToken, {"alone", "together"}),
+        (StrictWrongToken, {"alone", "together"}),
+        (EarlyEnd, {"alone", "together"}),
+        (Padded, {"together"}),
+        (NoTemperature, {"0.7"}),
+        (SharedNumber, {"1", "0.7"}),
+        (OneTokenLess, {"0.7"}),
+        (OneTokenMore, {"0.7"}),
+        (DraftsTooOften, {"1"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_planted_faults_are_caught(
+    audit: Callable[..., Any], sharp: Place, writer: type[Writer], caught: set[str]
+) -> None:
+    done, found = audit(writer(sharp))
+    assert done.status == 1, done.out
+    smallest = found["sampling"]["smallest_allowed_p_value"]
+    ways = {
+        way for way in ("alone", "together") if any(not one["is_tie"] for one in found["greedy"][way]["deviations"])
+    }
+    failed = {
+        (f"{case['temperature']:g}", "texts" if case["prompt"] is None else "first")
+        for case in found["sampling"]["cases"]
+        if case["p_value"] < smallest
+    }
+    if writer is DraftsTooOften:  # at a lower temperature most tokens are nearly certain, drafted or not
+        assert ("1", "texts") in failed
+        assert "first" not in {kind for _, kind in failed}
+    else:
+        assert ways | {setting for setting, _ in failed} == caught
+
+
+def test_every_eighth_token_is_reported(audit: Callable[..., Any], sharp: Place) -> None:
+    """The comparison goes on from the server's own text, so a fault is counted once."""
+    _, found = audit(WrongToken(sharp))
+    for one in found["greedy"]["alone"]["deviations"]:
+        assert one["position"] % 8 == 7
+        assert one["gap"] > one["tolerance"]
+
+
+@pytest.fixture
+def second() -> Iterator[FakeServer]:
+    with serving() as running:
+        yield running
+
+
+def test_two_servers(audit: Callable[..., Any], sharp: Place, second: FakeServer) -> None:
+    second.trouble = Writer(sharp).reply  # type: ignore[assignment]
+    done, found = audit(Writer(sharp), reference=second.url)
+    assert found["passed"], done.out
+    for writer in (WrongToken, NoTemperature, SharedNumber):
+        assert audit(writer(sharp), reference=second.url)[0].status == 1
+    done, _ = audit(WrongToken(sharp), reference=second.url)
+    assert "prompt 1, token 8: " in done.out
+
+
+def test_wrong_requests(refused: Callable[..., str], place: Place, server: FakeServer) -> None:
+    both = ("verify", "--server", server.url, "--reference", place.backbone)
+    assert "add --reference MODEL" in refused("verify", "--server", server.url, "--prompt", "abc")
+    assert "add --server URL" in refused("verify", place.heads, "--reference", place.backbone, "--prompt", "abc")
+    assert "--heads has no effect with --server" in refused(*both, "--heads", place.heads, "--prompt", "abc")
+    assert "no prompts" in refused(*both)
+    server.trouble = lambda number, body: (404, {}, "no such route")
+    assert "completes no text (HTTP 404" in refused(*both, "--prompt", "abc")
+    assert "no OpenAI-compatible server at http://127.0.0.1:9" in refused(
+        "verify", "--server", "http://127.0.0.1:9", "--reference", place.backbone, "--prompt", "abc"
+    )
