@@ -9,7 +9,7 @@ import torch
 from medusa import loading
 from medusa.commands import cpu
 from medusa.commands.cpu import Tuned, fewest_threads, load_tuned, sampled
-from medusa.commands.options import Output
+from medusa.commands.options import Output, RuntimeOptions
 from medusa.errors import RequestError
 from medusa.loading import BackboneFiles, load_backbone
 from medusa.options import LoadOptions
@@ -65,6 +65,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
         def timer(sample: object, tokens: int, dtype: torch.dtype | None = None, *clock: object) -> Callable[[], float]:
             return lambda: (1.0 if dtype == HALF else gain) / torch.get_num_threads()
 
+        RuntimeOptions(threads=threads).prepare()  # no progress bars of transformers
         monkeypatch.setattr(cpu, "PROBED", 1)
         monkeypatch.setattr(cpu, "usual_threads", lambda: 2)
         monkeypatch.setattr(cpu.Sample, "timer", timer)
@@ -133,5 +134,7 @@ def test_a_trial_leaves_the_model_as_it_was() -> None:
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(RequestError, match="--dtype is 'half'; choose float64, float32, bfloat16, float16 or auto"):
+    with pytest.raises(
+        RequestError, match="--dtype is 'half'; choose one of float64, float32, bfloat16, float16, auto"
+    ):
         LoadOptions("half")
