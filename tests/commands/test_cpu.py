@@ -134,7 +134,5 @@ def test_a_trial_leaves_the_model_as_it_was() -> None:
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(
-        RequestError, match="--dtype is 'half'; choose one of float64, float32, bfloat16, float16, auto"
-    ):
+    with pytest.raises(RequestError, match="'half'; choose one of float64, float32, bfloat16, float16, auto"):
         LoadOptions("half")
