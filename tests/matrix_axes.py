@@ -264,6 +264,7 @@ NOT_HERE = {
     *("negative_prompt_attention_mask",),  # for padded negative prompts, of which there is one here
     # How the server counts and answers (tests/decode/serve)
     *("max_tokens", "max_completion_tokens", "stop", "seed", "n", "stream", "stream_options", "logprobs", "echo"),
+    "return_token_ids",
     *("response_format", "add_special_tokens"),
 }
 

@@ -138,7 +138,7 @@ class Sample:
         prepare_linear(parts)
         states = torch.ones(1, tokens, backbone.hidden_size, dtype=dtype)
         inputs = [*tree_map(partial(_cast, dtype), self.calls[tokens]), ((states,), {})]
-        largest = parts[-1].weight
+        largest = max(parts[-1].parameters(), key=torch.Tensor.numel)
 
         @torch.inference_mode()
         def seconds() -> float:

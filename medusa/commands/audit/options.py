@@ -6,8 +6,15 @@ from collections.abc import Sequence
 
 from medusa.errors import RequestError
 from medusa.options import Options, count, option
+from medusa.places import require_backbone
 
 DRAWS = 2000  # sampled first tokens for each prompt and setting, and sampled tokens of texts
+
+
+def require_reference(name: str) -> None:
+    """Raise RequestError if `name` is neither a URL nor a model that exists."""
+    if not name.startswith(("http://", "https://")):
+        require_backbone(name)
 
 
 class AuditOptions(Options):
@@ -19,6 +26,7 @@ class AuditOptions(Options):
         "the model whose text the server must write (a folder, GGUF file, Hub id or demo), or a second server's URL",
         metavar="MODEL|URL",
         brief="the model whose text the server must write, or a URL",
+        exists=require_reference,
     )
     model: str | None = option(None, "audit this model (default: the only one of the server)", metavar="NAME")
     reference_model: str | None = option(

@@ -26,9 +26,7 @@ REPORT, RESULTS = "report.html", "benchmark.json"  # of the benchmark
 class FitOptions(Options):
     """Options of `medusa fit`."""
 
-    shown = (
-        "model prompts output for minutes kind compare start plan overwrite max-new-tokens device dtype threads json"
-    )
+    shown = "model prompts output for minutes kind start plan overwrite max-new-tokens device dtype json"
     model: str = option(
         REQUIRED,
         "speed up this model: a folder, a GGUF file, a Hub id, or demo (shipped)",

@@ -227,7 +227,7 @@ def test_a_slower_hour_does_not_change_what_a_calibration_shows(llama: Any, monk
     """The numbers of candidates are timed after the trees, here by a machine that has become half as fast."""
     found = calibrated(llama, monkeypatch, lambda size: 1.0 if size is None else 2.0, lambda size: 2.0, 1, 4)
     assert found.shortlist is not None
-    assert {round(point.step_ms) for point in found.points} == {1000}
+    assert {round(point.step_ms) for point in found.points if point.drafter == "heads"} == {1000}
     assert found.best.tokens_per_second == max(point.tokens_per_second for point in found.points)
     assert found.why_not_fastest == ""
 

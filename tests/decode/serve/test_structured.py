@@ -102,7 +102,7 @@ def test_generate_follows_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--json-schema", "{tmp}/no.json"], "cannot be read: "),
+        (["--json-schema", "{tmp}/no.json"], "there is no file "),
         (["--json-schema", "{tmp}/text"], "cannot be read: Expecting value"),
         (["--json-schema", "{tmp}/list"], "the JSON schema is invalid: Expecting object schema"),
         (["--grammar", "{tmp}/text"], "the grammar is invalid: "),

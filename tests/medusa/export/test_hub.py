@@ -701,7 +701,7 @@ def test_export_accepts_only_calibrations_of_the_same_heads(llama: Any, tmp_path
     [
         (["--license", "Apache 2"], "the license is 'Apache 2'; give the Hub's name"),
         (["--repo-id", "heads"], "the repository is 'heads'; give its Hub id"),
-        (["--benchmark", "nowhere.json"], "no such file: nowhere.json"),
+        (["--benchmark", "nowhere.json"], "there is no file nowhere.json"),
         (["--to", "original-v1", "--license", "mit"], "--license is for the model card of --to hub"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
