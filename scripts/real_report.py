@@ -7,7 +7,6 @@ from statistics import median
 
 from matplotlib.axes import Axes
 
-from decode.bench.figures import interval_in_words
 from decode.bench.report import plots
 from decode.bench.report.plots import INK
 from medusa.commands.fit.state import FitState
@@ -42,6 +41,11 @@ def write_report(state: FitState, speeds: Sequence[tuple[str, int, float]]) -> s
     return page
 
 
+def value_of(value: float, span: Sequence[float] | None) -> str:
+    """Format a figure with its interval, if it has one: a single prompt has none."""
+    return f"{value:.2f}" + (f" ({span[0]:.2f} to {span[1]:.2f})" if span else "")
+
+
 def plan_table(done: Json) -> str:
     """Tabulate the planned and the measured CPU seconds of the stages of `medusa fit`."""
     plan = done["plan"]["plan"]
@@ -69,7 +73,7 @@ def speed_section(state: FitState, found: Json, dtype: str, threads: int, temper
     rows = []
     for name, its in methods.items():
         parts = [its, *(its["by_category"][one] for one in sets)]
-        cells = [f"{part['speedup']:.2f} ({interval_in_words(part['speedup_interval'])})" for part in parts]
+        cells = [value_of(part["speedup"], part["speedup_interval"]) for part in parts]
         middle = [f"{its['tokens_per_second']['median']:.1f}", f"{its['tau']:.2f}" if its["steps"] else ""]
         rows.append([NAMES.get(name, name), *middle, *cells, f"{its['equal_to_plain']:.0%}"])
     head = ["method", "tokens/s", "tau", "x plain, all", *(f"x plain, {one}" for one in sets), "same text"]
@@ -79,7 +83,7 @@ def speed_section(state: FitState, found: Json, dtype: str, threads: int, temper
         figure = plots.alone(plots.bars, bars, "times plain decoding", "{:.2f} x".format, bars=len(bars))
         figure.savefig(temporary, format="png", dpi=140)
     title = f"Speed in {dtype}, {threads} thread{'s' * (threads > 1)}, temperature {temperature:g}"
-    note = "" if temperature == 0 else "\n\nSamples differ between methods; their distribution does not."
+    note = "" if temperature == 0 else "\n\nSamples may differ between methods; their distribution does not."
     return f"## {title}\n\n{markdown_table(head, rows)}{note}\n\n![{title}]({picture})"
 
 
@@ -87,7 +91,7 @@ def tau_table(taus: Json) -> str:
     """Tabulate tau by kind, set of prompts and nodes."""
     nodes = list(next(iter(next(iter(taus.values())).values())))
     rows = [
-        [kind, name, *(f"{its[n][0]:.2f} ({interval_in_words(its[n][1:])})" for n in nodes)]
+        [kind, name, *(value_of(its[n][0], its[n][1:]) for n in nodes)]
         for kind, sets in taus.items()
         for name, its in sets.items()
     ]
@@ -120,7 +124,7 @@ def curve_section(state: FitState, points: Sequence[tuple[int, Json]]) -> str:
 
     with replacing(state.folder / "curve.png") as temporary:
         plots.alone(draw, height=3.0).savefig(temporary, format="png", dpi=140)
-    rows = [[f"{n:,}", *(f"{its[s][0]:.2f} ({interval_in_words(its[s][1:])})" for s in sets)] for n, its in points]
+    rows = [[f"{n:,}", *(value_of(its[s][0], its[s][1:]) for s in sets)] for n, its in points]
     text = state.stages["text"]["tokens"]
     told = f"The text has {text:,} tokens of answers, which longer runs read several times."
     return f"## tau by training\n\n{told}\n\n{markdown_table(['tokens read', *sets], rows)}\n\n![tau](curve.png)"
@@ -131,8 +135,8 @@ def engine_section(its: Json) -> str:
     speeds = its["tokens_per_second"]
     ratio = median(a / b for a, b in zip(speeds["engine"], speeds["generate"], strict=True))
     rows = [
-        ["`medusa distill`", f"{median(speeds['engine']):.1f}"],
-        ["`model.generate`", f"{median(speeds['generate']):.1f}"],
+        ["`medusa distill`, as many rows as pay", f"{median(speeds['engine']):.1f}"],
+        ["`model.generate`, 16 rows", f"{median(speeds['generate']):.1f}"],
     ]
-    table = markdown_table(["16 rows", "tokens/s"], [*rows, ["ratio", f"{ratio:.2f}"]])
+    table = markdown_table(["text by", "tokens/s"], [*rows, ["ratio", f"{ratio:.2f}"]])
     return f"## Text\n\n{its['prompts']} mixed prompts, at most {its['tokens']} tokens each, in turns.\n\n{table}"

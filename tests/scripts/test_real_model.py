@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import real_model
+from decode.bench.calibration import calibrate, stored
+from medusa.commands.fit import probe
 from medusa.errors import RequestError
 from medusa.files import ASSETS
 from real_measure import SETS
 
-TINY = real_model.Sizes((0.03, 0.02), 32, (2, 6), (8, 16), (1, 6, 1), (24, 32), (4, 6, 1), 1000)
+TINY = real_model.Sizes((0.03, 0.02), 32, (2, 6), (8, 16), (1, 6, 1), (12, 16), (4, 6, 1), 1000)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make probe and calibration short: no figure of these tests is a measurement."""
+    few: dict[Any, dict[str, Any]] = {
+        real_model: {"QUICK": TINY},
+        probe: {"ANSWERED": 4, "STEPS": 1},
+        stored: {"MIN_STEPS": 100},
+        calibrate: {"MIN_STEPS": 100, "SIZES": (1, 4, 8), "time_steps": partial(calibrate.time_steps, steps=4)},
+    }
+    for module, values in few.items():
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture
@@ -26,10 +44,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_stage_runs_once_and_is_reported(
-    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(real_model, "QUICK", TINY)
+def test_every_stage_runs_once_and_is_reported(data: Path, short: None, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["demo", "--data", str(data), "--output", str(data / "out"), "--quick", "--kinds", "markov,eagle"]
     argv += ["--dtypes", "float32"]
     with pytest.raises(RequestError, match="stage train markov is not finished, and others need it"):
