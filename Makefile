@@ -3,11 +3,14 @@
 # make test     set everything up and run all tests
 # make lint     ruff and mypy
 # make docs     the site, into build/site
+# make real     all figures of a real model, SmolLM2-135M-Instruct: about three CPU hours; REAL=--quick: ten minutes
 # PYTHON=python3.12 make test    with another interpreter (3.11 or newer)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
+DATA ?= runs/data
 
 # What breaks everything else: exactness, acceptance, masks, cache, topology, heads, checkpoints, losses, imports.
 CORE := tests/test_lossless.py tests/test_layers.py \
@@ -18,7 +21,7 @@ CORE := tests/test_lossless.py tests/test_layers.py \
 # `make check` leaves to `make test` the slowest tests, and those that show that a planted fault is found.
 LATER := not known_faults and not planted_fault and not sampled_texts and not longrope_boundary and not dynamic_rope
 
-.PHONY: check demo test lint format docs install
+.PHONY: check demo test lint format docs install real
 
 # Python compiles each module when it is first imported. pip would compile all of them, which takes half a minute.
 install: $(VENV)/installed
@@ -56,3 +59,15 @@ format: install
 
 docs: install
 	$(BIN)/mkdocs build --strict
+
+MT_BENCH := https://raw.githubusercontent.com/lm-sys/FastChat/main/fastchat/llm_judge/data/mt_bench/question.jsonl
+
+# The last file comes last: with it, all are there.
+$(DATA)/mt_bench/question.jsonl: | $(VENV)/base
+	$(BIN)/hf download openai/gsm8k --repo-type dataset --include 'main/test*' --local-dir $(DATA)/gsm8k
+	$(BIN)/hf download openai/openai_humaneval --repo-type dataset --include '*.parquet' --local-dir $(DATA)/humaneval
+	curl --fail --location --create-dirs --output $@ $(MT_BENCH)
+
+# The same command continues an interrupted run. MODEL=google/gemma-3-270m-it make real    another model
+real: $(DATA)/mt_bench/question.jsonl
+	$(BIN)/python scripts/real_model.py $(MODEL) --data $(DATA) --output runs/real-$(notdir $(MODEL))$(REAL) $(REAL)

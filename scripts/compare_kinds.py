@@ -80,7 +80,8 @@ def take_turns(options: KindsOptions, opened: Opened, methods: dict[str, Method]
         advance = start_progress("measuring", options.rounds * len(batches))
         clock = stopwatch(opened.loaded.model.device)
         run_rounds(contenders, batches, options.rounds, advance, options.runtime.seed, clock)
-    contenders.append(replace(contenders[0], name="transformers"))  # `summarize` needs it for a speedup over `generate`
+    if "transformers" not in methods:  # `summarize` needs it for a speedup over `generate`
+        contenders.append(replace(contenders[0], name="transformers"))
     return summarize(contenders, [record.category for record in options.prompts.read()])
 
 

@@ -71,7 +71,7 @@ def test_the_matrix_has_the_oldest_python_and_all_three_sets_of_versions() -> No
 
 
 def test_scripts_and_targets_of_workflows_exist() -> None:
-    for name in ("ci.yml", "release.yml", "consumers.yml", "faults.yml", "fuzz.yml"):
+    for name in ("ci.yml", "release.yml", "consumers.yml", "faults.yml", "fuzz.yml", "real.yml"):
         for job in workflow(name)["jobs"].values():
             assert job["timeout-minutes"]
             for step in job["steps"]:

@@ -36,11 +36,21 @@ WRONG = {
     "make_backbone": ["--data no.txt --output {tmp}/x --steps 1"],
     "make_shipped_heads": ["--data no.txt --work {tmp} --output {tmp}/x"],
     "plant_faults": ["--only nothing-like-this"],
+    "real_model": ["demo --data {tmp} --output {tmp}/x", "demo --data {tmp} --output {tmp}/x --kinds markof"],
     "recipe_page": ["--fast"],
     "../.ci/check_wheel": ["--fast"],
     "../notebooks/run": ["no.ipynb"],
 }
-SHARED = {"script_tools", "tiny_models", "fuzz_cases", "fuzz_models", "load_clients", "chat_families"}
+SHARED = {
+    "script_tools",
+    "tiny_models",
+    "fuzz_cases",
+    "fuzz_models",
+    "load_clients",
+    "chat_families",
+    "real_measure",
+    "real_report",
+}
 
 
 def test_every_script_is_listed() -> None:

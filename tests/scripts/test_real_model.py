@@ -1,0 +1,75 @@
+"""scripts/real_model.py: all stages on the embedded model, each done once, and the report."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import real_model
+from decode.bench.calibration import calibrate, stored
+from medusa.commands.fit import probe
+from medusa.errors import RequestError
+from medusa.files import ASSETS
+from real_measure import SETS
+
+TINY = real_model.Sizes((0.03, 0.02), 32, (2, 6), (8, 16), (1, 6, 1), (12, 16), (4, 6, 1), 256)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make probe and calibration short: no figure of these tests is a measurement."""
+    few: dict[Any, dict[str, Any]] = {
+        real_model: {"QUICK": TINY},
+        probe: {"ANSWERED": 4, "STEPS": 1},
+        stored: {"MIN_STEPS": 100},
+        calibrate: {"MIN_STEPS": 100, "SIZES": (1, 4, 8), "time_steps": partial(calibrate.time_steps, steps=4)},
+    }
+    for module, values in few.items():
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    openings = [json.loads(line)["prompt"] for line in (ASSETS / "openings.jsonl").read_text().splitlines()]
+    for place, (folder, aside) in enumerate(SETS.values()):
+        (tmp_path / folder).mkdir()
+        prompts = [f"{text} {place}" for text in openings[: aside + 20 * (folder != "mt_bench")]]
+        lines = [json.dumps({"turns": [text, "Go on."]} if not place else {"question": text}) for text in prompts]
+        (tmp_path / folder / "x.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_every_stage_runs_once_and_is_reported(data: Path, short: None, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["demo", "--data", str(data), "--output", str(data / "out"), "--quick", "--kinds", "markov,eagle"]
+    argv += ["--dtypes", "float32"]
+    with pytest.raises(RequestError, match="stage train markov is not finished, and others need it"):
+        real_model.main([*argv, "--only", "text"])
+    assert "text ..." in capsys.readouterr().err
+    real_model.main(argv)
+    page = capsys.readouterr().out
+    content = json.loads((data / "out" / "fit.json").read_text())
+    stages = content["stages"]
+    assert {"text", "train eagle", "tau markov", "engine", "speed float32 1 0.0", "speed float32 1 1.0"} <= {*stages}
+    assert all(its["equal_to_plain"] == 1 for its in stages["speed float32 1 0.0"]["methods"].values())
+    assert {"plain", "transformers", "prompt lookup", "n-grams", "markov", "eagle"} <= {
+        *stages["speed float32 1 0.0"]["methods"]
+    }
+    assert all(1 <= its["8"][0] <= 8 for its in stages["tau eagle"]["tau"].values())
+    for title in (
+        "The plan, and what happened",
+        "Speed in float32, 1 thread, temperature 0",
+        "tau by training",
+        "Text",
+    ):
+        assert f"## {title}" in page
+    assert (data / "out" / "curve.png").stat().st_size > 1000
+    real_model.main(argv)
+    assert capsys.readouterr().err == ""
+    assert json.loads((data / "out" / "fit.json").read_text())["stages"] == stages
+    with pytest.raises(RequestError, match="--minutes-of-text"):
+        real_model.main([*argv, "--minutes-of-text", "1"])
