@@ -100,7 +100,7 @@ class TreeCache(Cache):
 
         The numbers of slots are on `device`, as the tokens are. Layers may be on other devices. A `fixed` cache is for
         compiled steps: after `for_steps`, its windows are whole blocks, and never as wide as its buffers."""
-        self.buffers: list[Tensor] = []  # [parts, B, H, S, D] each; a part is one layer's keys or values
+        self.buffers: list[Tensor] = []  # [parts, B or more, H, S, D]; a part is one layer's keys or values
         self.used: list[int] = []  # parts of each buffer that a layer has taken
         self.capacity, self.fixed, self.block = rounded(capacity) if fixed else capacity, fixed, 1
         self.lengths = [0] * batch_size
@@ -194,13 +194,13 @@ class TreeCache(Cache):
 
     def read(self, place: Place) -> Tensor:
         """The keys or values [B, H, W, D] of one layer in the window."""
-        return self.buffers[place.buffer][place.part, :, :, : self.width]
+        return self.buffers[place.buffer][place.part, : len(self.lengths), :, : self.width]
 
     def write(self, place: Place, states: Tensor) -> None:
         """Write keys or values [B, H, N, D] of one layer to the slots reserved last."""
         buffer = self.buffers[place.buffer]
         if self.even is not None:  # a view is written in a third of the time
-            buffer[place.part].narrow(2, self.even, states.shape[2]).copy_(states)
+            buffer[place.part, : len(states)].narrow(2, self.even, states.shape[2]).copy_(states)
             return
         if not self.is_compiled:  # all layers write to the same slots
             key = states.shape[1], states.device
@@ -246,24 +246,28 @@ class TreeCache(Cache):
         needed = layers * per_layer * states[:, :, :1].numel() * states.element_size() * self.capacity
         if needed > SMALL_BYTES:
             left = min(left, max(1, int(layers * SHARE)))
-        self.buffers.append(self._buffer(per_layer * left, states, self.capacity))
+        self.buffers.append(self._buffer(per_layer * left, len(self.lengths), states))
         self.used.append(1)
         return Place(len(self.buffers) - 1, 0)
 
-    def _buffer(self, parts: int, like: Tensor, capacity: int) -> Tensor:
+    def _buffer(self, parts: int, rows: int, like: Tensor) -> Tensor:
         # Zeros, because uninitialised memory may hold NaN, and a masked NaN still reaches the output as 0 x NaN.
         # A window as wide as its buffer would lie in one piece, for which torch.compile makes other code.
-        slots = capacity + (BLOCK if self.fixed else 0)
-        return like.new_zeros(parts, len(self.lengths), like.shape[1], slots, like.shape[-1])
+        slots = self.capacity + (BLOCK if self.fixed else 0)
+        return like.new_zeros(parts, rows, like.shape[1], slots, like.shape[-1])
+
+    def _enlarge(self, rows: int) -> None:
+        """Move all keys and values, buffer after buffer, to buffers of at least so many rows and `capacity` slots."""
+        for number, old in enumerate(self.buffers):
+            new = self._buffer(len(old), max(rows, old.shape[1]), old[0])
+            live, kept = len(self.lengths), min(old.shape[3], new.shape[3])
+            new[:, :live, :, :kept] = old[:, :live, :, :kept]
+            self.buffers[number] = new
 
     def make_room(self, capacity: int) -> None:
         """Move all keys and values, buffer after buffer, to buffers of at least `capacity` slots."""
         self.capacity = max(rounded(capacity) if self.fixed else capacity, self.capacity)
-        for number, old in enumerate(self.buffers):
-            new = self._buffer(len(old), old[0], self.capacity)
-            kept = min(old.shape[3], new.shape[3])
-            new[:, :, :, :kept] = old[:, :, :, :kept]
-            self.buffers[number] = new
+        self._enlarge(len(self.lengths))
 
     def restart(self, capacity: int) -> None:
         """Begin with empty rows, for other texts; buffers that have `capacity` slots stay where they are.
@@ -280,31 +284,34 @@ class TreeCache(Cache):
         self.capacity = 0
         self.buffers = [buffer[:, :, :, :0].clone() for buffer in self.buffers]
 
-    def select(self, rows: list[int]) -> None:
-        """Keep only the rows with the indices `rows`, because the texts of the other rows have ended."""
-        index = torch.tensor(rows)
-        for number, buffer in enumerate(self.buffers):
-            self.buffers[number] = buffer.index_select(1, index.to(buffer.device))
-        self.filled = self.filled[index.to(self.filled.device)]
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only the rows with the indices `rows`, in this order, because the texts of the other rows have ended.
+
+        Only rows that change their places are copied. The memory of the others stays, for those that `join`."""
+        moved = [row for row, source in enumerate(rows) if row != source]
+        for buffer in self.buffers if moved else ():
+            to, source = (on_device(places, buffer.device) for places in (moved, [rows[row] for row in moved]))
+            buffer.index_copy_(1, to, buffer.index_select(1, source))
+        self.filled = self.filled[on_device(rows, self.filled.device).long()]
         self.lengths = [self.lengths[row] for row in rows]
         self.slots = None
 
     def join(self, other: TreeCache) -> None:
         """Append the rows of another cache of the same model, as new texts join; the other cache is used up."""
-        mine, theirs = self.lengths, other.lengths
-        self.lengths, self.capacity = mine + theirs, max(self.capacity, other.capacity)
         for layer, of_other in zip(self.tree_layers, other.tree_layers, strict=True):
             if not layer.is_initialized and of_other.is_initialized:
                 layer.lazy_initialization(*(other.buffers[place.buffer][place.part] for place in of_other.places))
-        for number, old in enumerate(self.buffers):
-            new = self._buffer(len(old), old[0], self.capacity)
-            used = max(mine, default=0)
-            new[:, : len(mine), :, :used] = old[:, : len(mine), :, :used]
-            self.buffers[number] = new
+        start, held = len(self.lengths), other.longest
+        end = start + len(other.lengths)
+        if held > self.capacity or any(buffer.shape[1] < end for buffer in self.buffers):
+            self.capacity = max(self.capacity, other.capacity)
+            self._enlarge(end)
+        self.lengths = [*self.lengths, *other.lengths]
         for layer, of_other in zip(self.tree_layers, other.tree_layers, strict=True):
             for (number, part), place in zip(layer.places, of_other.places, strict=True):
-                held = other.buffers[place.buffer][place.part, :, :, : other.longest]
-                self.buffers[number][part, len(mine) :, :, : other.longest] = held
+                own = self.buffers[number][part, start:end]
+                own[:, :, :held] = other.buffers[place.buffer][place.part, :, :, :held]
+                own[:, :, held:] = 0  # of an ended text, whose keys may be NaN (`_buffer`)
         self.filled, self.slots = torch.cat([self.filled, other.filled]), None
 
 

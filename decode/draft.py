@@ -46,6 +46,8 @@ class Draft(NamedTuple):
     topology: Topology  # how the N nodes are connected, on the device of `ids`
     proposal: Proposal | None = None  # what the tokens were drawn from; `None` if they were chosen, as the best guesses
     side_branches: tuple[SideBranch, ...] = ()  # what else the verifying forward reads; acceptance does not see it
+    log_probs: Tensor | None = None
+    """[B, N] how probable the drafter thinks each node's path is, falling from parent to child; `None`: unknown."""
 
     @property
     def whole(self) -> Draft:

@@ -168,11 +168,12 @@ def advance(stepper: Stepper, timer: Timer) -> Step:
 
 
 def _drop_ended(stepper: Stepper) -> None:
-    """Drop the rows whose texts have ended."""
+    """Drop the rows whose texts have ended; the last rows take their places, so that few rows of caches are copied."""
     reasons = stepper.session.sequences.finish_reason
     left = [place for place, row in enumerate(stepper.rows) if reasons[row] is None]
     if len(left) < len(stepper.rows):
-        stepper.select(left)
+        last = iter(place for place in reversed(left) if place >= len(left))
+        stepper.select([place if place in left else next(last) for place in range(len(left))])
 
 
 def unpack(packed: Sequence[list[int]]) -> StepOutcome:

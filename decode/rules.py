@@ -92,6 +92,11 @@ class AcceptanceRule(NamedTuple):
         return RULES[self.rule]
 
     @property
+    def keeps_texts(self) -> bool:
+        """Whether a text is the same with any drafts: those of lossy rules and of drawn drafts depend on them."""
+        return self.kind.lossless and self.draft == "topk"
+
+    @property
     def name(self) -> str:
         """The acceptance rule as a user writes it, `NAME` or `NAME:NUMBER`."""
         return self.rule if self.limit is None else f"{self.rule}:{self.limit}"

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
+from decode.ops.draws import RowDraws
 from decode.ops.transfer import on_device
 
 
@@ -23,6 +24,8 @@ class Request(NamedTuple):
     max_new_tokens: int
     generator: torch.Generator | None = None
     """The row's source of random numbers; `None`: PyTorch's global generator, as in `model.generate`."""
+    draws: type[RowDraws] = RowDraws
+    """How tokens are drawn with them."""
 
     @property
     def do_sample(self) -> bool:

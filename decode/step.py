@@ -121,7 +121,7 @@ class State:
         self.root, self.alive = self.root[index], self.alive[index]
         self.hidden = self.hidden[index.to(self.hidden.device)]
         for cache in (*self.reader.caches, *([] if self.heads_cache is None else self.heads_cache.caches)):
-            cache.select(list(left))
+            cache.select(left)
 
     def join(self, other: State, places: Sequence[int]) -> None:
         """Append the rows of `other`, whose texts become the rows `places` of the session; `other` is used up."""

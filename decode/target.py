@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-from decode.ops.draws import RowDraws, TokenDraws
+from decode.ops.draws import TokenDraws
 from decode.ops.fast_topk import most_probable
 from decode.ops.transfer import on_device
 from decode.rules import AcceptanceRule
@@ -113,7 +113,7 @@ class Target:
             best = [] if samples == self.do_sample else [MostProbable()]
             self.processors[row] = LogitsProcessorList([*requests[row].processors, *best])
         self.warpers = [LogitsProcessorList(p for p in own if isinstance(p, WARPERS)) for own in self.processors]
-        self.draws = RowDraws([request.generator for request in requests])
+        self.draws = requests[0].draws([request.generator for request in requests])
         keeps = self.kept_scores is not None or self.kept_logits is not None
         self.is_argmax = not self.do_sample and not keeps and not any(self.processors)
         """Whether one argmax over raw logits decides, so that all nodes can be decided at once."""

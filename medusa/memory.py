@@ -39,6 +39,15 @@ def total_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().total)
 
 
+def free_memory(device: torch.device) -> int:
+    """Return how much memory is free for tensors of `device`, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil  # a dependency of accelerate
+
+    return int(psutil.virtual_memory().available)
+
+
 def devices_of(module: nn.Module) -> set[torch.device]:
     """Return the devices that hold a module's parameters; several if `--device auto` spread a model over GPUs.
 

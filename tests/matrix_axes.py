@@ -78,6 +78,9 @@ DRAFTERS: dict[str, Drafting] = {
     "rest": Drafting("rest:{store},min_n=1"),
     "lookahead": Drafting("lookahead:window=3,n=3,guesses=3"),
     "mix": Drafting("mix:nodes=9,heads+ngram:n=2,tokens=3", kind="medusa", tree="topk:2,1"),
+    "mix, shared": Drafting(
+        "mix:nodes=7,least=0.3,heads+ngram:n=3,tokens=4,matches=2", kind="markov", tree="dynamic:7"
+    ),
 }
 ONE_CHOICE = {"do_sample": True, "top_k": 1, "temperature": 0.7}
 """Samples with only one token to choose from."""
@@ -283,7 +286,7 @@ class Refusal(NamedTuple):
 
 
 CUSTOM, BATCHES = ("custom", "custom batch"), ("batch", "custom batch")
-ON_HOST = ("model", "ngram", "rest", "lookahead", "mix")
+ON_HOST = ("model", "ngram", "rest", "lookahead", "mix", "mix, shared")
 REFUSED = (
     *(Refusal(name, name, ways=PYTHON) for name in (*REFUSED_BY_NAME, "cache_implementation")),
     *(Refusal(name, "was made for the padded batch", ways=("custom batch",)) for name in PROCESSORS),

@@ -110,6 +110,7 @@ class Place:
         name = "native" if drafting.base == "mtp" else "model"
 
         def make() -> Path:
+            _ = getattr(self, name)  # writes the files, if that was not done before
             copy = self.folder / f"{name} {len(self.kept)}"
             copy.mkdir()
             for path in (self.folder / name).iterdir():

@@ -204,7 +204,7 @@ def test_commands_without_special_needs_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(one_cache))
     monkeypatch.setattr("decode.bench.calibration.calibrate.SIZES", (1, 4))
-    monkeypatch.setattr("decode.bench.calibration.calibrate.SHORTLISTS", (8, 16))
+    monkeypatch.setattr("decode.bench.calibration.variants.SHORTLISTS", (8, 16))
     monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", partial(calibrate.time_steps, steps=4))
     monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 4)
     for name in ("stored", "calibrate"):  # the figures do not matter here

@@ -34,6 +34,7 @@ from decode.texts import Result, prompt_seeds
 from medusa import __version__
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
+from medusa.heads.independent import MedusaHeads
 from medusa.memory import bytes_of, peak_memory
 
 LOSSY_SAMPLING = [rule.name for rule in RULES.values() if rule.samples and not rule.lossless]
@@ -172,15 +173,20 @@ def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -
 
 
 def add_prediction(job: BenchmarkJob, medusa: MethodFigures, calibrations: Sequence[Path]) -> None:
-    """Add to `medusa` the tau that a calibration in the files `calibrations` predicted for the job's tree, if any.
+    """Add to `medusa` the tau that a calibration in the files `calibrations` predicted for the job's drafter, if any.
 
     For compiled steps without a calibration of their own, `--tree auto` uses one with eager steps; so does this."""
     source, model = job.source, job.loaded.model
-    if not isinstance(source, TrainedHeads) or not any(map(Path.is_file, calibrations)):
+    heads, drafter = source.heads, "heads" if isinstance(source, TrainedHeads) else job.drafter
+    if not any(map(Path.is_file, calibrations)):
         return
+    if heads is None:  # a calibration of the heads may have chosen n-grams
+        if job.heads is None:
+            return
+        heads = MedusaHeads.from_pretrained(job.heads, dtype=model.dtype)
     for settings in (job.settings, replace(job.settings, compile=False)):
-        found = stored(calibrations, situation(model, source.heads, settings, job.batch_size))
-        if found is not None and (predicted := found.predicted_tau(source.tree)) is not None:
+        found = stored(calibrations, situation(model, heads, settings, job.batch_size))
+        if found is not None and (predicted := found.predicted_tau(source.tree, drafter)) is not None:
             medusa.predicted = Prediction(predicted, found.texts)
             return
 

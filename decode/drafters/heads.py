@@ -74,7 +74,8 @@ class HeadsDrafter(UsesHeads):
         log_probs = self.tree.path_log_probs(best.values.transpose(0, 1).to(root.device))
         chosen = self.tree.most_probable(log_probs)
         ids = guesses.gather(1, self.place[chosen[:, 1:] - 1])
-        return Draft(torch.cat([root[:, None], ids], dim=1), chosen_part(self.tree.candidates, chosen))
+        ids = torch.cat([root[:, None], ids], dim=1)
+        return Draft(ids, chosen_part(self.tree.candidates, chosen), log_probs=log_probs.gather(1, chosen))
 
     def logits(self, frontier: Frontier) -> Tensor:
         """Logits [k, B, V] of the first k heads for B texts. k is the tree's depth, V the heads' vocabulary size."""

@@ -175,7 +175,7 @@ class LevelwiseDrafter(ABC):
         place = torch.zeros_like(ids).scatter_(1, chosen, torch.arange(nodes, device=ids.device).expand_as(chosen))
         parent = place.gather(1, parent.gather(1, chosen))
         topology = Topology.from_parents(parent, depths, tree.max_depth, nodes - 1)
-        return Draft(ids.gather(1, chosen), topology)
+        return Draft(ids.gather(1, chosen), topology, log_probs=log_p.gather(1, chosen))
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
         """Sample a tree for each text in `frontier`, or `copies` independent trees if it has one text."""

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 NO_TOKEN = -1
+BLOCK = 128
+"""Tokens of a block of `QuickDraws`."""
 MASS_LEFT = 2**-24
 """Drawing without replacement ends when the remaining probability is this small; float64 sums are not exact below."""
 
@@ -59,6 +61,18 @@ class RowDraws:
         """The generators of `rows` [R], which is in ascending order; to read it, if it lacks a row, the host waits."""
         everyone = len(rows) == len(self.generators)
         return self.generators if everyone else [self.generators[row] for row in rows.tolist()]
+
+
+class QuickDraws(RowDraws):
+    """Draws of tokens that take one random number each, where `RowDraws` takes V: 0.01 ms, not 0.9, for 49,152 tokens.
+
+    For very many texts whose random numbers need not be those of `model.generate`."""
+
+    def of(self, rows: Sequence[int]) -> QuickDraws:
+        return QuickDraws([self.generators[row] for row in rows])
+
+    def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
+        return invert_by_blocks(p, index, self.uniforms(rows, 1)[:, 0])
 
 
 class RewoundDraws(RowDraws):
@@ -141,6 +155,30 @@ def invert_each(sums: Tensor, u: Tensor) -> Tensor:
     For compiled steps: on a GPU, torch.compile of PyTorch 2.11 fails on the search in flattened sums (`Search`)."""
     found = torch.searchsorted(sums, u[:, None].contiguous(), right=True)[:, 0]  # PyTorch warns of other numbers
     return found.masked_fill(sums[:, -1].isnan(), NO_TOKEN)
+
+
+def invert_by_blocks(p: Tensor, index: Tensor, u: Tensor) -> Tensor:
+    """Draw a token for each of R rows by inverse transform sampling: row i from `p[index[i]]`, by `u[i]` in [0, 1).
+
+    `p` is [M, V]. First a block of tokens is drawn and then one in it, so that V numbers are summed up only once, in
+    float32: its rounding, less than 1e-6 of a probability, is that of a softmax. A token of probability 0 is never
+    found."""
+    rest = -p.shape[1] % BLOCK
+    blocks = (F.pad(p, (0, rest)) if rest else p).unflatten(1, (-1, BLOCK))
+    block, u = _interval(blocks.sum(-1)[index].double(), u)
+    place, _ = _interval(blocks[index, block].double(), u)
+    return (block * BLOCK + place).masked_fill_(p[index, 0].isnan(), NO_TOKEN)
+
+
+def _interval(masses: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the interval [R] that holds `u` [R] in [0, 1), and where in it, [R] in [0, 1).
+
+    Row r's K intervals are as long as its `masses` [R, K] are large, scaled to 1 together."""
+    ends = masses.cumsum(-1)
+    x = torch.minimum(u[:, None] * ends[:, -1:], ends[:, -1:] * (1 - 2**-52))  # a product may round up to the end
+    found = torch.searchsorted(ends, x, right=True).clamp_max(ends.shape[1] - 1)  # NaN: beyond the last
+    length, end = masses.gather(1, found), ends.gather(1, found)
+    return found[:, 0], ((x - end + length) / length).clamp(0, 1 - 2**-52)[:, 0]
 
 
 class Search:

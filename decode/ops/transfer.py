@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]]
+Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]]
 
 
 def on_device(numbers: Numbers, device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from decode.compiled.stepper import CompiledStepper
 from decode.draft import Drafter, NoDraft, forget
 from decode.drafters.base import DrafterFactory
 from decode.drafters.layouts import smaller
@@ -30,6 +31,20 @@ def drafts_of(source: DrafterFactory) -> list[DrafterFactory | None]:
         if less.num_nodes >= found[-1].num_nodes:
             return [*found, None]
         found.append(less)
+
+
+class Adapting:
+    """Makes the steppers of a running batch adaptive, with one measurement of paces for all of them."""
+
+    def __init__(self, source: DrafterFactory | None) -> None:
+        """Adapt the drafts of `source`; `None`: nothing is adapted."""
+        self.drafts = [] if source is None else drafts_of(source)
+        self.pace = Pace([1 if draft is None else draft.num_nodes for draft in self.drafts])
+
+    def __call__(self, stepper: Stepper) -> Stepper:
+        """Return `stepper`, or one that adapts its drafts, if its texts do not depend on them."""
+        adapts = self.drafts and stepper.rule.keeps_texts and not isinstance(stepper, CompiledStepper)
+        return AdaptiveStepper(stepper, self.drafts, self.pace) if adapts else stepper
 
 
 class AdaptiveStepper(Stepper):

@@ -1,21 +1,28 @@
-"""The running batch of the server: texts that are decoded together. They join before any step, and leave at their end.
+"""The running batch: texts that are decoded together. They join before any step, and leave at their end.
 
 New prompts are read in a session of their own, whose rows then move into the running session. A row of the session that
 held an ended text is used again, so memory does not grow with the number of texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from transformers import PreTrainedModel
 
 from decode.loop import Step, Stepper, Timer, advance
 from decode.ops.draws import NO_TOKEN
 from decode.sequences import Request, Sequences
+from medusa.tree_support import longrope_boundary
 
 UNDEFINED, ENDED = "undefined", "ended"
 """Reasons why a text ends: its probabilities are NaN (`decode.generate` raises an error instead), or `end` was called.
 """
+
+
+def must_be_alone(models: Iterable[PreTrainedModel]) -> bool:
+    """Whether texts must be decoded one by one: longrope rotates all of them by the length of the longest."""
+    return any(longrope_boundary(model) is not None for model in models)
 
 
 class RunningBatch:

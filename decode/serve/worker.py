@@ -13,21 +13,18 @@ from typing import NamedTuple
 
 from transformers import StoppingCriteriaList
 
-from decode.compiled.stepper import CompiledStepper
 from decode.loop import NOT_DEFINED, Stepper
 from decode.request import prepare
 from decode.sequences import Request
-from decode.serve.adaptive import AdaptiveStepper, drafts_of
-from decode.serve.batch import UNDEFINED, RunningBatch
+from decode.serve.adaptive import Adapting
+from decode.serve.batch import UNDEFINED, RunningBatch, must_be_alone
 from decode.serve.logprobs import ScoredToken, scored
 from decode.serve.metrics import Metrics
-from decode.serve.pace import Pace
 from decode.settings import Settings
 from decode.texts import TextGenerator, stepper_for
 from medusa.backbone import Backbone
 from medusa.errors import RunError
 from medusa.records.pieces import StopStrings, TextStream, joined
-from medusa.tree_support import longrope_boundary
 
 COMPANY = 4
 """A text that could join lets one step pass for each so many running texts, so that the next texts are read with it.
@@ -91,30 +88,23 @@ class BatchWorker:
         assert generator.tokenizer is not None, "a server needs a tokenizer"
         self.generator, self.tokenizer = generator, generator.tokenizer
         self.backbone = Backbone(generator.model)
-        self.drafts = drafts_of(generator.source) if adapts and generator.source is not None else []
-        self.pace = Pace([1 if draft is None else draft.num_nodes for draft in self.drafts])
+        self.adapting = Adapting(generator.source if adapts else None)
         self.arrivals: queue.SimpleQueue[BatchRow | None] = queue.SimpleQueue()
         self.waiting: list[BatchRow] = []
         self.waited = 0  # steps that have passed for others to join with the waiting texts (`COMPANY`)
         self.running: dict[int, BatchRow] = {}  # by the row of the batch
         self.how = generator.settings.how  # of the running batch: acceptance rule, compiled or not, amateur
         self.batch = RunningBatch(self._stepper_for)
-        boundaries = [longrope_boundary(model) for model in generator.models]
-        alone = any(boundary is not None for boundary in boundaries)  # longrope: a long row would change short ones
-        self.room = 1 if alone else batch_size  # texts that may be decoded together
+        self.room = 1 if must_be_alone(generator.models) else batch_size  # texts that may be decoded together
         self.metrics = Metrics(
             running=lambda: len(self.running),
             waiting=lambda: self.arrivals.qsize() + len(self.waiting),
-            drafted=lambda: zip(self.pace.nodes, self.pace.steps, strict=True),
+            drafted=lambda: zip(self.adapting.pace.nodes, self.adapting.pace.steps, strict=True),
         )
         self.thread: threading.Thread | None = None
 
     def _stepper_for(self, requests: Sequence[Request]) -> Stepper:
-        stepper = stepper_for(self.generator.model, self.generator.source, requests, *self.how)
-        # Texts of lossy rules depend on the drafts, and so do samples with drawn drafts.
-        keeps_texts = stepper.rule.kind.lossless and stepper.rule.draft == "topk"
-        adapts = self.drafts and keeps_texts and not isinstance(stepper, CompiledStepper)
-        return AdaptiveStepper(stepper, self.drafts, self.pace) if adapts else stepper
+        return self.adapting(stepper_for(self.generator.model, self.generator.source, requests, *self.how))
 
     def start(self, warm_up: Callable[[], object]) -> None:
         """Start the thread, and wait until it has called `warm_up`. An error in `warm_up` is raised to the caller."""

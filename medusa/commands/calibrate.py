@@ -6,8 +6,9 @@
 
 The backbone continues the prompts. Without prompts, it generates whole texts. The command counts the right guesses of
 the heads in these texts, builds trees of several sizes from the counts, and times one step of each tree. It saves the
-tree with the highest estimated speed in tokens per second. A tree of one node means that plain decoding is fastest. A
-quarter of the texts is held out, to measure tau (the mean number of tokens per step) with the saved tree.
+tree with the highest estimated speed in tokens per second. A tree of one node means that plain decoding is fastest.
+N-grams of the text, alone and in one tree with the heads, take part; --tree auto uses them if they are fastest. A
+quarter of the texts is held out, to measure tau (the mean number of tokens per step) with the choice.
 
 With --compile, it times compiled steps, for --tree auto --compile. Compiling the steps of every tree takes minutes.
 """
@@ -79,7 +80,7 @@ def find_tree(options: CalibrateOptions) -> Calibration:
     from decode.bench.measure import prompts_hash
     from decode.bench.methods import medusa_method, one_by_one
     from decode.bench.report.terminal import print_calibration
-    from decode.texts import tau
+    from decode.texts import TextGenerator, tau
     from medusa.commands import models
     from medusa.commands.trees import heads_folder
 
@@ -109,7 +110,7 @@ def find_tree(options: CalibrateOptions) -> Calibration:
         status.update("measuring tau")
         seeds, measured = [seed] * len(held_out), None
         if held_out:
-            method = medusa_method(model, heads, eager, tokenizer, found.tree)
+            method = TextGenerator(model, eager, tokenizer, found.source(model, heads))
             measured = tau(one_by_one(method, held_out, seeds))
     if asked := options.prompts.prompts:
         found.texts.source = Path(asked).name if Path(asked).exists() else asked

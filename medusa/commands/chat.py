@@ -98,7 +98,7 @@ def run(options: ChatOptions) -> None:
         worker = ChatWorker(generator)
         with options.warming_up():
             worker.thread.submit(generator.warm_up, begin).result()
-        backbone, drafter = options.models.backbone, options.models.drafter or "heads"
+        backbone, drafter = options.models.backbone, opened.names[0]
         config = PageConfig(worker, backbone, drafter, options.system, options.runtime.seed, **asked)
         serve(config, page.host, page.port, page.allowed_hosts, lambda: page.announce("chat"))
         return

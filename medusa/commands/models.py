@@ -26,7 +26,7 @@ from medusa.backbone import Backbone, require_tree_support
 from medusa.commands.options import CommandOptions, Output, warn
 from medusa.commands.prompting import PromptForm, fitting, prompt_form
 from medusa.commands.structured import Structured
-from medusa.commands.trees import choose_tree, tree_json
+from medusa.commands.trees import HEADS, choose_drafter, tree_json
 from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
 from medusa.fingerprint import differs
@@ -89,6 +89,8 @@ class Opened:
         """Check a command's models, and choose the form of its prompts; see `open_models`."""
         self.command, self.specs, self.calibrates = command, drafters, calibrates
         self.configs = [_drafter_config(command, drafter, len(drafters) == 1) for drafter in drafters]
+        self.names = [drafter or HEADS for drafter in drafters]
+        """The drafters as in --drafter; after a calibration has chosen, also those that the user did not name."""
         self.given_heads = check_models(command, self.configs)
         command.runtime.prepare()
         self.form = form_of(command)
@@ -133,14 +135,19 @@ class Opened:
     @cached_property
     def drafters(self) -> list[DrafterFactory]:
         """The drafters. The first use, after all checks of a command, loads their models and may calibrate a tree."""
-        return [self._drafter(config) for config in self.configs]
+        return [self._drafter(place, config) for place, config in enumerate(self.configs)]
 
-    def _drafter(self, config: DrafterConfig) -> DrafterFactory:
+    def _drafter(self, place: int, config: DrafterConfig) -> DrafterFactory:
         tree: TreeLike = None
         if (heads := self.heads_of(config)) is not None and config.takes_tree:
             tree = self.command.models.tree
-            if self.calibrates:  # trees suit free text
-                tree = choose_tree(self.command, self.loaded, heads, replace(self.settings, grammar=None))
+            if self.calibrates:
+                settings = replace(self.settings, grammar=None)  # trees suit free text
+                heads_only = self.specs[place] is not None or settings.compile  # mixes cannot be compiled
+                tree, chosen = choose_drafter(self.command, self.loaded, heads, settings, heads_only)
+                if chosen != HEADS:
+                    self.names[place], config = chosen, parse(chosen)
+                    tree = tree if config.takes_tree else None
         stop_drafting = self.command.settings.stop_drafting if config.takes_tree else 0.0
         return drafter_factory(config, self.context._replace(heads=heads, tree=tree, stop_drafting=stop_drafting))
 
@@ -171,7 +178,7 @@ class Opened:
             "settings": self.settings,
             "prompts": self.prompts,
         }
-        fields |= {"heads": command.models.heads, "drafter": self.specs[0] or "heads", "tree": tree_json(source)}
+        fields |= {"heads": command.models.heads, "drafter": self.names[0], "tree": tree_json(source)}
         return fields | {"batch_size": command.batch_size, "seed": command.runtime.seed}
 
     def structure(self, structured: Structured, use: str) -> None:
@@ -275,7 +282,7 @@ def results_json(command: CommandOptions, opened: Opened, results: Sequence[Resu
     about = settings.to_dict() | {
         "backbone": command.models.backbone,
         "heads": command.models.heads,
-        "drafter": None if source is None else command.models.drafter or "heads",
+        "drafter": None if source is None else opened.names[0],
         "tree": tree_json(source),
         "nodes": None if source is None else source.num_nodes,
     }

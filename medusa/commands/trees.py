@@ -1,4 +1,6 @@
-"""The tree in which a command arranges the guesses of heads: the one asked for, the heads' own, or a calibrated one."""
+"""The tree in which a command arranges the guesses of heads: the one asked for, the heads' own, or a calibrated one.
+
+A calibration may also choose another drafter: n-grams, or a mix of heads and n-grams."""
 
 from __future__ import annotations
 
@@ -16,10 +18,21 @@ from medusa.commands.options import CommandOptions
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
 
+HEADS = "heads"  # the drafter that uses the heads alone
+
 
 def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, settings: Settings) -> Layout:
-    """Return the tree of --tree, else the tree saved with the heads, else `auto`, a tree calibrated on this machine.
+    """Return the tree for drafts of the heads alone; see `choose_drafter`."""
+    tree, _ = choose_drafter(command, loaded, heads, settings, heads_only=True)
+    return tree
 
+
+def choose_drafter(
+    command: CommandOptions, loaded: Loaded, heads: MedusaHeads, settings: Settings, heads_only: bool = False
+) -> tuple[Layout, str]:
+    """Return the tree of --tree, else the tree saved with the heads, else `auto`, and the drafter that uses it.
+
+    The drafter is written as in --drafter. `auto` is the fastest tree and drafter by a calibration on this machine.
     Without a stored calibration, `auto` calibrates on texts that the backbone generates, never on the prompts. If these
     texts are too short for a calibration, the default tree is used (`default_tree`), and nothing is stored. For
     compiled steps, a calibration with compiled steps is needed; without one, a note says that eager ones decide.
@@ -30,13 +43,13 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
         vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
         tree.candidates.require_fit(heads.config.num_heads, heads.config.draft_vocab_size(vocab_size))
         if not isinstance(tree, DynamicTree):
-            return tree
+            return tree, HEADS
         asked = tree
     require_tree_forward(loaded.model)
     name = command.models.heads  # of the folder that `medusa calibrate` takes; a model's own layer has none
     files = files_for(heads_folder(name))
     if asked is not None and (fitted := stored_fit(asked, files, heads)) is not None:
-        return fitted
+        return fitted, HEADS
     note, kept = command.output.note, ""
     layer = f"--backbone {command.models.backbone} --drafter mtp:{heads.config.num_heads}"
     calibrating = f"medusa calibrate {name or layer}"
@@ -59,14 +72,16 @@ def choose_tree(command: CommandOptions, loaded: Loaded, heads: MedusaHeads, set
                 f"tree: {tree.num_nodes} nodes, not calibrated, because the backbone's own texts are too short; "
                 f"{calibrating} --prompts FILE calibrates with other texts"
             )
-            return tree
+            return tree, HEADS
         kept = f"; calibrated now, saved in {store(files, found)}"
     if asked is not None:  # a calibration also fits the temperatures of dynamic trees and the number of candidates
         note(f"tree: dynamic, {asked.num_nodes} nodes{kept}")
-        return found.fit(asked)
-    best, kind = found.best, "dynamic, " if found.best.dynamic else ""
-    note(f"tree: {kind}{best.nodes} nodes, predicted tau {best.tau:.2f}{kept}")
-    return found.tree
+        return found.fit(asked), HEADS
+    best = found.of_heads if heads_only else found.best
+    kind = "dynamic, " if best.dynamic else ""
+    other = "" if best.drafter == HEADS else f"drafter: {best.drafter}; "
+    note(f"{other}tree: {kind}{best.nodes} nodes, predicted tau {best.tau:.2f}{kept}")
+    return found.tree_of(best), best.drafter
 
 
 def heads_folder(name: str | None) -> Path | None:

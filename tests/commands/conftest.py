@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 from transformers import AutoModelForCausalLM
 
-from decode.bench.calibration import calibrate, stored
+from decode.bench.calibration import calibrate, stored, variants
 from medusa.__main__ import main
 from medusa.commands.fit import plan, probe, stages
 from medusa.files import read_json
@@ -87,7 +87,7 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make probe, calibration and benchmark short: no figure of these tests is a measurement."""
     short: dict[Any, dict[str, Any]] = {
-        probe: {"ENOUGH": 0.05},
+        probe: {"ANSWERING": 0.5, "ANSWERED": 8, "STEPS": 1},
         stages: {"CALIBRATION_TOKENS": 24, "CALIBRATED_ON": 300, "FEWEST_TEXTS": 8},
         # In the benchmark, instead of all prompts, the fewest.
         plan: {"BENCHMARK_TOKENS": 16, "FEWEST_BENCHMARK_TOKENS": 16, "BENCHMARK_SECONDS": 0.0, "FEWEST_TEST": 4},
@@ -95,9 +95,9 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         calibrate: {
             "MIN_STEPS": 100,
             "SIZES": (1, 4, 8),
-            "SHORTLISTS": (8, 16),
             "time_steps": partial(calibrate.time_steps, steps=4),
         },
+        variants: {"SHORTLISTS": (8, 16)},
     }
     for module, values in short.items():
         for name, value in values.items():

@@ -23,8 +23,10 @@ from decode.bench.benchmark import STAGES
 from decode.bench.calibration import calibrate
 from decode.bench.methods import Job
 from decode.compiled import region
+from decode.drafters.mix import Mix
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
+from decode.drafters.tries import TextDrafterFactory
 from decode.texts import Result
 from medusa.__main__ import main
 from medusa.backbone import Backbone
@@ -466,7 +468,7 @@ def test_compiled_steps_have_their_own_calibration(
     generate = ("generate", *models, "--prompt", "abc", "--tree", "auto", "--max-new-tokens", "8")
     wanted = 1
     assert medusa("calibrate", *models, *small).status == 0
-    assert of_timing == [0], "eager steps were timed"
+    assert of_timing == [0, 0], "eager steps were timed"
     done = medusa(*generate, "--compile")
     assert "no calibration with compiled steps" in done.err
     assert f"medusa calibrate {own_place.heads} --compile" in done.err
@@ -474,11 +476,42 @@ def test_compiled_steps_have_their_own_calibration(
     wanted = 4
     del compiled[:]
     assert medusa("calibrate", *models, *small, "--compile").status == 0
-    assert of_timing[1] == len(compiled) - 1 > 0, "they were timed, and used for nothing else but a trial before"
+    assert of_timing[2] == len(compiled) - 1 > 0, "they were timed, and used for nothing else but a trial before"
     done = medusa(*generate, "--compile")
     assert "no calibration" not in done.err
     assert re.search(r"tree: (dynamic, )?4 nodes", done.err)
     assert "tree: 1 nodes" in medusa(*generate).err
+
+
+@pytest.mark.usefixtures("short_calibrations")
+@pytest.mark.parametrize("fastest", ["mix", "ngram"])
+def test_auto_drafts_with_ngrams_where_they_are_fastest(
+    medusa: Any, own_place: Place, eight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fastest: str
+) -> None:
+    """The choice is used unless the user names a drafter, or compiles steps."""
+
+    def timing(*args: Any) -> list[float]:
+        wanted = Mix if fastest == "mix" else TextDrafterFactory
+        return [1e-6 if isinstance(way, wanted) else 0.01 for way in args[3]]
+
+    monkeypatch.setattr(calibrate, "time_steps", timing)
+    out, short = tmp_path / "out.json", ("--max-new-tokens", "8", "--json", tmp_path / "out.json")
+    many = ("--prompts", eight, "--max-new-tokens", "24", "--rounds", "1", "--ignore-eos")
+    done = medusa("calibrate", *own_place.models, *many)
+    assert done.status == 0, done.err
+    assert f"chosen: --drafter {fastest}" in done.out
+    auto = (*own_place.models, "--prompt", "abc", "--tree", "auto", *short)
+
+    def drafter(*words: Any) -> str:
+        done = medusa(*words)
+        assert done.status == 0, done.err
+        return str(json.loads(out.read_text(encoding="utf-8"))["settings"]["drafter"])
+
+    assert drafter("generate", *auto).startswith(fastest)
+    assert drafter("generate", *auto, "--drafter", "heads") == "heads"
+    assert drafter("generate", *auto, "--compile") == "heads"
+    assert drafter("benchmark", *auto, "--rounds", "1").startswith(fastest)
+    assert json.loads(out.read_text(encoding="utf-8"))["methods"]["medusa"]["predicted"]["tau"] >= 1
 
 
 @pytest.mark.usefixtures("short_calibrations")

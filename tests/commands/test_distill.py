@@ -62,7 +62,7 @@ def test_answers_are_written_with_their_ids_and_the_reason_of_their_end(distill:
     rows = [{"prompt": text} for text in PROMPTS]
     done = distill("--batch-size", "2", *GENERATION, prompts=rows, backbone=place.backbone)
     assert done.status == 0
-    for line, prompt, new in zip(done.lines, PROMPTS, until_eos(place), strict=True):
+    for line, prompt, new in zip(sorted(done.lines, key=itemgetter("index")), PROMPTS, until_eos(place), strict=True):
         assert (line["input_ids"], line["prompt_tokens"]) == (ids(prompt) + new, len(prompt))
         assert line["answer"] == letters(new, place)
         assert line["finish_reason"] == ("eos" if new[-1] == place.eos else "length")
@@ -342,11 +342,14 @@ def test_a_killed_distillation_resumes_without_loss_or_repetition(
     assert done.figures["finish_reasons"] == whole.figures["finish_reasons"], "of all texts, not of the last run's"
 
 
-def test_only_greedy_distillation_resumes_with_another_batch_size(distill: Any) -> None:
-    for temperature, status in (("0", 0), ("1", 2)):
-        how: dict[str, Any] = {"prompts": MANY[:3], "output": f"{temperature}.jsonl"}
-        distill("--temperature", temperature, "--batch-size", "2", **how)
-        assert distill("--temperature", temperature, "--batch-size", "5", **how).status == status
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_answers_do_not_depend_on_the_number_of_texts_at_a_time(distill: Any, temperature: str) -> None:
+    runs = [
+        distill("--temperature", temperature, *width, prompts=MANY, output=f"{number}.jsonl")
+        for number, width in enumerate([(), ("--batch-size", "1"), ("--batch-size", "5")])
+    ]
+    assert by_key(runs[0].lines) == by_key(runs[1].lines) == by_key(runs[2].lines)
+    assert distill("--temperature", temperature, "--batch-size", "2", prompts=MANY, output="0.jsonl").status == 0
 
 
 def test_a_finished_distillation_changes_only_if_asked(distill: Any, medusa: Any, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from medusa.commands.fit.plan import (
     compiling,
     describe,
     make_plan,
+    most_tokens,
     what_fits,
 )
 from medusa.commands.fit.probe import Probe
@@ -67,9 +68,15 @@ PROBE = Probe(
     vocab_size=4096,
     context=512,
     device="cpu",
+    turns=1.0,
+    prompt_tokens=20.0,
+    longest_prompt=100,
+    answer_tokens=200.0,
     read_seconds=1e-4,
-    batch_step_seconds=0.064,
+    prompt_seconds=1e-4,
     step_seconds=0.005,
+    width=64,
+    wide_step_seconds=0.064,
     cache_bytes=12_288,
 )
 SIZE = HeadsSize(num_heads=4, trained=1_000_000, own=0, vocab_size=4096)
@@ -160,7 +167,8 @@ def test_a_plan_divides_the_minutes() -> None:
     plan = planned(minutes=30.0, train=1000, test=100)
     assert plan.minutes == 30
     assert plan.text_seconds == pytest.approx(600, rel=0.01)  # a third
-    assert plan.text_tokens == plan.texts * 256
+    assert plan.text_tokens == plan.texts * 200
+    assert plan.text_seconds == PROBE.writing_seconds(plan.texts, 256)
     assert plan.training_minutes == pytest.approx(20, rel=0.01)
     assert plan.training_tokens == pytest.approx(20 * 60 / 4e-4, rel=0.01)
     assert plan.test_prompts == 86  # what a quarter of the minutes is enough for
@@ -169,7 +177,32 @@ def test_a_plan_divides_the_minutes() -> None:
 
 def test_short_runs_take_small_training_steps() -> None:
     plans = [planned(minutes=minutes, train=1000, test=100) for minutes in (1.0, 20.0, 400.0)]
-    assert [(plan.rows, plan.sequence_length) for plan in plans] == [(2, 256), (7, 512), (8, 512)]
+    assert [(plan.rows, plan.sequence_length) for plan in plans] == [(1, 384), (7, 512), (8, 512)]
+
+
+def test_rows_hold_the_longest_prompt_with_its_answer_and_steps_stay_small() -> None:
+    plan = planned(replace(PROBE, longest_prompt=5000, context=None), minutes=400.0, train=1000)
+    assert (plan.rows, plan.sequence_length) == (1, 5312)
+    plan = planned(replace(PROBE, longest_prompt=400), minutes=400.0, train=1000)
+    assert plan.sequence_length == PROBE.context
+
+
+def test_writing_takes_what_a_simulation_takes() -> None:
+    """Texts of random lengths in 64 rows; the time of a step grows with its rows."""
+    rng, lengths = random.Random(0), []
+    for count in (10, 64, 300, 3000):
+        lengths = [min(1 + int(rng.expovariate(1 / 150)), 256) for _ in range(count)]
+        probe = replace(PROBE, answer_tokens=sum(lengths) / count)
+        rows, seconds = [0] * PROBE.width, 20 * count * 1e-4
+        left = [*lengths]
+        while left or any(rows):
+            for place, row in enumerate(rows):
+                if not row and left:
+                    rows[place] = left.pop()
+            used = sum(row > 0 for row in rows)
+            seconds += 0.005 + (used - 1) * (0.064 - 0.005) / 63
+            rows = [max(row - 1, 0) for row in rows]
+        assert probe.writing_seconds(count, 256) == pytest.approx(seconds, rel=0.15)
 
 
 def test_the_default_minutes_answer_each_prompt_once_and_few_prompts_a_few_times() -> None:
@@ -179,7 +212,7 @@ def test_the_default_minutes_answer_each_prompt_once_and_few_prompts_a_few_times
     assert plan.training_minutes * 60 == pytest.approx(2 * plan.text_seconds, rel=0.01)
     plan = planned(minutes=600.0, train=50)
     assert plan.texts == REPEATS * 50
-    assert plan.training_tokens == pytest.approx(EPOCHS * plan.text_tokens, rel=0.01)
+    assert plan.training_tokens == pytest.approx(EPOCHS * plan.texts * 220, rel=0.01)  # prompts and answers
     assert "with more prompts, training would use the rest" in plan.reason
 
 
@@ -187,7 +220,7 @@ def test_a_slow_model_measures_fewer_prompts_and_answers_fit_the_context() -> No
     plan = planned(replace(PROBE, step_seconds=0.5), train=500, test=100)
     assert (plan.test_prompts, plan.rounds) == (20, 2)
     plan = planned(replace(PROBE, context=64))
-    assert (plan.text_tokens, plan.sequence_length) == (plan.texts * 63, 64)
+    assert (most_tokens(options(), 64), plan.sequence_length) == (63, 64)
 
 
 @pytest.mark.parametrize(("places", "named"), [(("cpu",), "cpu has"), (("cuda:0", "cuda:1"), "cuda:0 and cuda:1 have")])
@@ -289,7 +322,7 @@ def gpu_stage(tmp_path: Path) -> Callable[..., stages.Stage]:
     return make
 
 
-BEST = SimpleNamespace(nodes=8, dynamic=False, tau=2.5, step_ms=3.0)
+BEST = SimpleNamespace(nodes=8, dynamic=False, tau=2.5, step_ms=3.0, drafter="heads")
 
 
 @pytest.mark.parametrize(
@@ -372,12 +405,12 @@ def test_the_steps_may_change_until_a_tree_is_found(
 
 
 def test_the_plan_names_the_gpus_that_hold_the_run() -> None:
-    """A model of 7 B parameters: its cache of 16 rows and 2,048 tokens takes 17 GB. And of 1.1 B: 22 kB a token."""
+    """A model of 7 B parameters: its cache of 64 rows and 356 tokens takes 12 GB. And of 1.1 B: 22 kB a token."""
     large = replace(PROBE, parameters=6_738_415_616, model_bytes=13_476_831_232, hidden_size=4096, vocab_size=32000)
     large = replace(large, device="cuda", context=4096, cache_bytes=2 * 32 * 4096 * 2)
     own = heads_size(MedusaConfig(4096, 32000, num_heads=5, block="square", num_layers=1, lm_head="own"), 32000)
     plan = planned(large, [Costs(own, 5e-5)], 1000, 100, minutes=400.0)
-    assert plan.decoding_bytes == 13_476_831_232 + 4 * own.trained + 16 * 2048 * 524_288
+    assert plan.decoding_bytes == 13_476_831_232 + 4 * own.trained + 64 * 356 * 524_288
     assert what_fits(plan) == "24 GB: too small; 40 GB: training and decoding; 80 GB: training and decoding"
     small = replace(large, parameters=1_100_048_384, model_bytes=2_200_096_768, hidden_size=2048, cache_bytes=22_528)
     plan = planned(small, [Costs(SIZE, 5e-5)], 1000, 100, minutes=400.0)
@@ -395,8 +428,22 @@ def test_the_docs_show_what_the_planner_computes_for_7b(monkeypatch: pytest.Monk
     """The example in docs/start.md: its assumptions are those of the page, and its lines come from the planner."""
     sizes = BackboneSizes(hidden_size=4096, vocab_size=32000, parameters=6_738_415_616)
     cached = 2 * 32 * 4096 * 2  # keys and values of 32 layers in bfloat16
-    found = Probe(
-        sizes.parameters, 2 * sizes.parameters, 4096, 32000, 4096, "cuda", 1 / 20_000, 0.027, 0.025, cached, layers=32
+    found = replace(
+        PROBE,
+        parameters=sizes.parameters,
+        model_bytes=2 * sizes.parameters,
+        hidden_size=4096,
+        vocab_size=32000,
+        context=4096,
+        device="cuda",
+        prompt_tokens=100,
+        longest_prompt=300,
+        read_seconds=1 / 20_000,
+        prompt_seconds=1 / 20_000,
+        step_seconds=0.025,
+        wide_step_seconds=0.030,
+        cache_bytes=cached,
+        layers=32,
     )
     asked = options(model="org/model")
     (choice,) = choose_heads(asked)
@@ -409,6 +456,7 @@ def test_the_docs_show_what_the_planner_computes_for_7b(monkeypatch: pytest.Monk
     monkeypatch.setattr(plan_module, "free_bytes", lambda path: 10**12)
     plan = make_plan(asked, found, [costs], train_prompts=4900, test_prompts=100)
     page = (Path(__file__).parents[2] / "docs" / "start.md").read_text(encoding="utf-8")
+    print(*describe(plan, found, [choice], asked), sep="\n")
     for line in describe(plan, found, [choice], asked):
         assert line in page
 

@@ -384,9 +384,20 @@ def contents(cache: TreeCache, slots: int) -> list[Tensor]:
     return [states[:, :, :slots].clone() for layer in cache.tree_layers for states in layer.read()]
 
 
+def test_a_row_that_joins_finds_nothing_of_the_text_before() -> None:
+    """A text of a broken model leaves NaN behind, and a masked NaN would still reach the next text, as 0 x NaN."""
+    cache = filled_cache(layers=2, batch=3, capacity=8)
+    for buffer in cache.buffers:
+        buffer[:, 2] = torch.nan
+    cache.select([0, 1])
+    cache.join(filled_cache(layers=2, batch=1, capacity=4))
+    assert not any(buffer.isnan().any() for buffer in cache.buffers)
+    assert not any(buffer[:, 2, :, 4:].any() for buffer in cache.buffers)
+
+
 @pytest.mark.usefixtures("buffer_per_layer")
 def test_rows_that_end_need_no_second_cache() -> None:
-    """16 rows end one after another; the peak is at most 1.1 times the full cache, and memory is given back."""
+    """16 rows end one after another, and one joins in the memory of one that has ended: no buffer is copied."""
     with LiveBytes() as memory:
         cache = filled_cache(layers=20, batch=16, capacity=64)
         expected, full = contents(cache, 64), cache.num_bytes
@@ -396,10 +407,12 @@ def test_rows_that_end_need_no_second_cache() -> None:
         for place in (3, 0, 13, 5, 5, 8, 0, 1, 7, 2, 2, 0, 3, 1, 0):
             del rows[place]
             cache.select([row for row in range(len(rows) + 1) if row != place])
-            assert memory.peak - copies <= 1.1 * full
-        assert memory.now - copies < 1.1 * full / 16
+        addresses, new = [buffer.data_ptr() for buffer in cache.buffers], filled_cache(20, batch=1, capacity=64)
+        cache.join(new)
+        assert addresses == [buffer.data_ptr() for buffer in cache.buffers]
+        assert memory.peak - copies <= 1.1 * full + new.num_bytes
     for found, before in zip(contents(cache, 64), expected, strict=True):
-        assert torch.equal(found, before[rows])
+        assert torch.equal(found[:1], before[rows])
 
 
 @pytest.mark.usefixtures("buffer_per_layer")

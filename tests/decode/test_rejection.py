@@ -28,7 +28,18 @@ from decode.accept import Acceptance, Scores, accept_sampled, accept_walk, resid
 from decode.bench.losslessness.chi2 import GoodnessOfFit, goodness_of_fit
 from decode.draft import Draft, Proposal
 from decode.drafters.heads import sampled_draft
-from decode.ops.draws import MASS_LEFT, NO_TOKEN, RowDraws, SharedDraws, cumulative, draw_distinct, invert, invert_each
+from decode.ops.draws import (
+    MASS_LEFT,
+    NO_TOKEN,
+    QuickDraws,
+    RowDraws,
+    SharedDraws,
+    cumulative,
+    draw_distinct,
+    invert,
+    invert_by_blocks,
+    invert_each,
+)
 from decode.rules import typical
 from decode.topology import Topology
 from medusa import Tree
@@ -379,6 +390,7 @@ def test_tokens_of_probability_zero_are_never_drawn() -> None:
         assert (p[which][tokens] > 0).all()
         assert (p[which][draw_distinct(p, index, ends[:, None])[:, 0]] > 0).all()
         assert torch.equal(invert_each(cumulative(p[index]), ends), tokens)
+        assert (p[which][invert_by_blocks(p, index, ends)] > 0).all()
 
 
 def test_a_distribution_of_nan_changes_no_draw_from_others() -> None:
@@ -391,6 +403,32 @@ def test_a_distribution_of_nan_changes_no_draw_from_others() -> None:
     assert torch.equal(invert(cumulative(q), index, u[:, 0]), tokens.masked_fill(broken, NO_TOKEN))
     assert torch.equal(draw_distinct(q, index, u), distinct.masked_fill(broken[:, None], 0))
     assert torch.equal(invert_each(cumulative(q[index]), u[:, 0]), tokens.masked_fill(broken, NO_TOKEN))
+
+
+@pytest.mark.parametrize("size", [5, 128, 300])
+def test_draws_by_blocks_follow_their_distributions(size: int) -> None:
+    """Rows share three distributions, one of them NaN; in the first, half of the tokens have no probability."""
+    generator = torch.Generator().manual_seed(size)
+    p = (2 * torch.randn(3, size, generator=generator)).softmax(-1)
+    p[0, : size // 2] = 0
+    p[0] /= p[0].sum()
+    p[2] = torch.nan
+    index, draws = torch.arange(DRAWS) % 3, QuickDraws([torch.Generator().manual_seed(1)])
+    u = draws.uniforms(torch.zeros(1, dtype=torch.long), DRAWS)[0]
+    tokens = invert_by_blocks(p, index, u)
+    for row in (0, 1):
+        counts = tokens[index == row].bincount(minlength=size)
+        assert goodness_of_fit(counts, p[row]).p_value > FALSE_ALARM
+        assert goodness_of_fit(counts, p[row].roll(1)).p_value < FALSE_ALARM / 1000
+    assert (tokens[index == 2] == NO_TOKEN).all()
+
+
+def test_a_quick_draw_depends_on_its_own_seed_alone() -> None:
+    p, rows = torch.randn(4, 200).softmax(-1), torch.arange(4)
+    seeds = lambda: [torch.Generator().manual_seed(seed) for seed in range(4)]  # noqa: E731
+    together = QuickDraws(seeds()).tokens(rows, p, rows)
+    alone = [QuickDraws([seeds()[row]]).tokens(rows[:1], p[row][None], rows[:1]) for row in range(4)]
+    assert torch.equal(together, torch.cat(alone))
 
 
 def test_numbers_that_do_not_lie_side_by_side_cause_no_warning() -> None:

@@ -4,12 +4,16 @@ Tokens per second are tau / T. tau is the mean number of tokens per step, which 
 backbone. T is the time of a step, which is measured in the decoding loop. Both static and dynamic trees are tried
 (`decode.drafters.layouts`). Dynamic trees accept more guesses with as many nodes, but choosing the nodes takes time.
 If the trees take their nodes from a few candidates (kind `markov`), the number of candidates is chosen, too, with the
-best tree, except for compiled steps on a GPU."""
+best tree, except for compiled steps on a GPU.
+
+Then n-grams alone, and dynamic trees that n-grams and heads share (`decode.drafters.mix`), take part. Their tau is
+measured by decoding the texts again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -31,21 +35,20 @@ from decode.bench.calibration.stored import (
     TooFewStepsError,
     situation,
 )
+from decode.bench.calibration.variants import add_copies, choose_shortlist, with_copies
 from decode.bench.machine import stopwatch
-from decode.bench.methods import medusa_method
-from decode.drafters.layouts import TOP, DynamicTree, Layout, with_shortlist
+from decode.drafters.base import DrafterFactory
+from decode.drafters.layouts import TOP, DynamicTree, Layout
 from decode.drafters.trained_heads import TrainedHeads
 from decode.settings import Settings
 from decode.texts import Result, TextGenerator, tau
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.tree import Tree, usual_shortlist
+from medusa.tree import Tree
 
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)  # numbers of nodes of the trees to try; 1 is plain decoding
 COMPILED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # of compiled steps on a GPU
-SHORTLISTS = (8, 16, 32, 64)  # numbers of candidates to try if trees have them (`Tree.shortlist`)
-CLEARLY = 1.01  # a larger number of candidates must be so many times as fast as a smaller one
 WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
 NODES = 256  # of a batch, all rows together: the most with which a step on a CPU can pay
 WARM_UP = 2  # steps at the beginning of each timing that do not count
@@ -86,27 +89,26 @@ def calibrate(
     points = [_point(tree, of_step, predicted) for tree, of_step, predicted in timed if predicted is not None]
     unknown = [(tree, of_step) for tree, of_step, predicted in timed if predicted is None]
 
-    def measured_tau(tree: Layout) -> float:
-        on_progress(f"decoding with a tree of {tree.num_nodes} nodes")
+    def measured_tau(tree: Layout | DrafterFactory) -> float:
+        on_progress(f"decoding with a draft of {tree.num_nodes} nodes")
         return decoded_tau(model, heads, prompts, tree, replace(settings, max_new_tokens=longest, compile=False))
 
     points = sorted(add_competitive(points, unknown, recording, measured_tau), key=lambda one: (one.dynamic, one.nodes))
     about = RecordedTexts(len(texts), recording.tokens, sum(map(len, prompts)), steps=recording.steps)
     holds_for = situation(model, heads, settings, batch_size)
     found = Calibration(points, best_of(points), list(temperatures), holds_for, about)
+
+    def compared(ways: Sequence[Layout | DrafterFactory], known: Sequence[float], rounds: int) -> list[float]:
+        first, *others = time_steps(model, heads, prompts, ways, known, settings, batch_size, rounds)
+        return [1.0, *(seconds / first for seconds in others)]
+
     compiles_long = compiled_on_gpu(backbone.device, settings.compile)  # each number of candidates is another step
     if heads.has_shortlist(heads.config) and found.best.nodes > 1 and not compiles_long:
-        shortened = [with_shortlist(found.tree, size) for size in SHORTLISTS]
-        known = [measured_tau(tree) for tree in shortened]
         # More rounds, because steps with different numbers of candidates differ by a few per cent.
-        seconds = time_steps(model, heads, prompts, shortened, known, settings, batch_size, 3 * rounds)
-        fastest, speeds = 0, [accepted / of_step for accepted, of_step in zip(known, seconds, strict=True)]
-        for index, speed in enumerate(speeds):
-            if speed > CLEARLY * speeds[fastest]:
-                fastest = index
-        tau = found.best.tau * known[fastest] / known[SHORTLISTS.index(usual_shortlist(found.best.nodes))]
-        points[found.chosen] = replace(found.best, tau=tau, step_ms=1000 * seconds[fastest])
-        found.shortlist = SHORTLISTS[fastest]
+        choose_shortlist(found, measured_tau, partial(compared, rounds=3 * rounds))
+    if dynamic and not settings.compile and not heads.comes_with_model and len(points) > 1:
+        add_copies(found, with_copies(model, heads, found, sizes), measured_tau, partial(compared, rounds=rounds))
+        found.chosen = best_of(points)
     return found
 
 
@@ -156,11 +158,20 @@ def add_competitive(
     return points
 
 
+def source_of(heads: MedusaHeads, tree: Layout | DrafterFactory) -> DrafterFactory:
+    """Return the drafter that fills `tree` with guesses of `heads`, or `tree` itself if it is a drafter."""
+    return tree if isinstance(tree, DrafterFactory) else TrainedHeads(heads, tree)
+
+
 def decoded_tau(
-    model: PreTrainedModel, heads: MedusaHeads, prompts: Sequence[list[int]], tree: Layout, settings: Settings
+    model: PreTrainedModel,
+    heads: MedusaHeads,
+    prompts: Sequence[list[int]],
+    tree: Layout | DrafterFactory,
+    settings: Settings,
 ) -> float:
     """Measure tau (mean tokens per step) by decoding the prompts with `tree`, in batches of at most `NODES` nodes."""
-    method, seeds = medusa_method(model, heads, settings, tree=tree), range(len(prompts))
+    method, seeds = TextGenerator(model, settings, None, source_of(heads, tree)), range(len(prompts))
     size, results = max(NODES // tree.num_nodes, 1), list[Result]()
     for start in range(0, len(prompts), size):
         rows = slice(start, start + size)
@@ -207,7 +218,7 @@ def time_steps(
     model: PreTrainedModel,
     heads: MedusaHeads,
     prompts: Sequence[list[int]],
-    trees: Sequence[Layout],
+    trees: Sequence[Layout | DrafterFactory],
     taus: Sequence[float | None],
     settings: Settings,
     batch_size: int = 1,
@@ -217,14 +228,15 @@ def time_steps(
     """Measure the seconds of a decoding step with each tree. The trees take turns, with `steps` steps in each round.
 
     The result is the lower quartile of the measured times, because other work on the machine only makes steps slower.
+    Steps with n-grams differ, so their result is the smallest mean of a round.
     Trees that are not `PROMISING` are timed in one round only; `taus` are the mean numbers of tokens per step, `None`
     where unknown. The batch holds the first `batch_size` prompts, repeated if there are fewer. RequestError: they leave
     no room."""
     endless = replace(settings, max_new_tokens=8 * steps, ignore_eos=True)
     batch, clock = [prompts[row % len(prompts)] for row in range(batch_size)], stopwatch(model.device)
 
-    def times_of(tree: Layout) -> list[float]:
-        begun = TextGenerator(model, endless, None, TrainedHeads(heads, tree)).start(batch, range(batch_size))
+    def times_of(tree: Layout | DrafterFactory) -> list[float]:
+        begun = TextGenerator(model, endless, None, source_of(heads, tree)).start(batch, range(batch_size))
         times, last = [], clock()
         for step in begun:
             now = clock()
@@ -233,7 +245,8 @@ def time_steps(
             last = now
             if len(times) >= steps:
                 break
-        return times[WARM_UP:]
+        times = times[WARM_UP:]
+        return [sum(times) / len(times)] if times and isinstance(tree, DrafterFactory) else times
 
     times: list[list[float]] = [[] for _ in trees]
     taking_part = list(range(len(trees)))

@@ -13,6 +13,8 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from decode.bench.machine import machine
+from decode.drafters import parse
+from decode.drafters.base import DrafterContext, DrafterFactory
 from decode.drafters.layouts import DynamicTree, Layout, shortlist_of, with_shortlist
 from decode.settings import Settings
 from medusa.errors import RunError
@@ -42,6 +44,14 @@ class CalibrationPoint:
     tau: float
     step_ms: float
     dynamic: bool = False
+    drafter: str = "heads"  # as in --drafter: the heads alone, n-grams alone, or a mix of both
+
+    @property
+    def kind(self) -> str:
+        """What drafts, in words for tables."""
+        if self.drafter != "heads":
+            return "heads and n-grams" if self.drafter.startswith("mix") else "n-grams"
+        return "plain" if self.nodes == 1 else "dynamic" if self.dynamic else "static"
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,17 +85,30 @@ class Calibration:
     holds_for: dict[str, object]  # what the calibration is valid for (`situation`)
     texts: RecordedTexts
     shortlist: int | None = None  # the number of candidates of each head, for heads of kind `markov`
+    chosen_tree: int | None = None  # index of the best tree for the heads alone; `None`: `chosen`
 
     @property
     def best(self) -> CalibrationPoint:
         return self.points[self.chosen]
 
     @property
-    def tree(self) -> Layout:
-        """The best tree, in the form that drafters accept: static or dynamic."""
-        return self._tree_of(self.best)
+    def of_heads(self) -> CalibrationPoint:
+        """The best tree for the heads alone."""
+        return self.points[self.chosen if self.chosen_tree is None else self.chosen_tree]
 
-    def _tree_of(self, point: CalibrationPoint) -> Layout:
+    @property
+    def tree(self) -> Layout:
+        """The best tree for the heads alone, in the form that drafters accept: static or dynamic."""
+        return self.tree_of(self.of_heads)
+
+    def source(self, model: PreTrainedModel, heads: MedusaHeads) -> DrafterFactory:
+        """Make the fastest drafter: the heads on their best tree, n-grams, or both."""
+        config = parse(self.best.drafter)
+        tree = self.tree_of(self.best) if config.takes_tree else None
+        return config.factory(DrafterContext(model, heads, tree))
+
+    def tree_of(self, point: CalibrationPoint) -> Layout:
+        """The tree of a point; n-grams alone have none, and get the root alone."""
         tree: Layout = Tree.from_paths(point.paths)
         if point.dynamic:
             tree = DynamicTree.over_heads(point.nodes, len(self.temperatures), tuple(self.temperatures))
@@ -100,14 +123,17 @@ class Calibration:
 
         Larger trees lose more by few candidates: the included heads 3 % of tau at 64 nodes. So they have no fewer than
         by default."""
-        if self.shortlist is None or nodes <= self.best.nodes:
+        if self.shortlist is None or nodes <= self.of_heads.nodes:
             return self.shortlist
         return max(self.shortlist, usual_shortlist(nodes))
 
-    def predicted_tau(self, tree: Layout) -> float | None:
-        """The predicted tau of `tree`; `None` if the calibration did not try this tree."""
+    def predicted_tau(self, tree: Layout | None, drafter: str = "heads") -> float | None:
+        """The predicted tau of a `drafter` with `tree`, if it has one; `None` if the calibration did not try them."""
+        points = [point for point in self.points if point.drafter == drafter]
+        if tree is None:
+            return points[0].tau if points else None
         wanted = tree.to_json(), shortlist_of(tree)
-        tried = ((point.tau, self._tree_of(point)) for point in self.points)
+        tried = ((point.tau, self.tree_of(point)) for point in points)
         return next((tau for tau, one in tried if (one.to_json(), shortlist_of(one)) == wanted), None)
 
 

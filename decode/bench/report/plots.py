@@ -163,8 +163,10 @@ def temperatures(axes: Axes, rows: Sequence[TemperatureFigures]) -> None:
 def by_nodes(axes: Axes, calibration: Calibration, figure: str) -> None:
     """Draw `figure` of a calibration's trees (`tau`, `step_ms` or `tokens_per_second`) against their node counts."""
     points, best = calibration.points, calibration.best
-    for dynamic, ink, label in ((False, "medusa", "static"), (True, "amber", "dynamic")):
-        if mine := {point.nodes: getattr(point, figure) for point in points if point.dynamic == dynamic}:
+    inks = {"static": "medusa", "dynamic": "amber", "n-grams": "blue", "heads and n-grams": "violet"}
+    for label, ink in inks.items():
+        kinds = (label, "plain") if label == "static" else (label,)
+        if mine := {point.nodes: getattr(point, figure) for point in points if point.kind in kinds}:
             axes.plot(list(mine), list(mine.values()), marker="o", markersize=4, color=INK[ink], label=label)
     axes.plot(best.nodes, getattr(best, figure), "o", ms=11, fillstyle="none", color=INK["bad"], label="chosen")
     top = 1.1 * max(getattr(point, figure) for point in points)

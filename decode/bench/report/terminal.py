@@ -115,21 +115,22 @@ def print_calibration(console: Console, found: Calibration, measured: float | No
     rows, plain = [], found.points[0].tokens_per_second
     for index, point in enumerate(found.points):
         rate = point.tokens_per_second
-        kind = "plain" if point.nodes == 1 else "dynamic" if point.dynamic else "static"
         figures = (f"{point.tau:.2f}", f"{point.step_ms:.2f}", f"{rate:.0f}", f"{rate / plain:.2f}")
-        rows.append([kind, str(point.nodes), *figures, "chosen" if index == found.chosen else ""])
+        rows.append([point.kind, str(point.nodes), *figures, "chosen" if index == found.chosen else ""])
     print_table(
         console,
-        ("tree", "nodes", "predicted tau", "ms per step", "tokens/s", "x plain", ""),
+        ("draft", "nodes", "predicted tau", "ms per step", "tokens/s", "x plain", ""),
         rows,
         keys=2,
         styles=["bold" if index == found.chosen else "" for index in range(len(rows))],
     )
+    if found.best.drafter != "heads":
+        console.print(f"chosen: --drafter {found.best.drafter}", markup=False)
     if found.best.nodes == 1:
         console.print("plain decoding is fastest here: these heads guess too little for the cost of a tree")
     if found.shortlist is not None:
         console.print(f"fastest with {found.shortlist} candidates of each head")
     if measured is not None:
         console.print(f"predicted tau {found.best.tau:.3f}, measured on held-out texts {measured:.3f}")
-    console.print(f"made from {found.texts.described}", markup=False)
+    console.print(f"made from {found.texts.described}; other kinds of text can be slower", markup=False)
     console.print(f"kept for --tree auto in {place}", soft_wrap=True, markup=False)

@@ -48,7 +48,13 @@ class DistillOptions(CommandOptions):
     models: Models = group(Models, "models", without=("drafter",))
     prompts: Prompts = group(Prompts, "prompts", without=("prompt", "skip_long"))
     settings: Settings = group(Settings, "generation", max_new_tokens=512)
-    batch_size: int = count(16, "generate N texts at a time on this machine")
+    batch_size: int = 1  # for which a tree is calibrated: drafts pay where few texts are left
+    width: int | None = count(
+        None,
+        "generate N texts at a time on this machine (default: as many as memory and speed allow)",
+        name="batch_size",
+        brief="generate N texts at a time on this machine",
+    )
     contrasting: Contrasting = NO_CONTRAST
     out: str = option(REQUIRED, "write the generated data to this file", metavar="F.jsonl", name="output")
     overwrite: bool = option(False, "replace the file if it exists")
@@ -258,24 +264,18 @@ def _about(options: DistillOptions, records: list[Record], form: PromptForm) -> 
     found["raw"] = next((form.raw for record in records if record.is_prompt), None)  # no other records depend on it
     if form.options:
         found["template_options"] = form.options
-    if settings.do_sample:  # greedy texts do not depend on these options
-        found |= {"batch_size": options.batch_size, "heads": models.heads, "tree": models.tree}
+    if not settings.rule_for(settings.do_sample).keeps_texts:
+        found |= {"heads": models.heads, "tree": models.tree}
     return json.loads(json.dumps(found))
 
 
 def _local_engine(options: DistillOptions) -> LocalEngine:
-    from decode.bench.methods import Method, transformers_method
     from medusa.commands.distill.engines import LocalEngine
     from medusa.commands.models import open_models
     from medusa.loading import text_limits
 
     opened = open_models(options, drafters=[None] if options.models.heads else [])
-    settings, tokenizer = opened.settings, opened.loaded.tokenizer
-    method: Method = opened.generator
-    if opened.source is None:
-        method = transformers_method(opened.loaded.model, settings, tokenizer)
-    limits = text_limits(options.files.config)
-    return LocalEngine(settings, options.runtime.seed, tokenizer, limits, method, options.batch_size)
+    return LocalEngine(opened.generator, options.runtime.seed, text_limits(options.files.config), options.width)
 
 
 def _server_engine(options: DistillOptions) -> ServerEngine:

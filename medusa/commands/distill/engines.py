@@ -5,21 +5,22 @@ An engine has one method, `write(journal)`: it generates the answers that the jo
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from transformers import set_seed
-
 from decode.generation_config import SAMPLING, text_options, told
 from decode.request import require_fitting
+from decode.serve.bulk import BulkWriter, Job
 from decode.settings import Settings
+from decode.texts import TextGenerator, prompt_seeds
 from medusa.commands.distill.client import Server, ServerError
 from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task
-from medusa.commands.options import batches
 from medusa.errors import RequestError, RunError
 from medusa.files import Json
 from medusa.loading import TextLimits
@@ -30,8 +31,6 @@ from medusa.records.replies import remembered
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-    from decode.bench.methods import Method
-
 SENT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
 """Parameters of requests to a server, with the values that change nothing."""
 HERE = ("acceptance", "draft", "stop_drafting", "epsilon", "delta", "compile", "cuda_graphs")
@@ -41,63 +40,58 @@ HOPELESS = 16  # failed texts in a row that end the run; with a high --concurren
 
 @dataclass
 class LocalEngine:
-    """An engine that generates texts in batches on this machine."""
+    """An engine that generates texts on this machine, many at a time (`decode.serve.bulk`)."""
 
-    settings: Settings
+    generator: TextGenerator
     seed: int
-    tokenizer: PreTrainedTokenizerBase | None
     limits: TextLimits
     """The limits of the backbone, in whose context every prompt must fit."""
-    method: Method
-    batch_size: int
+    width: int | None
+    """The number of texts at a time; `None`: as many as memory and speed allow."""
 
     def write(self, journal: Journal) -> float:
-        """Generate the missing answers, turn by turn for all conversations, and return the seconds of decoding."""
-        seconds, stop = 0.0, self.settings.stop or ()
-        for seed, turn, batch in self._batches(journal):
-            if not (prompts := self._prompts(batch, turn, journal)):
-                continue
-            set_seed(seed)  # a seed for each batch, so that a continued run generates the same texts
-            results = self.method(list(prompts.values()))
-            seconds += results[0].seconds
-            for index, result in zip(prompts, results, strict=True):
-                task, new_ids = journal.tasks[index], result.new_ids
-                answer = text_of(new_ids, self.tokenizer, stop)
-                line = _line(result.input_ids, new_ids, answer, result.finish_reason)
-                if task.turns > 1 and self.tokenizer is not None:
-                    ended = result.finish_reason == "eos"
-                    line["reply"] = remembered(new_ids, result.input_ids, self.tokenizer, ended, stop)
-                journal.append(task, turn, line)
-        return seconds
+        """Generate the missing answers, those of a conversation in turn, and return the seconds that this took."""
+        start, jobs = perf_counter(), deque[Job]()
+        for task in journal.tasks:
+            self._ask(task, 0, journal, jobs.append)
+        show = partial(journal.show, most=self.generator.settings.max_new_tokens)
+        BulkWriter(self.generator, self.width).write(jobs, show)
+        return perf_counter() - start
 
-    def _batches(self, journal: Journal) -> Iterator[tuple[int, int, list[Task]]]:
-        """Yield the seed, the turn and the tasks of every batch that lacks an answer.
+    def _ask(self, task: Task, turn: int, journal: Journal, add: Callable[[Job], object]) -> None:
+        """Add the job for a task's first answer from `turn` on that is missing; a prompt that is too long has failed.
 
-        Greedy answers do not depend on the other texts in a batch, so tasks with finished answers are left out. Sampled
-        answers depend on them, so a batch with a missing answer is generated again as a whole. The journal keeps the
-        answers that were finished before."""
-        tasks = journal.tasks
-        for turn in range(max((task.turns for task in tasks), default=0)):
-            asked = [task for task in tasks if task.turns > turn]
-            if not self.settings.do_sample:
-                asked = [task for task in asked if (task.index, turn) not in journal.done]
-            for number, batch in enumerate(batches(asked, self.batch_size)):
-                if any((task.index, turn) not in journal.done for task in batch):
-                    yield (self.seed + turn * len(tasks) + number * self.batch_size) % 2**32, turn, batch
+        The seed of an answer does not depend on the others, so a continued run writes what the first would have."""
+        while (task.index, turn) in journal.done:
+            turn += 1
+        if turn >= task.turns:
+            return
+        try:
+            prompt = task.prompt(journal.answers(task.index, turn) or [], self.generator.tokenizer)
+            require_fitting([prompt], self.limits)
+        except RequestError as error:
+            journal.fail(task, turn, str(error))
+            return
+        (seed,) = prompt_seeds(self.seed, [turn * len(journal.tasks) + task.index])
+        add(Job(prompt, seed, partial(self._answered, task, turn, journal, add, prompt)))
 
-    def _prompts(self, batch: list[Task], turn: int, journal: Journal) -> dict[int, list[int]]:
-        """Map task indices to the token ids of prompts. Conversations that are too long are recorded as failed."""
-        prompts = {}
-        for task in batch:
-            if (answers := journal.answers(task.index, turn)) is None:
-                continue  # an earlier turn has failed
-            try:
-                prompts[task.index] = task.prompt(answers, self.tokenizer)
-                require_fitting([prompts[task.index]], self.limits)
-            except RequestError as error:
-                prompts.pop(task.index, None)
-                journal.fail(task, turn, str(error))
-        return prompts
+    def _answered(
+        self,
+        task: Task,
+        turn: int,
+        journal: Journal,
+        add: Callable[[Job], object],
+        prompt: list[int],
+        new_ids: list[int],
+        reason: str,
+    ) -> None:
+        """Keep an answer, and ask for the next one of its conversation."""
+        tokenizer, stop = self.generator.tokenizer, self.generator.settings.stop or ()
+        line = _line(prompt, new_ids, text_of(new_ids, tokenizer, stop), reason)
+        if task.turns > 1 and tokenizer is not None:
+            line["reply"] = remembered(new_ids, prompt, tokenizer, reason == "eos", stop)
+        journal.append(task, turn, line)
+        self._ask(task, turn + 1, journal, add)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -53,7 +53,9 @@ class Journal:
         if overwrite:
             self._file.truncate(0)
         self._read()
-        self._tokens_before = self.tokens
+        self._tokens_before, self._done_before = self.tokens, len(self.done)
+        self._running = 0.0, 0  # finished parts of texts that are being written, and their tokens
+        self._drawn = 0.0  # texts that the progress bar shows
 
     def _read(self) -> None:
         whole = 0
@@ -91,8 +93,17 @@ class Journal:
         with self._file, output.progress_bars() as start:
             self._start = perf_counter()
             self._advance = start("generating", self.total)
-            self._advance(len(self.done))
+            self._draw()
             yield
+
+    def show(self, lengths: Sequence[int], most: int) -> None:
+        """Show how far texts are that have so many tokens, of at most `most`."""
+        with self._lock:
+            written, ended = sum(lengths), len(self.done) - self._done_before
+            # As if each token ended a text with the same probability: those that run count for it, too.
+            rest = (self.new_tokens + written) / ended if ended else most
+            self._running = sum(length / min(length + rest, most) for length in lengths), written
+            self._draw()
 
     def answers(self, index: int, turn: int) -> list[Json] | None:
         """Return the answers before `turn` in a conversation, as messages; `None` if one is missing."""
@@ -117,7 +128,7 @@ class Journal:
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._file.flush()
             self._remember(key, line)
-            self._advance(1, self._title())
+            self._draw()
             self._check_answers()
 
     def _check_answers(self) -> None:
@@ -126,9 +137,12 @@ class Journal:
             which = "" if found == self.total else "first "
             raise ShortAnswersError(f"{self.short} of the {which}{found} answers are empty or one token long")
 
-    def _title(self) -> str:
-        speed = self.new_tokens / max(perf_counter() - self._start, 1e-9)
-        return f"generating, {speed:,.0f} tokens/s" if self.new_tokens else "generating"
+    def _draw(self) -> None:
+        """Show the finished texts, and parts of those that are being written."""
+        texts, tokens = self._running
+        speed = (self.new_tokens + tokens) / max(perf_counter() - self._start, 1e-9)
+        before, self._drawn = self._drawn, max(self._drawn, len(self.done) + texts)
+        self._advance(self._drawn - before, f"generating, {speed:,.0f} tokens/s" if speed else "generating")
 
     def fail(self, task: Task, turn: int, reason: str) -> None:
         """Add a text that could not be generated, with the reason, to the file of failed texts."""

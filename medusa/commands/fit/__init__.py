@@ -68,10 +68,21 @@ def fit(options: FitOptions) -> FitState | None:
 def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     """Check the model and plan the run, or take both from the `state`; print the plan."""
     from decode.settings import Settings
-    from medusa.commands.fit.plan import compiled_steps, costs_of, describe, lacking_memory, make_plan, require_disk
+    from medusa.backbone import Backbone
+    from medusa.commands.distill.tasks import tasks_of
+    from medusa.commands.fit.plan import (
+        compiled_steps,
+        costs_of,
+        describe,
+        lacking_memory,
+        make_plan,
+        require_disk,
+        text_settings,
+    )
     from medusa.commands.fit.probe import probe, why_not_decoded
     from medusa.commands.models import require_compilable_files
     from medusa.commands.options import warn
+    from medusa.commands.prompting import prompt_form
     from medusa.loading import BackboneFiles, head_sizes
     from medusa.memory import devices_of
 
@@ -88,7 +99,9 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
         options.runtime.prepare()
         with options.output.stage("loading and timing the model"):
             loaded = files.load()
-            found = probe(loaded)
+            form = prompt_form(options.raw, files.tokenizer, options.model, options=options.template_option)
+            tasks = tasks_of(sides.train, files.tokenizer, form, None, None)
+            found = probe(loaded, tasks, text_settings(options, Backbone(loaded.model).context))
             if compiled_steps(options, found):  # the plan must know, not a stage after text and training
                 found = replace(found, not_compiled=why_not_decoded(loaded, settings))
             costs = [costs_of(choice, loaded, found) for choice in choices]

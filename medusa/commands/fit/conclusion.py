@@ -68,4 +68,7 @@ def tree_of(calibration: Json) -> str:
     if calibration["nodes"] == 1:
         return "none: no tree was faster than plain decoding, so `auto` decodes plainly"
     kind = "dynamic" if calibration["dynamic"] else "static"
+    drafter = calibration.get("drafter", "heads")
+    if drafter != "heads":
+        kind = f"--drafter {drafter}"
     return f"{kind}, {calibration['nodes']} nodes, predicted tau {calibration['tau']:.2f} (tokens per step)"

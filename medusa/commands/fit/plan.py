@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-from decode.bench.calibration.calibrate import SHORTLISTS, compiled_on_gpu, sizes_for
+from decode.bench.calibration.calibrate import compiled_on_gpu, sizes_for
+from decode.bench.calibration.variants import SHORTLISTS
+from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.checkpoints.folder import load
 from medusa.commands.fit.options import FitOptions, HeadsChoice
@@ -24,17 +26,19 @@ from train.config import HeadsConfig
 from train.hardware import CARDS, HeadsSize, fits, heads_size, training_bytes
 from train.heads import new_config
 
+TEMPERATURE = 0.7  # of the text: enough variety that several answers to one prompt differ
 TRAINING_SHARE = 2.0  # seconds of training for each second of generating text
 EPOCHS = 10  # passes over the text, at most: further passes teach little
 LEAST_MINUTES, MOST_MINUTES = 4.0, 480.0  # limits of the default
 REPEATS = 8  # a prompt is answered at most so many times, each time with other random numbers
 FEWEST_TEXTS = 32
 STEPS = 500  # a run with fewer training steps learns less, so short runs take small steps
-SEQUENCES, ROWS = (256, 512), (2, 8)  # least and most tokens in a packed row, and rows in a training step
+STEP_TOKENS = 4096  # of a training step, at most
 HEAD_COST = 3  # a forward and twice as much for the backward; the frozen model needs the forward only
 CHECKPOINTS = 3  # two kept, and one that is being written; each holds weights and optimiser states
 TEXT_BYTES = 12  # of a token in the file of texts
-CACHED_TOKENS = 2048  # of each row in the KV cache, prompt and answer together, for the estimate of memory
+MANY = 1000  # texts, of which one takes what it takes in a long run
+ROW_BLOCK = 64  # tokens to whose multiples a packed row is rounded
 CALIBRATION_STEPS, CALIBRATION_TOKENS = 1500, 6000  # steps that are timed, and tokens that are generated before
 BENCHMARK_TOKENS, FEWEST_BENCHMARK_TOKENS = 128, 64  # that each method writes to a prompt, if time allows
 FEWEST_TEST = 20
@@ -62,7 +66,7 @@ class Plan:
     minutes: float  # for text and training, for one kind of heads
     reason: str  # for the minutes
     texts: int
-    text_tokens: int  # at most
+    text_tokens: int  # of the answers, about
     text_seconds: float
     training_minutes: float  # for each kind of heads
     training_tokens: int  # that training reads in this time, with the heads that learn most slowly
@@ -138,18 +142,25 @@ def compiling(config: MedusaConfig, probe: Probe) -> tuple[int, float]:
     return trees, (COMPILING + COMPILING_LAYER * probe.layers) * (2 if kind.in_levels(config) else 1)
 
 
-def answer_tokens(options: FitOptions, probe: Probe) -> int:
+def most_tokens(options: FitOptions, context: int | None) -> int:
     """Return the number of tokens that the model writes as an answer, at most; at least one must fit before them."""
-    return min(options.tokens, probe.context - 1) if probe.context else options.tokens
+    return min(options.tokens, context - 1) if context else options.tokens
+
+
+def text_settings(options: FitOptions, context: int | None) -> Settings:
+    """Return the settings with which the model answers the prompts."""
+    given = {name: getattr(options, name) for name in ("ignore_eos", "ignore_generation_config")}
+    return Settings(max_new_tokens=most_tokens(options, context), temperature=TEMPERATURE, **given)
 
 
 def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_prompts: int, test_prompts: int) -> Plan:
     """Plan a run from the probe of its model, the costs of each kind of heads, and the numbers of prompts.
 
     NotCompilableError: compiled steps are asked for, and are not possible."""
-    tokens = answer_tokens(options, probe)
+    most = most_tokens(options, probe.context)
     slowest = max(cost.token_seconds for cost in costs)
-    one_text = tokens * probe.batch_step_seconds / probe.batch_size
+    tokens = probe.turns * (probe.prompt_tokens + probe.answer_tokens)  # of one text, as training reads it
+    one_text = (probe.writing_seconds(2 * MANY, most) - probe.writing_seconds(MANY, most)) / MANY
     learning = min(TRAINING_SHARE * one_text, EPOCHS * tokens * slowest)  # from one text
     minutes, reason = options.minutes, "--minutes asks for it"
     if minutes is None:
@@ -159,31 +170,33 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
             minutes = min(max(minutes, LEAST_MINUTES), MOST_MINUTES)
             reason = f"the {'least' if minutes == LEAST_MINUTES else 'most'} that fit takes without --minutes"
     texts = min(max(int(60 * minutes / (one_text + learning)), FEWEST_TEXTS), REPEATS * train_prompts)
-    training = max(60 * minutes - texts * one_text, texts * learning)
-    most = EPOCHS * texts * tokens * slowest
-    if training > 1.05 * most:
+    writing = probe.writing_seconds(texts, most)
+    training = max(60 * minutes - writing, texts * learning)
+    longest = EPOCHS * texts * tokens * slowest
+    if training > 1.05 * longest:
         reason += "; with more prompts, training would use the rest"
-    training = min(training, most)
+    training = min(training, longest)
     at_most = max(60 * minutes * BENCHMARK_SHARE, BENCHMARK_SECONDS)
     steps = at_most / (METHODS * probe.step_seconds)  # for which the benchmark has time, in all rounds
     rounds = 3 if steps >= 3 * FEWEST_TEST * BENCHMARK_TOKENS else 2
     length = min(max(int(steps / (rounds * FEWEST_TEST)), FEWEST_BENCHMARK_TOKENS), BENCHMARK_TOKENS)
     measured = min(max(int(steps / (rounds * length)), FEWEST_TEST), test_prompts)
     trained = max(cost.size.trained for cost in costs)
-    step_tokens = training / slowest / STEPS
-    sequence = SEQUENCES[step_tokens >= ROWS[0] * SEQUENCES[1]]
-    sequence_length = min(sequence, probe.context or sequence)
-    rows = min(max(int(step_tokens / sequence), ROWS[0]), ROWS[1])
+    step_tokens = min(training / slowest / STEPS, STEP_TOKENS)
+    whole = -(-(probe.longest_prompt + most) // ROW_BLOCK) * ROW_BLOCK  # a text stays in one row, with its prompt
+    sequence_length = 2 * whole if step_tokens >= 4 * whole else whole  # long rows are filled better
+    sequence_length = min(sequence_length, probe.context or sequence_length)
+    rows = max(int(step_tokens / sequence_length), 1)
     batch = (probe.model_bytes, probe.hidden_size, rows * sequence_length, probe.device)
-    cached = probe.batch_size * min(probe.context or CACHED_TOKENS, CACHED_TOKENS) * probe.cache_bytes
+    cached = probe.width * (probe.longest_prompt + most) * probe.cache_bytes
     slowest_tree = max(cost.tree_seconds for cost in costs)
-    written = CALIBRATION_TOKENS * probe.batch_step_seconds / probe.batch_size
+    written = CALIBRATION_TOKENS * probe.step_seconds
     return Plan(
         minutes=minutes,
         reason=reason,
         texts=texts,
-        text_tokens=texts * tokens,
-        text_seconds=texts * one_text,
+        text_tokens=int(texts * probe.turns * probe.answer_tokens),
+        text_seconds=writing,
         training_minutes=training / 60,
         training_tokens=int(training / slowest),
         sequence_length=sequence_length,
@@ -195,7 +208,8 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
         benchmark_seconds=rounds * measured * length * METHODS * probe.step_seconds,
         memory_bytes=max(training_bytes(cost.size, *batch) for cost in costs),
         decoding_bytes=probe.model_bytes + 4 * trained + cached,
-        disk_bytes=TEXT_BYTES * texts * tokens + 4 * trained * (1 + 3 * CHECKPOINTS) * len(costs),
+        disk_bytes=int(TEXT_BYTES * texts * probe.turns * (probe.prompt_tokens + most))
+        + 4 * trained * (1 + 3 * CHECKPOINTS) * len(costs),
         kinds=len(costs),
         compiled=compiled_steps(options, probe),
         compiling_calibration_seconds=max(cost.compiled_trees * cost.tree_seconds for cost in costs),
@@ -206,7 +220,9 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
 def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitOptions) -> list[str]:
     """Describe a plan in lines for the console."""
     names = ", ".join(choice.name for choice in choices)
-    text = f"{plan.texts:,} answers, up to {plan.text_tokens:,} tokens"
+    prompts, answers = round(probe.prompt_tokens), round(probe.answer_tokens)
+    asked = round(plan.texts * probe.turns)
+    text = f"{asked:,} answers of about {answers} tokens after about {prompts}, {probe.width} at a time"
     training = f"{plan.training_minutes:.3g} minutes, about {plan.training_tokens:,} tokens"
     each = f", for each of {len(choices)} kinds" if len(choices) > 1 else ""
     free = readable(free_bytes(options.folder))

@@ -21,7 +21,7 @@ from medusa.commands.distill import DistillOptions, distill
 from medusa.commands.export import ExportOptions, export
 from medusa.commands.fit.conclusion import fastest, install
 from medusa.commands.fit.options import REPORT, RESULTS, FitOptions, HeadsChoice
-from medusa.commands.fit.plan import Plan, answer_tokens
+from medusa.commands.fit.plan import Plan, text_settings
 from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import Split, write_prompts
 from medusa.commands.fit.state import FitState
@@ -31,7 +31,6 @@ from medusa.files import Json, write_text
 from medusa.memory import release
 from medusa.options import Options
 
-TEMPERATURE = 0.7  # of the text: enough variety that several answers to one prompt differ
 CALIBRATION_TOKENS = 128  # per text
 CALIBRATED_ON = 6000  # tokens; at up to six tokens a step, twice the steps that a calibration needs
 FEWEST_TEXTS = 32
@@ -60,11 +59,11 @@ class Run(NamedTuple):
         """The prompts in a file of the work folder, all of them or the first `most`."""
         return replace(self.options.prompts, prompts=str(self.work / name), max_prompts=most)
 
-    def settings(self, tokens: int, temperature: float = 0.0, compiled: bool = False) -> Settings:
+    def settings(self, tokens: int, compiled: bool = False) -> Settings:
         """The decoding options of a stage that writes at most `tokens` tokens to a prompt."""
         names = ("ignore_eos", "ignore_generation_config")
         asked = {name: getattr(self.options, name) for name in names}
-        return Settings(max_new_tokens=tokens, temperature=temperature, compile=compiled, **asked)
+        return Settings(max_new_tokens=tokens, compile=compiled, **asked)
 
     def compiled_or_eager(self, compiled: bool, work: Callable[[bool], Result]) -> tuple[Result, bool]:
         """Do `work` with compiled steps, or with eager ones where only the default compiles and fails; tell which."""
@@ -120,10 +119,9 @@ def text_stage(run: Run) -> Stage:
         models=Models(backbone=run.options.model),
         load=run.options.load,
         prompts=run.prompts(TRAIN),
-        settings=run.settings(answer_tokens(run.options, run.probe), TEMPERATURE),
+        settings=text_settings(run.options, run.probe.context),
         raw=run.options.raw,
         template_option=run.options.template_option,
-        batch_size=run.probe.batch_size,
         runtime=run.options.runtime,
         output=run.options.output_to(None),
         out=str(run.work / TEXT),
@@ -170,7 +168,7 @@ def recipe(run: Run, choice: HeadsChoice) -> Json:
     load = {known.name: getattr(options.load, known.name) for known in fields(options.load)}  # keys of the same names
     return {
         "backbone": options.model,
-        "data": {"path": str(run.work / TEXT), "sequence_length": plan.sequence_length},
+        "data": {"path": str(run.work / TEXT), "sequence_length": plan.sequence_length, "long_documents": "truncate"},
         "output_dir": str(run.work / choice.name),
         "heads": choice.heads,
         "training": {
@@ -204,7 +202,7 @@ def calibration_stage(run: Run, choice: HeadsChoice, state: FitState) -> Stage:
         except TooFewStepsError as error:  # too little text: decoding takes the default tree
             run.options.output.note(f"no calibration: {error}")
             return {"refused": str(error), "compiled": planned}
-        return {name: getattr(found.best, name) for name in ("nodes", "dynamic", "tau", "step_ms")} | {
+        return {name: getattr(found.best, name) for name in ("nodes", "dynamic", "drafter", "tau", "step_ms")} | {
             "compiled": compiled
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,14 @@ from decode.bench.calibration.stored import (
     stored_fit,
 )
 from decode.bench.methods import medusa_method, plain_method
+from decode.drafters.base import DrafterFactory
 from decode.drafters.layouts import DynamicTree
+from decode.drafters.mix import Mix
 from decode.settings import Settings
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
+from medusa.files import write_json
 from medusa.heads.guesses import MISSED, accepted
 from tests.helpers import random_heads, random_ids, random_tree
 
@@ -219,6 +222,62 @@ def test_the_fastest_of_the_trees_is_chosen(decoded: Any, monkeypatch: pytest.Mo
     assert dear.tree.num_nodes == 1
 
 
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("fastest", ["heads", "ngram", "mix", "plain"])
+def test_the_fastest_of_heads_and_ngrams_is_chosen(
+    decoded: Any, fastest: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The best tree for the heads alone is kept beside it, and what is stored is loaded."""
+    model, heads, texts = decoded
+
+    def name(way: Any) -> str:
+        if isinstance(way, Mix):
+            return "mix"
+        return "ngram" if isinstance(way, DrafterFactory) else "plain" if way.num_nodes == 1 else "heads"
+
+    def seconds(*args: Any) -> list[float]:
+        return [1.0 if name(way) in (fastest, "plain") else 50.0 for way in args[3]]
+
+    monkeypatch.setattr(calibrate, "time_steps", seconds)
+    monkeypatch.setattr(calibrate, "decoded_tau", lambda *args: 1.5)
+    found = calibrate.calibrate(model, heads, texts, SETTINGS, sizes=(1, 4, 8))
+    assert found.best.drafter.partition(":")[0] == {"plain": "heads"}.get(fastest, fastest)
+    assert found.of_heads.drafter == "heads"
+    assert (found.of_heads.nodes > 1) == (fastest == "heads")
+    assert {point.kind for point in found.points} == {"plain", "static", "dynamic", "n-grams", "heads and n-grams"}
+    store([tmp_path / "calibration.json"], found)
+    again = stored([tmp_path / "calibration.json"], found.holds_for)
+    assert again == found
+    source = again.source(model, heads)
+    assert name(source if fastest in ("ngram", "mix") else source.tree) == fastest
+    assert source.num_nodes == found.best.nodes
+    predicted = again.predicted_tau(source.tree, found.best.drafter)
+    assert predicted == found.best.tau
+    if fastest == "mix":
+        assert found.best.drafter.startswith(f"mix:nodes={found.best.nodes},")
+        assert isinstance(source.tree, DynamicTree)
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_drawn_drafts_are_calibrated_without_ngrams(decoded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, heads, texts = decoded
+    monkeypatch.setattr(calibrate, "time_steps", lambda *args: [1.0 for _ in args[3]])
+    found = calibrate.calibrate(model, heads, texts, Settings(temperature=1.0, draft="sample"), sizes=(1, 4))
+    assert {point.drafter for point in found.points} == {"heads"}
+
+
+def test_calibrations_of_earlier_versions_load(tmp_path: Path) -> None:
+    """Their choice is a tree for the heads alone."""
+    content = asdict(calibration(batch_size=1))
+    del content["chosen_tree"]
+    for point in content["points"]:
+        del point["drafter"]
+    write_json(tmp_path / "calibration.json", [content])
+    found = stored([tmp_path / "calibration.json"], {"batch_size": 1})
+    assert found == calibration(batch_size=1)
+    assert found.of_heads is found.best
+
+
 def test_a_tree_must_be_clearly_faster() -> None:
     """Timing errs by one or two percent: a predicted gain below 2 % keeps plain decoding."""
     plain, tree = CalibrationPoint(1, [], tau=1.0, step_ms=10.0), CalibrationPoint(4, [[0]], tau=1.01, step_ms=10.0)
@@ -258,7 +317,7 @@ def test_one_head_has_no_large_dynamic_trees(llama: Any, monkeypatch: pytest.Mon
     texts = [(random_ids(5, seed=seed), random_ids(12, seed=seed)) for seed in range(4)]
     monkeypatch.setattr(calibrate, "time_steps", lambda *args: [1.0 for _ in args[3]])
     found = calibrate.calibrate(llama, heads, texts, Settings(), sizes=(1, 4, 17, 24))
-    assert [point.nodes for point in found.points if point.dynamic] == [4, 17]
+    assert [point.nodes for point in found.points if point.kind == "dynamic"] == [4, 17]
 
 
 def test_prompts_without_room_for_a_timed_step_are_refused(llama: Any) -> None:

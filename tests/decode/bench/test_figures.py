@@ -48,6 +48,10 @@ def assert_holds(content: Any, expected: Any) -> None:
     if isinstance(expected, dict):
         for name, value in expected.items():
             assert_holds(content[name], value)
+    elif isinstance(expected, list):
+        assert len(content) == len(expected)
+        for one, value in zip(content, expected, strict=True):
+            assert_holds(one, value)
     else:
         assert content == expected
 

@@ -37,6 +37,7 @@ GUESSERS = {
     "lookahead": "lookahead:window=6,n=3,guesses=4",
     "mix": "mix:heads+ngram",
     "mix, window": "mix:lookahead:window=4,guesses=3+ngram:n=2,tokens=3",
+    "mix, alone": "mix:nodes=9,least=0.4,heads+ngram:n=3,tokens=6,matches=2",
     "mix, few nodes": "mix:nodes=6,ngram:n=2,tokens=4,matches=3+blockwise+heads",
 }
 OF_ANY_MODEL = [name for name in DRAFTERS if name != "mtp"]  # test_mtp.py has the models that come with such a layer
@@ -179,6 +180,8 @@ def test_up_to_the_end_of_the_context(drafter: Guesser) -> None:
         ("mix:nodes=9", "drafter mix needs parts"),
         ("mix:nodes=1,heads+ngram", "nodes is 1, the root alone"),
         ("mix:nodes=few,heads+ngram", "nodes is 'few'; it must be a whole number"),
+        ("mix:least=-1,heads+ngram", "least is -1.0; it must be at least 0"),
+        ("mix:least=0.5,heads+lookahead", "least is for a mix with ngram; add +ngram"),
         ("mix:ngram", "'ngram' is one drafter; join several by +, as in mix:heads+ngram"),
         ("mix:ngram+ngram", "names a drafter twice; name each once"),
         ("mix:heads+oracle", "there is no drafter 'oracle'"),

@@ -17,7 +17,9 @@ from decode.drafters.base import DrafterContext
 from decode.drafters.mix import Mix, MixConfig, MixDrafter, union
 from decode.drafters.model import DraftModel
 from decode.drafters.tries import Trie, chain, draft_of
+from decode.serve.adaptive import drafts_of
 from decode.settings import Settings
+from decode.texts import TextGenerator
 from decode.topology import Topology
 from medusa.errors import RequestError
 from medusa.tree import Tree
@@ -73,6 +75,31 @@ def test_the_union_equals_a_simple_implementation(seed: int) -> None:
     check(made.topology)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_parts_that_know_probabilities_share_the_nodes(seed: int) -> None:
+    """The most probable paths of all parts are kept, and a path that two parts draft counts once."""
+    rng = random.Random(seed)
+    rows, most = rng.randint(1, 4), rng.choice([2, 5, 9, 100])
+    drafts = []
+    for draft in random_drafts(rng, rows):
+        log_probs = torch.zeros(draft.ids.shape)
+        parents = draft.topology.parent.expand_as(draft.ids)
+        for node in range(1, draft.topology.num_nodes):
+            above = log_probs.gather(1, parents[:, node : node + 1])[:, 0]
+            log_probs[:, node] = above - torch.tensor([rng.random() for _ in range(rows)])
+        drafts.append(draft._replace(log_probs=log_probs))
+    made = union(drafts, most)
+    check(made.topology)
+    for row in range(rows):
+        values: dict[Path, float] = {}
+        for draft in drafts:
+            assert draft.log_probs is not None
+            for path, value in zip(told(draft, row), draft.log_probs[row].tolist(), strict=True):
+                values[path] = max(value, values.get(path, value))
+        wanted = sorted(values, key=lambda path: -values[path])[:most]
+        assert set(told(made, row)[: len(wanted)]) == set(wanted)
+
+
 def check(topology: Topology) -> None:
     """Check that a topology's other fields follow from its parents, and that parents precede their children."""
     assert bool((topology.parent[:, 1:] < torch.arange(1, topology.num_nodes)).all())
@@ -120,6 +147,7 @@ def test_options() -> None:
     assert parse("mix:nodes=9,heads+ngram:n=2,tokens=4+model:demo,tokens=2") == MixConfig(
         "heads+ngram:n=2,tokens=4+model:demo,tokens=2", 9
     )
+    assert parse("mix:nodes=9,least=0.3,heads+ngram") == MixConfig("heads+ngram", 9, 0.3)
     assert parse("mix:heads+ngram").needs_heads
     assert parse("mix:heads+ngram").takes_tree
     assert not parse("mix:ngram+model:demo").needs_heads
@@ -187,3 +215,57 @@ def test_a_wrong_walk_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None
     object.__setattr__(draft.topology, "ancestors", ancestors)
     monkeypatch.setattr(made.context.drafter, "propose", lambda frontier: draft)
     assert not passes([made.run(RULES[0], 0, 100_000)])
+
+
+SHARED = "mix:nodes=8,least=0.4,heads+ngram:n=3,tokens=6,matches=2"
+
+
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_shared_trees_write_the_same_text(kind: str, sampled: bool) -> None:
+    """Greedy and seeded texts of a ragged batch, with steps in which n-grams draft alone."""
+    model = tiny_model("llama")
+    heads, prompts = random_heads(model, **FORMS[kind]), [*PROMPTS, repetitive(model, PROMPTS[2])]
+    settings = Settings(max_new_tokens=40, temperature=0.4 if sampled else 0.0, ignore_eos=True)
+    source = drafter_factory(SHARED, DrafterContext(model, heads, "dynamic:8"))
+    seeds = list(range(len(prompts)))
+    made = TextGenerator(model, settings, None, source)(prompts, seeds=seeds)
+    assert [one.new_ids for one in made] == [
+        one.new_ids for one in TextGenerator(model, settings)(prompts, seeds=seeds)
+    ]
+    assert max(max(one.uncut_lengths) for one in made) > 2, "nothing was copied: no power"
+
+
+def test_heads_are_left_out_where_they_add_too_little(llama: Any) -> None:
+    """Random heads add nothing to a text that repeats itself, which is learned within a few steps."""
+    heads, prompt = random_heads(llama), repetitive(llama, PROMPTS[0])
+    drafted: list[int] = []
+
+    class Counting(Mix):
+        def start(self, session: Any, drawn: bool = False) -> Any:
+            made = super().start(session)
+            assert isinstance(made, MixDrafter)
+            propose = made.parts[0].propose
+
+            def counted(frontier: Any) -> Draft:
+                drafted.append(1)
+                return propose(frontier)
+
+            made.parts[0].propose = counted  # type: ignore[method-assign]
+            return made
+
+    for least, all_steps in ((0.0, True), (0.4, False), (100.0, False)):
+        drafted.clear()
+        context = DrafterContext(llama, heads, "dynamic:8")
+        mix = drafter_factory(f"mix:nodes=8,least={least},heads+ngram", context)
+        assert isinstance(mix, Mix)
+        taken = list(
+            steps(llama, None, torch.tensor([prompt]), drafter=Counting(mix.parts, 8, least), max_new_tokens=40)
+        )
+        assert (len(drafted) == len(taken) - 1 or len(drafted) == len(taken)) == all_steps
+        assert least < 100 or not drafted
+
+
+def test_a_server_makes_a_shared_tree_smaller(llama: Any) -> None:
+    source = drafter_factory("mix:nodes=16,heads+ngram", DrafterContext(llama, random_heads(llama), "dynamic:16"))
+    assert [draft and draft.num_nodes for draft in drafts_of(source)] == [16, 5, 2, None]

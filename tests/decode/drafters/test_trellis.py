@@ -16,6 +16,7 @@ from decode.bench.calibration.stored import Calibration, store, stored
 from decode.bench.methods import plain_method
 from decode.draft import Frontier
 from decode.drafters import levelwise
+from decode.drafters.base import DrafterFactory
 from decode.drafters.layouts import DynamicTree, Layout, with_shortlist
 from decode.drafters.levelwise import PathDrafter
 from decode.drafters.trained_heads import heads_drafter
@@ -201,8 +202,12 @@ def calibrated(model: Any, patch: pytest.MonkeyPatch, seconds: Timed, taus: Time
     """Calibrate the tree of `markov` heads as if steps took so many `seconds` and wrote so many tokens (`taus`)."""
     calibrating = "decode.bench.calibration.calibrate"
     patch.setattr(f"{calibrating}.MIN_STEPS", 1)
-    patch.setattr(f"{calibrating}.time_steps", lambda *args: [seconds(t.candidates.shortlist) for t in args[3]])
-    patch.setattr(f"{calibrating}.decoded_tau", lambda *args: taus(args[3].candidates.shortlist))
+
+    def of_tree(figure: Timed, way: Any, otherwise: float) -> float:
+        return otherwise if isinstance(way, DrafterFactory) else figure(way.candidates.shortlist)
+
+    patch.setattr(f"{calibrating}.time_steps", lambda *args: [of_tree(seconds, way, 1000.0) for way in args[3]])
+    patch.setattr(f"{calibrating}.decoded_tau", lambda *args: of_tree(taus, args[3], 1.0))
     settings, prompts = Settings(max_new_tokens=12), [random_ids(5, seed=seed) for seed in range(4)]
     texts = [(result.input_ids, result.new_ids) for result in plain_method(model, settings)(prompts)]
     heads = random_heads(model, K, kind="markov", lm_head="shared")

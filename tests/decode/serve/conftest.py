@@ -68,8 +68,9 @@ def factory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Draf
         if kind in ("ngram", "lookahead"):
             return drafter_factory(kind, DrafterContext(model))
         settings = FORMS.get(kind, {"prefix_layers": 1} if kind == "prefix" else {})
-        tree = "dynamic:12" if kind == "dynamic" else "topk:3,2,2"
+        tree = "dynamic:12" if kind in ("dynamic", "mix, shared") else "topk:3,2,2"
         context = DrafterContext(model, random_heads(model, **settings), tree)
-        return drafter_factory("mix:heads+ngram" if kind == "mix" else None, context)
+        mixes = {"mix": "mix:heads+ngram", "mix, shared": "mix:nodes=12,least=0.4,heads+ngram:n=5,tokens=8,matches=2"}
+        return drafter_factory(mixes.get(kind), context)
 
     return made

@@ -52,7 +52,9 @@ def adapting(factory: DrafterFactory) -> tuple[Callable[[Any], AdaptiveStepper],
     return lambda stepper: AdaptiveStepper(stepper, drafts, pace), pace
 
 
-@pytest.mark.parametrize("kind", [*LOOKING_BACK, "medusa", "markov", "hydra", "dynamic", "ngram", "lookahead", "mix"])
+@pytest.mark.parametrize(
+    "kind", [*LOOKING_BACK, "medusa", "markov", "hydra", "dynamic", "ngram", "lookahead", "mix", "mix, shared"]
+)
 def test_texts_are_those_of_generate(kind: str, factory_of: Any) -> None:
     """Greedy, sampled and penalised texts join and leave while the drafts change."""
     model, asked, factory = shared_model(), arrivals(KINDS, 9), factory_of(kind)
@@ -138,9 +140,9 @@ def test_the_server_adapts_if_texts_do_not_depend_on_drafts(
         for seed, prompt in enumerate(PROMPTS[:2])
     ]
     told = decode_rows(worker, *rows)
-    assert (sum(worker.pace.steps) > 0) == adapts
+    assert (sum(worker.adapting.pace.steps) > 0) == adapts
     shown = worker.metrics.response().body.decode()
-    for nodes, steps in zip(worker.pace.nodes, worker.pace.steps, strict=True):
+    for nodes, steps in zip(worker.adapting.pace.nodes, worker.adapting.pace.steps, strict=True):
         assert f'medusa_draft_steps_total{{nodes="{nodes}"}} {float(steps)}' in shown
     if not how:
         assert list(map(said, told)) == [expected(generator, prompt, settings) for prompt in PROMPTS[:2]]

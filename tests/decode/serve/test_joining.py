@@ -97,7 +97,9 @@ def test_texts_are_those_of_generate(family: str) -> None:
     assert len({len(text) for text in texts}) > 3
 
 
-@pytest.mark.parametrize("kind", [*WITHOUT_HEADS, "mix", "eagle", "eagle-3", "prefix", "hydra", "dynamic"])
+@pytest.mark.parametrize(
+    "kind", [*WITHOUT_HEADS, "mix", "mix, shared", "eagle", "eagle-3", "prefix", "hydra", "dynamic"]
+)
 def test_every_drafter_goes_on_when_texts_join(kind: str, factory_of: Any) -> None:
     model, asked = shared_model(), arrivals(KINDS)
     assert decode(model, factory_of(kind), asked) == alone(model, asked)

@@ -1,0 +1,164 @@
+"""Writes very many texts as fast as the machine can: in a running batch, new texts take the places of ended ones.
+
+The number of texts that are decoded together, the width, follows speed and memory. One text reads all weights for each
+token, and so do many, so each doubling of the width makes tokens cheaper, until the texts' own keys and values cost
+more than the weights."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from time import perf_counter, thread_time
+
+from accelerate.utils.memory import should_reduce_batch_size
+
+from decode.loop import NOT_DEFINED, Stepper
+from decode.ops.draws import QuickDraws
+from decode.request import prepare
+from decode.sequences import Request
+from decode.serve.adaptive import Adapting
+from decode.serve.batch import UNDEFINED, RunningBatch, must_be_alone
+from decode.texts import TextGenerator, stepper_for
+from medusa.errors import RunError
+from medusa.memory import free_memory
+
+FIRST_WIDTH, MOST = 16, 512
+WORTHWHILE = 1.08  # a doubled width must write so many times the tokens a second
+MEASURED = 12  # steps of each width
+MEMORY = 0.5  # of the free memory, which keys and values may fill
+LOOK_AHEAD = 8  # times as many jobs as join, among which prompts of about the same length are found
+JOINING = 1 / 8  # of the texts, which join together, because reading one prompt takes about as long as a step
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt to continue, the seed of its text, and what is called at its end with its tokens and the reason."""
+
+    prompt: list[int]
+    seed: int
+    ended: Callable[[list[int], str], object]
+
+
+class Width:
+    """The number of texts at a time: it doubles as long as that makes the texts faster."""
+
+    def __init__(self, given: int | None) -> None:
+        """Begin with the `given` number, which then stays; `None`: with 16, and find the best one."""
+        self.rows, self.settled = given or FIRST_WIDTH, given is not None
+        self.most = given or MOST
+        self.half, self.speed = self.rows, 0.0  # the width before the last doubling, and its tokens a second
+        self.times: list[float] = []
+
+    def limit(self, most: int) -> None:
+        """Let memory hold at most so many texts."""
+        self.most = min(self.most, max(most, 1))
+        self.rows = min(self.rows, self.most)
+
+    def add(self, rows: int, tokens: int, seconds: float) -> None:
+        """Add the time of a step of so many rows."""
+        if self.settled or rows < self.rows * (1 - JOINING):
+            return
+        self.times.append(seconds / tokens)
+        if len(self.times) < MEASURED:
+            return
+        self.weigh(1 / sorted(self.times)[MEASURED // 2])
+        self.times.clear()
+
+    def weigh(self, speed: float) -> None:
+        """Choose the next width, after this one has written so many tokens a second."""
+        if speed < self.speed * WORTHWHILE:
+            self.rows, self.settled = self.half, True
+        elif self.rows == self.most:
+            self.settled = True
+        else:
+            self.half, self.rows, self.speed = self.rows, min(2 * self.rows, self.most), speed
+
+
+class BulkWriter:
+    """Continues prompts with a generator, many at a time; each text depends on its prompt and seed alone."""
+
+    def __init__(self, generator: TextGenerator, width: int | None = None) -> None:
+        """Write with `generator`, so many texts at a time; `None`: as many as memory holds and speed asks for."""
+        self.generator = generator
+        self.adapting = Adapting(generator.source)
+        self.width = Width(1 if must_be_alone(generator.models) else width)
+        self.batch = RunningBatch(self._stepper_for)
+        self.running: dict[int, Job] = {}  # by the row of the batch
+
+    def write(self, jobs: deque[Job], on_step: Callable[[Sequence[int]], object]) -> None:
+        """Write the texts of all `jobs`; the end of a job may add others. `on_step` gets the lengths of running texts.
+
+        Raise RunError for a model whose probabilities are not defined, and whatever a job's `ended` raises."""
+        clock = thread_time if self.generator.model.device.type == "cpu" else perf_counter
+        try:
+            while jobs or self.running:
+                try:
+                    self._admit(jobs)
+                    start, rows = clock(), len(self.running)
+                    step = self.batch.step()
+                    self.width.add(rows, sum(map(len, step.ids.values())), clock() - start)
+                except RuntimeError as error:
+                    if self.width.rows == 1 or not should_reduce_batch_size(error):
+                        raise
+                    self.width.limit(self.width.rows // 2)
+                    self.batch.clear()
+                    jobs.extendleft(reversed(self.running.values()))  # their seeds give the same texts again
+                    self.running.clear()
+                    continue
+                self._finish()
+                on_step([len(self.batch.sequences.new_ids[row]) for row in self.running])
+        finally:
+            self.batch.clear()
+            self.running.clear()
+
+    def _stepper_for(self, requests: Sequence[Request]) -> Stepper:
+        quick = [request._replace(draws=QuickDraws) for request in requests]
+        generator = self.generator
+        return self.adapting(stepper_for(generator.model, generator.source, quick, *generator.settings.how))
+
+    def _admit(self, jobs: deque[Job]) -> None:
+        """Let jobs join, as soon as some of them find room; compiled steps must have ended all texts before."""
+        room = self.width.rows - len(self.running)
+        few = room < min(len(jobs), ceil(self.width.rows * JOINING))
+        if not jobs or (self.running and (few or self.generator.settings.compile)):
+            return
+        joining, generator = _alike(jobs, room), self.generator
+        kwargs = generator.settings.generate_kwargs(generator.tokenizer)
+        prompts, seeds = [job.prompt for job in joining], [job.seed for job in joining]
+        try:
+            places = self.batch.join(prepare(generator.model, prompts, seeds, **kwargs))
+        except BaseException:
+            jobs.extendleft(reversed(joining))
+            raise
+        self.running |= dict(zip(places, joining, strict=True))
+        longest = max(map(len, prompts)) + generator.settings.max_new_tokens
+        more = MEMORY * free_memory(generator.model.device) / (longest * self._bytes_of_token())
+        self.width.limit(len(self.running) + int(more))
+
+    def _bytes_of_token(self) -> float:
+        """The bytes that the caches keep of one token of one text."""
+        assert self.batch.stepper is not None
+        caches = self.batch.stepper.state.reader.caches
+        return sum(cache.num_bytes / (cache.capacity * max(len(cache.lengths), 1)) for cache in caches)
+
+    def _finish(self) -> None:
+        """Give the texts that have ended to their jobs."""
+        sequences = self.batch.sequences
+        for row, job in list(self.running.items()):
+            reason = sequences.finish_reason[row]
+            if reason == UNDEFINED:
+                raise RunError(NOT_DEFINED)
+            if reason is not None:
+                del self.running[row]
+                job.ended(sequences.new_ids[row], reason)
+
+
+def _alike(jobs: deque[Job], most: int) -> list[Job]:
+    """Take the first job, and those of the next ones whose prompts are about as long, as these are read together."""
+    near = [jobs.popleft() for _ in range(min(len(jobs), LOOK_AHEAD * most))]
+    length = len(near[0].prompt)
+    chosen = sorted(near, key=lambda job: abs(len(job.prompt) - length))[:most]
+    jobs.extendleft(reversed([job for job in near if job not in chosen]))
+    return chosen

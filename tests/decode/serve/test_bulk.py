@@ -1,0 +1,125 @@
+"""Many texts, written together: each is the text of its prompt and seed, at any width, and after a lack of memory."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+
+from decode.drafters import drafter_factory
+from decode.drafters.base import DrafterContext
+from decode.serve import bulk
+from decode.serve.batch import RunningBatch
+from decode.serve.bulk import MEASURED, BulkWriter, Job, Width
+from decode.settings import Settings
+from decode.texts import TextGenerator
+from tests.helpers import plain, random_heads, random_ids, shared_model
+
+GREEDY, SAMPLED = Settings(max_new_tokens=20), Settings(max_new_tokens=20, temperature=1.0)
+PROMPTS = [random_ids(random.Random(number).randint(1, 30), seed=number) for number in range(24)]
+
+
+def written(settings: Settings, width: int | None = 4, source: Any = None, prompts: Any = PROMPTS) -> Any:
+    """The texts of the prompts, by their index."""
+    texts: dict[int, list[int]] = {}
+    jobs = deque(
+        Job(prompt, index, lambda new, reason, index=index: texts.__setitem__(index, new))
+        for index, prompt in enumerate(prompts)
+    )
+    writer = BulkWriter(TextGenerator(shared_model(), settings, None, source), width)
+    writer.write(jobs, lambda lengths: None)
+    return [texts[index] for index in range(len(prompts))]
+
+
+@pytest.mark.parametrize("width", [1, 5, None])
+def test_greedy_texts_are_those_of_generate(width: int | None) -> None:
+    expected = [plain(shared_model(), prompt, max_new_tokens=20, do_sample=False) for prompt in PROMPTS]
+    assert written(GREEDY, width) == expected
+
+
+@pytest.mark.parametrize("drafts", ["none", "heads", "ngram"])
+def test_a_sampled_text_depends_on_its_prompt_and_seed_alone(drafts: str) -> None:
+    model = shared_model()
+    heads = random_heads(model) if drafts == "heads" else None
+    name = "ngram" if drafts == "ngram" else None
+    tree = "topk:3,2,2" if heads else None
+    source = None if drafts == "none" else drafter_factory(name, DrafterContext(model, heads, tree))
+    alone = written(SAMPLED, 1)
+    assert written(SAMPLED, 7, source) == alone
+    assert len({tuple(text) for text in alone}) > len(alone) // 2
+
+
+def test_a_job_that_ends_may_add_another() -> None:
+    texts: list[list[int]] = []
+    jobs: deque[Job] = deque()
+
+    def ended(new: list[int], reason: str) -> None:
+        texts.append(new)
+        if len(texts) < 5:
+            jobs.append(Job([1, *new], 0, ended))
+
+    jobs.append(Job([1], 0, ended))
+    BulkWriter(TextGenerator(shared_model(), GREEDY)).write(jobs, lambda lengths: None)
+    assert len(texts) == 5
+    assert texts[1] == plain(shared_model(), [1, *texts[0]], max_new_tokens=20, do_sample=False)
+
+
+@pytest.mark.parametrize("fails", ["join", "step"])
+def test_a_width_that_memory_does_not_hold_is_halved(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, once = written(SAMPLED), getattr(RunningBatch, fails)
+    widths = []
+
+    def of_four(batch: RunningBatch, *args: Any) -> Any:
+        widths.append(len(batch.rows) + len(*args) if args else len(batch.rows))
+        if widths[-1] > 4:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return once(batch, *args)
+
+    monkeypatch.setattr(RunningBatch, fails, of_four)
+    assert written(SAMPLED, 16) == expected
+    assert widths[0] == 16
+    assert max(widths[3:]) <= 4
+
+
+def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunningBatch, "step", lambda batch: torch.zeros(2)[3])
+    with pytest.raises(IndexError):
+        written(GREEDY)
+
+
+def test_memory_limits_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of the tiny model takes so many bytes in the caches that two texts of 50 tokens fit."""
+    widths = []
+    step = RunningBatch.step
+    monkeypatch.setattr(RunningBatch, "step", lambda batch: (widths.append(len(batch.rows)), step(batch))[1])
+    writer = BulkWriter(TextGenerator(shared_model(), GREEDY))
+    monkeypatch.setattr(BulkWriter, "_bytes_of_token", lambda self: 10.0)
+    monkeypatch.setattr(bulk, "free_memory", lambda device: 0)
+    monkeypatch.setattr(bulk, "FIRST_WIDTH", 1)
+    jobs = deque(Job(prompt, 0, lambda new, reason: None) for prompt in PROMPTS)
+    writer.write(jobs, lambda lengths: None)
+    assert max(widths[1:]) <= 16
+    assert writer.width.most <= 16
+
+
+def speeds(width: Width, speed: Any) -> list[int]:
+    """The widths of 40 steps for each doubling, where `speed` is the tokens a second of a number of texts."""
+    found = []
+    for _ in range(12 * MEASURED):
+        found.append(width.rows)
+        width.add(width.rows, width.rows, width.rows / speed(width.rows))
+    return found
+
+
+def test_the_width_doubles_as_long_as_it_pays() -> None:
+    assert speeds(Width(None), lambda rows: rows)[-1] == bulk.MOST
+    # A step takes 40 ms and 1 ms for each text: 64 -> 128 texts gains 20 %, 128 -> 256 gains 13, 256 -> 512 7.
+    assert speeds(Width(None), lambda rows: rows / (40 + rows))[-1] == 256
+    assert set(speeds(Width(None), lambda rows: 1.0)) == {16, 32}
+    assert set(speeds(Width(6), lambda rows: rows)) == {6}
+    limited = Width(None)
+    limited.limit(40)
+    assert speeds(limited, lambda rows: rows)[-1] == 40
