@@ -182,7 +182,9 @@ def _start(
     rule = options.rule_for(requests[0].do_sample)
     factory = drafter_factory(drafter, context._replace(stop_drafting=options.stop_drafting))
     contrast = Amateur.of(amateur)
-    stepper = stepper_for(context.model, factory, requests, rule, options.compiled, contrast, options.stable, keep_drafts=keep_drafts)
+    stepper = stepper_for(
+        context.model, factory, requests, rule, options.compiled, contrast, options.stable, keep_drafts=keep_drafts
+    )
     return Decoding(stepper, timer)
 
 

@@ -269,6 +269,12 @@ class Settings(DecodingOptions):
         return values | {"acceptance": self.rule.name, "amateur": amateur, "grammar": grammar}
 
 
+def near_tie(dtype: str = "", gap: float | None = None) -> str:
+    """Say why greedy texts differ though decoding is right. `gap`: the greatest between the logits of two tokens."""
+    measured = "" if gap is None else f" (gap of logits: at most {gap:.2g})"
+    return f"two tokens are nearly tied, and {dtype}{' ' if dtype else ''}rounding decides{measured}"
+
+
 def listing_options(prefix: str = "") -> Callable[[Function], Function]:
     """Decorate a function that takes the fields of `DecodingOptions` in its `kwargs`: its signature then lists them.
 

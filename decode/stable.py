@@ -3,8 +3,7 @@
 Without it, the bits of a token's logits depend on the other tokens of the forward, and near ties of two logits fall
 differently in trees and in plain decoding. In bfloat16, the causes on a CPU are attention, whose kernels depend on the
 numbers of queries and of slots, and whose sums run over slots, between which a tree has nodes of other paths; and in
-products of large weights, the number of tokens. In float32, all products depend on the number of tokens. Norms,
-activations and rotations work on each token alone.
+products of large weights, the number of tokens. Norms, activations and rotations work on each token alone.
 
 So products are computed in blocks of one size (`decode.ops.fast_linear`), and attention in float64
 (`decode.ops.attention`), as thread-wide switches of `stable_forwards`."""
@@ -31,6 +30,7 @@ from medusa.backbone import Backbone, by_value
 from medusa.errors import RequestError
 from medusa.options import dtype_name
 
+HALF = (torch.bfloat16, torch.float16)
 WAY_OUT = "leave out numerics 'stable'"
 _CHECKED: weakref.WeakKeyDictionary[PreTrainedModel, dict[object, bool]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
@@ -48,9 +48,13 @@ def require_stable(model: PreTrainedModel) -> None:
     """Raise a `RequestError` unless stable numerics work with the model: by its device, its attention, and a test.
 
     The test reads a tree, and a path of it token by token, and compares the bits; its result is kept for the model."""
-    backbone, where = Backbone(model), f"numerics 'stable' cannot be had from {type(model).__name__}"
-    if backbone.device.type != "cpu":
-        raise RequestError(f"{where} on {backbone.device.type}: it is for models on a CPU; {WAY_OUT}")
+    where = f"numerics 'stable' cannot be had from {type(model).__name__}"
+    if model.device.type != "cpu":
+        raise RequestError(f"{where} on {model.device.type}: it is for models on a CPU; {WAY_OUT}")
+    if model.dtype not in HALF:
+        needless = "it is for bfloat16 and float16, as in float32 near ties are too rare to be seen"
+        raise RequestError(f"{where} in {dtype_name(model.dtype)}: {needless}; {WAY_OUT}")
+    backbone = Backbone(model)
     if backbone.config._attn_implementation != SDPA:
         name = backbone.config._attn_implementation
         raise RequestError(f"{where}: its attention is {name}; load it with --attention {SDPA}, or {WAY_OUT}")

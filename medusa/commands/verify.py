@@ -24,7 +24,16 @@ from medusa.files import require_absent, require_writable
 from medusa.options import count, group, option
 from medusa.records.record import naming
 
-GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile", "cuda_graphs", "numerics", "ignore_generation_config")
+GREEDY = (
+    "max_new_tokens",
+    "epsilon",
+    "delta",
+    "stop_drafting",
+    "compile",
+    "cuda_graphs",
+    "numerics",
+    "ignore_generation_config",
+)
 
 
 class VerifyOptions(CommandOptions):
