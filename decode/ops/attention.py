@@ -60,10 +60,10 @@ def sdpa_grouped(
     Returns the result [B, N, H, D], and `None` for attention weights. Transformers' own function computes what decoding
     never asks for: gradients, a paged cache, or one mask row for several tokens."""
     if _HERE.stable and query.dtype != torch.float64:
-        wide = [part.double() for part in (query, key, value)]
+        wide, keys, values = (part.double() for part in (query, key, value))
         if attention_mask is not None and attention_mask.is_floating_point():
             attention_mask = attention_mask.double()
-        out, _ = sdpa_grouped(module, *wide, attention_mask, dropout, scaling, **kwargs)
+        out, _ = sdpa_grouped(module, wide, keys, values, attention_mask, dropout, scaling, **kwargs)
         return out.to(query.dtype), None
     batch, heads, tokens, size = query.shape
     groups = heads // key.shape[1]
