@@ -94,7 +94,7 @@ def generate(
             the row's prompt and seed. Without seeds, one row draws from PyTorch's generator as in `model.generate`, and
             the rows of a batch are seeded from that generator.
         grammar (in `kwargs`): a grammar that all texts follow (`decode.strategies.grammar`, docs/drafters.md).
-        acceptance, draft, stop_drafting, epsilon, delta, compile, cuda_graphs (in `kwargs`): the fields of
+        acceptance, draft, stop_drafting, epsilon, delta, compile, cuda_graphs, numerics (in `kwargs`): the fields of
             `decode.settings.DecodingOptions`.
         kwargs: all other arguments of `model.generate` (tokenizer, stop_strings, ...).
 
@@ -182,7 +182,9 @@ def _start(
     rule = options.rule_for(requests[0].do_sample)
     factory = drafter_factory(drafter, context._replace(stop_drafting=options.stop_drafting))
     contrast = Amateur.of(amateur)
-    stepper = stepper_for(context.model, factory, requests, rule, options.compiled, contrast, keep_drafts=keep_drafts)
+    stepper = stepper_for(
+        context.model, factory, requests, rule, options.compiled, contrast, options.stable, keep_drafts=keep_drafts
+    )
     return Decoding(stepper, timer)
 
 

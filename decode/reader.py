@@ -42,6 +42,11 @@ class Reader:
     def __init__(self, backbone: Backbone, cache: TreeCache) -> None:
         self.backbone, self.cache = backbone, cache
         self.layers = LayerKinds(backbone.config)
+        self.be_stable(False)
+
+    def be_stable(self, stable: bool) -> None:
+        """Set whether the numbers of a token must not depend on the other tokens of its forward (`decode.stable`)."""
+        self.stable = stable
 
     def forward(
         self,
@@ -55,7 +60,8 @@ class Reader:
 
         `positions` are [B or 1, N], and `masks` [B, 1, N, S]; `None` is a causal mask. The rest: `Backbone.forward`."""
         kwargs = {"position_ids": positions.expand(len(ids), -1), "attention_mask": masks}
-        with grouped(self.backbone.config), fast_linear(self.backbone.head_weight, ids.numel()):
+        head, stable = self.backbone.head_weight, self.stable
+        with grouped(self.backbone.config, stable), fast_linear(head, ids.numel(), stable):
             return self.backbone.forward(ids, self.cache, last, all_hidden, **kwargs)
 
     def prefill(self, ids: Tensor, lengths: Sequence[int], on_hidden: OnHidden | None = None) -> Readout:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 DRAFTS = ("topk", "sample")
 CUDA_GRAPHS = ("own", "torch", "off")
 """How compiled steps use CUDA graphs on a GPU: our own, those of torch.compile, or none."""
+NUMERICS = ("fast", "stable")
 Function = TypeVar("Function", bound=Callable[..., object])
 ONE_SHAPE = "needs steps of one shape, and {} changes the shape; leave one out"
 IGNORES = f"leave out the penalties, banned and forced tokens, and stop strings of the checkpoint's {FILE}"
@@ -64,6 +65,13 @@ class DecodingOptions(Options):
         "work in the main thread (torch), or none (off)",
         metavar="KIND",
     )
+    numerics: str = option(
+        NUMERICS[0],
+        "fast, or stable, on a CPU: a token's numbers do not depend on what is read with it, so greedy texts with and "
+        "without drafts are equal in bfloat16, too",
+        metavar="KIND",
+        brief="fast, or stable (bfloat16 on a CPU: equal texts)",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,10 +81,18 @@ class DecodingOptions(Options):
             raise OptionError("cuda_graphs", f"is {self.cuda_graphs!r}; {choose_one_of(self.cuda_graphs, CUDA_GRAPHS)}")
         if self.cuda_graphs != CUDA_GRAPHS[0] and not self.compile:
             raise OptionError("cuda_graphs", "is for compiled steps; add {}, or leave it out", "compile")
+        if self.numerics not in NUMERICS:
+            raise OptionError("numerics", f"is {self.numerics!r}; {choose_one_of(self.numerics, NUMERICS)}")
+        if self.compile and self.numerics != NUMERICS[0]:
+            raise OptionError("numerics", "stable is for steps that are not compiled; leave out {}", "compile")
         if self.compile and self.acceptance is not None and not rule_and_limit(self.acceptance)[0].compiles:
             raise NotCompilableError(f"acceptance {self.acceptance!r} cannot be compiled")
         if self.compile and self.draft == "sample":
             raise OptionError("compile", "cannot be combined with {} sample; use {} topk", "draft", "draft")
+
+    @property
+    def stable(self) -> bool:
+        return self.numerics == "stable"
 
     @property
     def compiled(self) -> str | Literal[False]:
@@ -184,9 +200,9 @@ class Settings(DecodingOptions):
         return self.do_sample and not self.rule.kind.lossless
 
     @property
-    def how(self) -> tuple[AcceptanceRule, str | Literal[False], Amateur | None]:
-        """The arguments `rule`, `compile` and `amateur` of `decode.texts.stepper_for`."""
-        return self.rule, self.compiled, self.amateur
+    def how(self) -> tuple[AcceptanceRule, str | Literal[False], Amateur | None, bool]:
+        """The arguments `rule`, `compile`, `amateur` and `stable` of `decode.texts.stepper_for`."""
+        return self.rule, self.compiled, self.amateur, self.stable
 
     @property
     def do_sample(self) -> bool:
@@ -251,6 +267,12 @@ class Settings(DecodingOptions):
         amateur = None if self.amateur is None else self.amateur.to_dict()
         grammar = None if self.grammar is None else self.grammar.source
         return values | {"acceptance": self.rule.name, "amateur": amateur, "grammar": grammar}
+
+
+def near_tie(dtype: str = "", gap: float | None = None) -> str:
+    """Say why greedy texts differ though decoding is right. `gap`: the greatest between the logits of two tokens."""
+    measured = "" if gap is None else f" (gap of logits: at most {gap:.2g})"
+    return f"two tokens are nearly tied, and {dtype}{' ' if dtype else ''}rounding decides{measured}"
 
 
 def listing_options(prefix: str = "") -> Callable[[Function], Function]:

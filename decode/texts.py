@@ -27,6 +27,7 @@ from decode.rules import AcceptanceRule
 from decode.sequences import Request
 from decode.session import Session
 from decode.settings import CUDA_GRAPHS, Settings
+from decode.stable import require_stable
 from decode.strategies.contrastive import Amateur
 from decode.strategies.grammar import Grammars
 from decode.target import STATEFUL, truncated
@@ -106,6 +107,7 @@ def stepper_for(
     rule: AcceptanceRule,
     compile: bool | str = False,
     amateur: Amateur | None = None,
+    stable: bool = False,
     keep_hidden: bool = False,
     keep_drafts: bool = False,
 ) -> Stepper:
@@ -114,8 +116,8 @@ def stepper_for(
     The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding ignores
     `rule`. With `keep_hidden`, the session records the hidden states of all tokens. With `keep_drafts`, each step of a
     drafter holds the drafts that it verified. `compile` may also be one of `decode.settings.CUDA_GRAPHS`, which says
-    how compiled steps use CUDA graphs; `True` means "own". Raise a `RequestError` if the acceptance rule, the drafter
-    or the amateur does not fit, or steps cannot be compiled."""
+    how compiled steps use CUDA graphs; `True` means "own". `stable`: see `decode.stable`. Raise a `RequestError` if the
+    acceptance rule, the drafter or the amateur does not fit, or steps cannot be compiled or be stable."""
     config = requests[0].config
     if factory is not None:
         if not rule.kind.walks and (config.output_scores or config.output_logits):
@@ -136,6 +138,8 @@ def stepper_for(
         raise RequestError("compiled steps keep no drafts; leave out compile or keep_drafts")
     if amateur is not None:
         amateur.require_fitting(model, requests, bool(compile))
+    for some in [model, *([] if amateur is None else [amateur.model])] if stable else ():
+        require_stable(some)
     fixed = bool(compile)
     if factory is None:
         rule = AcceptanceRule("rejection" if config.do_sample else "greedy")
@@ -144,6 +148,7 @@ def stepper_for(
         if rule.kind.truncates:
             requests = [truncated(request, rule) for request in requests]
         session = Session(model, requests, factory.num_nodes, keep_hidden, factory.heads, amateur, fixed)
+    session.reader.be_stable(stable)
     if compile:
         return CompiledStepper(session, rule, factory, CUDA_GRAPHS[0] if compile is True else compile)
     drawn = rule.draft == "sample"

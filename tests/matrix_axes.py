@@ -261,6 +261,7 @@ NOT_HERE = {
     ),
     # The other axes: prompts, models, drafters and their places
     *("self", "model", "heads", "drafter", "input_ids", "inputs", "generation_config", "kwargs", "prompt"),
+    "numerics",  # for half precision (tests/decode/test_stable.py)
     *("negative_prompt_attention_mask",),  # for padded negative prompts, of which there is one here
     # How the server counts and answers (tests/decode/serve)
     *("max_tokens", "max_completion_tokens", "stop", "seed", "n", "stream", "stream_options", "logprobs", "echo"),

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from decode.bench.figures import CONFIDENCE, PERCENT, Interval, MethodFigures, interval_in_words
 from decode.bench.machine import Machine
 from decode.rules import is_lossy
-from decode.settings import Settings
+from decode.settings import Settings, near_tie
 from medusa.errors import RequestError
 
 MIN_BATCHES, MIN_ROUNDS = 8, 2  # of an interval: batches of prompts, and rounds in which each is decoded
@@ -268,7 +268,10 @@ class BenchmarkResult:
             return f"{told}."
         if medusa.equal_to_generate == medusa.equal_to_plain == 1:
             return f"{told} and of model.generate."
-        return f"{told}, and {round(medusa.equal_to_generate * settings.prompts)} those of model.generate."
+        told += f", and {round(medusa.equal_to_generate * settings.prompts)} those of model.generate."
+        if equal == settings.prompts:
+            return told
+        return f"{told} medusa verify measures whether, in the others, {near_tie(self.machine.dtype)}."
 
     def to_json(self) -> dict[str, object]:
         """Return the content of the file that `medusa benchmark --json` writes."""

@@ -13,6 +13,10 @@ a layer of 32 heads took 87 us, twelve times as long as memory needs. So compile
 each of P parts of the keys alone, in one call, and combine the results by their log-sum-exp (flash-decoding: Dao et
 al., 2023).
 
+With `--numerics stable`, attention is computed in float64. In a tree, other slots lie between those that a node sees
+than in plain decoding, so its sums add the same numbers in another order. Float64's rounding is so far below that of
+the model's dtype that the rounded results are equal (`decode.stable`).
+
 Shapes: B rows of the batch, H query heads on K = H / g key heads, N tokens, Q = g N queries of a key head, S cache
 slots, D head size, P parts."""
 
@@ -55,6 +59,12 @@ def sdpa_grouped(
 
     Returns the result [B, N, H, D], and `None` for attention weights. Transformers' own function computes what decoding
     never asks for: gradients, a paged cache, or one mask row for several tokens."""
+    if _HERE.stable and query.dtype != torch.float64:
+        wide, keys, values = (part.double() for part in (query, key, value))
+        if attention_mask is not None and attention_mask.is_floating_point():
+            attention_mask = attention_mask.double()
+        out, _ = sdpa_grouped(module, wide, keys, values, attention_mask, dropout, scaling, **kwargs)
+        return out.to(query.dtype), None
     batch, heads, tokens, size = query.shape
     groups = heads // key.shape[1]
     mask = None if attention_mask is None or attention_mask.shape[1:3] != (1, tokens) else attention_mask
@@ -76,9 +86,9 @@ def sdpa_grouped(
 
 
 class _Here(threading.local):
-    """Whether this thread is in a forward that takes grouped attention."""
+    """Whether this thread is in a forward that takes grouped attention, and in a stable one."""
 
-    depth = 0  # of `grouped` contexts
+    depth = stable = 0  # of `grouped` contexts
 
 
 _HERE = _Here()
@@ -89,19 +99,21 @@ class grouped:
 
     A function that the user has registered as "sdpa" stays."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        """Prepare for a forward of the model with this `config`."""
-        self.used = config._attn_implementation == SDPA
+    def __init__(self, config: PretrainedConfig, stable: bool = False) -> None:
+        """Prepare for a forward of the model with this `config`. `stable`: compute attention in float64."""
+        self.used, self.stable = config._attn_implementation == SDPA, stable
 
     def __enter__(self) -> None:
         if self.used:
             if ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_attention_forward:
                 AttentionInterface.register(SDPA, sdpa_grouped)
             _HERE.depth += 1
+            _HERE.stable += self.stable
 
     def __exit__(self, *error: object) -> None:
         if self.used:
             _HERE.depth -= 1
+            _HERE.stable -= self.stable
 
 
 def hidden_score(dtype: torch.dtype) -> float:

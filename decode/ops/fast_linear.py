@@ -11,6 +11,9 @@ is not). So each text begins with a check: the product of each weight and one ve
 when the weight was packed. This reads the weights once. An uncounted change is missed only if it is so small that
 rounding hides it in the sums of all rows that it changed.
 
+With `--numerics stable`, `linear` multiplies in blocks of `ROWS` tokens, in any dtype, because libraries choose their
+kernel, and with it the order of sums, by the number of tokens (`decode.stable`).
+
 Shapes: M tokens, K inputs, N outputs of a linear layer."""
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ MIN_NUMBERS = 1 << 16
 """Size of a weight from which packing pays in drafts of 8 tokens."""
 SHARE = 1 / 8
 """Part of the memory that the packed weights of one model may fill."""
+ROWS = 32
+"""Tokens of a block of stable products. oneDNN's bfloat16 kernels take as long for 32 tokens as for one."""
 PLAIN_TYPES = (Tensor, nn.Parameter)  # subclasses, for example quantised weights, have their own products
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 PREFERS_ONEDNN = "AuthenticAMD" in cpuinfo("vendor_id") and HAS_AVX512 and torch.backends.mkldnn.is_available()
@@ -46,6 +51,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute what `torch.nn.functional.linear` computes: `input` [..., K] times `weight` [N, K], plus `bias` [N]."""
     if not _HERE.depth:
         return STOCK(input, weight, bias)
+    if _HERE.stable:
+        return _in_blocks(input, weight, bias)
     products = input.numel() * len(weight)
     if products < MIN_PACKED or products == weight.numel() or torch.is_grad_enabled():
         return STOCK(input, weight, bias)
@@ -57,6 +64,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if arranged is not None or (products >= MIN_PRODUCTS and is_plain(weight)):
         return _by_onednn(input, weight if arranged is None else arranged, bias)
     return STOCK(input, weight, bias)
+
+
+def _in_blocks(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    parts = input.reshape(-1, input.shape[-1]).split(ROWS)
+    found = [STOCK(F.pad(part, (0, 0, 0, ROWS - len(part))), weight, bias)[: len(part)] for part in parts]
+    return (found[0] if len(found) == 1 else torch.cat(found)).view(*input.shape[:-1], -1)
 
 
 def _by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,9 +106,9 @@ def _is_usual(weight: Tensor, bias: Tensor | None) -> bool:
 
 
 class _Here(threading.local):
-    """Whether this thread is in a forward that takes `linear`."""
+    """Whether this thread is in a forward that takes `linear`, and in a stable one."""
 
-    depth = 0
+    depth = stable = 0
 
 
 _HERE = _Here()
@@ -108,20 +121,23 @@ class fast_linear:
     context replaces `torch.nn.functional.linear` by `linear` for the whole process. Outside of these contexts, `linear`
     only calls the original."""
 
-    def __init__(self, largest: Tensor, tokens: int) -> None:
-        """Decide whether it pays."""
+    def __init__(self, largest: Tensor, tokens: int, stable: bool = False) -> None:
+        """Decide whether it pays. `stable`: compute all products in blocks of `ROWS` tokens instead."""
         plain = PREFERS_ONEDNN and largest.is_cpu and largest.dtype == torch.float32
-        self.pays = plain and tokens >= max(2, MIN_PRODUCTS / largest.numel())
+        self.stable = stable
+        self.used = stable or (plain and tokens >= max(2, MIN_PRODUCTS / largest.numel()))
 
     def __enter__(self) -> None:
-        if self.pays:
+        if self.used:
             if F.linear is STOCK:  # a function that somebody else has put there stays
                 F.linear = linear
             _HERE.depth += 1
+            _HERE.stable += self.stable
 
     def __exit__(self, *error: object) -> None:
-        if self.pays:
+        if self.used:
             _HERE.depth -= 1
+            _HERE.stable -= self.stable
 
 
 def prepare_linear(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.draft import DraftRecord
 from decode.request import require_fitting
 from decode.rules import is_lossy
-from decode.settings import Settings
+from decode.settings import Settings, near_tie
 from decode.texts import Decoding, Result, TextGenerator, tau
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
@@ -213,7 +213,7 @@ def _texts_compared(plain: Result, drafted: Result, settings: Settings) -> str:
     if settings.do_sample:
         return "two samples of the same distribution"
     at = next(place for place, (a, b) in enumerate(zip_longest(ours, theirs), 1) if a != b)
-    return f"the texts diverge at token {at}: two tokens are nearly tied, and rounding decides"
+    return f"the texts diverge at token {at}: {near_tie()}"
 
 
 class Shown(NamedTuple):

@@ -109,8 +109,12 @@ class ContrastReader(Reader):
     """Reads by contrastive decoding: both models read each prompt and draft, and their caches keep the same nodes."""
 
     def __init__(self, expert: Reader, amateur: Reader, contrast: Contrast) -> None:
-        super().__init__(expert.backbone, expert.cache)
         self.amateur, self.contrast = amateur, contrast
+        super().__init__(expert.backbone, expert.cache)
+
+    def be_stable(self, stable: bool) -> None:
+        super().be_stable(stable)
+        self.amateur.be_stable(stable)
 
     @property
     def caches(self) -> list[TreeCache]:

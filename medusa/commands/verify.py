@@ -32,7 +32,16 @@ from medusa.options import count, group, option
 from medusa.records.record import naming
 
 DRAWS = 1_000_000
-GREEDY = ("max_new_tokens", "epsilon", "delta", "stop_drafting", "compile", "cuda_graphs", "ignore_generation_config")
+GREEDY = (
+    "max_new_tokens",
+    "epsilon",
+    "delta",
+    "stop_drafting",
+    "compile",
+    "cuda_graphs",
+    "numerics",
+    "ignore_generation_config",
+)
 
 
 class VerifyOptions(CommandOptions):

@@ -13,6 +13,8 @@ from decode.bench.losslessness.cases import FALSE_ALARM, Case, passes, rules_for
 from decode.bench.losslessness.experiment import Experiment, require_room
 from decode.bench.machine import machine
 from decode.bench.methods import Job, Method, transformers_method
+from decode.settings import near_tie
+from decode.stable import stable_forwards
 from decode.strategies.contrastive import Amateur
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
@@ -93,7 +95,8 @@ class GreedyOutcome:
         """Describe the comparison of greedy texts in one to three sentences. `dtype`: the backbone's dtype."""
         line = f"{self.equal} of {self.prompts} texts are equal, token by token."
         if self.ties:
-            line += f" {self.ties} diverge where the two best logits are so close that {dtype} rounding decides."
+            widest = max(abs(one.gap) for one in self.divergences if one.is_rounding and one.gap is not None)
+            line += f" {self.ties} diverge: {near_tie(dtype, widest)}."
         if errors := len(self.divergences) - self.ties:
             line += f" {errors} diverge where rounding cannot explain it."
         return line
@@ -117,7 +120,9 @@ class VerificationResult:
         amateur = None if settings.amateur is None else settings.amateur.to_dict()
         about = {"backbone": asked.loaded.name, "nodes": asked.source.num_nodes, "amateur": amateur}
         about |= {name: getattr(asked, name) for name in ("heads", "drafter", "tree", "dtype", "batch_size", "seed")}
-        about |= {name: getattr(settings, name) for name in ("max_new_tokens", "epsilon", "delta", "compile")}
+        about |= {
+            name: getattr(settings, name) for name in ("max_new_tokens", "epsilon", "delta", "compile", "numerics")
+        }
         about["quantization"] = quantization_of(asked.loaded.model)
         limits = {"false_alarm_rate": FALSE_ALARM, "smallest_allowed_p_value": threshold(self.cases)}
         sampling = {"draws": asked.draws, **limits, "cases": [line for case in self.cases for line in case.to_json()]}
@@ -132,8 +137,12 @@ def verify(asked: Verification) -> VerificationResult:
     eager, model = replace(asked.settings, compile=False), asked.loaded.model
     advance = asked.start_progress("greedy", len(asked.prompts))
     # Not `asked.plain`, whose forwards and masks are our own: a fault there would change both texts alike.
-    methods = transformers_method(model, eager, asked.loaded.tokenizer), asked.drafted(asked.settings)
-    greedy = compare_greedy(model, *methods, asked.prompts, asked.batch_size, advance, eager.amateur)
+    plain: Method = transformers_method(model, eager, asked.loaded.tokenizer)
+    if asked.settings.stable:
+        plain = stable_forwards(model)(plain)
+    greedy = compare_greedy(
+        model, plain, asked.drafted(asked.settings), asked.prompts, asked.batch_size, advance, eager.amateur
+    )
     rules, chosen = rules_for(asked.source), asked.prompts[: asked.sampled_prompts]
     targets = list(product((0.5, 1.0, 1.5), (1.0, 0.9))) if asked.full else [(1.0, 1.0)]
     advance = asked.start_progress("draws", len(chosen) * len(targets) * len(rules) * asked.draws)

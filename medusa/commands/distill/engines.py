@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SENT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
 """Parameters of requests to a server, with the values that change nothing."""
-HERE = ("acceptance", "draft", "stop_drafting", "epsilon", "delta", "compile", "cuda_graphs")
+HERE = ("acceptance", "draft", "stop_drafting", "epsilon", "delta", "compile", "cuda_graphs", "numerics")
 """Settings for which no server can be asked."""
 HOPELESS = 16  # failed texts in a row that end the run; with a high --concurrency more
 

@@ -184,11 +184,9 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
     length = min(max(int(steps / (rounds * FEWEST_TEST)), FEWEST_BENCHMARK_TOKENS), BENCHMARK_TOKENS)
     measured = min(max(int(steps / (rounds * length)), FEWEST_TEST), test_prompts)
     trained = max(cost.size.trained for cost in costs)
-    step_tokens = min(training / slowest / STEPS, STEP_TOKENS)
-    whole = -(-(probe.longest_prompt + most) // ROW_BLOCK) * ROW_BLOCK  # a text stays in one row, with its prompt
-    sequence_length = 2 * whole if step_tokens >= 4 * whole else whole  # long rows are filled better
-    sequence_length = min(sequence_length, probe.context or sequence_length)
-    rows = max(int(step_tokens / sequence_length), 1)
+    rows, sequence_length = packed(
+        min(training / slowest / STEPS, STEP_TOKENS), probe.longest_prompt + most, probe.context
+    )
     batch = (probe.model_bytes, probe.hidden_size, rows * sequence_length, probe.device)
     cached = probe.width * (probe.longest_prompt + most) * probe.cache_bytes
     slowest_tree = max(cost.tree_seconds for cost in costs)
@@ -217,6 +215,16 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
         compiling_calibration_seconds=max(cost.compiled_trees * cost.tree_seconds for cost in costs),
         compiling_benchmark_seconds=2 * slowest_tree,  # plain decoding, and the tree
     )
+
+
+def packed(step_tokens: float, longest: int, context: int | None) -> tuple[int, int]:
+    """Return the number and length of the packed rows of a training step of about so many tokens.
+
+    A row holds whole texts, of up to `longest` tokens, so that no answer is taught without its prompt."""
+    whole = -(-longest // ROW_BLOCK) * ROW_BLOCK
+    length = 2 * whole if step_tokens >= 4 * whole else whole  # long rows are filled better
+    length = min(length, context or length)
+    return max(int(step_tokens / length), 1), length
 
 
 def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitOptions) -> list[str]:
