@@ -34,6 +34,7 @@ from decode.bench.machine import commit, machine
 from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.commands.calibrate import CalibrateOptions, find_tree
+from medusa.commands.cpu import Tuned
 from medusa.commands.distill.tasks import digest, tasks_of
 from medusa.commands.fit.options import FitOptions, HeadsChoice, choose_heads
 from medusa.commands.fit.plan import REPEATS, costs_of, make_plan, text_settings
@@ -165,7 +166,7 @@ class RealModel:
         tasks = tasks_of(
             self.sides.train, files.tokenizer, prompt_form(None, files.tokenizer, options.model), None, None
         )
-        found = probe(loaded, tasks, text := text_settings(options, Backbone(loaded.model).context))
+        found = probe(Tuned(loaded), tasks, text := text_settings(options, Backbone(loaded.model).context))
         costs = [costs_of(choice, loaded, found) for choice in self.choices]
         plan = make_plan(options, found, costs, len(tasks), 0)
         most = text.max_new_tokens
