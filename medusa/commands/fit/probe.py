@@ -87,7 +87,7 @@ def probe(tuned: Tuned, tasks: Sequence[Task], settings: Settings) -> Probe:
     both = zip(prompts, turns, strict=True)
     before = [len(prompt) + turn * answer for prompt, count in both for turn in range(count)]
     mean, longest = sum(before) / len(before), int(max(before))
-    held = int(mean + answer / 2)  # tokens of a text that is being written, on average
+    held = int(mean + answer)  # tokens of the longest texts that are being written, as many as are read of each text
     step_seconds, width = _step(generator, 1, held), BulkWriter(generator).width
     width.limit(int(MEMORY * free_memory(backbone.device) / (2 * held * cached)))
     wide = {1: step_seconds}
