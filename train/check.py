@@ -32,6 +32,7 @@ from train.hardware import device_defaults, require_own_device
 from train.heads import startable
 from train.medusa2.adapter import add_lora
 
+CONTINUED_RATE = 0.25  # of the learning rate of new heads, with which tau is lower (docs/log.md)
 GUESSES = ("loss", "top1", "top5", "top10", "conditional")  # figures of each head in an evaluation
 
 
@@ -83,6 +84,8 @@ def check(config: TrainConfig, quiet: bool) -> Checked:
         settings = shipped_configs() / "accelerate" / "two_processes_cpu.yaml"
         say(f"warning: {fault}; use --config_file {settings}, or torchrun")
     rate = learning_rate(sizes[0]) * class_of(kind or "medusa").learning_rate_scale
+    if start is not None and config.adapter is None:  # an adapter's own rate follows from this one
+        rate *= CONTINUED_RATE
     arguments = _training_arguments(config, rate, quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming reads without end; give training.max_steps or training.max_minutes")

@@ -33,7 +33,8 @@ GROUPS: dict[str, dict[str, Key]] = {
     },
     "Optimiser": {
         "learning_rate": Key(
-            "Peak learning rate; by default chosen by the backbone's hidden size, for kind mtp a twentieth of that.",
+            "Peak learning rate; by default chosen by the backbone's hidden size, for kind mtp a twentieth of that, "
+            "with heads.start a quarter.",
             (Gt(0),),
         ),
         "lr_scheduler_type": Key("Schedule of the learning rate. With a time budget, the schedule is always linear."),

@@ -21,7 +21,7 @@ from tests.helpers import plain, random_ids
 from tests.native_models import needs_forward_layer, save_native
 from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
-from train.check import check
+from train.check import CONTINUED_RATE, check
 from train.config import HeadsConfig
 from train.heads import new_heads
 from train.module import HeadsOnBackbone
@@ -99,9 +99,9 @@ def test_a_run_fine_tunes_the_layer(backbone: Path, recipe: dict[str, Any]) -> N
     further = recipe | {"heads": {"start": str(output)}, "output_dir": str(output / "further")}
     train(parse_recipe(further, "test"), quiet=True)
     del further["training"]["learning_rate"]
-    for heads_asked in (recipe["heads"], further["heads"]):
+    for heads_asked, share in ((recipe["heads"], 1.0), (further["heads"], CONTINUED_RATE)):
         arguments = check(parse_recipe(further | {"heads": heads_asked}, "test"), quiet=True).arguments
-        assert arguments.learning_rate == pytest.approx(0.05 * learning_rate(model.config.hidden_size)), heads_asked
+        assert arguments.learning_rate == pytest.approx(0.05 * share * learning_rate(model.config.hidden_size))
     again = MedusaHeads.from_pretrained(output / "further")
     assert again.config.kind == "mtp"
     ids = torch.tensor([random_ids(7)])
