@@ -161,9 +161,8 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
     most = most_tokens(options, probe.context)
     slowest = max(cost.token_seconds for cost in costs)
     tokens = probe.turns * (probe.prompt_tokens + probe.answer_tokens)  # of one text, as training reads it
-    one_text = (probe.writing_seconds(2 * MANY, most) - probe.writing_seconds(MANY, most)) / MANY
-    learning = min(TRAINING_SHARE * one_text, EPOCHS * tokens * slowest)  # from one text
-    one_text = 0 if options.server else one_text
+    here = (probe.writing_seconds(2 * MANY, most) - probe.writing_seconds(MANY, most)) / MANY
+    learning, one_text = min(TRAINING_SHARE * here, EPOCHS * tokens * slowest), 0 if options.server else here
     minutes, reason = options.minutes, "--minutes asks for it"
     if minutes is None:
         minutes = train_prompts * (one_text + learning) / 60
