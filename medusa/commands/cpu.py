@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 
 from decode.bench.machine import stopwatch
 from decode.ops.fast_linear import fast_linear, prepare_linear
@@ -117,9 +118,9 @@ def usual_threads() -> int:
 class Sample:
     """Some layers of a model with their inputs, and its LM head: enough to time a forward."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         """Take the first layers of a model; any error may come from a model whose layers are unusual."""
-        self.backbone = backbone = Backbone(model)  # type: ignore[arg-type]
+        self.backbone = backbone = Backbone(model)
         sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in backbone.layers]
         count = next((n for n in range(1, len(sizes)) if sum(sizes[:n]) >= SAMPLE), len(sizes))
         self.layers = list(backbone.layers[:count])
@@ -157,7 +158,7 @@ class Sample:
         return timed
 
 
-def sampled(model: nn.Module) -> Sample | None:
+def sampled(model: PreTrainedModel) -> Sample | None:
     """Return a sample of the model's layers that can be timed; `None` if its layers do not run alone."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # several may be slow; that is to be found out

@@ -425,9 +425,10 @@ def test_draws_by_blocks_follow_their_distributions(size: int) -> None:
 
 def test_a_quick_draw_depends_on_its_own_seed_alone() -> None:
     p, rows = torch.randn(4, 200).softmax(-1), torch.arange(4)
-    seeds = lambda: [torch.Generator().manual_seed(seed) for seed in range(4)]  # noqa: E731
-    together = QuickDraws(seeds()).tokens(rows, p, rows)
-    alone = [QuickDraws([seeds()[row]]).tokens(rows[:1], p[row][None], rows[:1]) for row in range(4)]
+    together = QuickDraws([torch.Generator().manual_seed(seed) for seed in range(4)]).tokens(rows, p, rows)
+    alone = [
+        QuickDraws([torch.Generator().manual_seed(row)]).tokens(rows[:1], p[row][None], rows[:1]) for row in range(4)
+    ]
     assert torch.equal(together, torch.cat(alone))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -13,15 +12,13 @@ from decode.bench.losslessness.cases import FALSE_ALARM
 from medusa.commands.audit.asked import Asked, Prompt, Setting, Text
 from medusa.commands.audit.judged import Audit, Sampled, Texts, shown_faults
 from medusa.commands.audit.options import AuditOptions
+from medusa.commands.audit.reference import ModelReference, Reference
 from medusa.commands.distill.client import Server
 from medusa.commands.options import CommandOptions, Prompts
 from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.records.record import Record
 from medusa.tables import print_table
-
-if TYPE_CHECKING:
-    from medusa.commands.audit.reference import Reference
 
 SETTINGS = (Setting(1.0, 1.0), Setting(0.7, 0.9))
 NEARLY_CERTAIN = 0.3  # nats: first tokens of less entropy say little about sampling
@@ -84,7 +81,7 @@ class Auditor:
             fit, remark = reference.test(self.prompts[number], setting, Counter(text.first for text in some))
             found.append(Sampled(number, setting, fit, remark))
             advance()
-        if reference.judges_texts and self.asked.with_ids:
+        if isinstance(reference, ModelReference) and self.asked.with_ids:
             found += self._sampled_texts(asked, reference, {case.setting: case.remark for case in found})
         else:
             told = "only first tokens of samples are tested, as later ones need token ids and a model to judge them"
@@ -92,7 +89,7 @@ class Auditor:
         return found
 
     def _sampled_texts(
-        self, asked: Sequence[tuple[Prompt, Setting]], reference: Reference, remarks: dict[Setting, str]
+        self, asked: Sequence[tuple[Prompt, Setting]], reference: ModelReference, remarks: dict[Setting, str]
     ) -> list[Sampled]:
         """Test as many tokens of sampled texts as there are first tokens, all texts of a setting together."""
         each = -(-self.draws // self.max_tokens)
@@ -160,7 +157,6 @@ def _with_model(
     command: CommandOptions, wanted: AuditOptions, given: Prompts, server: Server
 ) -> tuple[Asked, list[Prompt], Reference]:
     """Load the reference and probe the server; the prompts are token ids."""
-    from medusa.commands.audit.reference import ModelReference
     from medusa.commands.models import open_models, require_tokenizer
 
     skip = given.skip_long

@@ -36,8 +36,6 @@ class Reference(Protocol):
     tolerance: str
     """Which gap counts as a near tie, and why."""
     dtype: str | None
-    judges_texts: bool
-    """Whether it can test later tokens of sampled texts than the first."""
 
     def entropy(self, prompt: Prompt) -> float:
         """Return the entropy of the first token after a prompt, in nats; infinity if it is unknown."""
@@ -48,16 +46,9 @@ class Reference(Protocol):
     def test(self, prompt: Prompt, setting: Setting, counts: Counter[Outcome]) -> tuple[GoodnessOfFit, str]:
         """Test how often each first token was sampled; also return a remark, which may be empty."""
 
-    def test_texts(
-        self, texts: Sequence[tuple[Prompt, Text]], setting: Setting, warps_last: bool, advance: Callable[[], object]
-    ) -> GoodnessOfFit:
-        """Test all tokens of sampled texts, given with their prompts; see `warped` for `warps_last`."""
-
 
 class ModelReference:
     """A model and its tokenizer."""
-
-    judges_texts = True
 
     def __init__(
         self,
@@ -107,8 +98,9 @@ class ModelReference:
         Texts that transformers decodes token by token are read again in one forward."""
         scale = rounding = 0.0
         for prompt in prompts[:MEASURED]:
-            how = {"do_sample": False, "num_beams": 1, "max_new_tokens": 32, "output_logits": True}
-            done = self.model.generate(self._tensor(prompt), return_dict_in_generate=True, **how)  # type: ignore[operator]
+            how = {"do_sample": False, "num_beams": 1, "max_new_tokens": 32, "output_logits": True, "use_cache": True}
+            stock: Any = type(self.model)  # a checkpoint with code of its own may replace the model's `generate`
+            done = stock.generate(self.model, self._tensor(prompt), return_dict_in_generate=True, **how)
             stepwise = torch.cat(done.logits).float().cpu()
             at_once = self._logits(done.sequences[0].tolist())[len(prompt) - 1 : -1]
             nearest = stepwise.topk(min(NEAREST, stepwise.shape[1])).indices

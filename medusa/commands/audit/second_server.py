@@ -21,7 +21,6 @@ class ServerReference:
 
     tolerance = f"near ties: log-probabilities within {SERVER_TIE} nats, two units of bfloat16 for logits of 16 to 32"
     dtype: str | None = None  # unknown
-    judges_texts = False
 
     def __init__(self, asked: Asked, max_tokens: int, draws: int) -> None:
         """Take a server that has been probed; its texts have `max_tokens`, and its tests use `draws` samples."""
@@ -31,10 +30,6 @@ class ServerReference:
     def entropy(self, prompt: Prompt) -> float:
         """Return infinity, because the entropy is unknown."""
         return math.inf
-
-    def test_texts(self, *_: object) -> GoodnessOfFit:
-        """Raise NotImplementedError: servers do not tell whole distributions."""
-        raise NotImplementedError
 
     def judge(self, number: int, prompt: Prompt, text: Text) -> tuple[int, list[Deviation]]:
         """Compare a text with the reference's own; where they differ, let it score the server's text."""
