@@ -87,7 +87,7 @@ class Stepper:
         self.session.reread()
         draws = self.session.target.draws.of(self.rows)
         if not self.judge.lazy:
-            draws = RewoundDraws(draws.generators, self.state.root.device)
+            draws = RewoundDraws(draws, self.state.root.device)
         # Also for drafts, most of whose time goes to the LM head.
         with fast_linear(self.session.backbone.head_weight, 2 * len(self.rows)):
             decided = decode_step(self.state, self.drafter, self.judge, draws, timer.lap)
@@ -170,10 +170,11 @@ def advance(stepper: Stepper, timer: Timer) -> Step:
 def _drop_ended(stepper: Stepper) -> None:
     """Drop the rows whose texts have ended; the last rows take their places, so that few rows of caches are copied."""
     reasons = stepper.session.sequences.finish_reason
-    left = [place for place, row in enumerate(stepper.rows) if reasons[row] is None]
-    if len(left) < len(stepper.rows):
-        last = iter(place for place in reversed(left) if place >= len(left))
-        stepper.select([place if place in left else next(last) for place in range(len(left))])
+    goes_on = [reasons[row] is None for row in stepper.rows]
+    count = sum(goes_on)
+    if count < len(goes_on):
+        last = iter(place for place in reversed(range(count, len(goes_on))) if goes_on[place])
+        stepper.select([place if goes_on[place] else next(last) for place in range(count)])
 
 
 def unpack(packed: Sequence[list[int]]) -> StepOutcome:

@@ -76,7 +76,7 @@ def _is_stable(backbone: Backbone) -> bool:
     prompt, nodes = ids[:, :9], ids[:, 9:]
     readers = [Reader(backbone, TreeCache(backbone.model.config, 1, 32, backbone.device)) for _ in range(2)]
     for reader in readers:
-        reader.stable = True
+        reader.be_stable(True)
         reader.prefill(prompt, [prompt.shape[1]])
     whole = readers[0].read(Draft(nodes, Topology.of(TREE))).logits[0, line]
     alone = list[Tensor]()

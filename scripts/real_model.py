@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtypes", type=names, default=["bfloat16", "float32"], metavar="A,B", help="first: for all")
     parser.add_argument("--threads", type=int, nargs="+", default=[1], metavar="N", help="more: for speed only")
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, help="run only these stages")
-    parser.add_argument("--quick", action="store_true", help="a tenth of everything: ten CPU minutes for 135 M weights")
+    parser.add_argument("--quick", action="store_true", help="a twentieth of the text and training, few prompts")
     parser.add_argument("--overwrite", action="store_true", help="delete an earlier run in DIR and start again")
     args = parser.parse_args(argv)
     for kind in args.kinds:

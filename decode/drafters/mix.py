@@ -183,7 +183,7 @@ class MixDrafter:
         self.copies = next((part for part in parts if isinstance(part, NgramDrafter)), None)
         self.added = [[WEIGHT * gain, float(WEIGHT)] for gain in GAINS]
         """By the matching tokens before a copy: tokens that the other parts have added, and steps."""
-        self.shared = False  # whether all parts took part in the last draft
+        self.shared, self.depth = False, 0  # whether all parts took part in the last draft, and its depth
 
     def forget(self, rows: Sequence[int]) -> None:
         for part in self.parts:
@@ -191,22 +191,23 @@ class MixDrafter:
 
     def propose(self, frontier: Frontier) -> Draft:
         """Propose the union of the mixed drafters' drafts; if only one of them has guesses, its draft is unchanged."""
-        copies, parts, known = self.copies, self.parts, dict[int, Draft]()
+        copies, parts, copied = self.copies, self.parts, None
         if self.least and copies is not None:
-            known[id(copies)] = copies.propose(frontier)
+            copied = copies.propose(frontier)
             self.shared = self._pays([copies.rows[row] for row in frontier.rows])
             parts = parts if self.shared else [copies]
-        drafts = [known[id(part)] if id(part) in known else part.propose(frontier) for part in parts]
+        drafts = [copied if copied and part is copies else part.propose(frontier) for part in parts]
         filled = [draft for draft in drafts if draft.topology.num_nodes > 1] or drafts[:1]
         fits = len(filled) == 1 and filled[0].topology.num_nodes <= self.num_nodes
         draft = filled[0] if fits else union(filled, self.num_nodes)
+        self.depth = draft.topology.max_depth
         side_branches = tuple(branch for part in drafts for branch in part.side_branches)
         return draft._replace(side_branches=side_branches) if side_branches else draft
 
     def _pays(self, texts: Sequence[NgramIndex]) -> bool:
         """Whether the other parts are expected to add at least `least` tokens to those of the n-grams, per text."""
         for text in texts if self.shared else ():
-            if text.missed is not None:
+            if text.missed is not None and text.missed[1] <= self.depth:  # more come from steps of other drafters
                 level, tokens = text.missed
                 self.added[level][0] += tokens
                 self.added[level][1] += 1

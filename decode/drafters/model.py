@@ -146,14 +146,16 @@ class ModelDrafter(LevelwiseDrafter):
     def _follow(self, rows: list[int]) -> None:
         """Keep what was read of the texts `rows`, and read those that have joined, except their last tokens."""
         self._select([row for row in rows if row in self.rows])
-        joined = [self.sequences.tail(row, 0)[:-1] for row in rows[len(self.rows) :]]
+        joined = [row for row in rows if row not in self.rows]
         if not self.rows:  # `_read_new_text` reads all texts
-            self.reader = self._reader(len(rows))
+            self.reader, self.rows = self._reader(len(rows)), list(rows)
         elif joined:
-            new = self._reader(len(joined))
-            new.prefill(self._padded(joined), list(map(len, joined)))
+            new, texts = self._reader(len(joined)), [self.sequences.tail(row, 0)[:-1] for row in joined]
+            lengths = list(map(len, texts))
+            new.prefill(self._padded(texts), lengths)
             self.cache.join(new.cache)
-        self.rows = list(rows)
+            self.rows, self.text_lengths = [*self.rows, *joined], [*self.text_lengths, *lengths]
+            self._select(rows)  # those that have joined may stand in the places of ended ones
 
     def _select(self, rows: list[int]) -> None:
         """Keep only the texts `rows`, without their drafts."""

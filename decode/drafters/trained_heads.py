@@ -54,7 +54,7 @@ class HeadsDrafterConfig(DrafterConfig):
 class BlockwiseConfig(HeadsDrafterConfig):
     """`--drafter blockwise`: blockwise parallel decoding (Stern et al. 2018), a chain of the heads' best guesses.
 
-    The lossy rules of that paper's section 5 are `--acceptance topk:K` and `--acceptance distance:D` (`decode.accept`).
+    The lossy rules of that paper's section 5 are `--acceptance topk:K` and `--acceptance distance:D` (`decode.rules`).
     """
 
     tokens: int = 0  # number of tokens to draft; 0: one per head

@@ -80,14 +80,16 @@ class RewoundDraws(RowDraws):
 
     So a seed gives the same text, whether or not a walk is lazy (`decode.accept.TreeWalk`)."""
 
-    def __init__(self, generators: Sequence[torch.Generator | None], device: torch.device) -> None:
-        self.sources = [generator or default_generator(device) for generator in generators]
+    def __init__(self, draws: RowDraws, device: torch.device) -> None:
+        """Draw as `draws` do."""
+        self.sources = [generator or default_generator(device) for generator in draws.generators]
         super().__init__(self.sources)
+        self.draws = type(draws)(self.sources)
         self.states: list[list[Tensor]] = []  # of each row's generator, before each of the draws
 
     def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
         self.states.append([generator.get_state() for generator in self.sources])
-        return super().tokens(rows, p, index)
+        return self.draws.tokens(rows, p, index)
 
     def rewind(self, counts: Sequence[int]) -> None:
         """Set the generator of each row back to where it was after `counts[b]` draws of a token."""
@@ -167,7 +169,8 @@ def invert_by_blocks(p: Tensor, index: Tensor, u: Tensor) -> Tensor:
     blocks = (F.pad(p, (0, rest)) if rest else p).unflatten(1, (-1, BLOCK))
     block, u = _interval(blocks.sum(-1)[index].double(), u)
     place, _ = _interval(blocks[index, block].double(), u)
-    return (block * BLOCK + place).masked_fill_(p[index, 0].isnan(), NO_TOKEN)
+    token = (block * BLOCK + place).clamp_max(p.shape[1] - 1)  # without any mass, the padding is found
+    return token.masked_fill_(p[index, 0].isnan(), NO_TOKEN)
 
 
 def _interval(masses: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ class AdaptiveStepper(Stepper):
         hidden = [torch.cat([nothing, *self.unread.get(row, ())]) for row in self.rows]
         lengths = list(map(len, hidden))
         ids = [
-            torch.tensor(sequences.tail(row, sequences.lengths[row] - 1 - length)[:length])
+            torch.tensor(sequences.tail(row, sequences.lengths[row] - 1 - length)[:length], dtype=torch.long)
             for row, length in zip(self.rows, lengths, strict=True)
         ]
         padded, counts = pad_sequence(ids, batch_first=True), on_device(lengths, state.root.device)

@@ -54,11 +54,13 @@ class Width:
     def limit(self, most: int) -> None:
         """Let memory hold at most so many texts."""
         self.most = min(self.most, max(most, 1))
-        self.rows = min(self.rows, self.most)
+        if self.rows > self.most:
+            self.rows, self.half = self.most, min(self.half, self.most)
+            self.times.clear()
 
     def add(self, rows: int, tokens: int, seconds: float) -> None:
         """Add the time of a step of so many rows."""
-        if self.settled or rows < self.rows * (1 - JOINING):
+        if self.settled or not tokens or rows < self.rows * (1 - JOINING):
             return
         self.times.append(seconds / tokens)
         if len(self.times) < MEASURED:
@@ -84,6 +86,7 @@ class BulkWriter:
         self.generator = generator
         self.adapting = Adapting(generator.source)
         self.width = Width(1 if must_be_alone(generator.models) else width)
+        self.is_limited = False  # whether the width respects the memory
         self.batch = RunningBatch(self._stepper_for)
         self.running: dict[int, Job] = {}  # by the row of the batch
 
@@ -133,15 +136,17 @@ class BulkWriter:
             jobs.extendleft(reversed(joining))
             raise
         self.running |= dict(zip(places, joining, strict=True))
-        longest = max(map(len, prompts)) + generator.settings.max_new_tokens
-        more = MEMORY * free_memory(generator.model.device) / (longest * self._bytes_of_token())
-        self.width.limit(len(self.running) + int(more))
+        if not self.is_limited:  # once: the memory of ended texts stays reserved for others
+            self.is_limited = True
+            longest = max(len(job.prompt) for job in (*joining, *jobs)) + generator.settings.max_new_tokens
+            more = MEMORY * free_memory(generator.model.device) / (longest * self._bytes_of_token())
+            self.width.limit(len(self.running) + int(more))
 
     def _bytes_of_token(self) -> float:
         """The bytes that the caches keep of one token of one text."""
         assert self.batch.stepper is not None
-        caches = self.batch.stepper.state.reader.caches
-        return sum(cache.num_bytes / (cache.capacity * max(len(cache.lengths), 1)) for cache in caches)
+        buffers = [buffer for cache in self.batch.stepper.state.reader.caches for buffer in cache.buffers]
+        return sum(buffer.nbytes / (buffer.shape[1] * buffer.shape[3]) for buffer in buffers)
 
     def _finish(self) -> None:
         """Give the texts that have ended to their jobs."""

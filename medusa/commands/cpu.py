@@ -67,12 +67,12 @@ def load_tuned(files: BackboneFiles, threads: int | None, output: Output, trains
             output.note(line)
     if not auto and (sample is None or files.options.dtype is not None):
         return Tuned(loaded, 0.0, training)
-    gain = bfloat16_gain(sample)
+    gain, timed = bfloat16_gain(sample), sample is not None
     if auto and model.dtype == torch.bfloat16 and gain < GAIN:
         del model, sample, loaded
         loaded = replace(files, options=replace(files.options, dtype="float32")).load()
     if auto:
-        by = f"{PRICE}" if gain >= GAIN else "no speedup by bfloat16 was measured"
+        by = PRICE if gain >= GAIN else "no speedup by bfloat16 was measured" if timed else "steps could not be timed"
         times = f", because steps are {gain:.1f} times as fast here as in float32" if gain >= GAIN else ""
         output.note(f"dtype: {dtype_name(loaded.model.dtype)}{times}; {by}")
     elif gain >= GAIN:

@@ -54,7 +54,7 @@ class VerifyOptions(CommandOptions):
         "draw N samples by each acceptance rule, or of a server for each setting (default: 1,000,000 or 2,000)",
         brief="draw N samples for each rule or setting",
     )
-    sampled_prompts: int = count(4, "draw samples after the first N prompts")
+    sampled_prompts: int = count(4, "draw samples after the first N prompts; of a server: the N least certain")
     full: bool = option(
         False,
         "draw at temperatures 0.5, 1 and 1.5, each with top-p 1 and 0.9 (default: temperature 1, top-p 1)",
@@ -84,6 +84,9 @@ class VerifyOptions(CommandOptions):
         drafts: dict[str, object] = {"--heads": models.heads, "--drafter": models.drafter, "--tree": models.tree}
         drafts["--backbone"] = models.backbone and models.backbone != self.audited.reference  # as `completed` sets it
         drafts |= {"--report": self.report, "--full": self.full, "--amateur": self.contrasting.amateur}
+        drafts |= {"--batch-size": self.batch_size != 1, "--overwrite": self.overwrite}
+        if self.audited.has_second_server:  # which has its own dtype, and takes prompts of any length or none
+            drafts |= {"--dtype": self.load.dtype, "--skip-long": self.prompts.skip_long}
         drafts["an option of drafting"] = not plain
         for name in (name for name, value in drafts.items() if value):
             raise RequestError(f"{name} has no effect with --server; leave it out")

@@ -203,6 +203,19 @@ def test_a_server_may_write_the_text(place: Place, tmp_path: Path) -> None:
     server.shutdown()
 
 
+def test_a_server_is_asked_before_the_model_is_loaded(place: Place, tmp_path: Path, no_loading: None) -> None:
+    server = FakeServer()
+    server.models = ["base", "lora"]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(RequestError, match="serves base, lora; choose one with --server-model"):
+        fit(options(model=place.backbone, out=str(tmp_path / "new"), server=server.url))
+    server.shutdown()
+    with pytest.raises(RequestError, match="--server is 'ftp://nowhere'"):
+        fit(options(model=place.backbone, out=str(tmp_path / "new"), server="ftp://nowhere"))
+    with pytest.raises(RequestError, match="--server-model names a model of --server"):
+        options(server_model="base")
+
+
 def test_writing_takes_what_a_simulation_takes() -> None:
     """Texts of random lengths in 64 rows; the time of a step grows with its rows."""
     rng, lengths = random.Random(0), []

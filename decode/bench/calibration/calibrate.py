@@ -228,7 +228,7 @@ def time_steps(
     """Measure the seconds of a decoding step with each tree. The trees take turns, with `steps` steps in each round.
 
     The result is the lower quartile of the measured times, because other work on the machine only makes steps slower.
-    Steps with n-grams differ, so their result is the smallest mean of a round.
+    Steps with n-grams differ in length, so a round of them counts with its mean.
     Trees that are not `PROMISING` are timed in one round only; `taus` are the mean numbers of tokens per step, `None`
     where unknown. The batch holds the first `batch_size` prompts, repeated if there are fewer. RequestError: they leave
     no room."""

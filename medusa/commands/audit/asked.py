@@ -84,11 +84,10 @@ class Asked:
         if not self.takes_ids:
             self.limits.append("it takes no token ids: prompts are sent as text")
         for parameters in WITH_IDS:
-            if self._accepts(self.in_form(prompt), parameters) is None:
-                found = self._one(self.in_form(prompt), parameters)
-                if found.ids is not None:
-                    self.with_ids = parameters
-                    break
+            reply = self._try({"prompt": self.in_form(prompt), "max_tokens": 1, "temperature": 0.0} | parameters)
+            if reply is not None and token_ids(reply["choices"][0]) is not None:
+                self.with_ids = parameters
+                break
         else:
             self.limits.append("it returns no token ids: tokens are told apart by their text")
         for name, value in NEUTRAL.items():

@@ -50,7 +50,8 @@ class Auditor:
         about |= {"dtype": reference.dtype, "prompts": len(self.prompts)}
         about |= {"max_new_tokens": self.max_tokens, "draws": self.draws}
         sampled = self._sampled(reference)
-        return Audit(about, self.asked.limits, reference.tolerance, greedy, changed, sampled)
+        limits = [*self.asked.limits, *reference.limits]
+        return Audit(about, limits, reference.tolerance, greedy, changed, sampled)
 
     def _judged(self, way: str, texts: Sequence[Text], reference: Reference) -> Texts:
         found, advance = Texts(way, len(texts)), self.start(f"judging texts {way}", len(texts))

@@ -13,8 +13,12 @@ DRAWS = 2000  # sampled first tokens for each prompt and setting, and sampled to
 
 def require_reference(name: str) -> None:
     """Raise RequestError if `name` is neither a URL nor a model that exists."""
-    if not name.startswith(("http://", "https://")):
+    if not is_url(name):
         require_backbone(name)
+
+
+def is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
 
 
 class AuditOptions(Options):
@@ -49,4 +53,4 @@ class AuditOptions(Options):
     @property
     def has_second_server(self) -> bool:
         """Whether the reference is a second server, and not a model."""
-        return str(self.reference).startswith(("http://", "https://"))
+        return is_url(str(self.reference))

@@ -36,6 +36,8 @@ class Reference(Protocol):
     tolerance: str
     """Which gap counts as a near tie, and why."""
     dtype: str | None
+    limits: list[str]
+    """What it cannot judge, in sentences."""
 
     def entropy(self, prompt: Prompt) -> float:
         """Return the entropy of the first token after a prompt, in nats; infinity if it is unknown."""
@@ -60,6 +62,7 @@ class ModelReference:
         """Take a loaded model with its EOS ids, and measure its rounding on the texts after some prompts."""
         self.model, self.tokenizer, self.eos = model, tokenizer, list(eos)
         self.dtype: str | None = dtype_name(model.dtype)
+        self.limits: list[str] = []
         self.scale, self.rounding = self._measured(prompts)
         self.bound = FACTOR * max(self.rounding, self.unit)
         self.tolerance = (

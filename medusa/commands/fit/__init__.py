@@ -77,14 +77,15 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
     from decode.settings import Settings
     from medusa.backbone import Backbone
     from medusa.commands.cpu import load_tuned
+    from medusa.commands.distill.client import Server
     from medusa.commands.distill.tasks import tasks_of
     from medusa.commands.fit.plan import (
         compiled_steps,
         costs_of,
         describe,
+        lacking_disk,
         lacking_memory,
         make_plan,
-        require_disk,
         text_settings,
     )
     from medusa.commands.fit.probe import probe, why_not_decoded
@@ -103,6 +104,8 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
             state.require_calibrated(options.compile)
             plan = replace(plan, compiled=compiled_steps(options, found))
     else:
+        if options.server:  # it must answer, and serve the model, before the weights are loaded
+            Server(options.server, options.server_model, options=("--server", "--server-model"))
         choices = choose_heads(options, head_sizes(files.config))  # before the weights are loaded
         options.runtime.prepare()
         with options.output.stage("loading and timing the model"):
@@ -120,7 +123,7 @@ def planned(options: FitOptions, state: FitState, sides: Split) -> Planned:
         del loaded, tuned
     for line in describe(plan, found, choices, options):
         options.output.console.print(line, highlight=False, soft_wrap=True, markup=False)
-    if warning := require_disk(plan, options.folder):
+    if warning := lacking_disk(plan, options.folder):
         warn(warning)
     return found, plan, choices
 

@@ -82,6 +82,9 @@ class FitOptions(Options):
     server: str | None = option(
         None, "let this OpenAI-compatible server (vLLM, SGLang, ...), which runs MODEL, write the text", metavar="URL"
     )
+    server_model: str | None = option(
+        None, "use this model of the server (default: the only model that it serves)", metavar="NAME"
+    )
     overwrite: bool = option(False, "delete an earlier fit in DIR and start again")
     raw: bool | None = raw_option()
     template_option: tuple[str, ...] = template_option()
@@ -108,6 +111,8 @@ class FitOptions(Options):
             known = kinds_where(lambda kind: not kind.comes_with_model)
             if self.kind not in known:
                 raise RequestError(f"--kind is {self.kind!r}; {choose_one_of(self.kind, known)}")
+        if self.server_model and not self.server:
+            raise RequestError("--server-model names a model of --server; add --server URL, or leave it out")
         if self.kind is not None and self.compare:
             raise RequestError("--compare trains several kinds, and --kind names one; leave one out")
         if self.start is not None and (self.compare or self.kind is not None):
@@ -140,8 +145,8 @@ class FitOptions(Options):
         """Return what a continued run must have in common with the run that it continues; `prompts`: their digest."""
         names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw")
         about = {name: getattr(self, name) for name in names}
-        # Runs of earlier versions do not have these three.
-        about["start"], about["server"] = self.start, self.server
+        # Runs of earlier versions do not have these.
+        about["start"], about["server"] = self.start, bool(self.server) or None
         about["template_option"] = list(self.template_option) or None
         about["ignore_generation_config"] = self.ignore_generation_config or None
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}

@@ -187,7 +187,7 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
         min(training / slowest / STEPS, STEP_TOKENS), probe.longest_prompt + most, probe.context
     )
     batch = (probe.model_bytes, probe.hidden_size, rows * sequence_length, probe.device)
-    cached = probe.width * (probe.longest_prompt + most) * probe.cache_bytes
+    cached = (1 if options.server else probe.width) * (probe.longest_prompt + most) * probe.cache_bytes
     slowest_tree = max(cost.tree_seconds for cost in costs)
     written = CALIBRATION_TOKENS * probe.step_seconds
     return Plan(
@@ -291,7 +291,7 @@ def what_fits(plan: Plan) -> str:
     return "; ".join(told)
 
 
-def require_disk(plan: Plan, folder: Path) -> str | None:
+def lacking_disk(plan: Plan, folder: Path) -> str | None:
     """Return a warning if the disk of `folder` has less room than the plan's estimate, else `None`."""
     free = free_bytes(folder)
     if plan.disk_bytes <= free:

@@ -123,6 +123,7 @@ def text_stage(run: Run) -> Stage:
         raw=run.options.raw,
         template_option=run.options.template_option,
         server=run.options.server,
+        model=run.options.server_model,
         runtime=run.options.runtime,
         output=run.options.output_to(None),
         out=str(run.work / TEXT),

@@ -66,7 +66,7 @@ def test_texts_are_those_of_generate(kind: str, factory_of: Any) -> None:
 
 @pytest.mark.parametrize("kind", LOOKING_BACK)
 def test_drafts_after_plain_steps_are_those_of_a_new_session(kind: str, factory_of: Any) -> None:
-    """Also if a text has joined meanwhile, or has just joined, and another has left."""
+    """Also if a text has joined meanwhile, or has just joined, and another has left, in whose place it is then."""
     model, factory = shared_model(), factory_of(kind)
     pace = Pace([factory.num_nodes, 1])
 
@@ -86,6 +86,8 @@ def test_drafts_after_plain_steps_are_those_of_a_new_session(kind: str, factory_
     for number, choice in enumerate([0, 1, 1, 1, 0, 1, 1, 0, 1, 0]):
         for tokens in {0: (6, 40), 3: (40,), 7: (40,)}.get(number, ()):
             batch.join(requested(next(texts), tokens))
+        if number == 7:  # the text that has just joined takes the place of another, before it was drafted for
+            batch.end(batch.rows[0])
         pace.choose = lambda texts, choice=choice: choice  # type: ignore[method-assign]
         before = {row: batch.sequences.tail(row, 0) for row in batch.rows}
         for row, draft in batch.step().drafts.items():

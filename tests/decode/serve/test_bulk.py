@@ -16,7 +16,8 @@ from decode.serve.batch import RunningBatch
 from decode.serve.bulk import MEASURED, BulkWriter, Job, Width
 from decode.settings import Settings
 from decode.texts import TextGenerator
-from tests.helpers import plain, random_heads, random_ids, shared_model
+from medusa.errors import RunError
+from tests.helpers import plain, random_heads, random_ids, shared_model, tiny_model
 
 GREEDY, SAMPLED = Settings(max_new_tokens=20), Settings(max_new_tokens=20, temperature=1.0)
 PROMPTS = [random_ids(random.Random(number).randint(1, 30), seed=number) for number in range(24)]
@@ -90,19 +91,22 @@ def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         written(GREEDY)
 
 
-def test_memory_limits_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token of the tiny model takes so many bytes in the caches that two texts of 50 tokens fit."""
-    widths = []
-    step = RunningBatch.step
-    monkeypatch.setattr(RunningBatch, "step", lambda batch: (widths.append(len(batch.rows)), step(batch))[1])
-    writer = BulkWriter(TextGenerator(shared_model(), GREEDY))
-    monkeypatch.setattr(BulkWriter, "_bytes_of_token", lambda self: 10.0)
+def test_without_free_memory_the_width_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of ended texts is used again, so it limits nothing."""
     monkeypatch.setattr(bulk, "free_memory", lambda device: 0)
-    monkeypatch.setattr(bulk, "FIRST_WIDTH", 1)
-    jobs = deque(Job(prompt, 0, lambda new, reason: None) for prompt in PROMPTS)
-    writer.write(jobs, lambda lengths: None)
-    assert max(widths[1:]) <= 16
-    assert writer.width.most <= 16
+    widths, step = [], RunningBatch.step
+    monkeypatch.setattr(RunningBatch, "step", lambda batch: (widths.append(len(batch.rows)), step(batch))[1])
+    assert written(GREEDY, None, prompts=PROMPTS * 3) == written(GREEDY, 4, prompts=PROMPTS) * 3
+    assert max(widths) == bulk.FIRST_WIDTH
+
+
+def test_texts_without_probabilities_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    jobs = deque(Job([1, 2], seed, lambda new, reason: None) for seed in range(20))
+    with pytest.raises(RunError, match="NaN"):
+        BulkWriter(TextGenerator(model, SAMPLED)).write(jobs, lambda lengths: None)
 
 
 def speeds(width: Width, speed: Any) -> list[int]:
@@ -123,3 +127,7 @@ def test_the_width_doubles_as_long_as_it_pays() -> None:
     limited = Width(None)
     limited.limit(40)
     assert speeds(limited, lambda rows: rows)[-1] == 40
+    limited.weigh(100)
+    limited.limit(8)
+    limited.weigh(100)
+    assert limited.rows == 8
