@@ -17,14 +17,18 @@ C columns of a path."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
+from decode.layers.attention import BothLayer, Place, TreeLayer
+from decode.layers.reading import Reading
+from decode.layers.recurrent import StateLayer
 from decode.ops.transfer import on_device
+from decode.topology import Topology
+from medusa.tree_support import LayerTypes
 
 MIN_GROWTH, MAX_GROWTH = 256, 4096
 """Bounds on the slots by which a growing cache grows: its size doubles, but it grows by at most MAX_GROWTH slots."""
@@ -35,63 +39,14 @@ BLOCK = 256
 parts (`decode.ops.attention`), are aligned."""
 
 
-class Place(NamedTuple):
-    """Where the cache holds a layer's keys or values: the index of the buffer, and of the part of this buffer."""
-
-    buffer: int
-    part: int
-
-
 Index = tuple[Tensor, Tensor, Tensor]
 """Indices of rows [B, 1, 1], KV heads [1, H, 1] and slots [B, 1, N]."""
 
 
-class TreeLayer(CacheLayerMixin):
-    """One layer of a `TreeCache`, with the interface that transformers' attention calls."""
-
-    is_sliding = False  # our masks limit windows by position, so no key is ever dropped
-
-    def __init__(self, owner: TreeCache) -> None:
-        super().__init__()
-        self.owner = owner
-        self.places: tuple[Place, ...] = ()  # of keys and of values
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # If keys and values have one shape, as in most models, one buffer holds both.
-        per_layer = 2 if key_states.shape == value_states.shape else 1
-        self.places = tuple(self.owner.place(states, per_layer) for states in (key_states, value_states))
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, H, N, D] of N nodes after each text; returns those of all W slots of the window."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        for place, states in zip(self.places, (key_states, value_states), strict=True):
-            self.owner.write(place, states)
-        return self.read()
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """The keys and values [B, H, W, D] of the W slots of the window."""
-        keys, values = (self.owner.read(place) for place in self.places)
-        return keys, values
-
-    def get_seq_length(self) -> int:
-        return self.owner.longest
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.width, 0
-
-    def get_max_cache_shape(self) -> int:
-        return -1
-
-    get_max_length = get_max_cache_shape
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise RuntimeError("a TreeCache keeps what was committed; commit less instead of cropping")
-
-
 class TreeCache(Cache):
-    """A KV cache of transformers whose rows have different lengths, and whose `commit` keeps accepted nodes only."""
+    """A KV cache of transformers whose rows have different lengths, and whose `commit` keeps accepted nodes only.
+
+    Recurrent layers have states instead (`decode.layers.recurrent`), which follow the same verbs."""
 
     def __init__(
         self, config: PretrainedConfig, batch_size: int, capacity: int, device: torch.device, fixed: bool = False
@@ -112,8 +67,17 @@ class TreeCache(Cache):
         self.even: int | None = 0  # where all rows write next, if the host knows one slot for all
         self.slots: Tensor | None = None  # during a forward: the slots [B, N] to which its N nodes are written
         self.indices: dict[tuple[int, torch.device], Index] = {}  # of these slots, for eager forwards
-        self.tree_layers = [TreeLayer(self) for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
-        super().__init__(layers=list(self.tree_layers))
+        self.reading: Reading | None = None  # what the next forward reads, for the states
+        types = LayerTypes(config.get_text_config(decoder=True))
+        layers = [self._layer(*kind) for kind in types.attends_and_has_states]
+        self.tree_layers = [layer for layer in layers if isinstance(layer, TreeLayer)]
+        self.state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
+        super().__init__(layers=[*layers])
+
+    def _layer(self, attends: bool, num_states: int) -> TreeLayer | StateLayer:
+        if not num_states:
+            return TreeLayer(self)
+        return BothLayer(self, num_states) if attends else StateLayer(num_states)
 
     @property
     def longest(self) -> int:
@@ -137,7 +101,18 @@ class TreeCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers)
+        return sum(part.nbytes for part in (*self.buffers, *self.states))
+
+    @property
+    def states(self) -> list[Tensor]:
+        """The states of recurrent layers, [R, ...] for R rows in memory."""
+        return [state for layer in self.state_layers for state in layer.tensors]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return super().get_seq_length(layer_idx) if self.tree_layers else self.longest  # transformers asks attention
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return super().get_mask_sizes(query_length, layer_idx) if self.tree_layers else (self.width, 0)
 
     def open(self, count: int, rows: Sequence[int] | None = None) -> None:
         """Make room for `count` nodes after each text, and let attention see them; call it before `append`.
@@ -153,9 +128,16 @@ class TreeCache(Cache):
             self.window = torch.empty(end // self.block, device=self.window.device)
         self.even = longest if not self.is_compiled and longest == min(lengths, default=0) else None
 
-    def append(self, count: int) -> Tensor:
-        """Reserve the `count` slots after each text for the next forward; returns their positions [B, count]."""
+    def append(self, count: int, topology: Topology | None = None, own: Tensor | None = None) -> Tensor:
+        """Reserve the `count` slots after each text for the next forward; returns their positions [B, count].
+
+        States need to know what the forward reads: the `topology` of a draft, or else a piece of text. Then row b has
+        `own[b]` tokens [B] and padding after them; by default, all rows have `count` tokens."""
         self.indices.clear()
+        if self.state_layers:
+            self.reading = Reading(count, topology, own)
+            for layer in self.state_layers:
+                layer.begin()
         positions = self.filled[:, None] + torch.arange(count, device=self.filled.device)
         # Rows that have ended can be longer than the window.
         self.slots = positions if self.even is not None else positions.clamp_max(self.width - 1)
@@ -171,6 +153,13 @@ class TreeCache(Cache):
         counts = counts.to(self.filled.device)
         if path is not None and path.shape[1] > 1:  # a single node is the root, which is already in its place
             self._move(path.to(self.filled.device), counts)
+        if self.reading is not None:
+            last = counts - 1
+            if path is not None:
+                last = path.to(counts.device).gather(1, last.clamp_min(0)[:, None])[:, 0]
+            for layer in self.state_layers:
+                layer.commit(self.reading, last, counts)
+            self.reading = None
         self.filled.add_(counts)
         self.slots = None  # a tensor that a compiled step leaves in an attribute is one more result of its code
 
@@ -187,7 +176,12 @@ class TreeCache(Cache):
         self.count(counts)
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Shorten each row b to its first `lengths[b]` slots, for example to remove padding."""
+        """Shorten each row b to its first `lengths[b]` slots. States can only begin again, with all lengths 0."""
+        if self.state_layers and list(lengths) != self.lengths:
+            if any(lengths):
+                raise RuntimeError("states of recurrent layers cannot go back; commit less instead")
+            for layer in self.state_layers:
+                layer.forget()
         self.lengths = list(lengths)
         self.filled.copy_(on_device(self.lengths, self.filled.device))
         self.even = self.lengths[0] if len({*self.lengths}) == 1 and not self.is_compiled else None
@@ -283,6 +277,8 @@ class TreeCache(Cache):
         """Free the memory of all keys and values, until the next forward."""
         self.capacity = 0
         self.buffers = [buffer[:, :, :, :0].clone() for buffer in self.buffers]
+        for layer in self.state_layers:
+            layer.release()
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only the rows with the indices `rows`, in this order, because the texts of the other rows have ended.
@@ -292,6 +288,8 @@ class TreeCache(Cache):
         for buffer in self.buffers if moved else ():
             to, source = (on_device(places, buffer.device) for places in (moved, [rows[row] for row in moved]))
             buffer.index_copy_(1, to, buffer.index_select(1, source))
+        for layer in self.state_layers if moved else ():
+            layer.select(moved, [rows[row] for row in moved])
         self.filled = self.filled[on_device(rows, self.filled.device).long()]
         self.lengths = [self.lengths[row] for row in rows]
         self.slots = None
@@ -312,6 +310,8 @@ class TreeCache(Cache):
                 own = self.buffers[number][part, start:end]
                 own[:, :, :held] = other.buffers[place.buffer][place.part, :, :, :held]
                 own[:, :, held:] = 0  # of an ended text, whose keys may be NaN (`_buffer`)
+        for mine, theirs in zip(self.state_layers, other.state_layers, strict=True):
+            mine.join(theirs, start, end - start)
         self.filled, self.slots = torch.cat([self.filled, other.filled]), None
 
 

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 
 from decode.cache import TreeCache
 from decode.draft import Draft
+from decode.layers.reading import reading
+from decode.layers.switch import prepare_states
 from decode.ops.attention import grouped
 from decode.ops.fast_linear import fast_linear, prepare_linear
 from decode.ops.transfer import on_device
@@ -41,6 +43,8 @@ class Reader:
 
     def __init__(self, backbone: Backbone, cache: TreeCache) -> None:
         self.backbone, self.cache = backbone, cache
+        if cache.state_layers:
+            prepare_states(backbone.model)
         self.layers = LayerKinds(backbone.config)
         self.be_stable(False)
 
@@ -61,7 +65,10 @@ class Reader:
         `positions` are [B or 1, N], and `masks` [B, 1, N, S]; `None` is a causal mask. The rest: `Backbone.forward`."""
         kwargs = {"position_ids": positions.expand(len(ids), -1), "attention_mask": masks}
         head, stable = self.backbone.head_weight, self.stable
-        with grouped(self.backbone.config, stable), fast_linear(head, ids.numel(), stable):
+        if self.cache.reading is not None:
+            self.cache.reading.stable = stable
+        linear, states = fast_linear(head, ids.numel(), stable), reading(self.cache.reading)
+        with grouped(self.backbone.config, stable), linear, states:
             return self.backbone.forward(ids, self.cache, last, all_hidden, **kwargs)
 
     def prefill(self, ids: Tensor, lengths: Sequence[int], on_hidden: OnHidden | None = None) -> Readout:
@@ -83,20 +90,21 @@ class Reader:
                 piece = torch.cat([piece, piece[:, -1:]], dim=1)
                 positions = torch.cat([positions, positions.new_tensor([longest - 1])])
             final = (last - start).clamp(0, end - start - 1)
+            own = [min(max(length - start, 0), end - start) for length in lengths]
             self.cache.open(piece.shape[1])
-            self.cache.append(piece.shape[1])
+            ragged = None if min(own) == piece.shape[1] else on_device(own, device)
+            self.cache.append(piece.shape[1], own=ragged)
             here = self.forward(piece, positions[None], last=final, all_hidden=on_hidden is not None)
             if on_hidden is not None:
                 hidden = on_hidden(here.hidden[:, : end - start], next_ids[:, start:end], start)
                 here = here._replace(hidden=at(hidden, final))
-            self.cache.keep([end - start] * count)
+            self.cache.keep(own)
             if found is None:
                 found = here
             else:  # rows that ended in an earlier piece keep its readout
                 goes_on = (last >= start)[:, None].to(here.hidden.device)
                 found = Readout(*(torch.where(goes_on, new, old) for new, old in zip(here, found, strict=True)))
         assert found is not None, "an empty prompt is refused before"
-        self.cache.cut(lengths)
         return found
 
     def __call__(self, draft: Draft) -> Readout:
@@ -119,7 +127,7 @@ class Reader:
         cache, topology = self.cache, draft.topology
         if not cache.is_compiled:
             cache.open(topology.num_nodes)
-        cache.append(topology.num_nodes)
+        cache.append(topology.num_nodes, topology)
         # Nodes beyond the end are never accepted (`depth_limit`), but must not ask for a position there either.
         end = self._end(topology)
         positions = cache.filled[:, None] + topology.depth

@@ -152,7 +152,9 @@ class Backbone:
         Return hidden states [B, T, H] and logits [B, T, V] of all positions. `last` [B] is the index of one position
         in each row: then only the hidden states [B, H] and logits [B, V] at these positions are returned. With
         `all_hidden`, the hidden states of all positions are returned in any case."""
-        kwargs |= {"past_key_values": cache, "use_cache": True}
+        if self._names_cache == "cache_params":  # models without attention have no positions and masks either
+            kwargs = {}
+        kwargs |= {self._names_cache: cache, "use_cache": True}
         if self.splits:
             hidden, states = self._run(input_ids, **kwargs)
             read = at(states, last)
@@ -166,10 +168,27 @@ class Backbone:
         out = self._run_whole(input_ids, **kwargs)
         return Readout(out.hidden if all_hidden else at(out.hidden, last), at(out.logits, last))
 
+    def stepwise(self, prompts: Tensor, tokens: Tensor) -> Tensor:
+        """Return the logits [B, N, V] after `tokens` [B, N], read one by one after `prompts` [B, T].
+
+        The cache is the model's own, as in `generate`."""
+        cache, after = dict[str, Cache](), list[Tensor]()
+        for part in (prompts, *tokens.split(1, dim=1)):
+            out = self.model(input_ids=part, use_cache=True, **cache)
+            cache = {self._names_cache: out[self._names_cache]}
+            after.append(out.logits[:, -1])
+        return torch.stack(after[1:], dim=1)
+
     @cached_property
     def _root(self) -> nn.Module:
         """What a forward runs: the model, or its base alone if the LM head splits off."""
         return self.base if self.splits else self.model
+
+    @cached_property
+    def _names_cache(self) -> str:
+        """The argument of a forward that takes the cache."""
+        named = inspect.signature(type(self._root).forward).parameters
+        return "cache_params" if "cache_params" in named else "past_key_values"
 
     @cached_property
     def _watched(self) -> dict[str, int]:
@@ -313,5 +332,5 @@ def at(values: Tensor, last: Tensor | None) -> Tensor:
 
 def require_tree_support(model: PreTrainedModel) -> None:
     """Raise RequestError with the reason if the config shows that the model cannot verify a tree in one forward."""
-    if (reason := why_no_tree(model)) is not None:
+    if (reason := why_no_tree(model, branches_states=True)) is not None:
         raise RequestError(f"{type(model).__name__} ({text_config(model).model_type}) cannot hold a tree: {reason}")

@@ -5,6 +5,7 @@ This code needs only torch and transformers, because `medusa.export.hub_code` co
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,13 +13,34 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-Mask = Tensor | dict[str, Tensor]  # one mask, or one for each kind of attention layer, by transformers' names
+# One mask, or one for each kind of layer, by transformers' names; None: no layer, or none of this kind, takes a mask.
+Mask = Tensor | dict[str, Tensor | None] | None
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # they accept a tree mask
+STATES = ("linear_attention", "conv")  # layers with states instead of keys and values
+BOTH = {"hybrid": FULL, "hybrid_sliding": SLIDING}  # layers with states, too, and the kind of their attention
+NEITHER = ("moe", "mlp")  # they read one token at a time
 ALIBI = "its ALiBi biases follow slot indices, not positions"
 MASK_BLIND = {"mpt": ALIBI, "bloom": ALIBI}
+MASK_BLIND |= dict.fromkeys(("inkling_text", "inkling2_text"), "its relative biases follow slot indices, not positions")
 MASK_BLIND["gpt_neo"] = "its local attention uses a window of its own by slot index and ignores ours"
 """Model types whose attention does not follow a tree mask, with the reason (measured). A test of logits does not find
 them: GPT-Neo's window is longer than the tested text, and half precision hides the biases of MPT."""
+STATE_FUNCTIONS = (
+    "causal_conv1d_fn",
+    "torch_chunk_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "mamba2_chunk_scan",
+    "mamba_selective_scan",
+)
+"""The functions of transformers' files that update states. Each recurrent layer convolves first."""
+OWN_UPDATES = {
+    "minimax": "its linear attention updates its state in its own code, with a cache of its own",
+    "recurrent_gemma": "its recurrent layers keep their states in their modules",
+    "rwkv": "its states are a list of tensors of its own, not a cache of transformers",
+    "xlstm": "its states are in a cache of its own",
+    "zaya": "its attention mixes neighbouring tokens by a convolution in its own code",
+}
+"""Why the states of some model types cannot branch."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Model inputs that mark which tokens are text (0), and which stand for images or sound."""
 
@@ -57,16 +79,23 @@ def rope_kinds(config: PretrainedConfig) -> list[dict[str, Any]]:
     return [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
 
 
-def why_no_tree(model: PreTrainedModel) -> str | None:
-    """Return the reason why the model cannot verify a tree in one forward; `None` if the config shows no reason."""
+def why_no_tree(model: PreTrainedModel, branches_states: bool = False) -> str | None:
+    """Return the reason why the model cannot verify a tree in one forward; `None` if the config shows no reason.
+
+    `branches_states`: whether the caller can let the states of recurrent layers branch, as `decode` does."""
     config = text_config(model)
-    unfit = set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING, CHUNKED}
+    types = set(getattr(config, "layer_types", None) or ())
+    unfit = sorted(types - {FULL, SLIDING, CHUNKED, *STATES, *BOTH, *NEITHER})
     attention = getattr(config, "_attn_implementation", None) or ""
     if model.config.is_encoder_decoder:
         return "encoder-decoder models are not supported"
-    if getattr(model, "_is_stateful", False) or unfit:
-        named = ", ".join(sorted(unfit)) or "recurrent"
-        return f"its layers ({named}) keep a state that cannot branch, or choose by themselves what to see"
+    if unfit:
+        return f"its layers ({', '.join(unfit)}) choose by themselves what a token sees"
+    if LayerTypes(config).has_states or (getattr(model, "_is_stateful", False) and not types):
+        if not branches_states:
+            return "its layers keep states, which only the package medusa lets branch"
+        if not updates_by_functions(model):
+            return OWN_UPDATES.get(config.model_type, "its recurrent layers update their states in code of their own")
     if config.model_type in MASK_BLIND:
         return MASK_BLIND[config.model_type]
     if getattr(config, "alibi", False):
@@ -74,6 +103,28 @@ def why_no_tree(model: PreTrainedModel) -> str | None:
     if any(name in attention for name in ("flash", "flex", "paged")):
         return f"attention {attention!r} takes no tree mask; load it with sdpa or eager (--attention sdpa)"
     return None
+
+
+def updates_by_functions(model: PreTrainedModel) -> bool:
+    """Whether the file of recurrent layers has a function that we can replace, as all but a few files do."""
+    files = {type(module).__module__ for module in model.modules()}
+    return any(hasattr(sys.modules.get(file), STATE_FUNCTIONS[0]) for file in files)
+
+
+class LayerTypes:
+    """What the layers of one model keep of the text: keys and values, states, both, or nothing."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        names = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+        states = getattr(config, "number_of_conv_states", 1)
+        self.attends_and_has_states = [
+            (name not in STATES, states if name in STATES or name in BOTH else 0) for name in names
+        ]
+        """For each layer, whether it attends, and how many convolutions with states it has."""
+
+    @property
+    def has_states(self) -> bool:
+        return any(states for _, states in self.attends_and_has_states)
 
 
 class LayerKind(NamedTuple):
@@ -105,12 +156,18 @@ class LayerKinds:
         names = sorted(set(named)) if named is not None else [SLIDING if window else CHUNKED if chunk else FULL]
         self.is_full = names == [FULL]  # whether every attention layer of the model sees the whole text
         limits = {SLIDING: (window, None), CHUNKED: (None, chunk)}
-        self.kinds = [LayerKind(name, *limits.get(name, ())) for name in names]
+        attends = [name for name in names if name not in STATES and name not in NEITHER]
+        self.kinds = [LayerKind(name, *limits.get(BOTH.get(name, name), ())) for name in attends]
+        self.others = dict.fromkeys(set(names) - {*attends} | ({STATES[0]} if {*names} & {*BOTH} else set()))
 
     def masks(self, of_kind: Callable[[LayerKind], Tensor]) -> Mask:
-        """Make a mask for each layer kind with `of_kind`; return them by name, or just one if the model takes one."""
+        """Make a mask for each kind of attention with `of_kind`; return them by name, or one if the model takes one."""
         masks = {kind.name: of_kind(kind) for kind in self.kinds}
-        return masks if self.is_dict else next(iter(masks.values()))
+        if not self.is_dict:
+            return next(iter(masks.values()))
+        # Some models ask for the masks of a hybrid layer's two parts by their names.
+        by_attention = {BOTH[name]: mask for name, mask in masks.items() if name in BOTH}
+        return {**self.others, **by_attention, **masks} if masks else None
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:

@@ -34,7 +34,7 @@ from medusa.files import write_text
 from medusa.loading import load_backbone
 from medusa.options import LoadOptions, Options, group, option
 from script_tools import markdown_table, run_script, script_parser
-from tiny_models import MULTIMODAL, REFUSED, SUPPORTED, VOCAB, random_heads, tiny_model
+from tiny_models import MULTIMODAL, RECURRENT, REFUSED, SUPPORTED, VOCAB, random_heads, tiny_model
 
 # Wide, because random heads guess badly: of 61 tokens, the next one is among 30 guesses every second time.
 TREE = Tree.top_k([30, 3])
@@ -156,10 +156,12 @@ def generated(model: PreTrainedModel, ids: list[int]) -> list[int]:
 
 def markdown(rows: Sequence[Row], brief: bool = False) -> str:
     """Format the findings, with the versions that they were made with; `brief` names the supported models only."""
-    found = [row for row in rows if row.name not in REFUSED]
+    found = [row for row in rows if row.name not in {*RECURRENT, *REFUSED}]
     supported = summary(found) if brief else markdown_table(SUPPORTED_COLUMNS, [row.cells() for row in found])
+    recurrent = markdown_table(SUPPORTED_COLUMNS, [row.cells() for row in rows if row.name in RECURRENT])
     refused = markdown_table(REFUSED_COLUMNS, [row.cells() for row in rows if row.name in REFUSED])
-    return f"Run with {VERSIONS}.\n\n### Supported\n\n{supported}\n\n### Refused\n\n{refused}"
+    sections = {"Supported": supported, "With recurrent layers": recurrent, "Refused": refused}
+    return "\n\n".join([f"Run with {VERSIONS}.", *(f"### {title}\n\n{text}" for title, text in sections.items())])
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -213,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(check.reason)
         options.output.write(asdict(check))
         return 0 if check.ok else 1
-    names = [*SUPPORTED, *MULTIMODAL, *REFUSED]
+    names = [*SUPPORTED, *MULTIMODAL, *RECURRENT, *REFUSED]
     if unknown := sorted(set(options.only or []) - set(names)):
         raise RequestError(f"--only {unknown[0]!r} is no row; choose from {', '.join(names)}")
     if options.only and options.write:

@@ -16,6 +16,7 @@ from medusa.loading import auto_class
 TABLE = yaml.safe_load(Path(__file__).with_name("architectures.yaml").read_text(encoding="utf-8"))
 COMMON: dict[str, Any] = TABLE["common"]
 SUPPORTED: dict[str, dict[str, Any]] = TABLE["supported"]
+RECURRENT: dict[str, dict[str, Any]] = TABLE["recurrent"]  # supported, too
 MULTIMODAL: dict[str, dict[str, Any]] = TABLE["multimodal"]  # supported, too, for text
 REFUSED: dict[str, dict[str, Any]] = TABLE["refused"]
 VOCAB: int = COMMON["vocab_size"]
@@ -33,7 +34,7 @@ def tiny_model(
         settings = MULTIMODAL[name]
         settings = settings | {"text_config": COMMON | settings.get("text_config", {}) | overrides}
     else:
-        settings = COMMON | (SUPPORTED | REFUSED)[name] | overrides
+        settings = COMMON | (SUPPORTED | RECURRENT | REFUSED)[name] | overrides
     torch.manual_seed(seed)
     config = AutoConfig.for_model(name.split(",")[0], **settings)
     maker = AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto_class(config)

@@ -26,7 +26,7 @@ from decode.target import SCORES_ONLY, Target, settings_of
 from medusa.backbone import Backbone
 from medusa.errors import NotCompilableError, OptionError, RequestError
 from medusa.tree import Tree
-from medusa.tree_support import rope_kinds
+from medusa.tree_support import LayerTypes, rope_kinds
 
 
 class CompiledStepper(Stepper):
@@ -149,6 +149,8 @@ def why_not_compiled(backbone: Backbone) -> str:
     """Say why steps of this model cannot be compiled on this machine; "" if nothing is known against it."""
     if backbone.rope_boundary is not None:
         return "longrope rotates a text by its length"
+    if LayerTypes(backbone.config).has_states:
+        return "its recurrent layers keep states, whose steps are eager"
     if len(set((getattr(backbone.model, "hf_device_map", None) or {"": 0}).values())) > 1:
         return "the model is spread over devices"
     if backbone.device.type == "cpu" and not _has_compiler():

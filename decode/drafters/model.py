@@ -37,7 +37,7 @@ from medusa.heads.sequential import State
 from medusa.loading import load_config
 from medusa.memory import bytes_of
 from medusa.tree import Tree
-from medusa.tree_support import LayerKinds, Mask
+from medusa.tree_support import LayerKinds, LayerTypes, Mask, text_config
 
 MAX_NEW = 128  # new tokens that are read as a draft; for more, which need large masks, the whole text is read again
 
@@ -95,6 +95,9 @@ class DraftModel(DrafterFactory):
     def __init__(self, model: PreTrainedModel, tree: Layout, topk: int = 0, confidence: float = 0.0) -> None:
         """Make a factory from a loaded model, which must support tree attention. Options: see `DraftModelConfig`."""
         require_tree_support(model)
+        if LayerTypes(text_config(model)).has_states:  # which a draft would change
+            keeps = f"{type(model).__name__} keeps states in its recurrent layers, which cannot go back after a draft"
+            raise RequestError(f"drafter model: {keeps}; take a draft model that only attends")
         require_tree_forward(model)
         tree.candidates.require_fit(tree.max_depth, Backbone(model).vocab_size)
         self.model, self.tree, self.topk, self.confidence = model, tree, topk, confidence

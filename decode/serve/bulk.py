@@ -139,14 +139,17 @@ class BulkWriter:
         if not self.is_limited:  # once: the memory of ended texts stays reserved for others
             self.is_limited = True
             longest = max(len(job.prompt) for job in (*joining, *jobs)) + generator.settings.max_new_tokens
-            more = MEMORY * free_memory(generator.model.device) / (longest * self._bytes_of_token())
+            more = MEMORY * free_memory(generator.model.device) / self._bytes_of_text(longest)
             self.width.limit(len(self.running) + int(more))
 
-    def _bytes_of_token(self) -> float:
-        """The bytes that the caches keep of one token of one text."""
+    def _bytes_of_text(self, tokens: int) -> float:
+        """The bytes that the caches keep of a text of so many tokens."""
         assert self.batch.stepper is not None
-        buffers = [buffer for cache in self.batch.stepper.state.reader.caches for buffer in cache.buffers]
-        return sum(buffer.nbytes / (buffer.shape[1] * buffer.shape[3]) for buffer in buffers)
+        caches = self.batch.stepper.state.reader.caches
+        buffers = [buffer for cache in caches for buffer in cache.buffers]
+        states = [state for cache in caches for state in cache.states]
+        of_token = sum(buffer.nbytes / (buffer.shape[1] * buffer.shape[3]) for buffer in buffers)
+        return tokens * of_token + sum(state.nbytes / len(state) for state in states)
 
     def _finish(self) -> None:
         """Give the texts that have ended to their jobs."""

@@ -30,7 +30,7 @@ from decode.request import require_fitting
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
-from medusa.tree_support import LayerKinds
+from medusa.tree_support import LayerKinds, LayerTypes
 
 
 @dataclass(eq=False)
@@ -55,7 +55,9 @@ def scorer_for(model: PreTrainedModel, prompt: list[int]) -> Scorer:
     except RequestError:
         return WholeTexts(model, prompt)
     backbone = Backbone(model)  # longrope changes the rotation of cached keys when a text crosses its boundary
-    return WholeTexts(model, prompt) if backbone.rope_boundary is not None else OnTree(backbone, prompt)
+    # States of recurrent layers follow one path, so they cannot stay in a cache with several.
+    rereads = backbone.rope_boundary is not None or LayerTypes(backbone.config).has_states
+    return WholeTexts(model, prompt) if rereads else OnTree(backbone, prompt)
 
 
 class WholeTexts:

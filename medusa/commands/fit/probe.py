@@ -175,7 +175,9 @@ def _step(generator: TextGenerator, rows: int, length: int) -> float:
     stepper = stepper_for(generator.model, None, quick, *settings.how)
     stepper.start()
     for cache in stepper.state.reader.caches:
-        cache.cut([length] * rows)
+        cache.open(length)
+        cache.append(length)
+        cache.keep([length] * rows)
     times = []
     for _ in range(STEPS + 1):
         start = perf_counter()
