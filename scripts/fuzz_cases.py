@@ -10,9 +10,10 @@ from typing import Any
 from medusa.heads import KINDS, NATIVE
 from medusa.heads.eagle_layer import VARIANTS
 from medusa.shipped import named_trees
-from tiny_models import COMMON, SUPPORTED, VOCAB
+from tiny_models import COMMON, RECURRENT, SUPPORTED, VOCAB
 
-EAGER_ONLY = ("gemma2", "gptj", "gpt_oss")  # transformers offers no sdpa for these
+FAMILIES = SUPPORTED | RECURRENT
+EAGER_ONLY = ("gemma2", "gptj", "gpt_oss", "mamba", "mamba2", "falcon_mamba")  # transformers offers no sdpa for these
 REDUCED = 45  # tokens that heads with a reduced vocabulary guess among
 NAMED = (*sorted(named_trees()), "example")
 DRAFTERS = {"heads": 40, "scripted": 12, "model": 10, "ngram": 9, "lookahead": 8, "rest": 6, "mix": 9, "blockwise": 6}
@@ -65,7 +66,7 @@ class Case:
 def draw_case(seed: int, number: int) -> Case:
     """Draw the case `number` of a run with `seed`."""
     rng = random.Random(f"{seed} {number}")
-    family, drafter, door = rng.choice(list(SUPPORTED)), _pick(rng, DRAFTERS), _pick(rng, DOORS)
+    family, drafter, door = rng.choice(list(FAMILIES)), _pick(rng, DRAFTERS), _pick(rng, DOORS)
     prompts, num_heads = _prompts(rng, "longrope" in family), rng.randint(1, 5)
     options = _options(rng, drafter, prompts)
     tree = _tree(rng, num_heads) if drafter in ("heads", "model", "mix") else None
@@ -81,7 +82,7 @@ def draw_case(seed: int, number: int) -> Case:
         seed=rng.randrange(2**31),
         family=family,
         attention="eager" if family in EAGER_ONLY else rng.choice(["sdpa", "eager"]),
-        model=_model(rng, SUPPORTED[family]),
+        model=_model(rng, FAMILIES[family]),
         prompts=prompts,
         drafter=_drafter(rng, drafter),
         tree=tree,
@@ -118,7 +119,7 @@ def _model(rng: random.Random, entry: Mapping[str, Any]) -> dict[str, Any]:
             changes[name] = rng.randint(2, 24)
     if "num_key_value_heads" not in entry and "num_kv_heads" not in entry and rng.random() < 0.5:
         changes["num_key_value_heads"] = rng.choice([1, 2, 4])
-    if rng.random() < 0.15:
+    if rng.random() < 0.15 and "tie_word_embeddings" not in entry:
         changes["tie_word_embeddings"] = True
     return changes
 

@@ -130,7 +130,7 @@ def _last_taps(reading: Reading, width: int, last: Tensor, counts: Tensor) -> Te
     if reading.topology is None:
         return counts[:, None] + stays
     taps = reading.taps(width).to(last.device).expand(len(last), -1, -1)
-    chosen = taps.gather(1, last.clamp_min(0)[:, None, None].expand(-1, 1, width))[:, 0]
+    chosen = taps[torch.arange(len(last), device=last.device), last.clamp_min(0)]
     return torch.where(counts[:, None] > 0, chosen, stays)
 
 
@@ -139,6 +139,5 @@ def _on_path(reading: Reading, last: Tensor, counts: Tensor) -> Tensor:
     if reading.topology is None:
         return counts[:, None] > 0
     above = reading.topology.ancestors.to(last.device).expand(len(last), -1, -1)
-    return above.gather(1, last.clamp_min(0)[:, None, None].expand(-1, 1, above.shape[-1]))[:, 0] & (
-        counts[:, None] > 0
-    )
+    of_last = above[torch.arange(len(last), device=last.device), last.clamp_min(0)]
+    return of_last & (counts[:, None] > 0)

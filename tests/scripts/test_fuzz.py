@@ -17,7 +17,7 @@ from decode.step import State
 from fuzz_cases import DOORS, DRAFTERS, draw_case
 from medusa.backbone import Readout
 from medusa.errors import RequestError, RunError
-from tiny_models import SUPPORTED
+from tiny_models import RECURRENT, SUPPORTED
 
 COMMAND = re.compile(r"^python scripts/fuzz\.py (--seed \d+ --case \d+)$", re.MULTILINE)
 
@@ -116,7 +116,7 @@ def test_a_failing_case_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None
 def test_draws_repeat_and_reach_everything() -> None:
     cases = [draw_case(3, number) for number in range(400)]
     assert cases == [draw_case(3, number) for number in range(400)]
-    assert {case.family for case in cases} == set(SUPPORTED)
+    assert {case.family for case in cases} == {*SUPPORTED, *RECURRENT}
     assert {case.drafter.partition(":")[0] for case in cases} == set(DRAFTERS)
     assert {case.door for case in cases} == set(DOORS)
     shapes = {case.shape for case in cases}

@@ -23,14 +23,16 @@ GREEDY, SAMPLED = Settings(max_new_tokens=20), Settings(max_new_tokens=20, tempe
 PROMPTS = [random_ids(random.Random(number).randint(1, 30), seed=number) for number in range(24)]
 
 
-def written(settings: Settings, width: int | None = 4, source: Any = None, prompts: Any = PROMPTS) -> Any:
+def written(
+    settings: Settings, width: int | None = 4, source: Any = None, prompts: Any = PROMPTS, family: str = "llama"
+) -> Any:
     """The texts of the prompts, by their index."""
     texts: dict[int, list[int]] = {}
     jobs = deque(
         Job(prompt, index, lambda new, reason, index=index: texts.__setitem__(index, new))
         for index, prompt in enumerate(prompts)
     )
-    writer = BulkWriter(TextGenerator(shared_model(), settings, None, source), width)
+    writer = BulkWriter(TextGenerator(shared_model(family), settings, None, source), width)
     writer.write(jobs, lambda lengths: None)
     return [texts[index] for index in range(len(prompts))]
 
@@ -39,6 +41,17 @@ def written(settings: Settings, width: int | None = 4, source: Any = None, promp
 def test_greedy_texts_are_those_of_generate(width: int | None) -> None:
     expected = [plain(shared_model(), prompt, max_new_tokens=20, do_sample=False) for prompt in PROMPTS]
     assert written(GREEDY, width) == expected
+
+
+@pytest.mark.parametrize("name", [None, "heads", "mix:heads+ngram", "lookahead"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba", "lfm2"])
+def test_texts_join_and_leave_with_their_states(family: str, name: str | None) -> None:
+    model = shared_model(family)
+    expected = [plain(model, prompt, max_new_tokens=20, do_sample=False) for prompt in PROMPTS[:9]]
+    tree = "topk:3,2" if name in ("heads", "mix:heads+ngram") else None
+    context = DrafterContext(model, random_heads(model) if tree else None, tree)
+    source = None if name is None else drafter_factory(name, context)
+    assert written(GREEDY, 3, source, PROMPTS[:9], family) == expected
 
 
 @pytest.mark.parametrize("drafts", ["none", "heads", "ngram"])
