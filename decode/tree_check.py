@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.draft import Draft
@@ -174,8 +174,10 @@ def _one_by_one(backbone: Backbone, trees: list[tuple[list[int], list[int], list
     for tree, (prompt, more, nodes) in enumerate(trees):
         lines = [[*more, *(nodes[node] for node in line)] for line in LINES]
         tokens = pad_sequence([torch.tensor(line) for line in lines], batch_first=True).to(backbone.device)
-        after = backbone.stepwise(torch.tensor([prompt] * len(lines), device=backbone.device), tokens)
-        for line, text, logits in zip(LINES, lines, after.cpu().double(), strict=True):
+        cache, after = {backbone.cache_name: DynamicCache(config=backbone.config)}, list[Tensor]()
+        for part in (torch.tensor([prompt] * len(lines)).to(tokens), *tokens.split(1, dim=1)):
+            after.append(backbone.model(input_ids=part, use_cache=True, **cache).logits[:, -1])
+        for line, text, logits in zip(LINES, lines, torch.stack(after[1:], dim=1).cpu().double(), strict=True):
             found[tree, line] = logits[len(text) - len(line) : len(text)]
     return found
 

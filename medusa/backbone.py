@@ -152,9 +152,9 @@ class Backbone:
         Return hidden states [B, T, H] and logits [B, T, V] of all positions. `last` [B] is the index of one position
         in each row: then only the hidden states [B, H] and logits [B, V] at these positions are returned. With
         `all_hidden`, the hidden states of all positions are returned in any case."""
-        if self._names_cache == "cache_params":  # models without attention have no positions and masks either
+        if not self._takes_positions:  # a model without attention takes no masks either
             kwargs = {}
-        kwargs |= {self._names_cache: cache, "use_cache": True}
+        kwargs |= {self.cache_name: cache, "use_cache": True}
         if self.splits:
             hidden, states = self._run(input_ids, **kwargs)
             read = at(states, last)
@@ -168,27 +168,24 @@ class Backbone:
         out = self._run_whole(input_ids, **kwargs)
         return Readout(out.hidden if all_hidden else at(out.hidden, last), at(out.logits, last))
 
-    def stepwise(self, prompts: Tensor, tokens: Tensor) -> Tensor:
-        """Return the logits [B, N, V] after `tokens` [B, N], read one by one after `prompts` [B, T].
-
-        The cache is the model's own, as in `generate`."""
-        cache, after = dict[str, Cache](), list[Tensor]()
-        for part in (prompts, *tokens.split(1, dim=1)):
-            out = self.model(input_ids=part, use_cache=True, **cache)
-            cache = {self._names_cache: out[self._names_cache]}
-            after.append(out.logits[:, -1])
-        return torch.stack(after[1:], dim=1)
-
     @cached_property
     def _root(self) -> nn.Module:
         """What a forward runs: the model, or its base alone if the LM head splits off."""
         return self.base if self.splits else self.model
 
     @cached_property
-    def _names_cache(self) -> str:
-        """The argument of a forward that takes the cache."""
-        named = inspect.signature(type(self._root).forward).parameters
-        return "cache_params" if "cache_params" in named else "past_key_values"
+    def _named(self) -> set[str]:
+        """The names of the arguments of a forward."""
+        return {*inspect.signature(type(self._root).forward).parameters}
+
+    @property
+    def cache_name(self) -> str:
+        """The argument that takes the cache: "cache" since transformers 5.24, or an older name."""
+        return next((name for name in ("cache", "cache_params") if name in self._named), "past_key_values")
+
+    @property
+    def _takes_positions(self) -> bool:
+        return "position_ids" in self._named or self.cache_name == "past_key_values"
 
     @cached_property
     def _watched(self) -> dict[str, int]:

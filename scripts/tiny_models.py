@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from medusa import MedusaConfig, MedusaHeads
 from medusa.backbone import Backbone
@@ -15,10 +15,17 @@ from medusa.loading import auto_class
 
 TABLE = yaml.safe_load(Path(__file__).with_name("architectures.yaml").read_text(encoding="utf-8"))
 COMMON: dict[str, Any] = TABLE["common"]
+
+
+def _there(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The rows whose model types the installed transformers has."""
+    return {name: row for name, row in rows.items() if name.split(",")[0] in CONFIG_MAPPING}
+
+
 SUPPORTED: dict[str, dict[str, Any]] = TABLE["supported"]
-RECURRENT: dict[str, dict[str, Any]] = TABLE["recurrent"]  # supported, too
-MULTIMODAL: dict[str, dict[str, Any]] = TABLE["multimodal"]  # supported, too, for text
-REFUSED: dict[str, dict[str, Any]] = TABLE["refused"]
+RECURRENT: dict[str, dict[str, Any]] = _there(TABLE["recurrent"])  # supported, too
+MULTIMODAL: dict[str, dict[str, Any]] = _there(TABLE["multimodal"])  # supported, too, for text
+REFUSED: dict[str, dict[str, Any]] = _there(TABLE["refused"])
 VOCAB: int = COMMON["vocab_size"]
 
 
