@@ -86,6 +86,7 @@ class ContextKV:
         rope: Rope,
         place: Tensor | None = None,
         window: int | None = None,
+        sinks: int = 0,
     ) -> None:
         """Prepare S text tokens and Q queries in each of B rows for attention with A attention heads of size D.
 
@@ -97,12 +98,14 @@ class ContextKV:
             steps: the number of heads, the maximum of J. Head i (from 0) adds one own key, at `position_ids` + i.
             rope: the rotations of keys and queries.
             place: [R] indices of the selected queries in the flattened [B * Q]; by default all queries.
-            window: the number of last keys that a query sees, its own ones included; by default all."""
+            window: the number of last keys that a query sees, its own ones included; by default all.
+            sinks: 1 if each query comes with the score of a sink, after those of its own keys (`attend_to_path`)."""
         keys, values = kv[0]
         self.place, self.rows, self.queries, self.size = place, len(keys), seen.shape[1], values.shape[-1]
+        self.sinks = sinks
         ahead = torch.arange(steps, device=position_ids.device)
         self.angles = rope.angles(position_ids[..., None] + ahead, keys.dtype)  # [..., steps, D] each
-        self.extra = -(-steps // 8) * 8  # attention kernels are faster with multiples of 8
+        self.extra = -(-(steps + sinks) // 8) * 8  # attention kernels are faster with multiples of 8
         self.masks = [_additive(seen, self.extra, keys)]
         if window is not None:  # one mask for each head, which has one own key more than the head before it
             back = seen.flip(-1).cumsum(-1).flip(-1)  # 1 at the last key of the text, 2 at the key before it, ...
@@ -116,7 +119,7 @@ class ContextKV:
         Args:
             query: [B, Q, A, D], or [R, A, D] for the R queries that the constructor's `place` selects; the text's part
                 has this shape with E for D. If all queries share the mask (`seen` is [B, 1, S]), Q can be any number.
-            own: [..., A, J] unscaled inner products of each query with its own keys; J counts those so far.
+            own: [..., A, J] unscaled inner products of each query with its own keys; J counts those so far, and a sink.
             layer: the index of the layer whose keys and values are used.
             scale: the factor of inner products; `None`: 1 / sqrt(D)."""
         count, scale = own.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
@@ -125,7 +128,7 @@ class ContextKV:
             grid = query.new_zeros(self.rows * self.queries, *query.shape[1:])
             query = grid.index_copy(0, self.place, query).unflatten(0, (self.rows, -1))
         keys, values = self.layers[layer]
-        mask = self.masks[min(count, len(self.masks)) - 1]
+        mask = self.masks[min(count - self.sinks, len(self.masks)) - 1]
         grouped = {"enable_gqa": True} if keys.shape[1] != query.shape[-2] else {}
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, **grouped
@@ -143,6 +146,7 @@ class AttendsToText(ABC):
     config: MedusaConfig
     rope: Rope
     window: int | None = None  # the number of last keys that a head sees (`ContextKV`); `None`: all
+    sinks = 0  # 1 if attention has sinks (`attend_to_path`)
 
     @abstractmethod
     def project_kv(
@@ -164,7 +168,7 @@ class AttendsToText(ABC):
 
     def context_kv(self, kv: list[KV], seen: Tensor, position_ids: Tensor, place: Tensor | None = None) -> ContextKV:
         """Prepare the keys and values of texts, from `project_kv`, for attention; for arguments see `ContextKV`."""
-        return ContextKV(kv, seen, position_ids, self.config.num_heads, self.rope, place, self.window)
+        return ContextKV(kv, seen, position_ids, self.config.num_heads, self.rope, place, self.window, self.sinks)
 
     def angles(self, head: int, feature: Tensor, context_kv: ContextKV | None) -> tuple[Tensor, Tensor]:
         """The rotations [..., D] of the pair that the head with index `head` adds after features [..., H]."""
@@ -195,22 +199,26 @@ def attend_to_path(
     context_kv: ContextKV | None,
     layer: int = 0,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend to the text and to the path; return the attention's output [..., A, E], before its matrix.
 
     `query` [..., A, D] is that of the path's last pair, and `own` [..., G (D + E)] are the keys and values of all pairs
     of the path (`joined`), of G = `groups` heads of keys. `layer` is the layer's index in `context_kv`, and `scale` the
-    factor of inner products (`None`: 1 / sqrt(D))."""
+    factor of inner products (`None`: 1 / sqrt(D)). `sinks` [A] are scaled scores of a key whose value is 0 (attention
+    sinks, arXiv 2508.10925)."""
     size, scale = query.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
     states = torch.stack(list(own), dim=-2).unflatten(-1, (groups, -1))
     keys, values = (part[..., None, :] for part in states.tensor_split([size], dim=-1))  # [..., J, G, 1, D or E]
     by_group = query.unflatten(-2, (groups, -1))[..., None, :, :, :]  # [..., 1, G, A / G, D]
     scores = (by_group * keys).sum(-1).flatten(-2).transpose(-1, -2)  # [..., A, J]
+    if sinks is not None:
+        scores = torch.cat([scores, (sinks / scale).to(scores.dtype).expand(scores.shape[:-1])[..., None]], dim=-1)
     if context_kv is None:
         seen, weights = query.new_zeros(*query.shape[:-1], values.shape[-1]), (scores * scale).softmax(-1)
     else:
         seen, weights = context_kv.attend(query, scores, layer, scale)
-    shares = weights.transpose(-1, -2).unflatten(-1, (groups, -1))[..., None]
+    shares = weights[..., : len(own)].transpose(-1, -2).unflatten(-1, (groups, -1))[..., None]
     return seen + (shares * values).sum(-4).flatten(-3, -2)
 
 

@@ -48,8 +48,10 @@ NOT_MADE = (AssertionError, AttributeError, ImportError, LookupError, NotImpleme
 It puts the layer together from the parts of any decoder, without asking whether they fit. Of 184 model types, given
 `num_mtp_layers: 1`, transformers 5.23 made 38, refused 77, and stopped at some part of 69."""
 SPECIAL = ("chain_hidden_post_norm", "mtp_hidden_states_first")  # settings of layers with another input or norm
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Attends with queries [1, A, M, D], keys [1, G, M, D], values [1, G, M, E] and a scale; returns [1, M, A, E]."""
+Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
+"""Attends with queries [1, A, M, D], keys [1, G, M, D], values [1, G, M, E], a scale and sinks (`None`, or [A]).
+
+It returns [1, M, A, E]."""
 
 
 @dataclass
@@ -96,7 +98,9 @@ class MtpHeads(SequentialHeads, AttendsToText):
         layers = new_layers(MtpSettings.of(self.config).mtp or {})
         self.layer = cast("MtpLayer", layers.layers[0])
         self.rope = ModelRope(layers)
-        self.window = getattr(self.layer.mtp_block.self_attn, "sliding_window", None)
+        attention = self.layer.mtp_block.self_attn
+        self.window = getattr(attention, "sliding_window", None)
+        self.sinks = int(getattr(attention, "sinks", None) is not None)
 
     def _input(self, feature: Tensor, token: Tensor) -> Tensor:
         """Compute the block's input [..., H] from features [..., H] and token embeddings [..., H]."""
@@ -112,7 +116,7 @@ class MtpHeads(SequentialHeads, AttendsToText):
     ) -> list[KV]:
         found: list[KV] = []
 
-        def keep(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        def keep(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
             found.append((key, value) if append is None else append(key, value, 0))
             return query.transpose(1, 2)[..., :1].expand(-1, -1, -1, value.shape[-1])  # only the shape matters here
 
@@ -132,10 +136,10 @@ class MtpHeads(SequentialHeads, AttendsToText):
         shape, own = feature.shape[:-1], list(path)
         angles = self.angles(head, feature, context_kv)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
             query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # [M, A or G, D or E]
             own.append(joined((key, value)).unflatten(0, shape))
-            out = attend_to_path(query.unflatten(0, shape), own, key.shape[1], context_kv, scale=scale)
+            out = attend_to_path(query.unflatten(0, shape), own, key.shape[1], context_kv, scale=scale, sinks=sinks)
             return out.reshape(1, -1, *out.shape[-2:])
 
         flat = self._input(feature, token).reshape(1, -1, feature.shape[-1])
@@ -161,11 +165,12 @@ class ModelRope(Rope):
             self.rotary = kind(config=layers.config)
         by_layer = "layer_type" in inspect.signature(self.rotary.forward).parameters
         self.keywords = {"layer_type": layers.config.layer_types[0]} if by_layer else {}
+        self.axes = (3, 1, -1) if hasattr(self.rotary, "mrope_section") else (1, -1)  # of text, all three are equal
 
     def angles(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         self.rotary.to(position_ids.device)
         like = torch.empty(0, dtype=dtype, device=position_ids.device)
-        cos, sin = self.rotary(like, position_ids=position_ids.reshape(1, -1) + 1, **self.keywords)
+        cos, sin = self.rotary(like, position_ids=(position_ids.reshape(1, -1) + 1).expand(self.axes), **self.keywords)
         return cos.reshape(*position_ids.shape, -1), sin.reshape(*position_ids.shape, -1)
 
 
@@ -197,6 +202,8 @@ def _obstacles(layers: MtpModel) -> list[str]:
         found.append(f"it is of type {kinds[0]}")
     if layers.rotary_emb is None:
         found.append("it has no rotary embeddings")
+    if getattr(layers.config, "mtp_use_dedicated_embeddings", False):
+        found.append("it has embeddings of its own")
     return found
 
 
@@ -209,10 +216,13 @@ def _attention(
     *,
     attend: Attend,
     scaling: float,
+    s_aux: Tensor | None = None,
     **settings: object,
 ) -> tuple[Tensor, None]:
-    """Attend by the function `attend`, a keyword of the block's forward (see transformers' AttentionInterface)."""
-    return attend(query, key, value, scaling), None
+    """Attend by the function `attend`, a keyword of the block's forward (see transformers' AttentionInterface).
+
+    `s_aux` is transformers' name for the sinks [A]."""
+    return attend(query, key, value, scaling, s_aux), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

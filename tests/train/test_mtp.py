@@ -19,6 +19,7 @@ from medusa.errors import RequestError
 from medusa.native_layers import native_heads
 from tests.helpers import plain, random_ids
 from tests.native_models import needs_forward_layer, save_native
+from tests.published_mtp import save_published
 from train.architecture import learning_rate
 from train.arguments import MedusaTrainingArguments
 from train.check import CONTINUED_RATE, check
@@ -108,6 +109,18 @@ def test_a_run_fine_tunes_the_layer(backbone: Path, recipe: dict[str, Any]) -> N
     out = generate(model, again, ids, max_new_tokens=9, do_sample=False)
     assert isinstance(out, torch.Tensor)
     assert out[0, 7:].tolist() == plain(model, ids[0].tolist(), max_new_tokens=9)
+
+
+def test_a_run_starts_from_the_layer_of_a_hybrid_mixture(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """The files name the layer in another way, and store its experts one by one."""
+    place, output = tmp_path / "hybrid", Path(recipe["output_dir"])
+    save_published("qwen3_next", place)
+    settings = {"max_steps": 2, "use_cpu": True}  # the first step warms up
+    train(parse_recipe(recipe | {"backbone": str(place), "training": settings}, "test"), quiet=True)
+    heads, stored = MedusaHeads.from_pretrained(output), native_heads(AutoModelForCausalLM.from_pretrained(place), 1)
+    for (name, trained), first in zip(heads.named_parameters(), stored.parameters(), strict=True):
+        assert not torch.equal(trained, first), name
+        torch.testing.assert_close(trained, first, rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize(
