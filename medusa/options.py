@@ -65,6 +65,11 @@ def count(default: object, help: str, metavar: str = "N", **keywords: Any) -> An
     return option(default, help, allowed, lambda value: value >= 1, metavar, type=int, **keywords)
 
 
+def positive(default: float | None, help: str, metavar: str) -> Any:
+    """Declare an option whose value is a number above 0."""
+    return option(default, help, "above 0", lambda value: value > 0, metavar, type=float)
+
+
 def share(default: float, help: str, metavar: str, name: str = "") -> Any:
     """Declare an option whose value is a number from 0 to 1."""
     return option(default, help, "between 0 and 1", lambda value: 0 <= value <= 1, metavar, name)

@@ -35,7 +35,7 @@ from medusa.arguments import parse
 from medusa.commands.options import Output
 from medusa.errors import RunError
 from medusa.files import ASSETS, Json
-from medusa.options import Options, count, group, option
+from medusa.options import Options, count, group, option, positive
 from medusa.records.sources import read_records
 from script_tools import markdown_table, run_script, script_parser
 
@@ -47,7 +47,7 @@ Server = tuple[tuple[str, int], subprocess.Popen[bytes]]  # its address, and its
 
 
 class LoadOptions(Options):
-    minutes: float = option(10.0, "send requests for M minutes", "above 0", lambda value: value > 0, metavar="M")
+    minutes: float = positive(10.0, "send requests for M minutes", "M")
     clients: int = count(32, "let N clients send requests at once")
     batch_size: int = count(8, "let the server decode N texts at a time")
     requests: int = count(40, "choose from N different requests")

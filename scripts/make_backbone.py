@@ -1,11 +1,13 @@
-"""Train a small Llama from scratch: a backbone for tests and demonstrations, or a draft model for such a backbone.
+"""Train a small model from scratch: a backbone for tests and demonstrations, or a draft model for such a backbone.
 
     python scripts/make_backbone.py --data train.txt --eval eval.txt --output backbone --minutes 100
     python scripts/make_backbone.py --preset draft --data train.txt --eval eval.txt --tokenizer backbone \\
         --teacher backbone --no-save-tokenizer --output draft --minutes 30 \\
         --row-length 512 --batch-size 4 --adamw-lr 0.01 --warmup-steps 100
+    python scripts/make_backbone.py --architecture hybrid --data train.txt --output hybrid --cpu-minutes 20
     python scripts/make_backbone.py --evaluate-only backbone --eval eval.txt
 
+The model is a Llama, or a hybrid like Qwen 3.5: of four layers, three are gated delta nets and the last one attends.
 Documents are shuffled, laid end to end and cut into rows. Muon trains the matrices of the layers, AdamW the rest. The
 learning rate rises during the warm-up, and falls to 2 % in the second half of the training.
 
@@ -14,20 +16,17 @@ Shapes: B rows in a batch, T tokens in a row, V tokens in the vocabulary, K most
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 import time
 from argparse import BooleanOptionalAction
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from medusa.arguments import parse
 from medusa.commands.options import RuntimeOptions
@@ -35,8 +34,9 @@ from medusa.cpu import has_fast_bfloat16
 from medusa.errors import RequestError
 from medusa.files import require_absent
 from medusa.loading import load_backbone, load_tokenizer
-from medusa.options import LoadOptions, Options, count, group, option, share
+from medusa.options import LoadOptions, Options, count, group, option, positive, share
 from script_tools import read_documents, run_script, script_parser
+from text_score import Score, encode, evaluate
 
 SHAPES = {
     "backbone": {"hidden_size": 256, "layers": 6, "heads": 8, "kv_heads": 4, "intermediate_size": 704},
@@ -44,6 +44,7 @@ SHAPES = {
     "draft": {"hidden_size": 80, "layers": 2, "heads": 5, "kv_heads": 5, "intermediate_size": 224},
 }
 CONFIG_NAMES = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+ARCHITECTURES = {"llama": "llama", "hybrid": "qwen3_5_text"}  # names of transformers
 VOCAB_SIZE, TOLD = 4096, 100  # of both presets; steps from one line of progress to the next
 
 
@@ -52,16 +53,15 @@ class Recipe(Options):
 
     row_length: int = count(384, "cut the text into rows of N tokens")
     batch_size: int = count(10, "rows in a batch")
-    muon_lr: float = option(0.02, "learning rate of matrices", "above 0", lambda value: value > 0, "LR")
-    adamw_lr: float = option(3e-3, "learning rate of the rest", "above 0", lambda value: value > 0, "LR")
+    muon_lr: float = positive(0.02, "learning rate of matrices", "LR")
+    adamw_lr: float = positive(3e-3, "learning rate of the rest", "LR")
     warmup_steps: int = option(30, "raise the learning rate over the first N steps", metavar="N")
     teacher_weight: float = share(0.9, "weight of the teacher in the loss", "W")
     teacher_top: int = count(32, "keep the N most probable tokens of the teacher")  # K
     bf16: bool | None = option(None, "bfloat16 autocast (default: if the device is fast)", action=BooleanOptionalAction)
     steps: int | None = count(None, "train for this many steps")
-    minutes: float | None = option(
-        None, "train for this long; the schedule follows the clock", "above 0", lambda value: value > 0, type=float
-    )
+    minutes: float | None = positive(None, "train for M minutes; the schedule follows the clock", "M")
+    cpu_minutes: float | None = positive(None, "train for M minutes of CPU time, all threads together", "M")
 
 
 class BackboneOptions(Options):
@@ -70,6 +70,7 @@ class BackboneOptions(Options):
     data: str | None = option(None, "train on a file, a folder or a Hub dataset id (roneneldan/TinyStories)")
     eval: str | None = option(None, "text to evaluate on", metavar="FILE")
     tokenizer: str | None = option(None, "use this tokenizer instead of training one", metavar="FOLDER")
+    architecture: str = option("llama", "train a Llama, or a hybrid with recurrent layers", choices=ARCHITECTURES)
     preset: str = option("backbone", "sizes of the model, unless they are given", choices=SHAPES)
     hidden_size: int | None = count(None, "default: backbone 256, draft 80")
     layers: int | None = count(None, "default: backbone 6, draft 2")
@@ -102,6 +103,17 @@ class BackboneOptions(Options):
         """The sizes of the preset, or those that the user gave instead."""
         return {name: getattr(self, name) or default for name, default in SHAPES[self.preset].items()}
 
+    @property
+    def config_sizes(self) -> dict[str, int]:
+        """The shape by the names of configs. The heads of recurrent layers have the number and size of the others."""
+        shape = self.shape
+        sizes = {CONFIG_NAMES.get(name, name): size for name, size in shape.items()}
+        sizes["head_dim"] = size = shape["hidden_size"] // shape["heads"]
+        if self.architecture == "hybrid":
+            sizes |= {"linear_num_key_heads": shape["kv_heads"], "linear_num_value_heads": shape["heads"]}
+            sizes |= {"linear_key_head_dim": size, "linear_value_head_dim": size}
+        return sizes
+
 
 def require(allowed: object, message: str) -> None:
     """Raise a RequestError with this message unless `allowed` is true."""
@@ -113,7 +125,8 @@ def check_training(options: BackboneOptions) -> None:
     """Raise RequestError for options that cannot work together in a training run."""
     recipe = options.recipe
     require(options.data and options.output, "a training needs --data and --output")
-    require(bool(recipe.steps) != bool(recipe.minutes), "give --steps or --minutes, not both: how long to train")
+    budgets = [recipe.steps, recipe.minutes, recipe.cpu_minutes]
+    require(budgets.count(None) == 2, "give one of --steps, --minutes and --cpu-minutes: how long to train")
     own_tokens = options.preset == "backbone" and not options.teacher and options.save_tokenizer
     needing = "--preset draft, --teacher and --no-save-tokenizer"
     require(options.tokenizer or own_tokens, f"{needing} need --tokenizer FOLDER: the backbone's")
@@ -137,14 +150,6 @@ def open_model(folder: str, dtype: str, device: str) -> PreTrainedModel:
     """Load the model of a local folder; raise RequestError if there is no such folder."""
     require(Path(folder).is_dir(), f"no such folder: {folder}")
     return load_backbone(folder, LoadOptions(dtype, device)).model
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Iterator[Tensor]:
-    """Yield the token ids [T] of each document, with BOS at their start."""
-    bos = tokenizer.bos_token_id
-    for start in range(0, len(documents), 1000):  # verbose would warn about documents longer than the context
-        for ids in tokenizer(list(documents[start : start + 1000]), verbose=False)["input_ids"]:
-            yield torch.tensor(ids if ids[:1] == [bos] else [bos, *ids], dtype=torch.int32)
 
 
 def cut_rows(encoded: Iterable[Tensor], length: int) -> Tensor:
@@ -199,11 +204,13 @@ def batches(rows: int, size: int) -> Iterator[Tensor]:
 
 
 def fit(model: PreTrainedModel, rows: Tensor, options: BackboneOptions, teacher: Teacher | None) -> int:
-    """Train a model on rows [R, T] until the steps or the minutes are over; return the number of steps."""
-    recipe, begin, optimizers, step = options.recipe, time.monotonic(), optimizers_of(model, options.recipe), 0
+    """Train a model on rows [R, T] until its budget is spent; return the number of steps."""
+    recipe, optimizers, step = options.recipe, optimizers_of(model, options.recipe), 0
+    clock, minutes = time.monotonic if recipe.minutes else time.process_time, recipe.minutes or recipe.cpu_minutes
+    begin = clock()
     parts = [(part, part["lr"]) for each in optimizers for part in each.param_groups]
     for index in batches(len(rows), recipe.batch_size):
-        done = step / recipe.steps if recipe.steps else (time.monotonic() - begin) / (60 * recipe.minutes)
+        done = step / recipe.steps if recipe.steps else (clock() - begin) / (60 * minutes)
         if done >= 1:
             break
         for part, full in parts:
@@ -249,10 +256,11 @@ def train(options: BackboneOptions) -> None:
     rows = cut_rows(encode(tokenizer, documents), recipe.row_length)
     enough = len(rows) >= recipe.batch_size
     require(enough, f"the text fills {len(rows)} rows; give a smaller --batch-size or --row-length")
-    sizes = {CONFIG_NAMES.get(name, name): size for name, size in options.shape.items()}
-    sizes |= {"vocab_size": tokens, "max_position_embeddings": options.context}
+    sizes = options.config_sizes | {"vocab_size": tokens, "max_position_embeddings": options.context}
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **special, tie_word_embeddings=True)).to(options.device)
+    kind = ARCHITECTURES[options.architecture]
+    config = AutoConfig.for_model(kind, **sizes, **special, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config).to(options.device)
     teacher = None if learning is None else Teacher(learning, rows, recipe.teacher_top)
     steps = fit(model, rows, options, teacher)
     model.to(torch.bfloat16).save_pretrained(options.output)
@@ -261,60 +269,6 @@ def train(options: BackboneOptions) -> None:
     print(f"{steps} steps; {model.num_parameters():,} parameters in {options.output}")
     if options.eval:
         print(score_of(options, str(options.output), tokenizer))
-
-
-class Score(NamedTuple):
-    """Sums over the evaluated text."""
-
-    nats: float
-    tokens: int  # without BOS
-    characters: int
-    agreements: int | None = None  # positions where model and teacher prefer the same token
-
-    @property
-    def bits_per_character(self) -> float:
-        return self.nats / math.log(2) / self.characters
-
-    def __str__(self) -> str:
-        told = f"{self.nats / self.tokens:.4f} nats a token, {self.bits_per_character:.4f} bits a character"
-        told += f" ({self.tokens} tokens, {self.characters} characters)"
-        agreed = "" if self.agreements is None else f", {self.agreements / self.tokens:.4f} agreement with the teacher"
-        return told + agreed
-
-
-def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the windows (begin, end, first) that score a document of `length` tokens: each token but BOS once.
-
-    The model reads the tokens begin to end - 1 and scores those from `first` on. Windows advance by half a context,
-    so tokens after the first window have at least half a context before them."""
-    begin, end = 0, 1
-    while end < length:
-        first, end = end, min(begin + context, length)
-        yield begin, end, first
-        begin += max(context // 2, 1)
-
-
-@torch.inference_mode()
-def evaluate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[str],
-    teacher: PreTrainedModel | None = None,
-) -> Score:
-    """Score whole documents, with BOS at the start of each; `teacher` adds the count of agreements."""
-    nats, tokens, agreements = 0.0, 0, 0
-    for ids in encode(tokenizer, documents):
-        for begin, end, first in windows(len(ids), model.config.max_position_embeddings):
-            inputs = ids[None, begin : end - 1].long().to(model.device)
-            targets = ids[first:end].long().to(model.device)
-            scored = slice(first - begin - 1, None)
-            logits = model(input_ids=inputs, use_cache=False).logits[0, scored].float()
-            nats += F.cross_entropy(logits, targets, reduction="sum").item()
-            tokens += end - first
-            if teacher is not None:
-                expected = teacher(input_ids=inputs, use_cache=False).logits[0, scored].argmax(-1)
-                agreements += int((logits.argmax(-1) == expected).sum())
-    return Score(nats, tokens, sum(map(len, documents)), None if teacher is None else agreements)
 
 
 def score_of(options: BackboneOptions, folder: str, tokenizer: PreTrainedTokenizerBase) -> Score:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.utils.generic import is_flash_attention_requested
@@ -18,6 +19,7 @@ from medusa.errors import RequestError
 from medusa.heads import kinds_where
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs, following_ids
+from medusa.tree_support import LayerTypes
 from medusa.vocabulary import lm_head_for, token_ids
 from train.arguments import MedusaTrainingArguments
 from train.data.packing import Batch
@@ -128,7 +130,10 @@ def packed_states(backbone: Backbone, input_ids: Tensor, position_ids: Tensor) -
 
     transformers makes a mask [B, 1, T, T] from the positions. Flash attention reads the documents' lengths instead, and
     computes nothing between documents: all rows are laid end to end, as transformers' DataCollatorWithFlattening does.
+    Recurrent layers follow neither, so their models read each document alone.
     """
+    if LayerTypes(backbone.config).has_states:
+        return _document_by_document(backbone, input_ids, position_ids)
     if not is_flash_attention_requested(backbone.config):
         return backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
     (starts_q, starts_k), (longest_q, longest_k) = prepare_fa_kwargs_from_position_ids(position_ids)
@@ -142,6 +147,23 @@ def packed_states(backbone: Backbone, input_ids: Tensor, position_ids: Tensor) -
         max_length_k=int(longest_k),
     )
     return hidden.unflatten(1, input_ids.shape)[0]
+
+
+def _document_by_document(backbone: Backbone, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Compute `packed_states` with a row for each document, padded on the right.
+
+    Documents of similar lengths are read together, at most B T tokens with their padding."""
+    starts = (position_ids.flatten() == 0).nonzero()[:, 0].tolist()
+    documents = input_ids.flatten().tensor_split(starts[1:])
+    order = sorted(range(len(documents)), key=lambda number: -len(documents[number]))
+    found = dict[int, Tensor]()
+    while order:
+        longest = len(documents[order[0]])
+        group, order = order[: (most := input_ids.numel() // longest)], order[most:]
+        rows = pad_sequence([documents[number] for number in group], batch_first=True)
+        hidden = backbone.hidden_states(rows, use_cache=False)
+        found |= {number: states[: len(documents[number])] for number, states in zip(group, hidden, strict=True)}
+    return torch.cat([found[number] for number in range(len(documents))]).unflatten(0, input_ids.shape)
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:

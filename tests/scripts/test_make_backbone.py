@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import make_backbone as script
 from medusa.commandline import exit_status
+from text_score import windows
 
 REPO = Path(__file__).resolve().parents[2]
 SHARED = REPO.parent / "shared"
@@ -106,6 +107,18 @@ def test_model_and_tokenizer_load(trained: Path) -> None:
     ]
 
 
+def test_a_hybrid_has_three_recurrent_layers_to_one_that_attends(text: Path, tmp_path: Path) -> None:
+    """Recurrent layers get the heads that `--heads` and `--kv-heads` ask for."""
+    assert run(*arguments(text, tmp_path / "new", "--architecture", "hybrid", "--layers", "4", "--steps", "2")) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    config = model.config
+    assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    assert (config.linear_num_key_heads, config.linear_num_value_heads, config.num_key_value_heads) == (1, 2, 1)
+    assert config.linear_key_head_dim == config.linear_value_head_dim == config.head_dim == 8
+    assert config.tie_word_embeddings
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "new")) == config.vocab_size
+
+
 def test_evaluate_only_prints_the_figures(
     trained: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +163,7 @@ def small_llama(**sizes: int) -> LlamaForCausalLM:
 def test_windows_score_every_token_but_bos_once() -> None:
     for length in range(1, 40):
         covered: list[int] = []
-        for begin, end, first in script.windows(length, 8):
+        for begin, end, first in windows(length, 8):
             assert begin < first < end <= begin + 8  # a scored token has something before it
             covered += range(first, end)
         assert covered == list(range(1, length))
@@ -209,12 +222,13 @@ def test_a_seed_gives_the_same_weights_and_the_clock_ends_training(text: Path, t
         "again": ["--steps", "5"],
         "other": ["--steps", "5", "--seed", "1"],
         "clock": ["--minutes", "0.005"],
+        "cpu": ["--cpu-minutes", "0.005"],
     }.items():
         assert run(*arguments(text, tmp_path / name, *more)) == 0
     one, again, other = (weights(tmp_path / name).values() for name in ("one", "again", "other"))
     assert all(torch.equal(first, second) for first, second in zip(one, again, strict=True))
     assert not any(torch.equal(first, second) for first, second in zip(one, other, strict=True))
-    assert (tmp_path / "clock" / "model.safetensors").exists()
+    assert all((tmp_path / name / "model.safetensors").exists() for name in ("clock", "cpu"))
 
 
 # -- bad input
@@ -234,7 +248,7 @@ def test_a_seed_gives_the_same_weights_and_the_clock_ends_training(text: Path, t
         (["--batch-size", "100000"], "give a smaller --batch-size"),
         (["--preset", "draft"], "need --tokenizer FOLDER"),
         (["--teacher-weight", "2"], "between 0 and 1"),
-        (["--minutes", "1"], "give --steps or --minutes, not both"),
+        (["--minutes", "1"], "give one of --steps, --minutes and --cpu-minutes"),
         (["--evaluate-only", "."], "needs --eval"),
     ],
 )

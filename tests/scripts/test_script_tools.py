@@ -43,6 +43,7 @@ WRONG = {
 }
 SHARED = {
     "script_tools",
+    "text_score",
     "tiny_models",
     "fuzz_cases",
     "fuzz_models",
