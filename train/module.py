@@ -8,10 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
-from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
-from transformers.utils.generic import is_flash_attention_requested
 
 from medusa.argmax import argmax
 from medusa.backbone import Backbone
@@ -19,13 +16,13 @@ from medusa.errors import RequestError
 from medusa.heads import kinds_where
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs, following_ids
-from medusa.tree_support import LayerTypes
 from medusa.vocabulary import lm_head_for, token_ids
 from train.arguments import MedusaTrainingArguments
 from train.data.packing import Batch
 from train.heads import backbone_for
 from train.loss.heads import HeadLosses, head_losses
 from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices, chunk_rows, labels_as_tokens, taught_labels
+from train.states import packed_states
 
 
 class LabelledPositions(NamedTuple):
@@ -123,47 +120,6 @@ class HeadsOnBackbone(nn.Module):
         # Without autocast, so that the heads read hidden states in the backbone's dtype, as in decoding.
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             return packed_states(self.backbone, input_ids, position_ids)
-
-
-def packed_states(backbone: Backbone, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """Compute the hidden states [B, T, H] of B packed rows of T tokens; `position_ids` [B, T] restart at each document.
-
-    transformers makes a mask [B, 1, T, T] from the positions. Flash attention reads the documents' lengths instead, and
-    computes nothing between documents: all rows are laid end to end, as transformers' DataCollatorWithFlattening does.
-    Recurrent layers follow neither, so their models read each document alone.
-    """
-    if LayerTypes(backbone.config).has_states:
-        return _document_by_document(backbone, input_ids, position_ids)
-    if not is_flash_attention_requested(backbone.config):
-        return backbone.hidden_states(input_ids, position_ids=position_ids, use_cache=False)
-    (starts_q, starts_k), (longest_q, longest_k) = prepare_fa_kwargs_from_position_ids(position_ids)
-    hidden = backbone.hidden_states(
-        input_ids.reshape(1, -1),
-        position_ids=position_ids.reshape(1, -1),
-        use_cache=False,
-        cu_seq_lens_q=starts_q,  # [documents + 1] where each document starts, and the number of tokens
-        cu_seq_lens_k=starts_k,
-        max_length_q=int(longest_q),
-        max_length_k=int(longest_k),
-    )
-    return hidden.unflatten(1, input_ids.shape)[0]
-
-
-def _document_by_document(backbone: Backbone, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """Compute `packed_states` with a row for each document, padded on the right.
-
-    Documents of similar lengths are read together, at most B T tokens with their padding."""
-    starts = (position_ids.flatten() == 0).nonzero()[:, 0].tolist()
-    documents = input_ids.flatten().tensor_split(starts[1:])
-    order = sorted(range(len(documents)), key=lambda number: -len(documents[number]))
-    found = dict[int, Tensor]()
-    while order:
-        longest = len(documents[order[0]])
-        group, order = order[: (most := input_ids.numel() // longest)], order[most:]
-        rows = pad_sequence([documents[number] for number in group], batch_first=True)
-        hidden = backbone.hidden_states(rows, use_cache=False)
-        found |= {number: states[: len(documents[number])] for number, states in zip(group, hidden, strict=True)}
-    return torch.cat([found[number] for number in range(len(documents))]).unflatten(0, input_ids.shape)
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:

@@ -21,6 +21,7 @@ from train.config import DataConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.data.packing import Example, positions_of
 from train.loss.targets import IGNORE, head_labels
+from train.states import keeps_documents_apart, packed_states, states_by_document
 
 
 def example(*ids: int, taught: str | None = None) -> Example:
@@ -59,18 +60,29 @@ def test_positions_restart_with_every_document_and_every_row() -> None:
     assert [row["position_ids"].tolist() for row in packed] == [[0, 1, 2, 3], [0, 1, 2, 0]]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_documents_do_not_attend_to_each_other(attention: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "attention", "packs"),
+    [
+        ("llama", "sdpa", True),
+        ("llama", "eager", True),
+        ("opt", "sdpa", False),  # it makes its mask without our positions
+        ("qwen2_vl", "sdpa", False),
+        ("qwen3_next", "sdpa", False),  # its states flow from one document into the next
+        ("mamba", "eager", False),
+    ],
+)
+def test_packed_documents_do_not_see_each_other(name: str, attention: str, packs: bool) -> None:
     """Hidden states in a packed row equal those of each document alone, as in decoding."""
-    model = tiny_model("llama")
+    model = tiny_model(name)
     model.set_attn_implementation(attention)
     backbone = Backbone(model)
     documents = [random_ids(length, seed=length) for length in (7, 1, 9, 4)]
     packed = PackedDataset([example(*ids) for ids in documents], sequence_length=24)
     rows = [packed[0], packed[0]]  # two rows a batch, as in training
     batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
+    assert keeps_documents_apart(backbone) == packs
     with torch.no_grad():
-        hidden = backbone.hidden_states(**batch, use_cache=False)
+        hidden = packed_states(backbone, **batch)
         start = 0
         for ids in documents:
             alone = backbone.hidden_states(torch.tensor([ids]), use_cache=False)[0]
@@ -78,6 +90,21 @@ def test_packed_documents_do_not_attend_to_each_other(attention: str) -> None:
             for row in hidden:
                 torch.testing.assert_close(row[start : start + len(ids)], alone, atol=1e-5, rtol=0)
             start += len(ids)
+
+
+def test_documents_that_are_read_alone_take_no_more_memory_than_their_rows() -> None:
+    """They are read together, longest first, as far as they have with padding no more tokens than the packed rows."""
+    backbone, sizes = Backbone(tiny_model("mamba")), list[int]()
+    positions = torch.cat([torch.arange(length) for length in (1, 13, 1, 2, 1, 6)])[None]
+    ids = torch.tensor([random_ids(positions.shape[1])])
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        sizes.append(kwargs["input_ids"].shape)
+
+    handle = backbone.base.register_forward_pre_hook(note, with_kwargs=True)
+    states_by_document(backbone, ids, positions)
+    handle.remove()
+    assert sizes == [(1, 13), (4, 6), (1, 1)]
 
 
 def test_rows_are_no_longer_than_the_context(tmp_path: Path) -> None:

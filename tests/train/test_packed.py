@@ -17,7 +17,7 @@ from medusa.errors import RequestError
 from tests.helpers import random_ids, tiny_model
 from train.config import FLASH, TrainConfig
 from train.data.packing import positions_of
-from train.module import packed_states
+from train.states import packed_states
 
 STUB = "flash_attention_of_documents"
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2], [3, 3, 3, 3, 3, 3, 3, 4, -1, -1]])
@@ -74,16 +74,6 @@ def test_hidden_states_by_lengths_equal_those_by_the_dense_mask(family: str, cal
         assert call["cu_seq_lens_q"].dtype == torch.int32
         assert call["max_length_q"] == call["max_length_k"] == 7
     assert len(calls) == model.config.num_hidden_layers
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "lfm2"])
-@torch.no_grad()
-def test_states_of_recurrent_layers_do_not_reach_the_next_document(family: str) -> None:
-    ids, model = torch.tensor([random_ids(10), random_ids(10, seed=1)]), Backbone(tiny_model(family))
-    found = packed_states(model, ids, torch.stack([positions_of(row) for row in DOCUMENTS]))
-    for row, start, end in [(0, 0, 3), (0, 3, 8), (0, 8, 10), (1, 0, 7), (1, 7, 8)]:
-        alone = model.hidden_states(ids[row : row + 1, start:end], use_cache=False)
-        torch.testing.assert_close(found[row : row + 1, start:end], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_flash_attention_without_its_package_is_refused_before_loading(no_weights: None) -> None:

@@ -22,7 +22,7 @@ from train.data.datasets import PackedDataset
 from train.data.packing import Batch
 from train.features import files
 from train.features.files import PER_TOKEN, Features, Manifest, is_features
-from train.module import packed_states
+from train.states import packed_states
 from train.trainer import MedusaTrainer
 
 

@@ -35,7 +35,7 @@ from train.data.packing import Batch
 from train.features.files import Features
 from train.loss.targets import IGNORE, NEXT, chunk_rows, head_labels
 from train.medusa2.adapter import adapter_disabled, without_adapter
-from train.module import packed_states
+from train.states import packed_states
 
 QUALITY_ROWS = 64  # number of rows on which the perplexity is measured
 Tilt = Callable[[slice], Tensor]

@@ -26,7 +26,8 @@ from train.loss.heads import HeadLosses
 from train.loss.targets import IGNORE, NEXT, head_labels
 from train.medusa2.adapter import ADAPTER, ADAPTER_WEIGHTS, adapter_disabled
 from train.medusa2.lm_loss import lm_loss, tilt_towards
-from train.module import HeadsOnBackbone, packed_states
+from train.module import HeadsOnBackbone
+from train.states import keeps_documents_apart, packed_states
 from train.trainer import MedusaTrainer
 
 
@@ -36,6 +37,7 @@ class HeadsAndAdapter(HeadsOnBackbone):
     def __init__(self, heads: MedusaHeads, model: PreTrainedModel, args: MedusaTrainingArguments, lm_loss: str) -> None:
         """Freeze the backbone `model` except its adapter; `lm_loss` is "kl" or "text" (see `AdapterConfig.lm_loss`)."""
         super().__init__(heads, model, args)  # freezes the adapter, too
+        keeps_documents_apart(self.backbone)  # tested now, because dropout of a training adapter would disturb the test
         model.enable_adapters()  # unfreezes the adapter
         self.adapted, self.lm_loss, self.joint = model, lm_loss, True
         self.lambda_0, self.teacher_tilt = 1.0, 0.0
