@@ -116,7 +116,8 @@ class HeadsCache:
     """KV caches of Medusa heads that look back at the text; they grow with the backbone's cache, by accepted tokens.
 
     Prefix layers between backbone and heads read every hidden state (`medusa.heads.prefix`). Heads that attend to the
-    text (`medusa.heads.context_kv`) keep keys and values of pairs: a hidden state and the token after it."""
+    text (`medusa.heads.context_kv`) keep keys and values of pairs, a hidden state and the token after it, or, in block
+    drafters, of the features of the text alone."""
 
     def __init__(
         self, heads: MedusaHeads, backbone: Backbone, batch_size: int, capacity: int, fixed: bool = False
@@ -125,11 +126,14 @@ class HeadsCache:
         self.heads, self.backbone = heads, backbone
         self.dtype, self.device = heads.dtype, heads.device
         self.prefix = self.pairs = None
+        self.shift = 0
+        """By how many tokens the keys end before the root's position; 1 if the last one needs the root."""
         self.chains: dict[int, Topology] = {}  # by the number of columns of a path
         size = batch_size, capacity, heads.device, fixed
         if heads.prefix is not None:
             self.prefix, self.layers = TreeCache(heads.prefix.config, *size), LayerKinds(heads.prefix.config)
         if isinstance(heads, AttendsToText):
+            self.shift = int(heads.reads_pairs)
             self.pairs = TreeCache(LlamaConfig(num_hidden_layers=heads.config.decoder_layers), *size)
 
     @property
@@ -142,7 +146,7 @@ class HeadsCache:
 
         E is H times the number of layers that the heads read. Returns what the heads read [B, T, H]. `next_ids` [B, T]
         is the token after each of the T positions of the piece; from the last token of each prompt on, it may be any
-        value, because `cut` drops these pairs. Counts the piece, unlike `path`."""
+        value, because `cut` drops these pairs and padding. Counts the piece, unlike `path`."""
         hidden = self.heads.join(hidden.to(self.device, self.dtype))
         counts = torch.full((len(hidden),), hidden.shape[1], device=self.device)
         if self.prefix is not None:
@@ -162,8 +166,8 @@ class HeadsCache:
         if self.prefix is not None:
             hidden = self._read(self.prefix, hidden, counts)
         if self.pairs is not None:
-            pairs = torch.cat([before[:, None].to(hidden), hidden[:, :-1]], dim=1)
-            self._append(self.pairs, pairs, ids, counts)
+            read = torch.cat([before[:, None].to(hidden), hidden[:, :-1]], dim=1) if self.shift else hidden
+            self._append(self.pairs, read, ids, counts)
         last = (counts - 1).clamp_min(0)[:, None, None]
         return hidden.gather(1, last.expand(-1, -1, hidden.shape[-1]))[:, 0]
 
@@ -205,7 +209,7 @@ class HeadsCache:
         if self.prefix is not None:
             self.prefix.cut(lengths)
         if self.pairs is not None:
-            self.pairs.cut([length - 1 for length in lengths])
+            self.pairs.cut([length - self.shift for length in lengths])
 
     def context_kv(self) -> ContextKV | None:
         """The keys and values of the text for the next guesses; `None` for heads that do not attend to the text."""

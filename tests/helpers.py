@@ -87,6 +87,14 @@ MTP_FORM: dict[str, Any] = {  # of a model whose layers are a Llama's; the backb
 WINDOW_FORM = {"kind": "eagle", "window": 4}  # wide enough for the path of three heads
 FORMS = {kind: {"kind": kind} for kind in KINDS} | EAGLE_FORMS | {"mtp": MTP_FORM}  # the settings of every kind
 FORMS |= {"eagle, window": WINDOW_FORM}
+BLOCK_FORM = {"kind": "dflash", "block": "gated", "lm_head": "shared", "feature_layers": [1, 0], "mask_token": 5}
+BLOCK_FORMS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dflash, markov": {"layout": "shifted", "edges": "markov", "rank": 6, "windows": [9], "causal": [True]},
+    "dflash, pairwise": {"edges": "pairwise", "rank": 6, "conv": [2, 4]},
+}
+BLOCK_FORMS = {name: BLOCK_FORM | settings for name, settings in BLOCK_FORMS.items()}
+FORMS |= BLOCK_FORMS
 
 FIRST_TRANSFORMERS = Version(transformers.__version__) < Version("5.18")
 """Whether this is transformers 5.17, the lower bound, which does a few things in another way than later versions."""

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from fuzz_models import LastTokens, Shift
 from medusa.errors import RequestError
-from tests.helpers import LETTERS, MTP_FORM, VOCAB, random_ids
+from tests.helpers import BLOCK_FORMS, LETTERS, MTP_FORM, VOCAB, random_ids
 
 NEW = 6
 PROMPTS = [random_ids(8, seed=31), random_ids(3, seed=2)]
@@ -61,6 +61,8 @@ DRAFTERS: dict[str, Drafting] = {
     "markov": Drafting(kind="markov", tree=TREE),
     "eagle": Drafting(kind="eagle", tree=TREE, heads={"block": "gated", "feature_layers": [1, 0]}),
     "layer of mtp": Drafting(kind="mtp", tree=TREE, heads=MTP_FORM),
+    "dflash": Drafting(kind="dflash", tree=TREE, heads=BLOCK_FORMS["dflash"]),
+    "dflash, drawn": Drafting(kind="dflash", tree=TREE, drawn=True, heads=BLOCK_FORMS["dflash, pairwise"]),
     "medusa, dynamic": Drafting(kind="medusa", tree="dynamic:7"),
     "markov, dynamic": Drafting(kind="markov", tree="dynamic:7"),
     "recurrent, dynamic": Drafting(kind="recurrent", tree="dynamic:7"),

@@ -25,7 +25,7 @@ from decode.drafters.base import DrafterConfig
 from decode.serve.schema import CompletionRequest
 from decode.settings import Settings
 from medusa.errors import RequestError
-from medusa.heads import KINDS, NATIVE_KINDS
+from medusa.heads import HEADS
 from tests.matrix_axes import DRAFTERS, GROUPS, NOT_HERE, OPTIONS, REFUSED, WAYS, Refusal
 from tests.matrix_ways import Cell, Place
 
@@ -155,7 +155,7 @@ def test_every_row_of_the_table_refuses_something() -> None:
 
 def test_every_drafter_and_kind_of_heads_has_a_row() -> None:
     assert {drafting.base for drafting in DRAFTERS.values()} == {*drafters.DRAFTERS}
-    assert {drafting.kind for drafting in DRAFTERS.values()} - {None} == {*KINDS, *NATIVE_KINDS}
+    assert {drafting.kind for drafting in DRAFTERS.values()} - {None} == {*HEADS}
     for name, place in drafters.DRAFTERS.items():
         module, _, kind = place.partition(":")
         config: type[DrafterConfig] = getattr(import_module(module), kind)

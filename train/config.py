@@ -89,6 +89,9 @@ class HeadsConfig(Section):
     def _try_config(self) -> None:
         """Raise RequestError if no backbone can have such heads, with sizes that stand for any backbone's."""
         kind = class_of(self.kind or "medusa")
+        if not kind.trainable:
+            way = "is read from published files, and cannot be trained yet; take heads.kind=markov or eagle"
+            raise RequestError(f"heads.kind {self.kind} {way}")
         if kind.comes_with_model:
             for key in ("prefix_layers", "block", "layers", "expansion", "lm_head", "feature_layers"):
                 if getattr(self, key):

@@ -124,8 +124,9 @@ def startable(
     are no such heads, or if they differ from `asked` or from the backbone's sizes."""
     found = load(start)
     held = found.config
-    if held.block in class_of(held.kind).fixed_block_types:
-        original = f"{start} holds heads with blocks of type {held.block}"
+    kind = class_of(held.kind)
+    if held.block in kind.fixed_block_types or not kind.trainable:
+        original = f"{start} holds heads of kind {held.kind} with blocks of type {held.block}"
         raise RequestError(f"{option}: {original}, which can decode but not be trained; leave {option} out")
     wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()} | asked.own
     wanted |= {"hidden_size": hidden_size, "vocab_size": held.vocab_size and vocab_size}

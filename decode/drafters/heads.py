@@ -79,7 +79,8 @@ class HeadsDrafter(UsesHeads):
 
     def logits(self, frontier: Frontier) -> Tensor:
         """Logits [k, B, V] of the first k heads for B texts. k is the tree's depth, V the heads' vocabulary size."""
-        return self.heads(HeadInputs(self.hidden(frontier)), self.lm_head, self.depth)
+        root = self.embed(frontier.root[:, None]) if self.heads.reads_root else None
+        return self.heads(HeadInputs(self.hidden(frontier), root, frontier.context_kv), self.lm_head, self.depth)
 
     def draw(self, frontier: Frontier, target: Target, draws: Draws, copies: int = 1) -> Draft:
         """Sample `copies` independent drafts for each text in `frontier` from the heads' distributions."""

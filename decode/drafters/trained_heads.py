@@ -17,7 +17,7 @@ from decode.target import Target
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from medusa.heads.kind import LEVELS, TREE, TRELLIS
+from medusa.heads.kind import BLOCK_TRELLIS, LEVELS, TREE, TRELLIS
 from medusa.memory import bytes_of
 from medusa.native_layers import native_config, native_heads
 from medusa.tree import Tree
@@ -26,6 +26,7 @@ HEADS_DRAFTERS = {
     TREE: "decode.drafters.heads:HeadsDrafter",
     LEVELS: "decode.drafters.levelwise:PathDrafter",
     TRELLIS: "decode.drafters.trellis:TrellisDrafter",
+    BLOCK_TRELLIS: "decode.drafters.block_trellis:BlockTrellisDrafter",
 }
 """The drafters of trained heads, which all are made from heads, backbone, tree and target."""
 

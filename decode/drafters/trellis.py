@@ -14,7 +14,7 @@ the path term, V the heads' vocabulary."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,34 +63,48 @@ class TrellisDrafter(UsesHeads, LevelwiseDrafter):
 
     def begin(self, frontier: Frontier) -> Trellis:
         """Choose the candidates by the heads' independent parts, and compute their tables."""
-        hidden, heads = self.hidden(frontier), slice(self.tree.max_depth)
-        features = self.heads.independent(hidden, self.heads.known(self.embed(frontier.root), heads), heads)
-        logits = self.heads.logits(features, self.lm_head)  # [K, B, V]
+        logits, known = self.alone(frontier)
         best, held = top_k(logits, self.shortlist), None
         if isinstance(self.tree, DynamicTree):
             # The candidates hold the same probability after every token. Two other rules accepted less (docs/log.md).
             confidences = self.tree.log_confidences(logits).gather(-1, best.indices)
             held = confidences.exp().sum(-1).log()[..., None, None]  # `logsumexp` starts four times as much
         ids = token_ids(self.heads, best.indices)
-        return Trellis(ids, best.values[0, :, None], self.tables(hidden, ids, best), held)
+        return Trellis(ids, self.first(known, ids, best)[:, None], self.tables(known, ids, best), held)
+
+    def alone(self, frontier: Frontier) -> tuple[Tensor, Any]:
+        """Compute the logits [K, B, V] of the heads' independent parts, and what the edges read, here h [B, H]."""
+        hidden, heads = self.hidden(frontier), slice(self.tree.max_depth)
+        features = self.heads.independent(hidden, self.heads.known(self.embed(frontier.root), heads), heads)
+        return self.heads.logits(features, self.lm_head), hidden
 
     def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
         trellis: Trellis = state
         return trellis.children(depth, tokens)
 
-    def tables(self, hidden: Tensor, ids: Tensor, best: TopK) -> Tensor:
+    def first(self, known: Any, ids: Tensor, best: TopK) -> Tensor:
+        """Compute the logits [B, M] of the first head's candidates, which know the root; arguments as of `tables`."""
+        return best.values[0]
+
+    def tables(self, known: Any, ids: Tensor, best: TopK) -> Tensor:
         """Compute the logits [K - 1, B, M, M] of each head's candidates after each candidate of the head before it.
 
-        `ids` are the candidates' token ids [K, B, M]. `best` has their logits without path terms, and their indices in
-        the heads' vocabulary."""
-        num_heads, texts = ids.shape[:2]
-        values, guesses = self.path_rows(ids, best.indices)
-        codes = self.heads.gates(hidden, slice(num_heads - 1)).flatten(0, 1)[:, None] * values
+        `known` comes from `alone`, and `ids` are the candidates' token ids [K, B, M]. `best` has their logits without
+        path terms, and their indices in the heads' vocabulary."""
+        texts = ids.shape[1]
+        codes, guesses = self.edges(known, ids, best.indices)
         alone, columns = best.values.flatten(0, 1)[texts:, None], guesses.transpose(1, 2)
         if alone.dtype != codes.dtype:  # the heads and a shared LM head can have different ones
             dtype = torch.promote_types(alone.dtype, codes.dtype)
             alone, codes, columns = alone.to(dtype), codes.to(dtype), columns.to(dtype)
         return torch.baddbmm(alone, codes, columns).unflatten(0, (-1, texts))
+
+    def edges(self, known: Any, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute rows of candidates before a guess and as guesses, both [(K - 1) B, M, R].
+
+        The product of two rows is what the token before adds to the guess's logit. `ids` and `places`: [K, B, M]."""
+        values, guesses = self.path_rows(ids, places)
+        return self.heads.gates(known, slice(len(ids) - 1)).flatten(0, 1)[:, None] * values, guesses
 
     def path_rows(self, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of candidates before a guess and as guesses, both [(K - 1) B, M, R].

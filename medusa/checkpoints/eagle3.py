@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_plausible
+from medusa.checkpoints.dflash_config import is_block_drafter
 from medusa.checkpoints.eagle_config import read_eagle_config
 from medusa.checkpoints.stored import Form
 from medusa.config import MedusaConfig
@@ -54,8 +55,12 @@ NOT_READ = re.compile(r"t2d|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def is_eagle(names: Iterable[str]) -> bool:
-    """Whether tensors with these names are a layer of EAGLE. No other format has `hidden_norm`, or `fc` and a layer."""
+    """Whether tensors with these names are a layer of EAGLE, which has `hidden_norm`, or `fc` and a layer.
+
+    Block drafters have `fc` and layers, too, and are told apart first (`medusa.checkpoints.dflash`)."""
     known = {_our_name(name) for name in names}
+    if is_block_drafter(known):
+        return False
     return "layers.0.hidden_norm.weight" in known or {"fc.weight", "layers.0.mlp.gate_proj.weight"} <= known
 
 

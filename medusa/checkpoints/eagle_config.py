@@ -16,11 +16,11 @@ Without numbers of layers, the layers are those of `medusa.backbone.usual_layers
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torch import Tensor
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from medusa.config import MAX_SIZE, USUAL_LAYERS, MedusaConfig
 from medusa.errors import RequestError, first_line
@@ -44,22 +44,22 @@ def read_eagle_config(tensors: Mapping[str, Tensor], published: Json, source: st
 
     The tensors have the names of `medusa.checkpoints.eagle3`. Raise RequestError if the layer is of a form that
     `medusa.heads.eagle` does not have."""
-    eagle, speculators = (_section(published, key, source) for key in ("eagle_config", "speculators_config"))
-    described = published | _section(published, "transformer_layer_config", source)
+    eagle, speculators = (section(published, key, source) for key in ("eagle_config", "speculators_config"))
+    described = published | section(published, "transformer_layer_config", source)
     sizes = _layer(tensors, described, source)
     size, is_original = sizes["hidden_size"], "layers.0.hidden_norm.weight" not in tensors
     switched = {name for name in SWITCHES if published.get(name, eagle.get(name))}
     sizes["variants"] = sorted(switched | {name for tensor, name in OF_TENSORS.items() if tensor in tensors})
     offsets, vocab_size = tensors.get("d2t"), described.get("vocab_size")
     fewer = offsets is not None and (len(offsets) != vocab_size or bool(offsets.any()))
-    verifier = _section(speculators, "verifier", source)
+    verifier = section(speculators, "verifier", source)
     hidden_size = published.get("target_hidden_size") or size
     if not isinstance(hidden_size, int):
         raise RequestError(f"{source}: its target_hidden_size is {hidden_size!r}; it must be a whole number")
     config = MedusaConfig(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        num_heads=published.get("medusa_num_heads") or _proposed(speculators) or STEPS,
+        num_heads=published.get("medusa_num_heads") or proposed(speculators) or STEPS,
         kind="eagle",
         block=ORIGINAL_EAGLE if is_original else GATED,
         expansion=sizes["width"] / size,
@@ -79,9 +79,25 @@ def read_eagle_config(tensors: Mapping[str, Tensor], published: Json, source: st
 def _layer(tensors: Mapping[str, Tensor], described: Json, source: str) -> LayerSizes:
     """Read the sizes of the decoder layers as transformers does; `variants` is still empty."""
     make = Qwen3Config if described.get("model_type") == "qwen3" else LlamaConfig
+    config = config_of_layers(tensors, described, source, make)
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        wrong = "its layer_types is sliding_attention, not full_attention"
+        raise RequestError(f"{source}: {wrong}; such a layer cannot be loaded")
+    if "mask_hidden" in tensors:
+        wrong = "its mask_hidden is given, so it drafts in parallel (P-EAGLE)"
+        raise RequestError(f"{source}: {wrong}; such a layer cannot be loaded")
+    return sizes_of(config)
+
+
+def config_of_layers(
+    tensors: Mapping[str, Tensor], described: Json, source: str, make: Callable[..., PretrainedConfig]
+) -> PretrainedConfig:
+    """Make transformers' config of decoder layers; RequestError if it is none, or does not fit the tensors.
+
+    Raise RequestError for an MLP that is not a Llama's, too."""
     given = {key: value for key, value in described.items() if key not in ("model_type", "architectures")}
     for key in ("rope_parameters", "rope_scaling"):
-        if "mrope_section" in _section(given, key, source):  # a token of text has one position, so this is the default
+        if "mrope_section" in section(given, key, source):  # a token of text has one position, so this is the default
             given[key] = {name: value for name, value in given[key].items() if name == "rope_theta"} or None
     try:
         config = make(**given)
@@ -94,16 +110,17 @@ def _layer(tensors: Mapping[str, Tensor], described: Json, source: str) -> Layer
     if config.num_hidden_layers != len(stored):
         named = f"its config.json names {config.num_hidden_layers} layers"
         raise RequestError(f"{source}: {named}, and there are tensors of {len(stored)}")
-    rope: Json = dict(config.rope_parameters or {})
-    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     for name, is_wrong, found in (
         ("hidden_act", config.hidden_act != "silu", f"{config.hidden_act}, not silu"),
         ("mlp_bias", bool(getattr(config, "mlp_bias", False)), "true, not false"),
-        ("layer_types", windows, "sliding_attention, not full_attention"),
-        ("mask_hidden", "mask_hidden" in tensors, "given, so it drafts in parallel (P-EAGLE)"),
     ):
         if is_wrong:
             raise RequestError(f"{source}: its {name} is {found}; such a layer cannot be loaded")
+    return config
+
+
+def sizes_of(config: PretrainedConfig) -> LayerSizes:
+    """Return the sizes in transformers' config of decoder layers; `variants` is still empty."""
     return LayerSizes(
         hidden_size=config.hidden_size,
         width=config.intermediate_size,
@@ -112,12 +129,12 @@ def _layer(tensors: Mapping[str, Tensor], described: Json, source: str) -> Layer
         key_value_heads=config.num_key_value_heads or config.num_attention_heads,
         head_size=config.head_dim or config.hidden_size // config.num_attention_heads,
         eps=config.rms_norm_eps,
-        rope=rope,
+        rope=dict(config.rope_parameters or {}),
         variants=[],
     )
 
 
-def _section(content: Json, key: str, source: str) -> Json:
+def section(content: Json, key: str, source: str) -> Json:
     """Return the object under `key`, empty if there is none; raise RequestError if something else is there."""
     found = content.get(key) or {}
     if not isinstance(found, dict):
@@ -133,7 +150,7 @@ def _layer_numbers(content: Json, source: str) -> list[int]:
     return found
 
 
-def _proposed(speculators: Json) -> int | None:
+def proposed(speculators: Json) -> int | None:
     """Return the number of tokens that the first proposal method of speculators proposes."""
     match speculators.get("proposal_methods"):
         case [{"speculative_tokens": int(count)}, *_]:

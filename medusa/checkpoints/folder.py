@@ -9,7 +9,16 @@ from typing import NamedTuple, TypedDict, Unpack
 
 from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.published import FORM, PREFIX, HeadTensors, from_published, to_published
-from medusa.checkpoints.stored import CONFIG, HEADS_FILES, PROVENANCE, WEIGHTS, Form, Stored, save_tensors
+from medusa.checkpoints.stored import (
+    CONFIG,
+    HEADS_FILES,
+    MASK_EMBEDDING,
+    PROVENANCE,
+    WEIGHTS,
+    Form,
+    Stored,
+    save_tensors,
+)
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError, first_line
 from medusa.files import ASSETS, Json, read_json, require_absent, write_json
@@ -93,7 +102,7 @@ def _download(name: str, hub: HubOptions) -> Path:
     def fetch(*patterns: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=[*patterns], **hub))
 
-    folder = fetch(CONFIG, PROVENANCE, *HEADS_FILES, "*.index.json")
+    folder = fetch(CONFIG, PROVENANCE, *HEADS_FILES, MASK_EMBEDDING, "*.index.json")
     if any((folder / name).is_file() for name in HEADS_FILES):
         return folder
     if (indexed := Stored.of_index(folder)) is not None:

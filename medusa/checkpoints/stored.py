@@ -21,6 +21,8 @@ WEIGHTS = "medusa_lm_head.safetensors"  # the format of this project, TGI and Lo
 LEGACY_WEIGHTS = "medusa_lm_head.pt"  # the first format of FasterDecoding
 HYDRA_WEIGHTS = "hydra_lm_head.pt"  # the format of the original Hydra
 HEADS_FILES = (WEIGHTS, LEGACY_WEIGHTS, HYDRA_WEIGHTS)  # in the order in which they are looked for
+MASK_EMBEDDING = "mask_embedding.pt"  # a vector beside the tensors of some block drafters
+DAMAGED = "{} is damaged or no file of tensors ({}); get it again"
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")  # how the names of a Trainer's other files begin
 MODELS = ("model.safetensors", "pytorch_model.bin")  # of models in one file, in the order of transformers
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of models in several files
@@ -119,16 +121,24 @@ class Stored(Mapping[str, Tensor]):
 def _load(path: Path) -> Tensors:
     """Map a file of tensors into memory; raise RequestError if it is damaged or contains anything but tensors."""
     try:
-        if path.suffix == ".safetensors":
-            content = load_file(path)
-        else:  # files from before PyTorch 1.6 are no zip archives, and cannot be mapped
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        content: object = load_file(path) if path.suffix == ".safetensors" else load_pickled(path)
+    except RequestError:
+        raise
     except Exception as error:  # damage raises errors of many types
-        raise RequestError(f"{path} is damaged or no file of tensors ({first_line(error)}); get it again") from None
-    named = isinstance(content, dict) and all(isinstance(name, str) for name in content)
-    if not named or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+        raise RequestError(DAMAGED.format(path, first_line(error))) from None
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
+    ):
         raise RequestError(f"{path} does not hold a dictionary of tensors; heads cannot be read from it")
     return content
+
+
+def load_pickled(path: Path) -> object:
+    """Map a file of `torch.save` into memory; raise RequestError if it is damaged or holds anything but data."""
+    try:  # files from before PyTorch 1.6 are no zip archives, and cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except Exception as error:
+        raise RequestError(DAMAGED.format(path, first_line(error))) from None
 
 
 def save_tensors(tensors: Tensors, path: Path) -> None:

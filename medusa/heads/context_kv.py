@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -106,12 +107,12 @@ class ContextKV:
         ahead = torch.arange(steps, device=position_ids.device)
         self.angles = rope.angles(position_ids[..., None] + ahead, keys.dtype)  # [..., steps, D] each
         self.extra = -(-(steps + sinks) // 8) * 8  # attention kernels are faster with multiples of 8
-        self.masks = [_additive(seen, self.extra, keys)]
+        self.masks = [additive(seen, self.extra, keys)]
         if window is not None:  # one mask for each head, which has one own key more than the head before it
             back = seen.flip(-1).cumsum(-1).flip(-1)  # 1 at the last key of the text, 2 at the key before it, ...
-            self.masks = [_additive(seen & (back + head < window), self.extra, keys) for head in range(steps)]
+            self.masks = [additive(seen & (back + head < window), self.extra, keys) for head in range(steps)]
         unit = torch.eye(self.extra, dtype=keys.dtype, device=keys.device)
-        self.layers = [(_extended(keys, unit), _extended(values, unit)) for keys, values in kv]
+        self.layers = [(extended(keys, unit), extended(values, unit)) for keys, values in kv]
 
     def attend(self, query: Tensor, own: Tensor, layer: int = 0, scale: float | None = None) -> tuple[Tensor, Tensor]:
         """Attend to text and own keys; return the text's part of the output, and own keys' softmax weights [..., A, J].
@@ -147,6 +148,8 @@ class AttendsToText(ABC):
     rope: Rope
     window: int | None = None  # the number of last keys that a head sees (`ContextKV`); `None`: all
     sinks = 0  # 1 if attention has sinks (`attend_to_path`)
+    reads_pairs: ClassVar[bool] = True
+    """Whether a key needs the token after its position, so that the last position has none before the draft."""
 
     @abstractmethod
     def project_kv(
@@ -161,7 +164,7 @@ class AttendsToText(ABC):
 
         Args:
             hidden: [B, T, H] the features that the heads read (`MedusaHeads.read`).
-            token: [B, T, H] the embedding of the token after each position.
+            token: [B, T, H] the embedding of the token after each position, if the keys depend on it (`reads_pairs`).
             position_ids: [B, T] the positions of the T tokens in their texts.
             append: appends the keys and values to those of earlier tokens in a cache, and returns all [B, G, S, D].
             seen: [B or 1, T, S] the mask, True where a token attends; by default all earlier tokens and itself."""
@@ -233,7 +236,7 @@ def _at(slots: Tensor, states: Tensor) -> Tensor:
     return states.gather(2, inside.expand(-1, states.shape[1], -1, states.shape[3]))
 
 
-def _additive(seen: Tensor, extra: int, keys: Tensor) -> Tensor:
+def additive(seen: Tensor, extra: int, keys: Tensor) -> Tensor:
     """Make the mask [B, 1, Q, S + J] of `seen` [B, Q, S] and J = `extra` visible keys, in the dtype of `keys`."""
     hidden = F.pad(~seen, (0, extra))[:, None]
     # Kernels on a GPU need rows that are a multiple of 8 elements apart, or copy the mask in every call.
@@ -242,7 +245,7 @@ def _additive(seen: Tensor, extra: int, keys: Tensor) -> Tensor:
     return mask.masked_fill_(hidden, -torch.inf)
 
 
-def _extended(states: Tensor, unit: Tensor) -> Tensor:
+def extended(states: Tensor, unit: Tensor) -> Tensor:
     """Append J unit vectors `unit` [J, J] of new dimensions to keys or values [B, G, S, D]: [B, G, S + J, D + J]."""
     out = F.pad(states, (0, len(unit), 0, len(unit)))
     out[:, :, states.shape[2] :, states.shape[3] :] = unit

@@ -108,7 +108,7 @@ class EagleHeads(CachedAttention, SequentialHeads, AttendsToText):
         self.make_attention(sizes, size if self.joins else 2 * size)
         self.rope, self.window = Rope(sizes["head_size"], sizes["rope"]), EagleSettings.of(config).window
         self.dropout = nn.Dropout(0.0)
-        self.stack = GatedStack(config) if self.gated or self.joins else Stack(config, 2 * size)
+        self.stack = GatedStack(sizes) if self.gated or self.joins else Stack(config, 2 * size)
         self.norm = nn.Identity()
         if self.gated:
             self.feature_norm, self.token_norm, self.norm = (nn.RMSNorm(size, eps) for _ in range(3))
@@ -126,7 +126,7 @@ class EagleHeads(CachedAttention, SequentialHeads, AttendsToText):
         self.embedding = (
             nn.Embedding(config.vocab_size or 1, size) if EagleSettings.of(config).embeddings == "own" else None
         )
-        self.deeper = nn.ModuleList(DeeperLayer(config) for _ in range(sizes["layers"] - 1))
+        self.deeper = nn.ModuleList(DeeperLayer(sizes) for _ in range(sizes["layers"] - 1))
 
     def join(self, hidden: Tensor) -> Tensor:
         if self.config.feature_layers is None:

@@ -65,7 +65,11 @@ def check_eagle(config: MedusaConfig) -> None:
     if config.lm_head == "one" and not layered:
         raise RequestError(f"heads.lm_head one needs heads.kind eagle with heads.block {GATED}; take own or shared")
     if own.layer is not None:
-        _check_layer(config, own.layer)
+        check_sizes(own.layer)
+        apart = config.feature_layers is not None and config.lm_head == "one"
+        if own.layer["hidden_size"] != config.hidden_size and not (apart and own.embeddings == "own"):
+            needs = "feature_layers, and an LM head and embeddings of their own"
+            raise RequestError(f"heads with another hidden size than the backbone's need {needs}")
     if own.window is not None:
         require_whole("window", own.window, 1)
         if own.window < config.num_heads:
@@ -74,7 +78,7 @@ def check_eagle(config: MedusaConfig) -> None:
             raise RequestError("heads.window belongs to kind eagle with one decoder layer; leave it out")
 
 
-def _check_layer(config: MedusaConfig, layer: LayerSizes) -> None:
+def check_sizes(layer: LayerSizes) -> None:
     """Raise RequestError if a size of the decoder layers is invalid."""
     keys = LayerSizes.__annotations__
     if not isinstance(layer, dict) or set(layer) != set(keys):
@@ -94,16 +98,16 @@ def _check_layer(config: MedusaConfig, layer: LayerSizes) -> None:
             raise RequestError(f"the config's layer has the variant {variant!r}; {choice}")
     if layer["heads"] % layer["key_value_heads"]:
         raise RequestError("the config's layer has heads that are no multiple of its key_value_heads")
-    apart = config.feature_layers is not None and config.lm_head == "one"
-    if layer["hidden_size"] != config.hidden_size and not (apart and EagleSettings.of(config).embeddings == "own"):
-        needs = "feature_layers, and an LM head and embeddings of their own"
-        raise RequestError(f"heads with another hidden size than the backbone's need {needs}")
 
 
 def layer_sizes(config: MedusaConfig) -> LayerSizes:
     """Return the sizes of the layers of `eagle` heads: those of the config, or one layer as wide as the backbone."""
-    if (given := EagleSettings.of(config).layer) is not None:
-        return given
+    given = EagleSettings.of(config).layer
+    return default_sizes(config) if given is None else given
+
+
+def default_sizes(config: MedusaConfig) -> LayerSizes:
+    """Return the sizes of one layer as wide as the backbone."""
     size = config.hidden_size
     heads = attention_heads(size)
     return LayerSizes(
@@ -166,22 +170,20 @@ def _rotated(x: Tensor, angles: KV) -> Tensor:
 
 
 class DeeperLayer(CachedAttention):
-    """A Llama layer after the first one of `eagle` heads: it reads only the output of the layer before it."""
+    """A Llama layer: one after the first of `eagle` heads, or one of `dflash` heads. It reads no token."""
 
-    def __init__(self, config: MedusaConfig) -> None:
+    def __init__(self, sizes: LayerSizes) -> None:
         super().__init__()
-        sizes = layer_sizes(config)
         self.norm = nn.RMSNorm(sizes["hidden_size"], sizes["eps"])
         self.make_attention(sizes, sizes["hidden_size"])
-        self.stack = GatedStack(config)
+        self.stack = GatedStack(sizes)
 
 
 class GatedStack(nn.Module):
     """Llama's residual MLP: x + W (SiLU(G n) * (U n)), n = norm(x). G, U, W: gate, up, down. W starts at zero."""
 
-    def __init__(self, config: MedusaConfig) -> None:
+    def __init__(self, sizes: LayerSizes) -> None:
         super().__init__()
-        sizes = layer_sizes(config)
         size, inner = sizes["hidden_size"], sizes["width"]
         self.norm = nn.RMSNorm(size, sizes["eps"])
         self.gate, self.up = (nn.Linear(size, inner, bias=False) for _ in range(2))
@@ -190,5 +192,9 @@ class GatedStack(nn.Module):
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:  # z has the token, which only EAGLE-3's attention reads
-        inner = self.norm(x)
-        return x + self.dropout(self.down(F.silu(self.gate(inner)) * self.up(inner)))
+        return x + self.dropout(self.mlp(self.norm(x)))
+
+    def mlp(self, inner: Tensor) -> Tensor:
+        """Compute W (SiLU(G n) * (U n)) of n = `inner` [..., H]."""
+        mixed: Tensor = self.down(F.silu(self.gate(inner)) * self.up(inner))
+        return mixed

@@ -132,13 +132,15 @@ class MedusaHeads(PretrainedHeads, Kind):
                 token = self.embed(ids[..., 0], embed)
             seen = visible(length, document_ids, hidden.device)
             kv = self.project_kv(read, token, position_ids, seen=seen)
-            # A position attends to earlier positions of its document; head 0 adds the key of the position itself.
-            earlier = visible(length, document_ids, hidden.device, before=1)
+            # A position attends to earlier positions of its document. If keys are of pairs, head 0 adds the key of the
+            # position itself; else the text has it, and the draft begins at the token after the position.
+            earlier = visible(length, document_ids, hidden.device, before=int(self.reads_pairs))
             positions = position_ids if place is None else position_ids.flatten()[place]
+            positions = positions if self.reads_pairs else positions + 1
             context_kv = self.context_kv(kv, earlier, positions, place)
         if place is not None:
             read, ids = read.flatten(0, 1)[place], ids.flatten(0, 1)[place]
-        if self.follows_path:
+        if self.follows_path or self.reads_root:
             with torch.no_grad():
                 following = self.embed(ids, embed)
         return HeadInputs(read, following, context_kv)

@@ -14,10 +14,11 @@ from medusa.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-TREE, LEVELS, TRELLIS = "tree", "levels", "trellis"
+TREE, LEVELS, TRELLIS, BLOCK_TRELLIS = "tree", "levels", "trellis", "block trellis"
 """The drafters that come with the package (`decode.drafters.HEADS_DRAFTERS`).
 
-All heads at once fill a tree; heads run level by level; or look-ups in tables of pairs of candidates make the tree."""
+All heads at once fill a tree; heads run level by level; or look-ups in tables of pairs of candidates make the tree,
+with Markov heads or with the edges of a block drafter."""
 
 TAKEN = {*dir(MedusaConfig), *OUR_KEYS, *dir(KindSettings), "own", *PUBLISHED_KEYS.values(), "version", *RECIPE_KEYS}
 """Names that a kind's own settings cannot have: of configs, of files that other programs read, and of recipes."""
@@ -33,6 +34,7 @@ class Kind:
     fixed_block_types: ClassVar[tuple[str, ...]] = ()  # values of `block` of heads that cannot be trained further
     lm_head_forms: ClassVar[tuple[str, ...]] = ("own", "shared")  # values of `lm_head`
     reads_layers: ClassVar[bool] = False  # whether heads can read several layers of the backbone (`feature_layers`)
+    trainable: ClassVar[bool] = True  # whether this package trains the kind; else it only reads published heads
     comes_with_model: ClassVar[bool] = False  # whether the model brings the weights along, for any number of heads
 
     # Learning
@@ -42,6 +44,7 @@ class Kind:
 
     # Drafting
     follows_path: ClassVar[bool] = False  # whether heads read the guesses of earlier heads
+    reads_root: ClassVar[bool] = False  # whether heads that do not follow the path read the root, the token before it
     can_draw: ClassVar[bool] = True  # whether drafts can be sampled from the heads' distributions
 
     # Published forms

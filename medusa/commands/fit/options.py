@@ -108,7 +108,7 @@ class FitOptions(Options):
         if self.purpose not in PURPOSES:
             raise RequestError(f"--for is {self.purpose!r}; {choose_one_of(self.purpose, PURPOSES)}")
         if self.kind is not None and self.kind not in KINDS:
-            known = kinds_where(lambda kind: not kind.comes_with_model)
+            known = kinds_where(lambda kind: kind.trainable and not kind.comes_with_model)
             if self.kind not in known:
                 raise RequestError(f"--kind is {self.kind!r}; {choose_one_of(self.kind, known)}")
         if self.server_model and not self.server:

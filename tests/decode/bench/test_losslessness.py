@@ -27,7 +27,17 @@ from medusa import Tree
 from medusa.errors import RequestError
 from medusa.loading import Loaded
 from medusa.tree import load_tree
-from tests.helpers import EAGLE_FORMS, FORMS, VOCAB, random_heads, random_ids, random_tree, rename_attention, tiny_model
+from tests.helpers import (
+    BLOCK_FORMS,
+    EAGLE_FORMS,
+    FORMS,
+    VOCAB,
+    random_heads,
+    random_ids,
+    random_tree,
+    rename_attention,
+    tiny_model,
+)
 
 DRAWS = 60_000
 PROMPT = random_ids(7, seed=3)
@@ -71,7 +81,9 @@ def test_lossless_rules_pass_and_lossy_rules_differ(model: Any, settings: dict[s
         assert 0 < case.mean_accepted < 2
 
 
-@pytest.mark.parametrize("kind", ["cascade", "hydra", "recurrent", "markov", "eagle", *EAGLE_FORMS, "mtp"])
+@pytest.mark.parametrize(
+    "kind", ["cascade", "hydra", "recurrent", "markov", "eagle", *EAGLE_FORMS, "mtp", *BLOCK_FORMS]
+)
 def test_every_kind_of_heads_and_a_dynamic_tree(model: Any, kind: str) -> None:
     heads, rules = random_heads(model, 3, **FORMS[kind]), [rule for rule in RULES[:4] if not rule.whole]
     with torch.no_grad():

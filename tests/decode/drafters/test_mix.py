@@ -178,7 +178,7 @@ def test_a_draft_model_with_prompt_lookup(nodes: int) -> None:
         assert [token for step in taken for token in step.ids[0]] == text
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", *EAGLE_FORMS, "mtp"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", *EAGLE_FORMS, "mtp", "dflash, markov"])
 def test_mixes_with_every_kind_of_heads(kind: str) -> None:
     """Heads of all kinds, with their own caches; the mix needs fewer steps than the heads alone."""
     model = tiny_model("llama")

@@ -98,7 +98,7 @@ def test_texts_are_those_of_generate(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [*WITHOUT_HEADS, "mix", "mix, shared", "eagle", "eagle-3", "prefix", "hydra", "dynamic"]
+    "kind", [*WITHOUT_HEADS, "mix", "mix, shared", "eagle", "eagle-3", "prefix", "hydra", "dynamic", "dflash, markov"]
 )
 def test_every_drafter_goes_on_when_texts_join(kind: str, factory_of: Any) -> None:
     model, asked = shared_model(), arrivals(KINDS)
