@@ -79,7 +79,7 @@ class Sizes:
     curve: int  # tokens that the first heads of the curve read in training; each next one reads twice as many
 
 
-FULL = Sizes((15, 15), 256, (80, 64), (8, 16, 64), (12, 128, 2), (48, 128), (48, 128, 2), 100_000)
+FULL = Sizes((15, 12), 256, (80, 48), (8, 16, 64), (12, 96, 1), (16, 64), (48, 128, 2), 100_000)
 QUICK = Sizes((0.75, 0.75), 128, (2, 24), (8, 16, 64), (2, 24, 1), (14, 64), (24, 32, 1), 8_000)
 
 
@@ -313,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="keep all results here")
     parser.add_argument("--prompts", type=Path, nargs="+", default=[], metavar="FILE", help="more training prompts")
     parser.add_argument("--minutes-of-text", type=float, metavar="M", help="CPU minutes (default: 15)")
-    parser.add_argument("--minutes-of-training", type=float, metavar="M", help="for each kind (default: 15)")
+    parser.add_argument("--minutes-of-training", type=float, metavar="M", help="for each kind (default: 12)")
     parser.add_argument("--kinds", type=names, default=["markov", "medusa", "eagle"], metavar="A,B")
     parser.add_argument("--dtypes", type=names, default=["bfloat16", "float32"], metavar="A,B", help="first: for all")
     parser.add_argument("--threads", type=int, nargs="+", default=[1], metavar="N", help="more: for speed only")
