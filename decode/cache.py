@@ -68,9 +68,10 @@ class TreeCache(Cache):
         self.slots: Tensor | None = None  # during a forward: the slots [B, N] to which its N nodes are written
         self.indices: dict[tuple[int, torch.device], Index] = {}  # of these slots, for eager forwards
         self.reading: Reading | None = None  # what the next forward reads, for the states
-        types = LayerTypes(config.get_text_config(decoder=True))
-        layers = [self._layer(*kind) for kind in types.attends_and_has_states]
-        self.tree_layers = [layer for layer in layers if isinstance(layer, TreeLayer)]
+        types = LayerTypes(config.get_text_config(decoder=True)).attends_and_has_states
+        layers = [self._layer(*kind) for kind in types]  # those that keep nothing are never called
+        attend = [layer for layer, (attends, _) in zip(layers, types, strict=True) if attends]
+        self.tree_layers = [layer for layer in attend if isinstance(layer, TreeLayer)]
         self.state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         super().__init__(layers=[*layers])
 

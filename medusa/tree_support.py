@@ -118,7 +118,7 @@ class LayerTypes:
         names = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
         states = getattr(config, "number_of_conv_states", 1)
         self.attends_and_has_states = [
-            (name not in STATES, states if name in STATES or name in BOTH else 0) for name in names
+            (name not in (*STATES, *NEITHER), states if name in STATES or name in BOTH else 0) for name in names
         ]
         """For each layer, whether it attends, and how many convolutions with states it has."""
 

@@ -1,7 +1,7 @@
 """The states of one recurrent layer in a `TreeCache`.
 
 A forward over a draft changes no state: it leaves what its nodes would change. `commit` then applies the accepted path.
-So after a step that was interrupted, the states are those before it.
+So after a forward that was interrupted, the states are those before it; a commit that was interrupted is not undone.
 
 Shapes: B rows, R >= B rows in memory, N nodes of a forward, C channels, W width of a convolution."""
 

@@ -17,7 +17,7 @@ from medusa.errors import RequestError
 from tests.helpers import random_ids, tiny_model
 from train.config import FLASH, TrainConfig
 from train.data.packing import positions_of
-from train.states import packed_states
+from train.states import states_by_row
 
 STUB = "flash_attention_of_documents"
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2], [3, 3, 3, 3, 3, 3, 3, 4, -1, -1]])
@@ -62,12 +62,12 @@ def test_hidden_states_by_lengths_equal_those_by_the_dense_mask(family: str, cal
     ids = torch.tensor([random_ids(10), random_ids(10, seed=1)])
     positions = torch.stack([positions_of(row) for row in DOCUMENTS])
     model = tiny_model(family)
-    dense = packed_states(Backbone(model), ids, positions)
+    dense = states_by_row(Backbone(model), ids, positions)
     assert not calls
     alone = Backbone(model).hidden_states(ids[:1, 3:8], use_cache=False)
     torch.testing.assert_close(dense[:1, 3:8], alone, rtol=1e-5, atol=1e-5)  # the mask keeps documents apart
     model.config._attn_implementation_internal = STUB
-    by_lengths = packed_states(Backbone(model), ids, positions)
+    by_lengths = states_by_row(Backbone(model), ids, positions)
     torch.testing.assert_close(by_lengths, dense, rtol=1e-5, atol=1e-5)  # sums in float32 in another order
     for call in calls:
         assert call["cu_seq_lens_q"].tolist() == call["cu_seq_lens_k"].tolist() == [0, 3, 8, 10, 17, 18, 20]

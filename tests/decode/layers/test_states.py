@@ -240,3 +240,10 @@ def test_only_models_with_states_are_said_to_have_them() -> None:
         assert LayerTypes(tiny_model(name).config).has_states == (name in WITH_STATES)
     require_tree_support(tiny_model("granitemoehybrid, attention"))
     assert not LayerTypes(tiny_model("llama").config).has_states
+
+
+def test_layers_that_keep_nothing_take_no_memory() -> None:
+    """Nemotron-H has more feed-forward layers than attention layers."""
+    model = shared_model("nemotron_h")
+    cache = reader_of(model, prompts_of(5)).cache
+    assert sum(map(len, cache.buffers)) == 2 * model.config.layer_types.count(FULL), "keys and values, if it attends"
