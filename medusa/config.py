@@ -166,7 +166,9 @@ class MedusaConfig:
             raise RequestError(f"heads.vocabulary is {self.vocabulary} of {tokens} tokens; take fewer")
         if self.feature_layers is not None:
             if not kind.reads_layers:
-                raise RequestError(belongs("feature_layers", kinds_where(lambda kind: kind.reads_layers), self.kind))
+                raise RequestError(
+                    belongs("feature_layers", kinds_where(lambda kind: kind.reads_layers and kind.trainable), self.kind)
+                )
             require_layer_numbers(self.feature_layers)
         keys = PrefixSizes.__annotations__
         if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == set(keys)):
@@ -281,7 +283,7 @@ def require_block(kind: str, block: object, allowed: Iterable[str]) -> None:
     """Raise RequestError unless a block is among the `allowed` ones of a kind of heads."""
     if block in tuple(allowed):
         return
-    owners = kinds_where(lambda kind: block in (*kind.block_types, *kind.foreign_block_types))
+    owners = kinds_where(lambda kind: kind.trainable and block in (*kind.block_types, *kind.foreign_block_types))
     found = f"{block} belongs to kind {' or '.join(owners)}, not {kind}" if owners else f"is {block!r}"
     raise RequestError(f"heads.block {found}; {choose_one_of(block, allowed)}")
 
