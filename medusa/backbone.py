@@ -138,6 +138,12 @@ class Backbone:
         """Return the input embeddings [..., H] of token ids [...], as the model's embedding module computes them."""
         return self.model.get_input_embeddings()(ids)
 
+    @property
+    def scales_embeddings(self) -> bool:
+        """Whether the embedding module does more than to look up rows of its table."""
+        module = self.model.get_input_embeddings()
+        return type(module).forward is not nn.Embedding.forward
+
     def hidden_states(self, input_ids: Tensor, **kwargs: object) -> Tensor:
         """Return the hidden states [B, T, H or E] for token ids `input_ids` [B, T]; `kwargs` go to the model.
 

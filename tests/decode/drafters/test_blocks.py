@@ -21,6 +21,7 @@ from decode.settings import Settings
 from decode.step import State
 from medusa import MedusaHeads, Tree
 from medusa.backbone import Backbone
+from medusa.errors import RequestError
 from medusa.vocabulary import lm_head_for, over_all
 from tests.decode.drafters.test_paths import best_paths, path_to, require_drawn
 from tests.helpers import (
@@ -143,6 +144,13 @@ def test_rows_of_a_batch_take_the_steps_that_they_take_alone(name: str) -> None:
         found += [[step.lengths[row] for step in steps if row in step.lengths] for row in range(len(prompts))]
     assert found[:2] == found[2:]
     assert max(map(max, found)) > 1, "no guess is right: no power"
+
+
+def test_a_backbone_that_scales_its_embeddings_is_refused() -> None:
+    model = shared_model("gemma3_text")
+    heads = random_heads(model, K, **BLOCK_FORM)
+    with pytest.raises(RequestError, match="Gemma3ForCausalLM scales its embeddings"):
+        heads_drafter(heads, Backbone(model, [1, 0]), Tree.chain(K))
 
 
 def test_calibration_finds_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
