@@ -32,6 +32,7 @@ WRONG = {
     "fuzz": ["--minutes 0", "--cases 0", "--minutes 1 --case 2"],
     "gpu_battery": ["--seconds soon --output {tmp}", "--stage dance --output {tmp}"],
     "load_speed": ["--clients 1,x", "--rounds 0"],
+    "state_speed": ["--nodes x", "--dtype int8"],
     "load_test": ["--minutes 0", "--clients 0"],
     "make_backbone": ["--data no.txt --output {tmp}/x --steps 1"],
     "make_shipped_heads": ["--data no.txt --work {tmp} --output {tmp}/x"],
