@@ -216,7 +216,8 @@ class DflashHeads(MedusaHeads, AttendsToText):
         append: Append | None = None,
         seen: Tensor | None = None,
     ) -> list[KV]:
-        angles, found = self.rope.angles(position_ids, hidden.dtype), list[KV]()
+        angles = self.rope.angles(position_ids, hidden.dtype)
+        found: list[KV] = []
         for index, layer in enumerate(cast("list[BlockLayer]", self.layers)):
             key, value = layer.keys_and_values(hidden, angles)
             kv = key.transpose(1, 2), value.transpose(1, 2)  # [B, G, T, D]

@@ -185,6 +185,7 @@ MACHINE: dict[str, tuple[int, dict[str, Any]]] = {
     # does what later ones do.
     "recurrent": (3, FORMS["recurrent"] | {"block": "mlp", "num_layers": 2, "expansion": 4}),
     VARIED: (2, FORMS[VARIED] | {"feature_layers": [0, 1], "layer": FORMS[VARIED]["layer"] | {"layers": 1}}),
+    "dflash, markov": (2, FORMS["dflash, markov"]),
 }
 
 
