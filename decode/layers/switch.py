@@ -176,7 +176,7 @@ def prepare_states(model: nn.Module) -> None:
 
 def _wrap(file: ModuleType, name: str) -> None:
     stock, ours = vars(file)[name], FUNCTIONS[name]
-    if stock is None or hasattr(stock, "reads_drafts"):
+    if stock is None or stock in _WRAPPERS:
         return
 
     @functools.wraps(stock)
@@ -184,8 +184,9 @@ def _wrap(file: ModuleType, name: str) -> None:
         here = current()
         return stock(*args, **kwargs) if here is None else ours(here, stock, *args, **kwargs)
 
-    function.reads_drafts = True  # type: ignore[attr-defined]
+    _WRAPPERS.add(function)
     setattr(file, name, function)
 
 
+_WRAPPERS: set[Callable[..., Any]] = set()
 _LOCK = threading.Lock()

@@ -176,11 +176,11 @@ class DflashHeads(MedusaHeads, AttendsToText):
         self.window = max(reach) if len(reach) == layers else None
         self.tokens = config.num_heads + (own.layout == "fill")  # n
         self.rank = own.rank or 0
-        self.follows_path = own.edges != "none"  # type: ignore[misc]  # of these heads, not of the kind
+        self.follows_path = own.edges != "none"
         self.fc = nn.Linear(config.feature_size, size, bias=False)
         self.hidden_norm, self.norm = nn.RMSNorm(size, eps), nn.RMSNorm(size, eps)
         self.layers = nn.ModuleList(BlockLayer(sizes, own.conv) for _ in range(layers))
-        self.reads_raw_embeddings = own.embeddings == "shared"  # type: ignore[misc]
+        self.reads_raw_embeddings = own.embeddings == "shared"
         vocab_size = config.vocab_size or 1
         self.embedding = nn.Embedding(vocab_size, size) if own.embeddings == "own" else None
         self.mask = nn.Parameter(torch.zeros(size)) if own.mask_token is None else None

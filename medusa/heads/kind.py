@@ -43,8 +43,8 @@ class Kind:
     path_dropout: float  # set in training: the share of positions without the path term, for kinds with one
 
     # Drafting
-    reads_raw_embeddings: ClassVar[bool] = False  # whether heads read rows of the embedding table, without its scale
-    follows_path: ClassVar[bool] = False  # whether heads read the guesses of earlier heads
+    reads_raw_embeddings: bool = False  # whether heads read rows of the embedding table, without its scale
+    follows_path: bool = False  # whether heads read the guesses of earlier heads
     reads_root: ClassVar[bool] = False  # whether heads that do not follow the path read the root, the token before it
     can_draw: ClassVar[bool] = True  # whether drafts can be sampled from the heads' distributions
 

@@ -22,6 +22,7 @@ from decode.step import State
 from medusa import MedusaHeads, Tree
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
+from medusa.heads.dflash import DflashHeads
 from medusa.vocabulary import lm_head_for, over_all
 from tests.decode.drafters.test_paths import best_paths, path_to, require_drawn
 from tests.helpers import (
@@ -49,7 +50,8 @@ def heads_of(name: str, model: Any) -> MedusaHeads:
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.mul_(0.6)  # confidences below e^-50 count as equal
-        heads.hidden_norm.weight.add_(1)  # type: ignore[operator, union-attr]
+        assert isinstance(heads, DflashHeads)
+        heads.hidden_norm.weight.add_(1)
     if heads.vocabulary is not None:
         heads.vocabulary = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[: len(heads.vocabulary)]
     return heads
@@ -128,7 +130,8 @@ def test_texts_are_those_of_generate_in_every_tree_and_batch(name: str) -> None:
     ways: list[dict[str, Any]] = [{"tree": tree} for tree in layouts] + [{"drafter": "mix:heads+ngram"}]
     for way in ways:
         out = generate(model, heads, **batch, **way, max_new_tokens=14, do_sample=False, eos_token_id=None)
-        assert out[:, 9:].tolist() == wanted  # type: ignore[index, union-attr]
+        assert isinstance(out, Tensor)
+        assert out[:, 9:].tolist() == wanted
 
 
 @pytest.mark.parametrize("name", ["dflash, markov", "dflash, pairwise"])

@@ -27,6 +27,7 @@ from decode.layers.reading import current
 from decode.reader import Reader, ReaderFactory
 from decode.settings import Settings
 from decode.topology import Topology, chain
+from decode.tree_check import check_tree_forward
 from medusa import RequestError, Tree
 from medusa.backbone import Backbone, require_tree_support
 from medusa.tree_support import BOTH, CHUNKED, FULL, SLIDING, STATE_FUNCTIONS, STATES, LayerTypes
@@ -41,7 +42,7 @@ from tests.helpers import (
     random_tree,
     shared_model,
 )
-from tiny_models import RECURRENT, tiny_model
+from tiny_models import MULTIMODAL, RECURRENT, tiny_model
 
 NEW = 10
 LENGTHS = (1, 2, 5, 12, 40)
@@ -202,8 +203,20 @@ def test_functions_are_wrapped_once() -> None:
     before = [getattr(file, name) for name in STATE_FUNCTIONS if hasattr(file, name)]
     switch.prepare_states(model)
     assert before == [getattr(file, name) for name in STATE_FUNCTIONS if hasattr(file, name)]
-    assert all(not hasattr(function.__wrapped__, "reads_drafts") for function in before)
+    assert all(function.__wrapped__ not in before for function in before)
     assert set(switch.FUNCTIONS) == set(STATE_FUNCTIONS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("mllama", "qwen3_5", "qwen3_5_moe") else pytest.mark.full)
+        for name in MULTIMODAL
+    ],
+)
+def test_models_that_also_read_images_hold_trees_of_text(name: str) -> None:
+    """Qwen3.5 is published so; Mllama asks the layers of a cache for their keys."""
+    assert check_tree_forward(tiny_model(name)).ok
 
 
 def test_a_recurrent_draft_model_is_refused() -> None:
