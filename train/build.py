@@ -24,15 +24,13 @@ from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
 from train.check import check, require_adaptable
 from train.config import FLASH, TrainConfig
-from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
-from train.features.files import Features, is_features, open_features
+from train.data.datasets import load_dataset
+from train.features.files import is_features, open_features
 from train.heads import backbone_for, feature_layers, new_config, new_heads, require_same_heads, started_from
 from train.medusa2.adapter import adapt
 from train.medusa2.trainer import Medusa2Trainer
 from train.trainer import MedusaTrainer
-from train.vocabulary import most_frequent, require_worthwhile
-
-Rows = PackedDataset | StreamedDataset | Features
+from train.vocabulary import Rows, most_frequent, require_worthwhile, usual_size
 
 
 class LoadedRun(NamedTuple):
@@ -60,15 +58,18 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
         dataset = load_dataset(config.data, *reading, arguments.seed)
     loaded = load_backbone(config.backbone, placement(config.load_options, config.shard_backbone, sizes))
     model, asked = loaded.model, config.heads
+    named = (model, config.backbone, config.revision)
     layers = feature_layers(asked, Backbone(model)) if start is None else start.config.feature_layers
     backbone = backbone_for(model, layers)
     if config.attention == FLASH:  # after Backbone's test, whose few tokens need no such kernel
         model.set_attn_implementation(FLASH)
-    if checkpoint is not None:
-        wanted = new_config(asked, model, config.backbone, config.revision) if start is None else start.config
-        require_same_heads(checkpoint, wanted)
     if dataset is None:
         dataset = open_features(Path(config.data.path), config.data.sequence_length, backbone)
+    if by_default := asked.vocabulary is None and start is None and config.adapter is None:
+        usual = usual_size(new_config(asked, *named), dataset, model.num_parameters())
+        asked = asked.model_copy(update={"vocabulary": usual})
+    if checkpoint is not None:
+        require_same_heads(checkpoint, new_config(asked, *named) if start is None else start.config)
     evaluated = None if config.eval_data is None else load_dataset(config.eval_data, *reading)
     quality_rows = dataset
     if config.adapter is not None and config.adapter.quality_data is not None:
@@ -78,7 +79,7 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     if asked.vocabulary and start is None:
         frequent = most_frequent(dataset, asked.vocabulary, backbone.vocab_size)
         heads = new_heads(model, asked, config.backbone, config.revision, frequent.ids)
-        gain = require_worthwhile(heads, model, frequent.coverage, asked.force_vocabulary)
+        gain = require_worthwhile(heads, model, frequent.coverage, asked.force_vocabulary or by_default)
         if not quiet:
             say(gain)
     else:

@@ -21,7 +21,7 @@ from train.arguments import MedusaTrainingArguments
 from train.data.packing import Batch
 from train.heads import backbone_for
 from train.loss.heads import HeadLosses, head_losses
-from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices, chunk_rows, labels_as_tokens, taught_labels
+from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices, chunk_rows, taught_labels
 from train.states import packed_states
 
 
@@ -99,7 +99,7 @@ class HeadsOnBackbone(nn.Module):
         hidden = hidden.to(backbone.dtype)  # carries gradients in Medusa-2
         last = hidden[..., -backbone.hidden_size :]  # the LM head's input
         if argmax:
-            labels = labels_as_tokens(labels, places, backbone_choices(backbone, last, input_ids))
+            labels = backbone_choices(backbone, last.flatten(0, 1), labels, places)
         teacher = None
         if args.learns_distributions:
             settings = (args.teacher_temperature, args.hard_label_weight, self.heads.vocabulary, args.acceptance)

@@ -24,8 +24,9 @@ it. In half precision, rounding changes them by some hundredths."""
 def packed_states(backbone: Backbone, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     """Compute the hidden states [B, T, H] of B packed rows of T tokens; `position_ids` [B, T] restart at each document.
 
-    Documents that the model does not keep apart are read in rows of their own."""
-    if keeps_documents_apart(backbone):
+    Documents that the model does not keep apart are read in rows of their own; on a CPU all are, because attention
+    with a mask also computes what no token sees: a third of the forward over six documents in a row of 1,856 tokens."""
+    if input_ids.device.type != "cpu" and keeps_documents_apart(backbone):
         return states_by_row(backbone, input_ids, position_ids)
     return states_by_document(backbone, input_ids, position_ids)
 

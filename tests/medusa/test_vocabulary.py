@@ -28,6 +28,7 @@ from decode.texts import Decoding, stepper_for
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.checkpoints.stored import CONFIG, WEIGHTS
+from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.heads import KINDS
 from medusa.heads.guesses import MISSED
@@ -43,7 +44,7 @@ from train.evaluate import label_ranks
 from train.loss.heads import head_losses, head_losses_plain
 from train.loss.objectives import Acceptance, Weighting
 from train.loss.targets import IGNORE, BackboneTeacher
-from train.vocabulary import most_frequent, vocabulary_gain
+from train.vocabulary import most_frequent, usual_size, vocabulary_gain
 
 WORDS, HEADS = 40, 3
 LM_HEADS = ["own", "shared"]
@@ -399,6 +400,27 @@ def test_a_draft_vocabulary_trades_tau_for_time() -> None:
     assert vocabulary_gain(sizes, **heads, vocabulary=32_000, coverage=0.96) == pytest.approx(time * tau)
 
 
+@pytest.mark.parametrize(
+    ("kind", "vocab_size", "parameters", "words", "usual"),
+    [
+        ("markov", 32_768, 10_000_000, 3000, 4096),
+        ("markov", 32_768, 10_000_000, 6000, 8192),  # half of the tokens beyond the first 4,096 would be missed
+        ("hydra", 32_768, 10_000_000, 3000, 4096),
+        ("eagle", 32_768, 10_000_000, 3000, 4096),
+        ("markov", 32_768, 8_000_000_000, 3000, None),  # the LM head is a small part of what a step reads
+        ("markov", 8191, 10_000_000, 3000, None),
+        ("medusa", 32_768, 10_000_000, 3000, None),  # other programs read such heads, with all tokens
+    ],
+)
+def test_new_heads_guess_among_fewer_tokens_where_that_makes_decoding_faster(
+    kind: str, vocab_size: int, parameters: int, words: int, usual: int | None
+) -> None:
+    text = dataset([[token % words for token in range(number, number + 2000)] for number in range(0, 18_000, 1000)])
+    config = MedusaConfig(256, vocab_size, num_heads=4, kind=kind, block="gated" if kind == "eagle" else "mlp")
+    assert usual_size(config, text, parameters) == usual
+    assert usual_size(config, StreamedDataset(None, 1, 0), parameters) is None
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., Any]:
     rows = [{"input_ids": [token % 45 for token in random_ids(20, seed=seed)]} for seed in range(20)]
@@ -425,6 +447,16 @@ def test_a_run_with_a_draft_vocabulary_counts_trains_and_saves(
     again = MedusaHeads.from_pretrained(tmp_path / "out")
     assert again.vocabulary is not None
     assert torch.equal(again.vocabulary, heads.vocabulary)
+
+
+def test_a_run_takes_the_usual_vocabulary_unless_it_is_told_otherwise(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.build.usual_size", lambda *_: WORDS)
+    for asked, expected in (({}, WORDS), ({"vocabulary": 0}, None), ({"vocabulary": 50}, 50)):
+        recipe("markov", force_vocabulary=True, **asked)
+        found = MedusaHeads.from_pretrained(tmp_path / "out")
+        assert found.config.vocabulary == expected
 
 
 def test_a_draft_vocabulary_that_slows_decoding_is_rejected(recipe: Any) -> None:

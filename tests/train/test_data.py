@@ -21,7 +21,7 @@ from train.config import DataConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.data.packing import Example, positions_of
 from train.loss.targets import IGNORE, head_labels
-from train.states import keeps_documents_apart, packed_states, states_by_document
+from train.states import keeps_documents_apart, packed_states, states_by_document, states_by_row
 
 
 def example(*ids: int, taught: str | None = None) -> Example:
@@ -82,14 +82,12 @@ def test_packed_documents_do_not_see_each_other(name: str, attention: str, packs
     batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
     assert keeps_documents_apart(backbone) == packs
     with torch.no_grad():
-        hidden = packed_states(backbone, **batch)
-        start = 0
-        for ids in documents:
-            alone = backbone.hidden_states(torch.tensor([ids]), use_cache=False)[0]
-            # Hidden states are of order 1 after the norm; masked sums in float32 differ by some 1e-6.
-            for row in hidden:
-                torch.testing.assert_close(row[start : start + len(ids)], alone, atol=1e-5, rtol=0)
-            start += len(ids)
+        alone = [backbone.hidden_states(torch.tensor([ids]), use_cache=False)[0] for ids in documents]
+        for states in (packed_states, *([states_by_row] if packs else [])):
+            hidden = states(backbone, **batch)
+            for row in hidden[:, : sum(map(len, documents))]:
+                # Hidden states are of order 1 after the norm; masked sums in float32 differ by some 1e-6.
+                torch.testing.assert_close(row, torch.cat(alone), atol=1e-5, rtol=0)
 
 
 def test_documents_that_are_read_alone_take_no_more_memory_than_their_rows() -> None:

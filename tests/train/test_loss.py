@@ -22,7 +22,7 @@ from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
 from train.arguments import MedusaTrainingArguments
 from train.loss.heads import HeadLosses, head_losses, head_losses_plain
 from train.loss.objectives import ACCEPTANCE_OBJECTIVES, Acceptance, Weighting, head_weights
-from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices, chunk_rows
+from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices, chunk_rows, taught_labels
 
 HEADS, ROWS, POSITIONS = 3, 21, 40
 KINDS = [(block, lm_head) for block in ("square", "mlp") for lm_head in ("own", "shared")]
@@ -98,6 +98,18 @@ def test_chunks_change_neither_loss_nor_gradients(
     chunks_of(monkeypatch, chunk)
     heads = random_heads(backbone.model, HEADS, block=block, lm_head=lm_head, num_layers=2)
     assert_same(heads, HeadInputs(torch.randn(ROWS, HIDDEN)), some_labels(), backbone.head)
+
+
+@pytest.mark.parametrize("teacher", [None, {}], ids=str)
+def test_probabilities_too_small_for_float32_change_nothing(backbone: Backbone, teacher: dict[str, Any] | None) -> None:
+    """Logits far below the greatest one, as those of new heads are."""
+    heads = random_heads(backbone.model, HEADS, lm_head="own")
+    with torch.no_grad():
+        heads.get_parameter("lm_heads").mul_(60)
+        spread = heads(HeadInputs(torch.randn(ROWS, HIDDEN)), backbone.lm_head).std()
+    assert spread > 50, "no probability is small enough to show anything"
+    taught_by = None if teacher is None else some_teacher(backbone, **teacher)
+    assert_same(heads, HeadInputs(torch.randn(ROWS, HIDDEN)), some_labels(), backbone.head, teacher=taught_by)
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
@@ -261,7 +273,7 @@ def test_only_one_chunk_of_logits_is_in_memory(
 def test_a_chunk_is_bounded_in_bytes_but_never_a_few_rows() -> None:
     assert chunk_rows(4, 512, "cpu") * 4 * 512 * 4 == 4 << 20
     assert chunk_rows(4, 4096, "cpu") == 64
-    assert chunk_rows(4, 128_000, "cpu") == chunk_rows(4, 256_000, "cpu") == 24
+    assert chunk_rows(4, 128_000, "cpu") == chunk_rows(4, 256_000, "cpu") == 64
     assert chunk_rows(4, 4096, "cuda") == 4096
     assert chunk_rows(4, 128_000, "cpu", own=True) == 40
     # Every chunk also adds to the gradients of own LM heads, as long as its logits stay below 2 GiB.
@@ -355,8 +367,17 @@ def test_the_backbones_choice_is_its_argmax_after_each_prefix(monkeypatch: pytes
     model = tiny_model(family)
     backbone = Backbone(model)
     ids = torch.tensor([random_ids(9, seed=1), random_ids(9, seed=2)])
+    text = torch.full_like(ids, True), torch.zeros_like(ids)
+    labels, places = taught_labels(ids, *text, 3)
     with torch.no_grad():
-        chosen = backbone_choices(backbone, backbone.hidden_states(ids, use_cache=False), ids)
-        logits = model(input_ids=ids, use_cache=False).logits
-    assert chosen[:, 0].equal(ids[:, 0]), "nothing stands before the first token"
-    assert chosen[:, 1:].equal(logits.argmax(-1)[:, :-1])
+        hidden = backbone.hidden_states(ids, use_cache=False).flatten(0, 1)
+        chosen = backbone_choices(backbone, hidden, labels, places)
+        after = model(input_ids=ids, use_cache=False).logits.argmax(-1).flatten()
+    for head, (own, old) in enumerate(zip(chosen.tolist(), labels.tolist(), strict=True)):
+        expected = [
+            int(after[place + head + 1]) if label != IGNORE else IGNORE
+            for place, label in zip(places, old, strict=True)
+        ]
+        assert own == expected
+    none = torch.full_like(labels, IGNORE)
+    assert backbone_choices(backbone, hidden, none, places).equal(none), "nothing is taught"

@@ -15,6 +15,7 @@ size, V vocabulary."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -30,10 +31,11 @@ FIRST_OFFSET = 2  # from a position to the label of head 0
 NEXT = 1  # from a position to the label of the backbone's own LM head
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Size of a chunk's float32 logits, of all heads together: they fit into a CPU core's cache, or keep a GPU busy."""
-MIN_ROWS = 24  # with fewer positions, reading the LM head takes longer than multiplying by it, for any V
+MIN_VECTORS = 256  # with fewer of them, reading the LM head takes longer than multiplying by it, for any V
 MIN_ROWS_OWN = {"cpu": 40, "cuda": 1024}
 """With own LM heads, every chunk also reads and writes the gradients of their weights, which a GPU does as fast as the
 products of some hundred positions."""
+MIN_ROWS = 24  # of a chunk with own LM heads, each of which is multiplied by a chunk's positions only
 MOST_BYTES_OWN = 2 << 30  # of the logits of a chunk; for large vocabularies, this limit comes before `MIN_ROWS_OWN`
 
 
@@ -62,32 +64,27 @@ def taught_labels(input_ids: Tensor, loss_mask: Tensor, document_ids: Tensor, nu
     return labels[:, places], places
 
 
-def labels_as_tokens(labels: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-    """Replace the labels [K, R] of `taught_labels` by other tokens [B, T], which take the place of the text's."""
-    reach = torch.arange(len(labels), device=tokens.device)[:, None] + FIRST_OFFSET
-    found = tokens.flatten()[(places + reach).clamp_max(tokens.numel() - 1)]  # beyond the end there are no labels
-    return torch.where(labels == IGNORE, IGNORE, found)
-
-
 def chunk_rows(num_heads: int, vocab_size: int, device: str, own: bool = False) -> int:
     """Number of positions in a chunk on `device`, "cpu" or "cuda"; `own`: each head has an LM head that learns."""
     kind = device if device in CHUNK_BYTES else "cuda"
     position = 4 * num_heads * vocab_size
-    rows = max(MIN_ROWS, CHUNK_BYTES[kind] // position)
+    rows = CHUNK_BYTES[kind] // position
     if own:
-        rows = max(rows, min(MIN_ROWS_OWN[kind], max(MIN_ROWS, MOST_BYTES_OWN // position)))
-    return rows
+        return max(rows, min(MIN_ROWS_OWN[kind], max(MIN_ROWS, MOST_BYTES_OWN // position)))
+    return max(rows, ceil(MIN_VECTORS / num_heads))
 
 
 @torch.no_grad()
-def backbone_choices(backbone: Backbone, hidden: Tensor, input_ids: Tensor) -> Tensor:
-    """Replace each token in `input_ids` [B, T], except the first of each row, by the backbone's greedy choice.
+def backbone_choices(backbone: Backbone, hidden: Tensor, labels: Tensor, places: Tensor) -> Tensor:
+    """Replace the labels [K, R] at the positions `places` [R] (`taught_labels`) by the backbone's greedy choices.
 
-    The choice for a position is made from the hidden state, in `hidden` [B, T, H] of size H, at the position before."""
-    flat = hidden[:, :-1].flatten(0, 1)
-    rows = chunk_rows(1, backbone.vocab_size, flat.device.type)
-    chosen = torch.cat([argmax(backbone.lm_head(part)) for part in flat.split(rows)])
-    return torch.cat([input_ids[:, :1], chosen.reshape(len(input_ids), -1)], dim=1)
+    The choice for a token is made from the hidden state, in `hidden` [N, H] of size H, at the position before."""
+    taught = labels != IGNORE
+    reach = torch.arange(len(labels), device=places.device)[:, None] + (FIRST_OFFSET - 1)
+    before, which = (places + reach)[taught].unique(return_inverse=True)
+    rows = chunk_rows(1, backbone.vocab_size, hidden.device.type)
+    chosen = torch.cat([argmax(backbone.lm_head(part)) for part in hidden[before.to(hidden.device)].split(rows)])
+    return labels.masked_scatter(taught, chosen.to(labels.device)[which])
 
 
 class SoftTargets(NamedTuple):

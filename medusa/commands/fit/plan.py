@@ -26,6 +26,7 @@ from medusa.memory import total_memory
 from train.config import HeadsConfig
 from train.hardware import CARDS, HeadsSize, fits, heads_size, training_bytes
 from train.heads import new_config
+from train.vocabulary import likely_size
 
 TEMPERATURE = 0.7  # of the text: enough variety that several answers to one prompt differ
 TRAINING_SHARE = 2.0  # seconds of training for each second of generating text
@@ -118,7 +119,9 @@ def costs_of(choice: HeadsChoice, loaded: Loaded, probe: Probe) -> Costs:
         config = load(asked.start).config
         Backbone(loaded.model, config.feature_layers)
     size = heads_size(config, probe.vocab_size)
-    shared = config.num_heads * probe.hidden_size * probe.vocab_size if config.lm_head == "shared" else 0
+    new = asked.start is None and asked.vocabulary is None
+    guessed = likely_size(config, probe.vocab_size, probe.parameters) if new else size.vocab_size
+    shared = config.num_heads * probe.hidden_size * guessed if config.lm_head == "shared" else 0
     learning = probe.read_seconds * (1 + HEAD_COST * (size.trained + shared) / probe.parameters)
     return Costs(size, learning, *compiling(config, probe))
 
