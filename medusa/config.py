@@ -123,10 +123,11 @@ class MedusaConfig:
         """Make a config; `values` are the other fields, and the settings of the kind."""
         self.hidden_size, self.vocab_size, self.kind = hidden_size, vocab_size, kind
         self.num_heads, self.num_layers = num_heads, num_layers
+        of_kind = {"block": class_of(kind).block_types[0], "lm_head": class_of(kind).lm_head_forms[0]}
         for known in fields(self):
             if known.name not in ("own", "hidden_size", "vocab_size", "kind", "num_heads", "num_layers"):
                 usual = known.default if known.default_factory is MISSING else known.default_factory()
-                setattr(self, known.name, values.pop(known.name, usual))
+                setattr(self, known.name, values.pop(known.name, of_kind.get(known.name, usual)))
         before = values.pop("own", KindSettings())  # from `dataclasses.replace`
         self.own = own_settings(kind, values_of(before) | values)
         self._check()
@@ -166,9 +167,7 @@ class MedusaConfig:
             raise RequestError(f"heads.vocabulary is {self.vocabulary} of {tokens} tokens; take fewer")
         if self.feature_layers is not None:
             if not kind.reads_layers:
-                raise RequestError(
-                    belongs("feature_layers", kinds_where(lambda kind: kind.reads_layers and kind.trainable), self.kind)
-                )
+                raise RequestError(belongs("feature_layers", kinds_where(lambda kind: kind.reads_layers), self.kind))
             require_layer_numbers(self.feature_layers)
         keys = PrefixSizes.__annotations__
         if self.prefix is not None and not (isinstance(self.prefix, dict) and set(self.prefix) == set(keys)):
@@ -283,7 +282,7 @@ def require_block(kind: str, block: object, allowed: Iterable[str]) -> None:
     """Raise RequestError unless a block is among the `allowed` ones of a kind of heads."""
     if block in tuple(allowed):
         return
-    owners = kinds_where(lambda kind: kind.trainable and block in (*kind.block_types, *kind.foreign_block_types))
+    owners = kinds_where(lambda kind: block in (*kind.block_types, *kind.foreign_block_types))
     found = f"{block} belongs to kind {' or '.join(owners)}, not {kind}" if owners else f"is {block!r}"
     raise RequestError(f"heads.block {found}; {choose_one_of(block, allowed)}")
 

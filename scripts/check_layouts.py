@@ -1,4 +1,4 @@
-"""Read layers of EAGLE-3 that other projects' own code wrote, and compare our logits with their forward.
+"""Read EAGLE-3 layers and block drafters that other projects' own code wrote, and compare our logits with theirs.
 
     python scripts/check_layouts.py --work runs/layouts
     python scripts/check_layouts.py --work runs/layouts --swap-halves
@@ -62,9 +62,34 @@ class Layer:
     sizes: Json = field(default_factory=dict)
     switches: Json = field(default_factory=dict)
     model_type: str = "llama"
+    algorithm: str = "eagle3"
+    vocabulary: int = VOCABULARY
+
+    @property
+    def settings(self) -> Json:
+        """What the project's code makes the layer or drafter from."""
+        return {"norm_before_residual": False} | self.switches
 
 
+BLOCK: Json = {"block_size": STEPS + 1, "mask_token_id": 7, "sample_from_anchor": False}
 WRITTEN = [
+    Layer("DFlash, two layers", "speculators", {"num_hidden_layers": 2}, BLOCK, "qwen3", "dflash"),
+    Layer(
+        "DSpark",
+        "speculators",
+        switches={"block_size": STEPS, "mask_token_id": 7, "markov_rank": 16, "sample_from_anchor": True},
+        model_type="qwen3",
+        algorithm="dspark",
+    ),
+    Layer(
+        "DFlash 2, causal windows",
+        "speculators",
+        {"layer_types": ["sliding_attention"], "sliding_window": 9, "use_sliding_window": True},
+        BLOCK | {"selector_rank": 16, "sliding_window_non_causal": False},
+        "qwen3",
+        "dflash2",
+        SIZES["vocab_size"],
+    ),
     Layer("Llama", "speculators"),
     Layer(
         "Llama, two layers, norm_before_residual, norm_before_fc, norm_output",
@@ -128,8 +153,8 @@ def written(layer: Layer, python: Path, folder: Path, texts: list[list[int]]) ->
     """Let a project write a layer into `folder`; return its version, and its logits [steps, T - 1, N] of each text."""
     job, out = folder.with_suffix(".job.json"), folder.with_suffix(".logits.safetensors")
     about: Json = {"backbone": str(DEMO), "output": str(folder), "texts": texts, "steps": STEPS, "layers": LAYERS}
-    about |= {"vocabulary": VOCABULARY, "layer": SIZES | layer.sizes, "switches": layer.switches}
-    write_json(job, about | {"model_type": layer.model_type})
+    about |= {"vocabulary": layer.vocabulary, "layer": SIZES | layer.sizes, "switches": layer.settings}
+    write_json(job, about | {"model_type": layer.model_type, "algorithm": layer.algorithm})
     script = Path(__file__).with_name("consumers") / f"write_{layer.project}.py"
     done = subprocess.run([python, "-E", script, job, out], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -148,15 +173,16 @@ def compared(
 
     Step s after position p reads the text's tokens up to p + 1 + s, so the last positions of a text are left out."""
     heads = MedusaHeads.from_pretrained(folder)
-    if heads.config.feature_layers != [*LAYERS] or heads.vocabulary is None:
-        raise RunError(f"{folder} was read with the layers {heads.config.feature_layers}, or without its vocabulary")
+    if heads.config.feature_layers != [*LAYERS]:
+        raise RunError(f"{folder} was read with the layers {heads.config.feature_layers}")
     differences, largest = [], []
     for text, theirs in zip(texts, logits, strict=True):
         ids = torch.tensor([text])
         hidden = backbone.hidden_states(ids[:, :-STEPS], use_cache=False)
         inputs = heads.inputs(hidden, ids, backbone.embed, num_heads=STEPS)
         ours = heads.logits(heads.features(inputs, STEPS), lm_head_for(heads, backbone))[:, 0]
-        theirs = theirs[:, : ours.shape[1]]
+        count = min(ours.shape[1], theirs.shape[1])
+        ours, theirs = ours[:, :count], theirs[:, :count]
         differences.append((ours - theirs).abs().max().item())
         largest.append(theirs.abs().max().item())
     return torch.tensor(differences).max().item(), max(largest)  # Python's `max` may pass over NaN

@@ -31,7 +31,7 @@ from decode.session import Session
 from decode.settings import DecodingOptions
 from decode.topology import Topology
 from medusa import MedusaHeads, Tree
-from medusa.heads import KINDS
+from medusa.heads import KINDS, class_of
 from medusa.heads.eagle_layer import VARIANTS
 
 COMMON, VOCAB, REFUSED = tiny_models.COMMON, tiny_models.VOCAB, tiny_models.REFUSED
@@ -85,11 +85,12 @@ MTP_FORM: dict[str, Any] = {  # of a model whose layers are a Llama's; the backb
     "mtp": COMMON | {"model_type": "llama", "num_mtp_layers": 1},
 }
 WINDOW_FORM = {"kind": "eagle", "window": 4}  # wide enough for the path of three heads
+RESIDUAL = [kind for kind in KINDS if "mlp" in class_of(kind).block_types]  # of blocks that start as the identity
 FORMS = {kind: {"kind": kind} for kind in KINDS} | EAGLE_FORMS | {"mtp": MTP_FORM}  # the settings of every kind
 FORMS |= {"eagle, window": WINDOW_FORM}
 BLOCK_FORM = {"kind": "dflash", "block": "gated", "lm_head": "shared", "feature_layers": [1, 0], "mask_token": 5}
 BLOCK_FORMS: dict[str, dict[str, Any]] = {
-    "dflash": {},
+    "dflash": {"edges": "none"},
     "dflash, markov": {"layout": "shifted", "edges": "markov", "rank": 6, "windows": [9], "causal": [True]},
     "dflash, pairwise": {"edges": "pairwise", "rank": 6, "conv": [2, 4]},
 }

@@ -59,7 +59,9 @@ def choose(sizes: BackboneSizes, asked: HeadsConfig) -> HeadShape:
     inner, own = fastest(sizes, asked.num or NUM_HEADS)
     if block == GATED:  # three matrices instead of two; servers give it the backbone's LM head
         inner = max(64, round(inner / 96) * 64)  # whole tiles, also after a server splits them over GPUs
-        return HeadShape(GATED, 1, asked.expansion or inner / sizes.hidden_size, asked.lm_head or "shared")
+        return HeadShape(
+            GATED, asked.layers or 1, asked.expansion or inner / sizes.hidden_size, asked.lm_head or "shared"
+        )
     # Two blocks guess a little better than one block of twice the width, if neither is narrower than H.
     layers = asked.layers or (2 if inner >= 2 * sizes.hidden_size else 1)
     expansion = asked.expansion or inner / layers / sizes.hidden_size

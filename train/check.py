@@ -104,7 +104,8 @@ def require_adaptable(config: TrainConfig, heads: HeadsConfig | MedusaConfig) ->
         raise RequestError(f"{wanted}; add adapter.teacher_tilt=0, or leave heads.vocabulary out")
     if adapter is not None and heads.feature_layers is not None:
         found = "an adapter cannot be trained with heads that read several layers"
-        raise RequestError(f"{found}; leave heads.feature_layers out, or adapter")
+        way = "heads.feature_layers" if not class_of(heads.kind or "medusa").joins_layers else f"kind {heads.kind}"
+        raise RequestError(f"{found}; leave {way} out, or adapter")
     if adapter is not None and adapter.lm_head and heads.lm_head == "shared":
         raise RequestError("adapter.lm_head needs one LM head per head; add heads.lm_head=own")
 

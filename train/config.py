@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails
 
-from medusa.config import LM_HEADS, MIN_VOCABULARY, MedusaConfig, belongs, require_block
+from medusa.config import LM_HEADS, MIN_VOCABULARY, USUAL_LAYERS, MedusaConfig, belongs, require_block
 from medusa.errors import RequestError
 from medusa.heads import HEADS, class_of, kinds_with_setting
 from medusa.loading import DTYPES
@@ -61,6 +61,8 @@ class HeadsConfig(Section):
         if size and size < MIN_VOCABULARY:
             raise RequestError(f"heads.vocabulary is {size}; it must be at least {MIN_VOCABULARY}, or 0 for all tokens")
         self._check_own_keys()
+        if self.feature_layers is None and class_of(self.kind or "medusa").joins_layers:
+            self.feature_layers = USUAL_LAYERS
         if self.start is None:
             self._try_config()
         return self
@@ -89,9 +91,6 @@ class HeadsConfig(Section):
     def _try_config(self) -> None:
         """Raise RequestError if no backbone can have such heads, with sizes that stand for any backbone's."""
         kind = class_of(self.kind or "medusa")
-        if not kind.trainable:
-            way = "is read from published files, and cannot be trained yet; take heads.kind=markov or eagle"
-            raise RequestError(f"heads.kind {self.kind} {way}")
         if kind.comes_with_model:
             for key in ("prefix_layers", "block", "layers", "expansion", "lm_head", "feature_layers"):
                 if getattr(self, key):

@@ -125,7 +125,7 @@ def startable(
     found = load(start)
     held = found.config
     kind = class_of(held.kind)
-    if held.block in kind.fixed_block_types or not kind.trainable:
+    if not kind.trains(held):
         original = f"{start} holds heads of kind {held.kind} with blocks of type {held.block}"
         raise RequestError(f"{option}: {original}, which can decode but not be trained; leave {option} out")
     wanted = {key: getattr(asked, name) for key, name in HEADS_ASKED.items()} | asked.own
@@ -171,5 +171,5 @@ def describe(config: MedusaConfig, parameters: int, backbone: Backbone) -> str:
     if config.lm_head == "own" and getattr(backbone.head, "bias", None) is not None:
         line += "; the backbone's LM head has a bias, which own ones lack: heads.lm_head=shared starts closer to it"
     if not config.servable:
-        line += "; servers cannot load these heads: vLLM, SGLang and llama.cpp load gated blocks of kind eagle"
+        line += "; servers cannot load these heads: vLLM and SGLang load gated blocks of kind eagle, and kind dflash"
     return line

@@ -44,13 +44,12 @@ class HeadsOnBackbone(nn.Module):
         if args.scheduled_sampling and not heads.follows_path:
             unable = f"training.scheduled_sampling: heads of kind {heads.config.kind} see no guesses"
             raise RequestError(f"{unable}; leave it out, or take a kind that follows the path (docs/kinds.md)")
-        if heads.usual_path_dropout is not None:
+        if heads.usual_path_dropout is not None and heads.follows_path:
             heads.path_dropout = heads.usual_path_dropout if args.path_dropout is None else args.path_dropout
         elif args.path_dropout is not None:
             kinds = " or ".join(kinds_where(lambda kind: kind.usual_path_dropout is not None))
-            raise RequestError(
-                f"training.path_dropout is for heads.kind {kinds}, not {heads.config.kind}; leave it out"
-            )
+            found = f"{heads.config.kind}{' without edges' * (heads.usual_path_dropout is not None)}"
+            raise RequestError(f"training.path_dropout is for heads.kind {kinds}, not {found}; leave it out")
         if args.dropout:
             heads.set_dropout(args.dropout)
         if getattr(model, "hf_device_map", None):  # split over devices: the Trainer must not move the heads
@@ -111,8 +110,7 @@ class HeadsOnBackbone(nn.Module):
         if self.training and self.scheduled_sampling:
             ids = following_ids(input_ids, len(labels)).flatten(0, 1)[places]
             ids = with_own_guesses(self.heads, backbone, inputs, ids, self.scheduled_sampling)
-            with torch.no_grad():
-                inputs = inputs._replace(following=self.heads.embed(ids, backbone.embed))
+            inputs = inputs._replace(following=self.heads.embed(ids, backbone.embed))
         return LabelledPositions(inputs, labels, teacher)
 
     def states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from medusa.checkpoints.stored import MASK_EMBEDDING, Form, Stored, load_pickled
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
-from medusa.heads.dflash import DflashSettings, block_sizes
+from medusa.heads.dflash_layer import DflashSettings, block_sizes
 
 LAYER_NAMES = {  # of tensors of a layer in the state dict of `DflashHeads`, and in the file
     "norm.weight": "input_layernorm.weight",

@@ -93,6 +93,7 @@ def read_dflash_config(
         hidden_size=sizes["hidden_size"],
         vocab_size=vocab_size,
         num_heads=block_size - (layout == "fill"),
+        num_layers=sizes["layers"],
         kind="dflash",
         block=GATED,
         expansion=sizes["width"] / sizes["hidden_size"],

@@ -88,8 +88,10 @@ def run(options: InfoOptions) -> None:
 def servers_for(config: MedusaConfig) -> str:
     """Name the servers that load heads with this config after `medusa export`."""
     if not config.servable:
-        return "none: vLLM, SGLang and llama.cpp load kind eagle with gated blocks (medusa fit --for vllm)"
-    if config.kind != "eagle":
+        return "none: vLLM and SGLang load kinds eagle and dflash (medusa fit --for vllm)"
+    from medusa.heads import class_of
+
+    if class_of(config.kind).form == "medusa":
         return "TGI, LoRAX and vLLM up to 0.32 (medusa export)"
     return "vLLM, SGLang and others (medusa export)"
 

@@ -3,9 +3,10 @@
 FORMATS = {
     "original-v1": "published:write_original",  # FasterDecoding's package medusa-llm
     "tgi": "published:write_tgi",  # Text Generation Inference, LoRAX
-    "vllm": "vllm:write_vllm",  # Medusa heads (vLLM up to 0.32) and the layer of EAGLE-3
-    "sglang": "eagle3:write_sglang",  # the layer of EAGLE-3
-    "speculators": "eagle3:write_speculators",  # the layer of EAGLE-3, in the format of vLLM's library speculators
+    "vllm": "vllm:write_vllm",  # Medusa heads (vLLM up to 0.32), the layer of EAGLE-3, and block drafters
+    "sglang": "eagle3:write_sglang",  # the layer of EAGLE-3, and block drafters
+    "speculators": "eagle3:write_speculators",  # the same, in the format of vLLM's library speculators
+    "z-lab": "dflash:write_z_lab",  # block drafters, as z-lab and DeepSpec publish them
     "llama.cpp": "eagle3:write_llama_cpp",  # the layer of EAGLE-3, as input of llama.cpp's converter
     "hub": "repository:write",  # transformers without this package, through custom_generate
 }

@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import torch
 from transformers import PretrainedConfig
 
-from medusa.backbone import usual_layers
 from medusa.checkpoints.checkpoint import Checkpoint, Tensors
 from medusa.checkpoints.eagle3 import to_eagle3
 from medusa.checkpoints.eagle_config import IDS, SWITCHES
 from medusa.checkpoints.stored import CONFIG, save_tensors
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.export.base import Export, Written, quoted, read_embeddings, read_lm_head, served_dtype
+from medusa.export import dflash
+from medusa.export.base import Export, Written, quoted, read_lm_head, served_dtype
+from medusa.export.layers import (
+    MODEL_WEIGHTS,
+    absolute,
+    backbone_and_features,
+    describe_layers,
+    speculators_config,
+    vocabulary_maps,
+    with_embeddings,
+    with_lm_head,
+)
 from medusa.files import Json, write_json
 from medusa.heads import class_of
-from medusa.heads.eagle_layer import GATED, EagleSettings, layer_sizes
-from medusa.loading import load_config
+from medusa.heads.eagle_layer import GATED, layer_sizes
 from medusa.options import dtype_name
 
-MODEL_WEIGHTS = "model.safetensors"
-"""The file of weights that all consumers load."""
 VARIANTS = {  # the variants of a layer (`medusa.heads.eagle_layer.VARIANTS`) that each consumer reads
     "vllm": SWITCHES,
     "sglang": ("fc_norm", "norm_output"),
@@ -48,28 +53,6 @@ class Layer:
     def config(self) -> MedusaConfig:
         return self.heads.config
 
-    def description(self) -> Json:
-        """The keys of `config.json` that describe the decoder layers as a Llama."""
-        sizes = layer_sizes(self.config)
-        return {
-            "model_type": "llama",
-            "hidden_size": sizes["hidden_size"],
-            "intermediate_size": sizes["width"],
-            "num_hidden_layers": sizes["layers"],
-            "num_attention_heads": sizes["heads"],
-            "num_key_value_heads": sizes["key_value_heads"],
-            "head_dim": sizes["head_size"],
-            "hidden_act": "silu",
-            "rms_norm_eps": sizes["eps"],
-            "rope_theta": sizes["rope"]["rope_theta"],
-            "rope_parameters": sizes["rope"],
-            "max_position_embeddings": getattr(self.backbone, "max_position_embeddings", None) or 2048,
-            "vocab_size": self.backbone.vocab_size,
-            "tie_word_embeddings": False,
-            "attention_bias": False,
-            "mlp_bias": False,
-        }
-
     def switches(self) -> Json:
         """The keys of `config.json` for the variants of the layer, and for a hidden size of its own."""
         sizes = layer_sizes(self.config)
@@ -80,12 +63,7 @@ class Layer:
 
     def tensors(self) -> Tensors:
         """The tensors of the layer, with the maps of a reduced vocabulary."""
-        tensors = to_eagle3(self.heads)
-        if self.config.vocabulary is not None:
-            tokens = self.heads.tensors["vocabulary"]
-            tensors["d2t"] = tokens - torch.arange(len(tokens))
-            tensors["t2d"] = torch.zeros(self.backbone.vocab_size, dtype=torch.bool).index_fill(0, tokens, True)
-        return tensors
+        return to_eagle3(self.heads) | vocabulary_maps(self.heads, self.backbone.vocab_size)
 
 
 def layer_for(export: Export, name: str) -> Layer:
@@ -105,15 +83,7 @@ def layer_for(export: Export, name: str) -> Layer:
     if unknown := [variant for variant in layer_sizes(config)["variants"] if variant not in VARIANTS[name]]:
         others = [other for other in VARIANTS if set(layer_sizes(config)["variants"]) <= set(VARIANTS[other])]
         raise RequestError(f"{name} does not read layers with {unknown[0]}; {' or '.join(others) or 'no format'} does")
-    backbone = load_config(export.backbone, export.load).get_text_config(decoder=True)
-    if backbone.hidden_size != config.hidden_size or config.vocab_size not in (None, backbone.vocab_size):
-        raise RequestError(f"these heads do not fit {export.backbone}, which has other sizes; name the right backbone")
-    features, count = config.feature_layers or [], backbone.num_hidden_layers
-    if isinstance(features, str):
-        features = list(usual_layers(count))
-    if not all(0 <= layer < count for layer in features):
-        raise RequestError(f"these heads read the layers {features}, and {export.backbone} has {count}")
-    return Layer(heads, backbone, features)
+    return Layer(heads, *backbone_and_features(export))
 
 
 def require_features(layer: Layer, name: str) -> None:
@@ -121,30 +91,6 @@ def require_features(layer: Layer, name: str) -> None:
     if not layer.features:
         needs = "the hidden states of three layers (fc), and these heads read the last one"
         raise RequestError(f"{name} needs {needs}; train them with heads.feature_layers=usual, or export to vllm")
-
-
-def with_lm_head(layer: Layer, export: Export) -> Layer:
-    """Return the layer with an LM head in its file: its own, or a copy of the backbone's."""
-    heads = layer.heads
-    if layer.config.lm_head == "one":
-        return layer
-    rows = read_lm_head(export.backbone, export.load)
-    if layer.config.vocabulary is not None:
-        rows = rows[heads.tensors["vocabulary"]]
-    own = replace(layer.config, lm_head="one", vocab_size=layer.backbone.vocab_size)
-    copies = {"lm_heads": rows.to(heads.dtype).T[None].contiguous()}
-    return replace(layer, heads=replace(heads, config=own, tensors=heads.tensors | copies))
-
-
-def with_embeddings(layer: Layer, export: Export) -> Layer:
-    """Return the layer with embeddings in its file: its own, or a copy of the backbone's."""
-    heads = layer.heads
-    if EagleSettings.of(layer.config).embeddings == "own":
-        return layer
-    rows = read_embeddings(export.backbone, export.load).to(heads.dtype).contiguous()
-    settings = replace(EagleSettings.of(layer.config), embeddings="own")
-    own = replace(layer.config, vocab_size=layer.backbone.vocab_size, own=settings)
-    return replace(layer, heads=replace(heads, config=own, tensors=heads.tensors | {"embedding.weight": rows}))
 
 
 def write_eagle3(export: Export, name: str, layer: Layer) -> None:
@@ -158,7 +104,7 @@ def write_eagle3(export: Export, name: str, layer: Layer) -> None:
         tensors = {later.sub(r"\1.hidden_norm", tensor): value for tensor, value in tensors.items()}
     save_tensors(tensors, export.folder / MODEL_WEIGHTS)
     full = layer.backbone.vocab_size if config.lm_head == "one" else None
-    about = layer.description() | {
+    about = describe_layers(layer_sizes(layer.config), layer.backbone) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.vocabulary or full,
         "norm_before_residual": False,
@@ -176,7 +122,9 @@ def write_eagle3(export: Export, name: str, layer: Layer) -> None:
 
 
 def write_sglang(export: Export) -> Written:
-    """Write heads of kind `eagle` as an EAGLE-3 draft layer for SGLang; raise RequestError for all other heads."""
+    """Write heads of kind `eagle` or `dflash` for SGLang; raise RequestError for all other heads."""
+    if class_of(export.heads.config.kind).form == "dflash":
+        return dflash.write_z_lab(export)
     require_eagle(export, "sglang")
     write_eagle3(export, "sglang", layer_for(export, "sglang"))
     steps = export.heads.config.num_heads
@@ -190,22 +138,22 @@ def write_sglang(export: Export) -> Written:
 
 
 def write_speculators(export: Export) -> Written:
-    """Write heads of kind `eagle` that read several layers in the format of the speculators library and of vLLM.
+    """Write heads that read several layers, of kind `eagle` or `dflash`, in the format of the speculators library.
 
     Raise RequestError for other heads: the library gives every layer an `fc`, so it cannot hold heads without one. Its
     loader gives random values to embeddings that the file lacks, and with a `model_type` vLLM would not recognise the
     format."""
+    if class_of(export.heads.config.kind).form == "dflash":
+        return dflash.write_speculators(export)
     require_eagle(export, "speculators")
     layer = layer_for(export, "speculators")
     require_features(layer, "speculators")
     if layer_sizes(layer.config)["hidden_size"] != layer.config.hidden_size:
         wanted = "layers of the backbone's hidden size"
         raise RequestError(f"speculators needs {wanted}; export to vllm, sglang or llama.cpp")
-    layer = with_embeddings(with_lm_head(layer, export), export)
+    layer = replace(layer, heads=with_embeddings(with_lm_head(layer.heads, export), export))
     config = layer.config
     save_tensors(layer.tensors(), export.folder / MODEL_WEIGHTS)
-    verifier = load_config(export.backbone, export.load)
-    method = {"proposal_type": "greedy", "speculative_tokens": config.num_heads}
     about: Json = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -215,13 +163,8 @@ def write_speculators(export: Export) -> Written:
         IDS: layer.features,
         "tie_word_embeddings": False,
         "torch_dtype": dtype_name(layer.heads.dtype),
-        "transformer_layer_config": layer.description(),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method | {"accept_tolerance": 0.0, "verifier_accept_k": 1}],
-            "verifier": {"name_or_path": export.backbone, "architectures": verifier.architectures or []},
-        },
+        "transformer_layer_config": describe_layers(layer_sizes(layer.config), layer.backbone),
+        "speculators_config": speculators_config(export, "eagle3"),
     }
     write_json(export.folder / CONFIG, about | layer.switches())
     return Written(
@@ -243,7 +186,7 @@ def write_llama_cpp(export: Export) -> Written:
         raise RequestError(f"llama.cpp reads three layers of the backbone, not {layer.features}; {ways}")
     if (count := layer_sizes(layer.config)["layers"]) != 1:
         raise RequestError(f"llama.cpp reads one decoder layer, and these heads have {count}; export to vllm or sglang")
-    layer = with_lm_head(layer, export)
+    layer = replace(layer, heads=with_lm_head(layer.heads, export))
     write_eagle3(export, "llama.cpp", layer)
     converted = f"{absolute(export.place)}.gguf"
     return Written(
@@ -265,8 +208,3 @@ def require_eagle(export: Export, name: str) -> None:
             f"{name} has no Medusa heads; train kind eagle with "
             f"heads.kind=eagle heads.block={GATED} heads.lm_head=shared, or export to vllm"
         )
-
-
-def absolute(place: Path) -> Path:
-    """Return the absolute path of an export, because a server may start in another folder than the export command."""
-    return place.resolve()

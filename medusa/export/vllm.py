@@ -14,8 +14,10 @@ import json
 
 from medusa.checkpoints.published import PUBLISHED, SHARED, VLLM, to_published
 from medusa.checkpoints.stored import CONFIG, save_tensors
+from medusa.export import dflash
 from medusa.export.base import Export, Written, quoted, require_square, served_dtype, with_own_lm_heads
-from medusa.export.eagle3 import MODEL_WEIGHTS, absolute, layer_for, write_eagle3
+from medusa.export.eagle3 import layer_for, write_eagle3
+from medusa.export.layers import MODEL_WEIGHTS, absolute
 from medusa.files import write_json
 from medusa.heads import class_of
 from medusa.options import dtype_name
@@ -34,6 +36,8 @@ The build's `expand_batch_to_tokens` does not fill its result. Rejection samplin
 def write_vllm(export: Export) -> Written:
     """Write Medusa heads or an EAGLE-3 draft layer for vLLM; raise RequestError if vLLM cannot load the heads."""
     config = export.heads.config
+    if class_of(config.kind).form == "dflash":
+        return dflash.write_speculators(export)
     is_layer = class_of(config.kind).form == "eagle"
     method = "eagle3" if is_layer else "medusa"
     asked = {"method": method, "model": str(absolute(export.place)), "num_speculative_tokens": config.num_heads}

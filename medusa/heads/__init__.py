@@ -17,13 +17,11 @@ KINDS = {  # the place of each kind's class; kinds that can be made for every ba
     "recurrent": "medusa.heads.sequential:RecurrentHeads",  # each head reads the previous head's output and guess
     "markov": "medusa.heads.markov:MarkovHeads",  # each head reads the hidden state, the root and the token before
     "eagle": "medusa.heads.eagle:EagleHeads",  # one layer with attention to the text, which runs once for each head
+    "dflash": "medusa.heads.dflash:DflashHeads",  # layers with attention to the text guess a block in one pass
 }
-PUBLISHED_KINDS = {"dflash": "medusa.heads.dflash:DflashHeads"}  # kinds that are read from other projects' files
 NATIVE = "mtp"  # the kind of a layer that comes with the model, for multi-token prediction
 NATIVE_KINDS = {NATIVE: "medusa.heads.mtp:MtpHeads"}
-HEADS = Registry(
-    "medusa.heads", "kind of heads", KINDS | PUBLISHED_KINDS | NATIVE_KINDS, "medusa.heads.independent:MedusaHeads"
-)
+HEADS = Registry("medusa.heads", "kind of heads", KINDS | NATIVE_KINDS, "medusa.heads.independent:MedusaHeads")
 """All kinds of heads, with those of other packages (entry-point group `medusa.heads`)."""
 
 

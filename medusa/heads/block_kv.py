@@ -39,8 +39,10 @@ class BlockKV(ContextKV):
             tokens: n.
             rope: the rotations of keys and queries.
             windows: of all layers: the number of last keys that a query sees, itself included; `None`: all keys.
-            place: [R] indices of the selected blocks in the flattened [B * Q]; by default all blocks."""
+            place: [R] rising indices of the selected blocks in the flattened [B * Q]; by default all blocks."""
         keys = kv[0][0]
+        if place is not None:
+            seen, place = _selected(seen, place, len(keys))
         self.place, self.rows, self.queries, self.size = place, len(keys), seen.shape[1], keys.shape[-1]
         self.tokens, self.shape = tokens, position_ids.shape
         self.ahead = torch.arange(tokens, device=position_ids.device)
@@ -90,3 +92,15 @@ class BlockKV(ContextKV):
             out = out.flatten(0, 1)[self.place]
         seen, shares = out[..., : self.size], out[..., self.size : self.size + count].unflatten(-2, (groups, -1))
         return seen + torch.einsum("...qgak,...kgd->...qgad", shares, value).flatten(-3, -2)
+
+
+def _selected(seen: Tensor, place: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Leave out the masks [B or 1, Q, S] of blocks that are not selected: return those of as many blocks in each row.
+
+    The second result is where the R blocks at `place` in [B * Q] are now. A row with fewer ones repeats its first."""
+    row, block = place // seen.shape[1], place % seen.shape[1]
+    counts = row.bincount(minlength=rows)
+    among = torch.arange(len(place), device=place.device) - (counts.cumsum(0) - counts)[row]
+    kept = block.new_zeros(rows, int(counts.max())).index_put((row, among), block)
+    of_kept = seen.expand(rows, -1, -1).gather(1, kept[..., None].expand(-1, -1, seen.shape[2]))
+    return of_kept, row * kept.shape[1] + among

@@ -141,7 +141,8 @@ class EagleHeads(CachedAttention, SequentialHeads, AttendsToText):
     def embed(self, ids: Tensor, backbone_embed: Callable[[Tensor], Tensor]) -> Tensor:
         if self.embedding is None:
             return super().embed(ids, backbone_embed)
-        return self.embedding(ids.to(self.embedding.weight.device))
+        with torch.no_grad():
+            return self.embedding(ids.to(self.embedding.weight.device))
 
     def pair_inputs(self, feature: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute what the layer reads of a pair of a feature [..., H] and a token embedding [..., H].

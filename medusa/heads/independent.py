@@ -88,8 +88,9 @@ class MedusaHeads(PretrainedHeads, Kind):
     def embed(self, ids: Tensor, backbone_embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the input embeddings [..., H] of token ids [...]: the heads' own ones, else the backbone's.
 
-        The result has the heads' device and dtype. `backbone_embed` is `Backbone.embed`."""
-        return backbone_embed(ids).to(self.device, self.dtype)
+        They do not learn. The result has the heads' device and dtype. `backbone_embed` is `Backbone.embed`."""
+        with torch.no_grad():
+            return backbone_embed(ids).to(self.device, self.dtype)
 
     def read(self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Join the hidden states [B, T, E] of whole texts, run the prefix layers on them, and return their output.
@@ -128,8 +129,7 @@ class MedusaHeads(PretrainedHeads, Kind):
         ids = following_ids(input_ids, num_heads or self.config.num_heads)[:, :length]  # [B, T, K]
         context_kv = following = None
         if isinstance(self, AttendsToText):
-            with torch.no_grad():
-                token = self.embed(ids[..., 0], embed)
+            token = self.embed(ids[..., 0], embed) if self.reads_pairs else read
             seen = visible(length, document_ids, hidden.device)
             kv = self.project_kv(read, token, position_ids, seen=seen)
             # A position attends to earlier positions of its document. If keys are of pairs, head 0 adds the key of the
@@ -141,8 +141,7 @@ class MedusaHeads(PretrainedHeads, Kind):
         if place is not None:
             read, ids = read.flatten(0, 1)[place], ids.flatten(0, 1)[place]
         if self.follows_path or self.reads_root:
-            with torch.no_grad():
-                following = self.embed(ids, embed)
+            following = self.embed(ids, embed)
         return HeadInputs(read, following, context_kv)
 
     def features(self, inputs: HeadInputs, num_heads: int | None = None) -> Tensor:
@@ -162,6 +161,13 @@ class MedusaHeads(PretrainedHeads, Kind):
         flat = features.reshape(features.shape[0], -1, features.shape[-1])
         logits = torch.bmm(flat, self.lm_heads[: features.shape[0]].expand(features.shape[0], -1, -1))
         return logits.reshape(*features.shape[:-1], logits.shape[-1])
+
+    @property
+    def edge_rows(self) -> Tensor | None:
+        """The rows [N, r] of further columns of the LM head, if features have r numbers more (`medusa.heads.dflash`).
+
+        The logits are then [x ; code] times [LM head row ; edge row], for features [x ; code]."""
+        return None
 
     def forward(self, inputs: HeadInputs, lm_head: LMHead | None = None, num_heads: int | None = None) -> Tensor:
         """Compute the logits [k, ..., V] of the first k = `num_heads` heads (all by default) at positions [...].

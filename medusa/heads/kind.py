@@ -34,7 +34,7 @@ class Kind:
     fixed_block_types: ClassVar[tuple[str, ...]] = ()  # values of `block` of heads that cannot be trained further
     lm_head_forms: ClassVar[tuple[str, ...]] = ("own", "shared")  # values of `lm_head`
     reads_layers: ClassVar[bool] = False  # whether heads can read several layers of the backbone (`feature_layers`)
-    trainable: ClassVar[bool] = True  # whether this package trains the kind; else it only reads published heads
+    joins_layers: ClassVar[bool] = False  # whether new heads read several layers unless a recipe says which
     comes_with_model: ClassVar[bool] = False  # whether the model brings the weights along, for any number of heads
 
     # Learning
@@ -49,12 +49,17 @@ class Kind:
     can_draw: ClassVar[bool] = True  # whether drafts can be sampled from the heads' distributions
 
     # Published forms
-    form: ClassVar[str | None] = None  # what servers take the heads for: `medusa`, `eagle`, or nothing
+    form: ClassVar[str | None] = None  # what servers take the heads for: `medusa`, `eagle`, `dflash`, or nothing
     published_form: ClassVar[str | None] = None  # the place of the `Form` that reads other programs' files
 
     @classmethod
     def check(cls, config: MedusaConfig) -> None:
         """Raise RequestError if values of a config do not go together; choose defaults that depend on other values."""
+
+    @classmethod
+    def trains(cls, config: MedusaConfig) -> bool:
+        """Whether heads with this config can be trained further."""
+        return config.block not in cls.fixed_block_types
 
     @classmethod
     def setting_names(cls, recipe: bool = False) -> list[str]:

@@ -31,7 +31,10 @@ from medusa.heads.inputs import HeadInputs
 from medusa.heads.kind import TRELLIS
 from medusa.heads.sequential import SequentialHeads, State, normalised
 
-USUAL_RANK = 256  # the default of `MarkovSettings.rank`, unless hidden states are small
+
+def usual_rank(hidden_size: int) -> int:
+    """Return the default rank of what guesses read of the token before them."""
+    return min((hidden_size + 1) // 2, 256)
 
 
 @dataclass
@@ -53,7 +56,7 @@ class MarkovHeads(SequentialHeads):
     def check(cls, config: MedusaConfig) -> None:
         settings = MarkovSettings.of(config)
         if settings.rank is None:
-            settings.rank = min((config.hidden_size + 1) // 2, USUAL_RANK)
+            settings.rank = usual_rank(config.hidden_size)
         require_whole("rank", settings.rank, 1)
 
     @classmethod

@@ -30,12 +30,11 @@ from medusa.backbone import Backbone
 from medusa.checkpoints.stored import CONFIG, WEIGHTS
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.heads import KINDS
 from medusa.heads.guesses import MISSED
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import SelectedRows, lm_head_for, over_all, rows_for, token_ids
-from tests.helpers import VOCAB, left_padded, plain, random_heads, random_ids, run_as_written, tiny_model
+from tests.helpers import RESIDUAL, VOCAB, left_padded, plain, random_heads, random_ids, run_as_written, tiny_model
 from tests.train.recipes import recipes, run
 from train.architecture import BackboneSizes
 from train.data.datasets import PackedDataset, StreamedDataset
@@ -80,7 +79,7 @@ def shown(model: Any, heads: MedusaHeads, count: int = 50) -> HeadInputs:
 
 
 @pytest.mark.parametrize("lm_head", LM_HEADS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESIDUAL)
 @torch.no_grad()
 def test_logits_cover_only_the_draft_vocabulary(llama: Any, kind: str, lm_head: str) -> None:
     whole, some = pair(llama, kind, lm_head)
@@ -216,7 +215,7 @@ def drafted(model: Any, heads: MedusaHeads, tree: Any, target: Target | None = N
 
 
 @pytest.mark.parametrize("tree", [Tree.top_k([4, 2, 1]), DynamicTree.over_heads(9, HEADS)], ids=["static", "dynamic"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESIDUAL)
 def test_drafts_equal_those_of_full_heads_with_other_tokens_masked(
     llama: Any, kind: str, tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,7 +145,7 @@ SEVERAL = {"kind": "eagle", "block": "gated", "feature_layers": [0, 1]}
 
 @pytest.mark.parametrize(
     ("objective", "kind"),
-    [("text", {}), ("argmax", {"kind": "eagle"}), ("distill", SEVERAL)],
+    [("text", {}), ("argmax", {"kind": "eagle"}), ("distill", SEVERAL), ("tv", {"kind": "dflash"})],
     ids=str,
 )
 def test_training_from_features_equals_online_training(

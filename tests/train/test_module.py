@@ -12,11 +12,10 @@ from torch import nn
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.heads import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs, following_ids
 from medusa.heads.markov import MarkovHeads
-from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, tiny_model
+from tests.helpers import HIDDEN, RESIDUAL, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.config import HeadsConfig
 from train.data.datasets import PackedDataset
@@ -112,7 +111,7 @@ def test_each_layer_of_a_state_gets_noise_of_its_own_scale(monkeypatch: pytest.M
     assert relative.min() > 0.3, "one of 32 draws between -0.5 and 0.5 is almost always larger than 0.3"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESIDUAL)
 def test_noise_is_added_only_to_head_inputs_in_training(kind: str) -> None:
     plain, noisy = on_backbone(kind), on_backbone(kind, hidden_noise=0.1, objective="distill")
     expected, found = plain.train().labelled_positions(**batch()), noisy.train().labelled_positions(**batch())
@@ -241,7 +240,7 @@ def test_one_lm_head_learns_from_all_heads(tmp_path: Path, backend: str) -> None
 # --- dropout ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESIDUAL)
 def test_dropout_applies_to_block_outputs_only_in_training(kind: str) -> None:
     model, block = tiny_model("llama"), "mlp" if kind == "hydra" else "square"
     heads = random_heads(model, 1, kind=kind, block=block, num_layers=1, lm_head="shared")
@@ -275,7 +274,7 @@ def test_heads_trained_with_dropout_decode_without_dropout(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if random_heads(tiny_model("llama"), 1, kind=kind).follows_path]
+    "kind", [kind for kind in RESIDUAL if random_heads(tiny_model("llama"), 1, kind=kind).follows_path]
 )
 def test_a_head_reads_the_guess_of_the_previous_head(kind: str) -> None:
     """Compared with a loop over positions: with probability 1 every token except the root is a guess."""
@@ -338,24 +337,27 @@ def test_scheduled_sampling_is_rejected_for_heads_without_guesses(kind: str) -> 
 
 
 @pytest.mark.parametrize(("given", "share"), [({}, 0.4), ({"path_dropout": 0.0}, 0.0), ({"path_dropout": 0.2}, 0.2)])
-def test_path_dropout_reaches_markov_heads(given: dict[str, float], share: float) -> None:
-    assert on_backbone("markov", **given).heads.path_dropout == share
+@pytest.mark.parametrize("kind", ["markov", "dflash"])
+def test_path_dropout_reaches_heads_with_path_terms(kind: str, given: dict[str, float], share: float) -> None:
+    assert on_backbone(kind, **given).heads.path_dropout == share
 
 
 def test_path_dropout_is_rejected_for_other_kinds() -> None:
-    with pytest.raises(RequestError, match=r"is for heads\.kind markov, not recurrent; leave it out"):
-        on_backbone("recurrent", path_dropout=0.0)
+    for kind, form, found in (("recurrent", {}, "recurrent"), ("dflash", {"edges": "none"}, "dflash without edges")):
+        with pytest.raises(RequestError, match=rf"is for heads\.kind markov or dflash, not {found}; leave it out"):
+            on_backbone(kind, form=form, path_dropout=0.0)
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_with_one_seed_equals_an_uninterrupted_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+def test_a_resumed_run_with_one_seed_equals_an_uninterrupted_run(tmp_path: Path, kind: str) -> None:
     def weights(heads: MedusaHeads) -> torch.Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in heads.parameters()])
 
     def trained(name: str, **settings: float) -> MedusaTrainer:
-        run = trainer(tmp_path / name, "eagle", **settings)
+        run = trainer(tmp_path / name, kind, **settings)
         run.train()
         return run
 
@@ -363,6 +365,6 @@ def test_a_resumed_run_with_one_seed_equals_an_uninterrupted_run(tmp_path: Path)
     assert losses(once) == losses(again)
     assert torch.equal(weights(once.heads), weights(again.heads))
     assert losses(once) != losses(plain)
-    resumed = trainer(tmp_path / "once", "eagle", **GUIDED)
+    resumed = trainer(tmp_path / "once", kind, **GUIDED)
     resumed.train(resume_from_checkpoint=str(tmp_path / "once" / "checkpoint-3"))
     assert torch.equal(weights(resumed.heads), weights(once.heads))

@@ -259,10 +259,6 @@ def test_every_field_of_transformers_is_described_or_refused() -> None:
         ("learning_rat=1", "unknown key learning_rat; did you mean training.learning_rate?"),
         ("num=3", "unknown key num; did you mean heads.num?"),
         ("dropout=0.1", "unknown key dropout; did you mean adapter.dropout or training.dropout?"),
-        (
-            "heads.kind=dflash",
-            "dflash is read from published files, and cannot be trained yet; take heads.kind=markov or eagle",
-        ),
         ("training.kind=eagle", "unknown key training.kind; did you mean heads.kind?"),
         ("training.lerning_rate=1", "unknown key training.lerning_rate; did you mean training.learning_rate?"),
     ],

@@ -148,6 +148,7 @@ def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
         ({"adapter": {}, "heads": {"vocabulary": 32}}, "teacher_tilt needs heads that guess among all tokens"),
         ({"adapter": {"lm_head": True}, "heads": {"lm_head": "shared"}}, "needs one LM head per head"),
         ({"adapter": {}, "heads": LAYERS}, "adapter cannot be trained with heads that read several layers"),
+        ({"adapter": {}, "heads": {"kind": "dflash"}}, "layers; leave kind dflash out, or adapter"),
         ({"heads": {"start": "absent/heads"}}, "absent/heads"),
         ({"training": {"report_to": "wandb"}}, r"training\.report_to is 'wandb', which is not installed; install it"),
         ({"training": {"report_to": "wanb"}}, r"training\.report_to is 'wanb'; choose one of .*did you mean wandb"),

@@ -209,7 +209,7 @@ def test_training_raises_accuracy_and_shortens_decoding(model: Any, texts: list[
 @pytest.mark.parametrize(
     ("backend", "kind"),
     [
-        *(("auto", kind) for kind in ("medusa", "markov", "eagle-3")),
+        *(("auto", kind) for kind in ("medusa", "markov", "eagle-3", "dflash")),
         ("plain", "recurrent"),  # tests/train/test_loss.py compares the two losses
     ],
 )
@@ -233,6 +233,7 @@ def test_sequential_heads_learn_from_earlier_tokens(model: Any, tmp_path: Path, 
             **(
                 {"num": 2, "kind": kind, "block": "mlp", "expansion": 2.0, "lm_head": "shared"}
                 | (several if kind == "eagle-3" else {})
+                | ({"block": None, "feature_layers": [0, 1]} if kind == "dflash" else {})
             )
         ),
         max_steps=40,

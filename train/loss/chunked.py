@@ -25,7 +25,8 @@ class ChunkedLoss(torch.autograd.Function):
 
     Its inputs are features [K, R, H] of hidden size H at R positions, LM head weights and bias, labels [K, R], the
     numbers [K], not 0, by which each head's sums are divided, the rule for loss weights, the teacher for distillation,
-    and whether the gradient of `weight` is added to `weight.grad`. It returns the objective, a scalar, and for each
+    whether the gradient of `weight` is added to `weight.grad`, and `edges`: r further columns of the LM head that
+    learn, for features [K, R, H + r]. It returns the objective, a scalar, and for each
     head [K] the plain loss and the number of right guesses (`train.loss.heads.HeadLosses`).
 
     The forward also computes the gradients, and applies the loss weights to them, because it sums those of the heads'
@@ -46,6 +47,7 @@ class ChunkedLoss(torch.autograd.Function):
         weighting: Weighting,
         teacher: BackboneTeacher | None,
         in_place: bool,
+        edges: Tensor | None = None,  # [V, r]
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = x_KRH.device.type
         # Products use the LM head's dtype, which may be bfloat16 with heads in float32, or autocast's dtype.
@@ -57,6 +59,7 @@ class ChunkedLoss(torch.autograd.Function):
             matrix = matrix.T
         elif len(matrix) == 1:
             matrix = matrix[0]
+        columns = None if edges is None else edges.to(dtype).T
         learns_x, learns_weight, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
         grad_x = torch.empty_like(x_KRH) if learns_x else None
         grad_weight = None
@@ -65,6 +68,7 @@ class ChunkedLoss(torch.autograd.Function):
             if grad_weight is None:
                 grad_weight = torch.zeros_like(weight)
         figures = x_KRH.new_zeros(3, num_heads, dtype=torch.float)
+        grad_edges = torch.zeros_like(edges.T)[None] if edges is not None and ctx.needs_input_grad[-1] else None  # type: ignore[attr-defined]
         step = chunk_rows(num_heads, matrix.shape[-1], device, own)
         with torch.autocast(device, enabled=False):
             for start in range(0, positions, step):
@@ -74,44 +78,49 @@ class ChunkedLoss(torch.autograd.Function):
                     soft = teacher.targets(rows, target)
                     target = soft.labels
                 mean = (target != IGNORE) / counts[:, None]
-                grads = (None if grad_x is None else grad_x[:, rows], grad_weight)
-                figures += _chunk(x_KCH, matrix, bias_V, target, soft, mean, weighting, *grads)
+                grads = (None if grad_x is None else grad_x[:, rows], grad_weight, grad_edges)
+                figures += _chunk(x_KCH, (matrix, columns), bias_V, target, soft, mean, weighting, grads)
                 del soft  # otherwise two chunks' distributions would be in memory at once
         objective, loss, correct = figures[0].sum(), figures[1].clone(), figures[2].long()
         if in_place and grad_weight is not None:
             weight.grad, grad_weight = grad_weight, None
-        ctx.save_for_backward(grad_x, grad_weight)  # type: ignore[arg-type]
+        ctx.save_for_backward(grad_x, grad_weight, grad_edges)  # type: ignore[arg-type]
         ctx.mark_non_differentiable(loss, correct)
         return objective, loss, correct
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_x, grad_weight, grad_edges = ctx.saved_tensors  # type: ignore[attr-defined]
         scale = grads[0]  # gradient of the objective
         # An own LM head's gradient is the largest tensor here. It is scaled in place, so a second backward is an error.
         scaled_weight = None if grad_weight is None else grad_weight.mul_(scale)
         scaled_x = None if grad_x is None else grad_x * scale.to(grad_x.dtype)
-        return scaled_x, scaled_weight, None, None, None, None, None, None
+        scaled_edges = None if grad_edges is None else grad_edges[0].T * scale
+        return scaled_x, scaled_weight, None, None, None, None, None, None, scaled_edges
 
 
 def _chunk(
     x_KCH: Tensor,
-    matrix: Tensor,
+    matrices: tuple[Tensor, Tensor | None],
     bias_V: Tensor | None,
     target_KC: Tensor,
     soft: SoftTargets | None,
     mean_KC: Tensor,
     weighting: Weighting,
-    grad_x: Tensor | None,
-    grad_weight: Tensor | None,
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Tensor:
     """Compute weighted loss, plain loss and right guesses [3, K] of K heads in a chunk of C positions, and gradients.
 
-    `matrix` holds the weights [H, V] of one LM head for all heads, or [K, H, V] of own ones. Labels `target_KC` are
+    `matrices` holds the weights [H, V] of one LM head for all heads, or [K, H, V] of own ones, and those [r, V] of
+    edges, or `None`; then features are [K, C, H + r]. Labels `target_KC` are
     indices into the logits, or `IGNORE`. If the heads learn distributions, these are `soft`. `mean_KC` is each label's
-    factor in its head's mean loss: 1 / number of labels. The gradient of the features is written to `grad_x` [K, C, H],
-    and that of LM heads that learn is added to `grad_weight`, unless these are `None`."""
-    logits = _times(x_KCH, matrix).float()  # [K, C, V]; becomes the gradient, in place
+    factor in its head's mean loss: 1 / number of labels. Of `grads`, the first gets
+    the gradient of the features, and those of LM heads and edges that learn are added to the others [K or 1, ..., V],
+    unless these are `None`."""
+    (matrix, columns), (grad_x, grad_weight, grad_edges) = matrices, grads
+    x_KCH, codes = x_KCH.tensor_split([matrix.shape[-2]], dim=-1)
+    logits = _times(x_KCH, matrix)  # [K, C, V]; becomes the gradient, in place
+    logits = (logits if columns is None else logits + codes @ columns).float()
     if bias_V is not None:
         logits += bias_V
     temperature = 1.0 if soft is None else soft.temperature
@@ -125,10 +134,13 @@ def _chunk(
     weights = weighting(accepted_KC, labelled) * mean_KC
     if temperature != 1:
         logits /= temperature  # the gradient is wanted by the logits before the division
-    if grad_x is not None or grad_weight is not None:
+    if any(grad is not None for grad in grads):
         gradient_KCV = logits.to(matrix.dtype)
         if grad_x is not None:
-            grad_x.copy_(_times(gradient_KCV, matrix.mT).float() * weights[..., None])
+            parts = [_times(gradient_KCV, part.mT) for part in matrices if part is not None]
+            grad_x.copy_(torch.cat(parts, dim=-1).float() * weights[..., None])
+        if grad_edges is not None:
+            _add_products(grad_edges, (codes * weights[..., None]).to(matrix.dtype), gradient_KCV)
         if grad_weight is not None:
             _add_products(grad_weight, (x_KCH * weights[..., None]).to(matrix.dtype), gradient_KCV)
     return torch.stack([(loss_KC * weights).sum(1), (loss_KC * mean_KC).sum(1), correct])

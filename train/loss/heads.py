@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import places_of, rows_for
@@ -78,13 +79,16 @@ def head_losses(
     part = labelled.max().clamp_min(1) / counts.max()
     share = 1.0 if in_place else part / part.frexp().mantissa  # a power of two, by which a product is exact
     counts = counts * share
+    edges = heads.edge_rows
     if backend == "liger":
+        if edges is not None:
+            raise RequestError("training.loss_backend liger has no edges; take auto")
         objective, loss, correct = _head_losses_liger(features, places, weight, bias, counts, weighting)
     else:
         if not torch.is_grad_enabled():
-            weight = weight.detach()  # an autograd function cannot tell, and would compute the gradient
+            weight, edges = weight.detach(), None if edges is None else edges.detach()  # autograd functions cannot tell
         objective, loss, correct = ChunkedLoss.apply(
-            features, weight, bias, places, counts, weighting, teacher, in_place
+            features, weight, bias, places, counts, weighting, teacher, in_place, edges
         )
     return HeadLosses(objective * share, loss * counts / labelled.clamp_min(1), correct, labelled)
 

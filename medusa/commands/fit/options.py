@@ -108,7 +108,7 @@ class FitOptions(Options):
         if self.purpose not in PURPOSES:
             raise RequestError(f"--for is {self.purpose!r}; {choose_one_of(self.purpose, PURPOSES)}")
         if self.kind is not None and self.kind not in KINDS:
-            known = kinds_where(lambda kind: kind.trainable and not kind.comes_with_model)
+            known = kinds_where(lambda kind: not kind.comes_with_model)
             if self.kind not in known:
                 raise RequestError(f"--kind is {self.kind!r}; {choose_one_of(self.kind, known)}")
         if self.server_model and not self.server:
@@ -118,11 +118,11 @@ class FitOptions(Options):
         if self.start is not None and (self.compare or self.kind is not None):
             given = "--compare" if self.compare else "--kind"
             raise RequestError(f"--start continues heads of one kind, which {given} would change; leave {given} out")
-        if self.purpose != "transformers" and (self.compare or self.kind not in (None, "eagle")):
+        if self.purpose != "transformers" and (self.compare or self.kind not in (None, "eagle", "dflash")):
             given = "--compare" if self.compare else f"--kind {self.kind}"
             raise RequestError(
-                f"--for {self.purpose} needs heads of kind eagle, and {given} asks for others; leave --kind and "
-                "--compare out"
+                f"--for {self.purpose} needs heads of kind eagle or dflash, and {given} asks for others; leave --kind "
+                "and --compare out"
             )
         require_revisions(self.model, self.load.revision)
         if not self.plan:
@@ -172,7 +172,7 @@ def choose_heads(options: FitOptions, sizes: tuple[int, int] = (0, 0)) -> list[H
     if options.compare:
         reason = "--compare: the fastest after calibration is kept"
         return [HeadsChoice(kind, {"kind": kind}, reason) for kind in table["compare"]]
-    if options.kind is not None and options.purpose == "transformers":
+    if options.kind is not None and (options.purpose == "transformers" or options.kind == "dflash"):
         return [HeadsChoice(options.kind, {"kind": options.kind}, "--kind asks for it")]
     row = table["transformers" if options.purpose == "transformers" else "servers"]
     if options.start is not None:

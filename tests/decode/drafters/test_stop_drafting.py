@@ -16,11 +16,10 @@ from decode.drafters.trained_heads import heads_drafter
 from decode.settings import DecodingOptions, Settings
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
-from medusa.heads import KINDS
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from tests.decode.drafters.test_paths import path_to
-from tests.helpers import VOCAB, random_heads
+from tests.helpers import RESIDUAL, VOCAB, random_heads
 
 NODES, HEADS = 14, 3
 TEMPERATURES = (0.5, 0.5, 0.5)
@@ -63,7 +62,7 @@ def worths(model: Any, heads: MedusaHeads, draft: Draft, row: int, number: int) 
 
 
 @pytest.mark.parametrize("row", range(5))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESIDUAL)
 def test_nodes_above_the_threshold_are_kept(llama: Any, kind: str, row: int) -> None:
     heads = heads_for(llama, kind)
     whole = drafted(llama, heads, 0.0, [row])

@@ -15,10 +15,10 @@ from medusa import MedusaHeads
 from medusa.checkpoints.stored import CONFIG
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
-from medusa.heads import KINDS
 from medusa.heads.inputs import HeadInputs
 from medusa.heads.markov import MarkovHeads
 from medusa.heads.sequential import SequentialHeads
+from tests.helpers import RESIDUAL
 
 H, V, K = 6, 11, 3
 
@@ -42,14 +42,14 @@ def inputs(seed: int = 0) -> HeadInputs:
 
 
 @pytest.mark.parametrize("block", ["square", "mlp"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESIDUAL)
 def test_fresh_heads_are_the_identity(kind: str, block: str) -> None:
     """Training starts from the backbone's guess."""
     features = fresh(kind, block=block, num_layers=2, lm_head="shared").features(inputs())
     assert torch.equal(features, inputs().hidden.expand(K, -1, -1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESIDUAL)
 def test_products_in_bfloat16_do_not_round_the_hidden_state(kind: str) -> None:
     """Training with bf16 rounds what heads add to the hidden state, and fresh heads add nothing."""
     heads = fresh(kind, block="mlp", lm_head="shared")
@@ -197,7 +197,7 @@ def test_eagle_without_a_text_attends_to_its_path_alone() -> None:
             features.append(out)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESIDUAL)
 def test_a_head_depends_only_on_earlier_tokens(kind: str) -> None:
     heads = fresh(kind, 2, lm_head="shared")
     features = heads.features(inputs())
@@ -217,7 +217,7 @@ def test_sequential_heads_need_the_path(kind: str) -> None:
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESIDUAL)
 def test_every_kind_survives_saving_and_loading(kind: str, lm_head: str, tmp_path: Path) -> None:
     heads = fresh(kind, 3, lm_head=lm_head, block="mlp", num_layers=2, expansion=1.5)
     heads.save_pretrained(tmp_path)
@@ -228,7 +228,7 @@ def test_every_kind_survives_saving_and_loading(kind: str, lm_head: str, tmp_pat
     assert torch.equal(heads(inputs(), lm_head_module), again(inputs(), lm_head_module))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RESIDUAL)
 def test_prefix_attention_works_with_every_kind(kind: str, tmp_path: Path) -> None:
     """Prefix layers start as the identity, attend only to earlier positions of the document, and survive saving."""
     hidden, positions = torch.randn(2, 7, H, generator=torch.Generator().manual_seed(0)), torch.arange(7).expand(2, -1)
