@@ -49,7 +49,8 @@ class HeadsConfig(Section):
     """Layers of the backbone whose hidden states gated blocks read, joined by a matrix (EAGLE-3): usual (three layers)
     or a list, in which i stands for the state after i layers. By default heads read the last hidden state."""
     vocabulary: int | None = None
-    """Number of tokens that heads guess among: the most frequent of the training text. Fewer are faster; 0: all."""
+    """Number of tokens that heads guess among: the most frequent of the training text; 0: all. By default as few as are
+    expected to make decoding fastest, except for kinds medusa and cascade."""
     force_vocabulary: bool = False
     """Allow a vocabulary that is expected to slow decoding down."""
     start: str | None = None

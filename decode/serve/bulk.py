@@ -24,10 +24,12 @@ from decode.texts import TextGenerator, stepper_for
 from medusa.errors import RunError
 from medusa.memory import free_memory
 
-FIRST_WIDTH, MOST = 16, 512
+FIRST_WIDTH, MOST = 32, 512
 WORTHWHILE = 1.08  # a doubled width must write so many times the tokens a second
 MEASURED = 12  # steps of each width
 MEMORY = 0.5  # of the free memory, which keys and values may fill
+PADDING = 1 / 4  # padding for each token of prompts that join together, at most
+FREE_PADDING = 256  # tokens of padding that cost no more than reading prompts in two parts
 LOOK_AHEAD = 8  # times as many jobs as join, among which prompts of about the same length are found
 JOINING = 1 / 8  # of the texts, which join together, because reading one prompt takes about as long as a step
 
@@ -98,7 +100,8 @@ class BulkWriter:
         try:
             while jobs or self.running:
                 try:
-                    self._admit(jobs)
+                    while self._admit(jobs):
+                        pass
                     start, rows = clock(), len(self.running)
                     step = self.batch.step()
                     self.width.add(rows, sum(map(len, step.ids.values())), clock() - start)
@@ -121,12 +124,14 @@ class BulkWriter:
         generator = self.generator
         return self.adapting(stepper_for(generator.model, generator.source, quick, *generator.settings.how))
 
-    def _admit(self, jobs: deque[Job]) -> None:
-        """Let jobs join, as soon as some of them find room; compiled steps must have ended all texts before."""
+    def _admit(self, jobs: deque[Job]) -> bool:
+        """Let jobs join, as soon as some of them find room; compiled steps must have ended all texts before.
+
+        Returns whether some have joined, so that others, with prompts of another length, may follow."""
         room = self.width.rows - len(self.running)
         few = room < min(len(jobs), ceil(self.width.rows * JOINING))
         if not jobs or (self.running and (few or self.generator.settings.compile)):
-            return
+            return False
         joining, generator = _alike(jobs, room), self.generator
         kwargs = generator.settings.generate_kwargs(generator.tokenizer)
         prompts, seeds = [job.prompt for job in joining], [job.seed for job in joining]
@@ -141,6 +146,7 @@ class BulkWriter:
             longest = max(len(job.prompt) for job in (*joining, *jobs)) + generator.settings.max_new_tokens
             more = MEMORY * free_memory(generator.model.device) / self._bytes_of_text(longest)
             self.width.limit(len(self.running) + int(more))
+        return True
 
     def _bytes_of_text(self, tokens: int) -> float:
         """The bytes that the caches keep of a text of so many tokens."""
@@ -164,9 +170,19 @@ class BulkWriter:
 
 
 def _alike(jobs: deque[Job], most: int) -> list[Job]:
-    """Take the first job, and those of the next ones whose prompts are about as long, as these are read together."""
+    """Take the first job, and those of the next ones whose prompts are about as long, as these are read together.
+
+    There are at most `most` of them, and fewer if their padding would take much time."""
     near = [jobs.popleft() for _ in range(min(len(jobs), LOOK_AHEAD * most))]
     length = len(near[0].prompt)
     chosen = sorted(near, key=lambda job: abs(len(job.prompt) - length))[:most]
+    while _padding(chosen) > max(FREE_PADDING, PADDING * sum(len(job.prompt) for job in chosen)):
+        chosen.pop()
     jobs.extendleft(reversed([job for job in near if job not in chosen]))
     return chosen
+
+
+def _padding(jobs: Sequence[Job]) -> int:
+    """The number of tokens by which the jobs' prompts are padded to the longest one."""
+    longest = max(len(job.prompt) for job in jobs)
+    return sum(longest - len(job.prompt) for job in jobs)

@@ -81,6 +81,22 @@ def test_a_job_that_ends_may_add_another() -> None:
     assert texts[1] == plain(shared_model(), [1, *texts[0]], max_new_tokens=20, do_sample=False)
 
 
+def test_prompts_of_different_lengths_are_read_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise most of what is read would be padding."""
+    expected, join, joined = written(GREEDY, 1), RunningBatch.join, list[list[int]]()
+
+    def note(batch: RunningBatch, requests: Any) -> Any:
+        joined.append([len(request.prompt) for request in requests])
+        return join(batch, requests)
+
+    monkeypatch.setattr(bulk, "FREE_PADDING", 2)
+    monkeypatch.setattr(RunningBatch, "join", note)
+    assert written(GREEDY, 16) == expected
+    assert len(joined) > 1
+    for lengths in joined:
+        assert sum(max(lengths) - length for length in lengths) <= max(2, sum(lengths) / 4)
+
+
 @pytest.mark.parametrize("fails", ["join", "step"])
 def test_a_width_that_memory_does_not_hold_is_halved(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, once = written(SAMPLED), getattr(RunningBatch, fails)
@@ -135,7 +151,7 @@ def test_the_width_doubles_as_long_as_it_pays() -> None:
     assert speeds(Width(None), lambda rows: rows)[-1] == bulk.MOST
     # A step takes 40 ms and 1 ms for each text: 64 -> 128 texts gains 20 %, 128 -> 256 gains 13, 256 -> 512 7.
     assert speeds(Width(None), lambda rows: rows / (40 + rows))[-1] == 256
-    assert set(speeds(Width(None), lambda rows: 1.0)) == {16, 32}
+    assert set(speeds(Width(None), lambda rows: 1.0)) == {bulk.FIRST_WIDTH, 2 * bulk.FIRST_WIDTH}
     assert set(speeds(Width(6), lambda rows: rows)) == {6}
     limited = Width(None)
     limited.limit(40)
