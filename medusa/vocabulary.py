@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa.backbone import Backbone
+from medusa.errors import RequestError
 from medusa.heads.independent import LMHead, MedusaHeads
 
 ABSENT = -1  # the index that `places_of` returns for a token outside the heads' vocabulary
@@ -25,6 +26,13 @@ def lm_head_for(heads: MedusaHeads, backbone: Backbone) -> LMHead:
     if heads.vocabulary is None or heads.lm_heads is not None:
         return backbone.lm_head
     return SelectedRows(heads, backbone.head)
+
+
+def require_embeddings(heads: MedusaHeads, backbone: Backbone) -> None:
+    """Raise RequestError if heads read rows of the backbone's embedding table, and the backbone does more with them."""
+    if heads.reads_raw_embeddings and backbone.scales_embeddings:
+        scales = f"{type(backbone.model).__name__} scales its embeddings, and these heads read them without"
+        raise RequestError(f"{scales}; take heads with embeddings of their own, or another kind")
 
 
 class SelectedRows:

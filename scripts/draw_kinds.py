@@ -33,7 +33,8 @@ def draw_kind(kind: str) -> Figure:
     figure = Figure(figsize=(plots.WIDTH, 2.5))
     axes = figure.subplots()
     shift = float(kind == "prefix")
-    places = {"h": (0.0, 1.0)} | {str(k): (k + shift, 1.0) for k in HEADS}
+    places = {"h": (0.0, 1.0)} if "h>" in edges else {}
+    places |= {str(k): (k + shift, 1.0) for k in HEADS}
     places |= {f"guess {k}.": (k + shift, 2.0) for k in HEADS}
     if ("root", "1") in arrows:
         places |= {token: (float(k), 0.0) for k, token in enumerate(TOKENS, 1)}

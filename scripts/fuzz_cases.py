@@ -150,10 +150,23 @@ def _heads(rng: random.Random, num_heads: int) -> dict[str, Any]:
         return settings | {"block": NATIVE, "lm_head": "shared", NATIVE: layer}
     if rng.random() < 0.2:
         settings["vocabulary"] = REDUCED
+    if settings["kind"] == "dflash":
+        return settings | _block_drafter(rng)
     if settings["kind"] == "eagle" and rng.random() < 0.6:
         return settings | _eagle_layer(rng)
     settings |= {"block": rng.choice(["square", "mlp"]), "num_layers": rng.randint(1, 2)}
     return settings | {"prefix_layers": rng.choice([0, 0, 1])}
+
+
+def _block_drafter(rng: random.Random) -> dict[str, Any]:
+    """Draw the settings of a block drafter."""
+    layers = rng.randint(1, 2)
+    settings: dict[str, Any] = {"lm_head": rng.choice(["shared", "one"]), "num_layers": layers}
+    settings |= {"edges": rng.choice(["none", "markov", "pairwise"]), "layout": rng.choice(["fill", "shifted"])}
+    settings["feature_layers"] = rng.choice([None, [1, 0], [0, 1, 2]])
+    offered = {"mask_token": rng.randrange(VOCAB), "conv": [rng.randint(1, 3), 4], "causal": True}
+    offered["windows"] = [rng.choice([None, rng.randint(1, 12)]) for _ in range(layers)]
+    return settings | {name: value for name, value in offered.items() if rng.random() < 0.4}
 
 
 def _eagle_layer(rng: random.Random) -> dict[str, Any]:

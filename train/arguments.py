@@ -49,7 +49,7 @@ class MedusaTrainingArguments(TrainingArguments):
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Dropout rate on the outputs of the heads' blocks (Hydra++: 0.2); 0: none."""
     path_dropout: Annotated[float | None, Ge(0), Lt(1)] = None
-    """For heads of kind markov: share of the positions at which a head does not see the token before; default 0.4."""
+    """For kinds markov and dflash: share of the positions at which heads do not see the previous token; default 0.4."""
     scheduled_sampling: Annotated[float, Ge(0), Le(1)] = 0.0
     """For heads that read guesses: probability, rising from 0 over the run, of a guess instead of the text's token."""
     loss_backend: Annotated[str, one_of(*BACKENDS)] = "auto"

@@ -32,12 +32,12 @@ class HeadsConfig(Section):
     """Number of heads, by default 4; a decoding step gives at most num + 1 tokens."""
     kind: str | None = None
     """Kind of heads (docs/kinds.md): medusa (independent heads, the default), cascade, hydra, recurrent, markov, eagle,
-    mtp (fine-tunes the backbone's own layer for multi-token prediction), or a kind of another package."""
+    dflash, mtp (fine-tunes the backbone's own layer for multi-token prediction), or a kind of another package."""
     prefix_layers: int | None = Field(default=None, ge=0)
     """Number of decoder layers between the backbone and the heads (prefix attention), usually 1; 0: none."""
     block: str | None = None
-    """Residual block: square (the paper's), mlp, or gated (the layer of EAGLE-3; only for kind eagle). Servers such as
-    vLLM load heads of kind medusa with square blocks, and heads of kind eagle with gated blocks."""
+    """Residual block: square (the paper's), mlp, or gated (for kinds eagle and dflash). Servers such as vLLM load
+    heads of kind medusa with square blocks, and heads of the others with gated blocks."""
     layers: int | None = Field(default=None, ge=1)
     """Number of residual blocks in each head."""
     expansion: float | None = Field(default=None, gt=0)
@@ -46,8 +46,8 @@ class HeadsConfig(Section):
     """LM head: own (one for each head, of vocabulary x hidden size weights), one (of all heads together; only gated
     blocks) or shared (the backbone's)."""
     feature_layers: list[int] | str | None = None
-    """Layers of the backbone whose hidden states gated blocks read, joined by a matrix (EAGLE-3): usual (three layers)
-    or a list, in which i stands for the state after i layers. By default heads read the last hidden state."""
+    """Layers of the backbone whose hidden states gated blocks read, joined by a matrix (EAGLE-3): usual (three layers;
+    dflash's default) or a list, in which i stands for the state after i layers. Default: the last hidden state."""
     vocabulary: int | None = None
     """Number of tokens that heads guess among: the most frequent of the training text; 0: all. By default as few as are
     expected to make decoding fastest, except for kinds medusa and cascade."""

@@ -19,6 +19,7 @@ from medusa.fingerprint import fingerprint, weight_sample
 from medusa.heads import class_of
 from medusa.heads.independent import MedusaHeads
 from medusa.places import SHIPPED
+from medusa.vocabulary import require_embeddings
 from train.architecture import BackboneSizes, choose
 from train.config import NUM_HEADS, HeadsConfig
 from train.scales import state_sizes
@@ -57,6 +58,7 @@ def new_heads(
         heads.load_state_dict(start.tensors, assign=True)
         return heads.to(backbone.head_weight.device, torch.float32)
     heads = MedusaHeads.from_config(new_config(asked, model, name, revision))
+    require_embeddings(heads, backbone)
     heads.start_from_model(model)
     if vocabulary is not None:
         heads.vocabulary = vocabulary

@@ -15,10 +15,9 @@ from decode.ops.fast_topk import top_k
 from decode.target import Target
 from decode.topology import Topology, chosen_part
 from medusa.backbone import Backbone
-from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
-from medusa.vocabulary import SelectedRows, lm_head_for, over_all, token_ids
+from medusa.vocabulary import SelectedRows, lm_head_for, over_all, require_embeddings, token_ids
 
 
 class UsesHeads:
@@ -27,9 +26,7 @@ class UsesHeads:
     def __init__(self, heads: MedusaHeads, backbone: Backbone, tree: Layout, target: Target | None = None) -> None:
         """Make a drafter that fills `tree`; raises a `RequestError` if heads, backbone and tree do not match."""
         require_draftable(heads.config, backbone.hidden_size, backbone.vocab_size, tree, target is not None)
-        if heads.reads_raw_embeddings and backbone.scales_embeddings:
-            scales = f"{type(backbone.model).__name__} scales its embeddings, and these heads read them without"
-            raise RequestError(f"{scales}; take heads with embeddings of their own, or another kind")
+        require_embeddings(heads, backbone)
         self.heads, self.backbone, self.target = heads, backbone, target
         self.lm_head, self.tree = lm_head_for(heads, backbone), tree.to(backbone.device)
 

@@ -3,7 +3,8 @@
   medusa export runs/heads --to vllm --output exported
   medusa export runs/heads --to hub --output repository --benchmark bench.json
 
-vLLM, SGLang and llama.cpp load heads of kind `eagle` with `heads.block=gated`, which `medusa fit --for vllm` trains.
+vLLM, SGLang and llama.cpp load heads of kind `eagle` with `heads.block=gated`, which `medusa fit --for vllm` trains,
+and vLLM 0.33 and SGLang those of kind `dflash`.
 TGI, and vLLM up to 0.32, load kind `medusa` with `heads.block=square`. `hub` takes the kinds `medusa` and `cascade`.
 Heads of kind `markov`, which `medusa1` trains, run only here. The command prints how to serve the exported heads, and
 what decoding in that server lacks."""

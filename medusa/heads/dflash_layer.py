@@ -27,24 +27,20 @@ class DflashSettings(KindSettings):
     """The settings of heads of kind `dflash`."""
 
     layout: str | None = None
-    """For kind dflash: fill (a mask token guesses the token in its own place) or shifted (each token of the block
-    guesses the next one). Default: shifted with Markov edges (as DSpark), else fill (as DFlash and DFlash 2)."""
+    """Kind dflash: fill (mask tokens guess their own place) or shifted (each token guesses the next). Default: shifted
+    with markov edges, else fill."""
     edges: str = "markov"
-    """What a guess of kind dflash reads of the token before it: none, markov (tables of tokens), or pairwise (also what
-    the LM head reads)."""
+    """Kind dflash: what a guess reads of the token before it: none, markov (the default) or pairwise."""
     rank: Annotated[int | None, Ge(1)] = None
-    """Rank of the edges of kind dflash; by default half the hidden size, up to 256."""
+    """Kind dflash: rank of the edges; by default as above."""
     conv: list[int] | None = None
-    """The taps of convolutions around attention and MLP of kind dflash, and the channels that share a kernel, such as
-    [2, 16] (as DFlash 2); by default there are none."""
+    """Kind dflash: taps and group size of convolutions, such as [2, 16]; default: none."""
     mask_token: Annotated[int | None, Ge(0)] = None
-    """Token whose embedding fills the block of kind dflash; by default the heads learn a vector for it."""
+    """Kind dflash: token that fills the block; by default heads learn a vector."""
     windows: int | list[int | None] | None = None
-    """How many last tokens a token of the block sees in kind dflash, itself included: a number, or one or null for each
-    layer; by default all."""
+    """Kind dflash: number of last tokens that a token sees, for all layers or each; default: all."""
     causal: bool | list[bool] | None = None
-    """Whether a token of the block sees only earlier ones in kind dflash: true, or true or false for each layer; by
-    default it sees the whole block."""
+    """Kind dflash: whether tokens see only earlier ones of their block, for all layers or each; default: false."""
     layer: LayerSizes | None = field(default=None, metadata=FILES_ONLY)
     """The sizes of the decoder layers; `None`: `heads.layers` layers with default sizes."""
     embeddings: str = field(default="shared", metadata=FILES_ONLY)

@@ -42,8 +42,7 @@ class EagleSettings(KindSettings):
     """The settings of heads of kind `eagle`."""
 
     window: Annotated[int | None, Ge(1)] = None
-    """Number of last tokens to which heads of kind eagle attend, such as 256; by default all. With a window, a draft
-    costs the same after texts of any length (docs/kinds.md)."""
+    """Number of last tokens to which heads of kind eagle attend, such as 256; by default all (docs/kinds.md)."""
     layer: LayerSizes | None = field(default=None, metadata=FILES_ONLY)
     """The sizes of the decoder layers; `None`: one layer with default sizes."""
     embeddings: str = field(default="shared", metadata=FILES_ONLY)

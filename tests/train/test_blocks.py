@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from medusa.errors import RequestError
 from medusa.heads.dflash import DflashHeads
 from tests.helpers import BLOCK_FORMS, VOCAB, random_heads, random_ids, tiny_model
 from train import MedusaTrainingArguments
+from train.config import HeadsConfig
 from train.data.packing import positions_of
+from train.heads import new_heads, startable
 from train.module import HeadsOnBackbone
 
 K, LENGTHS = 3, (9, 14, 7)
@@ -87,6 +90,19 @@ def test_path_dropout_leaves_out_edges_but_those_that_choose_candidates() -> Non
         # 324 draws: sigma is 0.028
         torch.testing.assert_close(shown, torch.tensor([kept, 0.5, 0.5]), rtol=0, atol=0.1)
         assert module.heads.eval().features(inputs)[..., -module.heads.rank :].any(-1).all()
+
+
+def test_a_backbone_that_scales_its_embeddings_is_refused() -> None:
+    with pytest.raises(RequestError, match="Gemma3ForCausalLM scales its embeddings"):
+        new_heads(tiny_model("gemma3_text"), HeadsConfig(kind="dflash"), "tiny")
+
+
+@pytest.mark.parametrize("wrong", [{"logit_scale": 2.0}, {"logit_cap": 3.0}])
+def test_drafters_whose_logits_are_scaled_only_decode(wrong: dict[str, float], tmp_path: Path) -> None:
+    heads = random_heads(tiny_model("llama"), K, **FORMS["dflash"] | wrong)
+    heads.save_pretrained(tmp_path)
+    with pytest.raises(RequestError, match=r"heads\.start: .* which can decode but not be trained"):
+        startable(str(tmp_path), HeadsConfig(start=str(tmp_path)), heads.config.hidden_size, VOCAB)
 
 
 def test_liger_has_no_edges() -> None:

@@ -146,11 +146,14 @@ def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) 
         ("adapter={teacher_tilt: 0.1, lm_loss: text}", "only lm_loss kl has a teacher"),
         ("adapter.modules=5", "a string .* or a valid list"),
         ("training.hidden_noise=-1", "at least 0"),
-        ("heads.block=gated", "heads.block gated belongs to kind eagle, not medusa; choose one of square, mlp"),
+        (
+            "heads.block=gated",
+            "gated belongs to kind eagle or dflash, not medusa; choose one of square, mlp",
+        ),
         ("heads.window=256", "heads.window belongs to kind eagle, not medusa; leave it out"),
         ("heads={kind: eagle, window: 0}", "at least 1"),
         ("heads.vocabulary=5", "at least 32, or 0 for all tokens"),
-        ("heads.feature_layers=usual", "heads.feature_layers belongs to kind eagle, not medusa"),
+        ("heads.feature_layers=usual", "heads.feature_layers belongs to kind eagle or dflash, not medusa"),
         ("heads={kind: eagle, block: gated, feature_layers: last}", r"or usual"),
     ],
 )

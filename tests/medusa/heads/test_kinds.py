@@ -281,7 +281,7 @@ WIDE: dict[str, Any] = {"block": "gated", "feature_layers": [0, 2], "embeddings"
     [
         ({"kind": "recurrent", "block": "gated"}, "gated"),
         ({"block": "gated", "num_layers": 2}, "gated needs heads.layers 1"),
-        ({"kind": "medusa", "feature_layers": [1]}, "feature_layers belongs to kind eagle, not medusa"),
+        ({"kind": "medusa", "feature_layers": [1]}, "feature_layers belongs to kind eagle or dflash, not medusa"),
         ({"block": "gated", "feature_layers": [1], "prefix_layers": 1}, "without heads.prefix_layers"),
         ({"block": "gated", "feature_layers": []}, r"feature_layers is \[\]; give numbers"),
         ({"block": "gated", "feature_layers": [True]}, "give numbers"),

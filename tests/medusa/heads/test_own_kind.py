@@ -160,10 +160,10 @@ def test_its_published_form_is_read(tmp_path: Path) -> None:
         ({"width": 5000}, "heads.width is 5000; it must be a whole number from 1 to 1024"),
         ({"widht": 5}, "unknown key heads.widht; did you mean heads.width"),
         ({"kind": "medusa", "width": 5}, "heads.width belongs to kind lowrank, not medusa; leave it out"),
-        ({"rank": 5}, "heads.rank belongs to kind markov, not lowrank; leave it out"),
+        ({"rank": 5}, "heads.rank belongs to kind markov or dflash, not lowrank; leave it out"),
         ({"block": "square"}, "heads.block square belongs to kind medusa or .*, not lowrank; choose one of lowrank"),
         ({"kind": "lowrnk"}, "heads.kind is 'lowrnk'; choose one of .*, lowrank .did you mean lowrank"),
-        ({"feature_layers": [1]}, "heads.feature_layers belongs to kind eagle, not lowrank; leave it out"),
+        ({"feature_layers": [1]}, "heads.feature_layers belongs to kind eagle or dflash, not lowrank; leave it out"),
         ({"lm_head": "one"}, "heads.lm_head one is not for heads of kind lowrank; take own or shared"),
     ],
 )
