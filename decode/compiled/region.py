@@ -39,7 +39,7 @@ Key = tuple[object, ...]
 
 
 class Region:
-    """A step (`decode.step`) compiled for one batch size, tree, rule and kind of sampling, with the state of its rows."""
+    """A step (`decode.step`) compiled for a batch size, a tree and a kind of sampling, with the state of its rows."""
 
     def __init__(
         self, state: State, drafter: Drafter, sampler: Sampler, tree: Layout, graphs: str, heads: nn.Module | None
