@@ -19,9 +19,9 @@ from transformers.generation import logits_process
 
 from decode.accept import Acceptance, accept_greedy, accept_longest
 from decode.draft import Draft
-from decode.ops import fast_topk
 from decode.ops.draws import NO_TOKEN
 from decode.ops.fast_topk import most_probable
+from decode.ops.fast_topk import top_k as most_probable_ones
 from decode.ops.transfer import on_device
 from decode.rules import AcceptanceRule
 from decode.session import Session
@@ -233,9 +233,11 @@ class Sampler:
         return scores, floor
 
     def _cut(self, scores: Tensor, candidates: int) -> tuple[Tensor, Tensor | None]:
-        """Find the tokens [B, N, V] that top-k, top-p and min-p leave; the second result is that of `_shown`."""
+        """Find the tokens [B, N, V] that top-k, top-p and min-p leave; the second result is that of `_shown`.
+
+        Where top-p ends among equal scores, it leaves any of them, as in transformers, whose sort is not stable."""
         top_k, top_p, min_p = self.numbers[:, 2:5, None, None].unbind(1)
-        values, ids = ordered(scores, fast_topk.top_k(scores, candidates).indices)
+        values, ids = most_probable_ones(scores, candidates)
         p = (values - values[..., :1]).exp().double()
         no_limit = (top_k == 0) | (top_k >= self.vocab)
         place = (top_k.long() - 1).clamp(0, candidates - 1).expand(-1, scores.shape[1], -1)
@@ -258,19 +260,9 @@ def _penalty(scores: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(scores < 0, scores * penalty, scores / penalty)
 
 
-def ordered(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort tokens `ids` [..., K] by their `scores` [..., V], largest first; returns the sorted scores and ids.
-
-    Of equal scores, the larger id comes first. transformers sorts the other way round, by which top-p keeps these."""
-    bits = scores.gather(-1, ids).view(torch.int32).long()
-    by_value = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floating-point numbers
-    ids = (by_value * 2**32 + ids).sort(-1, descending=True).values & WORD
-    return scores.gather(-1, ids), ids
-
-
 def gumbel(seeds: Tensor, position: Tensor, vocab: int) -> Tensor:
     """Gumbel noise [B, P, V] for `vocab` tokens at each `position` [B, P] of texts with `seeds` [B, 2] of 32 bits."""
-    first = mixed(seeds[:, :1] ^ position)
+    first = mixed(mixed(seeds[:, :1]) ^ position)
     second = mixed(seeds[:, 1:] ^ first)
     token = torch.arange(vocab, device=seeds.device)
     word = mixed(mixed(token ^ first[..., None]) ^ second[..., None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -53,8 +54,11 @@ def requests_of(model: Any, prompts: list[list[int]], names: list[str], new: int
     return found
 
 
+heads_of = cache(random_heads)
+
+
 def written(model: Any, requests: list[Request], tree: Any = TREE, rule: str = "", compile: bool = True) -> Any:
-    heads = random_heads(model)
+    heads = heads_of(model)
     name = rule or ("rejection" if any(request.do_sample for request in requests) else "greedy")
     factory = TrainedHeads(heads, resolve_tree(tree, heads))
     stepper = stepper_for(model, factory, requests, AcceptanceRule(name), compile=compile)
@@ -87,9 +91,8 @@ def test_scores_are_those_of_the_processors(candidates: int, monkeypatch: pytest
         text = torch.tensor([prompts[row] + path])
         expected = requests[row].processors(text, logits[row, node][None].clone())[0]  # type: ignore[arg-type]
         known = torch.ones(VOCAB, dtype=torch.bool) if floor is None else scores[row, node] > floor[row, node]
-        assert torch.equal(shown[row, node].isfinite() & known, expected.isfinite() & known), names[row]
-        both = expected.isfinite() & known
-        torch.testing.assert_close(shown[row, node][both], expected[both], rtol=1e-6, atol=1e-6)  # float32 rounding
+        left = [some[some.isfinite() & known].sort().values for some in (shown[row, node], expected)]
+        torch.testing.assert_close(*left, rtol=1e-6, atol=1e-6)  # float32 rounding; of equal scores any may be left
     assert (floor is None) == (candidates > VOCAB)
     assert floor is None or 0 < int((floor > -torch.inf).sum()) < floor.numel() / 2
 
