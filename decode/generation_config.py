@@ -36,6 +36,8 @@ TEXT: dict[str, object] = {
     "stop_strings": None,
 }
 """Fields that decide which tokens a text may have and where it ends, each with the value that changes nothing."""
+COMPILED_TEXT = ("repetition_penalty", "stop_strings")
+"""Those that compiled steps apply."""
 TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 ASSISTED = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ class Stepper:
             draws = RewoundDraws(draws, self.state.root.device)
         # Also for drafts, most of whose time goes to the LM head.
         with fast_linear(self.session.backbone.head_weight, 2 * len(self.rows)):
-            decided = decode_step(self.state, self.drafter, self.judge, draws, timer.lap)
+            decided = decode_step(self.state, self.drafter, partial(self.judge, draws), timer.lap)
         outcome = unpack(decided.packed.tolist())  # the one moment at which most steps wait for the device
         draws.rewind(outcome.lengths)
         self.state.count(outcome.lengths)

@@ -182,8 +182,6 @@ class Settings(DecodingOptions):
         super().__post_init__()
         if any(not stop for stop in self.stop or ()):
             raise RequestError("a stop string is empty; give at least one character")
-        if self.compile and self.repetition_penalty not in (None, 1):
-            raise NotCompilableError("compiled steps do not read the text, as a repetition penalty does")
         require_uncontrasted(self.compile, self.amateur)
         if self.grammar is not None:
             require_no_compiled_grammar(self.compile, self.ignore_eos)
@@ -214,9 +212,8 @@ class Settings(DecodingOptions):
         `own` are the checkpoint's options. Raise a `NotCompilableError` if compiled steps are asked for, and the
         checkpoint sets another option that decides on tokens."""
         theirs = {} if self.ignore_generation_config else text_options(own)
-        stop, penalty = theirs.pop("stop_strings", ()), theirs.get("repetition_penalty", 1.0)
+        stop, penalty = theirs.pop("stop_strings", ()), theirs.pop("repetition_penalty", 1.0)
         if self.repetition_penalty is not None:
-            theirs.pop("repetition_penalty", None)
             penalty = self.repetition_penalty
         if self.compile and theirs:
             name, value = next(iter(theirs.items()))

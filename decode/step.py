@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decode.accept import Acceptance, accept_greedy, accept_longest, accept_sampled, accept_walk, at_end, pack
 from decode.draft import Draft, Drafter, Frontier
-from decode.ops.draws import BlockDraws, TokenDraws
+from decode.ops.draws import Draws
 from decode.ops.fast_topk import most_probable
 from decode.ops.transfer import on_device
 from decode.reader import Reader
@@ -41,14 +41,16 @@ class Decided(NamedTuple):
 
 
 def decode_step(
-    state: State, drafter: Drafter, judge: Judge, draws: TokenDraws, lap: Callable[[str], object]
+    state: State, drafter: Drafter, judge: Callable[[Draft, Tensor, State], Acceptance], lap: Callable[[str], object]
 ) -> Decided:
-    """Decode one step of all rows; `lap` is called with the name of each stage when it ends."""
+    """Decode one step of all rows; `lap` is called with the name of each stage when it ends.
+
+    `judge` decides on a draft from the logits [B, N, V] after its nodes."""
     draft = drafter.propose(state.frontier())
     lap("propose")
     readout = state.reader(draft)
     lap("verify")
-    accepted = judge(draft, readout.logits, draws, state)
+    accepted = judge(draft, readout.logits, state)
     packed = pack(draft, accepted)
     lap("accept")
     state.compact(draft, readout, accepted)
@@ -135,14 +137,14 @@ class State:
 
 
 class Judge:
-    """Decides which nodes of drafts are accepted: an acceptance rule, applied to the target of a session's texts."""
+    """Decides in eager steps which nodes of drafts are accepted: a rule, applied to the target of a session's texts."""
 
     def __init__(self, rule: AcceptanceRule, target: Target, sequences: Sequences, lazy: bool) -> None:
         """Apply `rule`; `lazy`: whether walks stop where they end (`decode.accept.TreeWalk`)."""
         self.rule, self.target, self.sequences, self.lazy = rule, target, sequences, lazy
 
-    def __call__(self, draft: Draft, logits: Tensor, draws: TokenDraws, state: State) -> Acceptance:
-        """Decide on a draft from the `logits` [B, N, V] after its nodes. Compiled steps have ended rows among the B."""
+    def __call__(self, draws: Draws, draft: Draft, logits: Tensor, state: State) -> Acceptance:
+        """Decide on a draft from the `logits` [B, N, V] after its nodes."""
         target, depth_limit = self.target, state.reader.depth_limit(draft)
         if not self.rule.kind.walks:
             scores_of_nodes = self._scores_of_nodes(draft, logits, state.rows)
@@ -151,7 +153,6 @@ class Judge:
             return accept_greedy(draft, most_probable(logits).to(draft.ids.device), depth_limit)
         scores = partial(self._scores, draft, logits, state.rows)
         if draft.proposal is not None:
-            assert not isinstance(draws, BlockDraws), "compiled steps draw no drafts"
             return accept_sampled(draft, scores, draws, depth_limit, self.lazy)
         return accept_walk(draft, scores, partial(target.decide, draws), depth_limit, self.lazy)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-from decode.ops.draws import TokenDraws
+from decode.ops.draws import Draws
 from decode.ops.fast_topk import most_probable
 from decode.ops.transfer import on_device
 from decode.rules import AcceptanceRule
@@ -166,7 +166,7 @@ class Target:
             scores[at] = processed(self.processors[row], texts, raw[at])
         return scores
 
-    def decide(self, draws: TokenDraws, rows: Tensor, scores: Tensor, index: Tensor) -> Tensor:
+    def decide(self, draws: Draws, rows: Tensor, scores: Tensor, index: Tensor) -> Tensor:
         """Decide on R tokens [R], one per row: the most probable token, or a draw from the softmax of the scores.
 
         Token i is for row `rows[i]` of `draws`, and its scores are `scores[index[i]]`; `scores` is [M, V]. Random draws

@@ -1,13 +1,13 @@
 """Compiled decoding (`--compile`): `torch.compile` compiles a whole step: draft, forward, acceptance, cache update.
 
 Launching a few hundred small operations takes most of an eager step's time for a small model or on a fast device. In a
-compiled step all shapes are fixed: masks hide the cache's unused slots, text lengths are tensors on the device, and
-acceptance always walks to the greatest depth. A step is one call of a function compiled with `fullgraph=True`, which a
-GPU replays as a CUDA graph, and one transfer of ids to the host.
+compiled step all shapes are fixed: masks hide the cache's unused slots, text lengths and options of sampling are
+tensors on the device, and the tokens after all nodes are decided at once. A step is one call of a function compiled
+with `fullgraph=True`, which a GPU replays as a CUDA graph, and one transfer of ids to the host.
 
-A region is a compiled step with its caches. Each batch size, tree, acceptance rule, set of sampling options and state
-of the modules needs its own region. A session takes a region of its model and puts it back at the end. Plain decoding
-uses the same step, with a draft of the root alone.
+A region is a compiled step with its caches. Each batch size, tree, acceptance rule, kind of sampling and state of the
+modules needs its own region. A session takes a region of its model and puts it back at the end. Plain decoding uses the
+same step, with a draft of the root alone.
 
 The number of cache slots is no part of the compiled code. Attention reads a window, the first slots of the cache, which
 grows with the text in steps of 256 slots, and by up to an eighth from 2048 slots on. When the text reaches the cache's

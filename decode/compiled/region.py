@@ -17,12 +17,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.compiled.graphs import GraphedStep
+from decode.compiled.sampling import Sampler
 from decode.draft import Drafter, KeepsProducts
 from decode.drafters.layouts import Layout
 from decode.ops.attention import grouped
-from decode.ops.draws import BlockDraws
 from decode.ops.fast_linear import fast_linear
-from decode.step import Judge, State, decode_step
+from decode.session import Session
+from decode.step import State, decode_step
 from medusa.backbone import Backbone, by_value
 from medusa.memory import plain_tensors, total_memory
 
@@ -38,23 +39,23 @@ Key = tuple[object, ...]
 
 
 class Region:
-    """A step (`decode.step`) compiled for one batch size, tree, rule and set of options, with the state of its rows."""
+    """A step (`decode.step`) compiled for a batch size, a tree and a kind of sampling, with the state of its rows."""
 
-    judge: Judge | None = None  # of the session whose texts are decoded
-
-    def __init__(self, state: State, drafter: Drafter, tree: Layout, graphs: str, heads: nn.Module | None) -> None:
-        """Compile steps on `state`, whose prompts are read, with drafts that fill `tree`.
+    def __init__(
+        self, state: State, drafter: Drafter, sampler: Sampler, tree: Layout, graphs: str, heads: nn.Module | None
+    ) -> None:
+        """Compile steps on `state`, whose prompts are read, with drafts that fill `tree`; `sampler` decides on them.
 
         `graphs` is one of `CUDA_GRAPHS`. `heads` are those of the drafter, if it has any."""
-        self.state, self.drafter = state, drafter
+        self.state, self.drafter, self.sampler = state, drafter, sampler
         self.backbone = state.reader.backbone
         heads_caches = [] if state.heads_cache is None else state.heads_cache.caches
         self.caches = [*state.reader.caches, *heads_caches]
         self.nodes, max_depth = tree.num_nodes, tree.max_depth  # the path that caches of heads read has no more nodes
-        device, rows = self.backbone.device, len(state.root)
+        device = self.backbone.device
         state.root, state.hidden, state.alive = map(static, (state.root, state.hidden, state.alive))
-        self.u = static(torch.zeros(rows, max_depth + 1, dtype=torch.float64, device=device))
-        """Input [B, D + 1] of a step: a uniform random number for each token that the step can write."""
+        for buffer in sampler.buffers:
+            static(buffer)
         if state.heads_cache is not None:
             state.heads_cache.chain(max_depth + 1)  # torch.compile cannot trace its first call
         drafter.propose(state.frontier())  # fills tables that a tree keeps, for the same reason
@@ -73,17 +74,17 @@ class Region:
     def _as_compiled(self) -> Tensor:
         # torch.compile cannot enter the contexts of this thread, so they are open before.
         reader = self.state.reader
-        linear = fast_linear(self.backbone.head_weight, 2 * len(self.u))
+        linear = fast_linear(self.backbone.head_weight, 2 * len(self.state.root))
         with grouped(self.backbone.config), linear, reader.backbone.watched():
             return self.compiled()
 
     def _step(self) -> Tensor:
-        assert self.judge is not None, "no text has begun"
-        return decode_step(self.state, self.drafter, self.judge, BlockDraws(self.u), nothing).packed
+        return decode_step(self.state, self.drafter, self.sampler, nothing).packed
 
-    def begin(self, judge: Judge, root: Tensor, hidden: Tensor) -> None:
+    def begin(self, session: Session, root: Tensor, hidden: Tensor) -> None:
         """Decode the texts of another session, whose prompts the caches hold; for `root` and `hidden` see `State`."""
-        self.judge, state = judge, self.state
+        self.sampler.begin(session)
+        state = self.state
         for cache in self.caches:
             cache.for_steps(compiled=True)
         state.rows = list(range(len(root)))
@@ -115,7 +116,6 @@ class Region:
         """Keep nothing of the texts that were decoded, and no reference to the model, which may end before the code."""
         for cache in self.caches:
             cache.for_steps(compiled=False)
-        self.judge = None
         vars(self.backbone).clear()
 
     def release(self) -> None:

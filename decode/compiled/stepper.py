@@ -8,25 +8,29 @@ from collections.abc import Sequence
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
-from transformers import EtaLogitsWarper, PretrainedConfig
+from transformers import PretrainedConfig, RepetitionPenaltyLogitsProcessor
 
 from decode.compiled.graphs import graphs_for
 from decode.compiled.region import Key, Region, Regions, modules_key
+from decode.compiled.sampling import UNDECIDED, Kind, Sampler
 from decode.draft import NoDraft
 from decode.drafters.base import DrafterFactory
 from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.trained_heads import TrainedHeads
-from decode.generation_config import text_options, told, way_out
+from decode.generation_config import COMPILED_TEXT, text_options, told, way_out
 from decode.loop import StepOutcome, Stepper, Timer, unpack
 from decode.rules import AcceptanceRule
 from decode.session import Session
 from decode.settings import ONE_SHAPE
-from decode.step import Judge, State
-from decode.target import SCORES_ONLY, Target, settings_of
+from decode.step import State
+from decode.target import SCORES_ONLY
 from medusa.backbone import Backbone
 from medusa.errors import NotCompilableError, OptionError, RequestError
 from medusa.tree import Tree
 from medusa.tree_support import LayerTypes, rope_kinds
+
+COMPILED = (*SCORES_ONLY, RepetitionPenaltyLogitsProcessor)
+"""Processors that compiled steps may have (`decode.compiled.sampling`)."""
 
 
 class CompiledStepper(Stepper):
@@ -56,10 +60,11 @@ class CompiledStepper(Stepper):
         shape = (tree.num_nodes, nodes.shortlist, tree.temperatures if isinstance(tree, DynamicTree) else None)
         backbone, device = session.backbone, session.backbone.device.type
         self.graphs = graphs
+        self.kind = Kind.of(session.target, rule, backbone.vocab_size)
         self.key: Key = (
             len(session.sequences),
             (*shape, *nodes.parent.tolist(), *nodes.rank.tolist()),
-            option_key(session.target, rule),
+            self.kind,
             torch.get_num_threads(),
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             modules_key(backbone.model),
@@ -79,31 +84,32 @@ class CompiledStepper(Stepper):
             state = State(session.reader, session.heads_cache, root.clone(), hidden.clone())
             drafter = self.drafter if self.factory is None else self.factory.start(session)
             heads = None if self.factory is None else self.factory.heads
-            region = self.taken = Region(state, drafter, self.tree, self.graphs, heads)
+            vocab, device = session.backbone.vocab_size, session.backbone.device
+            sampler = Sampler(self.kind, session.target, len(root), vocab, device)
+            region = self.taken = Region(state, drafter, sampler, self.tree, self.graphs, heads)
         self.region, self.state, self.roots = region, region.state, root.tolist()
-        self._settle()
-        region.begin(self.judge, root, hidden)
-
-    def _settle(self) -> None:
-        self.judge = Judge(self.rule, self.session.target, self.session.sequences, lazy=False)
+        region.begin(session, root, hidden)
 
     def step(self, timer: Timer) -> StepOutcome:
         """Run one compiled step; `timer` books all its time, drafting included, as the stage `verify`.
 
         Raise a `NotCompilableError` if torch.compile fails on this model."""
-        region, target = self.region, self.session.target
+        region = self.region
         region.open()
-        if target.do_sample:
-            region.u.copy_(target.draws.block(region.u.shape[1], region.u.device))
         try:
-            packed = region().tolist()
+            packed = region()
         except TorchDynamoException as error:
             self.taken = None
             name, cause = type(self.session.backbone.model).__name__, getattr(error, "inner_exception", error)
             reason = f"{type(cause).__name__}: {str(cause).strip()}".split("\n")[0]
             raise NotCompilableError(f"torch.compile fails on {name} ({reason})") from error
+        found = packed.tolist()
+        if any(found[row][1] == UNDECIDED for row in self.rows):
+            roots = region.sampler.finish(packed[:, 1])
+            region.state.root.copy_(roots.clamp_min(0))
+            found = [[length, root, *ids] for (length, _, *ids), root in zip(found, roots.tolist(), strict=True)]
         timer.lap("verify")
-        outcome = unpack([packed[row] for row in self.rows])
+        outcome = unpack([found[row] for row in self.rows])
         self.state.count(outcome.lengths)
         self.roots = outcome.roots
         return outcome
@@ -118,24 +124,6 @@ class CompiledStepper(Stepper):
             self.taken.detach()
             self.regions.put_back(self.key, self.taken)
             self.taken = None
-
-
-def option_key(target: Target, rule: AcceptanceRule) -> Key:
-    """The options of acceptance and sampling, as part of the key under which a compiled step is kept.
-
-    Raise a `RequestError` if a logits processor reads the text, rows differ in options, or scores are requested."""
-    others = [type(p).__name__ for row in target.processors for p in row if not isinstance(p, SCORES_ONLY)]
-    if others:
-        way_out = "use only temperature, top-k, top-p, min-p and the like, or leave it out"
-        raise OptionError("compile", f"cannot be combined with {others[0]}, which reads the text; {way_out}")
-    if any(isinstance(p, EtaLogitsWarper) for row in target.processors for p in row):
-        raise OptionError("compile", "cannot be combined with eta_cutoff; use epsilon_cutoff, or leave it out")
-    kinds = [settings_of(row) for row in target.processors]
-    if any(kind != kinds[0] for kind in kinds):
-        raise OptionError("compile", "needs the same sampling options in all rows of a batch")
-    if target.kept_scores is not None or target.kept_logits is not None:
-        raise NotCompilableError("a compiled step gives no output_scores or output_logits")
-    return (*rule, target.do_sample, kinds[0])
 
 
 def why_rope_not_compiled(config: PretrainedConfig) -> str:
@@ -169,9 +157,10 @@ def _require_compilable(session: Session) -> None:
     reason = why_not_compiled(session.backbone)
     if not reason and session.kept_hidden is not None:
         reason = "hidden states are to be recorded"
-    if not reason and not all(isinstance(p, SCORES_ONLY) for own in target.processors for p in own):
+    if not reason and any(not isinstance(p, COMPILED) for request in target.of_rows for p in request.processors):
         own, asked = model.generation_config, target.of_rows[0].config
-        of_file = [name for name, value in text_options(own).items() if getattr(asked, name) == value]
+        texts = text_options(own).items()
+        of_file = [name for name, value in texts if name not in COMPILED_TEXT and getattr(asked, name) == value]
         for name in of_file[:1]:
             field = name, getattr(own, name), own
             reason = f"{told(*field)}, which reads the text ({way_out(*field)})"

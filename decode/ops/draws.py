@@ -98,17 +98,6 @@ class RewoundDraws(RowDraws):
                 self.sources[row].set_state(self.states[count][row])
 
 
-class BlockDraws:
-    """Draws of compiled steps: the uniform numbers `u` [B, D + 1] are drawn before, one for each depth of a walk."""
-
-    def __init__(self, u: Tensor) -> None:
-        self.columns = iter(u.unbind(1))
-
-    def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
-        """Draw the next token of each row by inverse transform sampling: `rows` is everyone, and `index` in order."""
-        return invert_each(cumulative(p), next(self.columns))
-
-
 class SharedDraws:
     """The draws of `RowDraws`, with one generator for all rows; fast for very many rows that share distributions."""
 
@@ -123,10 +112,8 @@ class SharedDraws:
         return torch.rand(len(rows), count, dtype=torch.float64, generator=self.generator, device=rows.device)
 
 
-TokenDraws = RowDraws | SharedDraws | BlockDraws
-"""Draws of the tokens of a walk."""
 Draws = RowDraws | SharedDraws
-"""Draws also for drafts and their rejection, which take uniform numbers."""
+"""Draws of the tokens of a walk, and of drafts."""
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -149,14 +136,6 @@ def invert(sums: Tensor, index: Tensor, u: Tensor) -> Tensor:
     Row i uses the distribution `index[i]`. A token of probability 0 is never found, because its sum equals that of the
     token before."""
     return Search(sums, index)(u)
-
-
-def invert_each(sums: Tensor, u: Tensor) -> Tensor:
-    """Draw a token from each of R distributions, as `invert`, from `cumulative` sums [R, V] and uniform `u` [R].
-
-    For compiled steps: on a GPU, torch.compile of PyTorch 2.11 fails on the search in flattened sums (`Search`)."""
-    found = torch.searchsorted(sums, u[:, None].contiguous(), right=True)[:, 0]  # PyTorch warns of other numbers
-    return found.masked_fill(sums[:, -1].isnan(), NO_TOKEN)
 
 
 def invert_by_blocks(p: Tensor, index: Tensor, u: Tensor) -> Tensor:

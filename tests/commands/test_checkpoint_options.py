@@ -160,7 +160,7 @@ def test_the_server_answers_with_the_options_unless_a_request_has_others(own: Ow
 def test_compiled_steps_are_refused_before_the_weights_are_loaded(run: Callable[..., Any], command: str) -> None:
     more = ("--max-new-tokens", "900") if command == "calibrate" else ()
     _, err = run(command, "--compile", *more, status=2)
-    told = "--compile is not possible: generation_config.json of the model sets repetition_penalty=1.8, which reads"
+    told = "--compile is not possible: generation_config.json of the model sets suppress_tokens=["
     assert told in err
     assert "--ignore-generation-config" in err
     assert len(err.splitlines()) == 1
@@ -179,13 +179,13 @@ def test_the_plan_of_fit_knows_that_steps_cannot_be_compiled(own: Own, monkeypat
 
     monkeypatch.setattr(region, "compiled", compiled)
     reason = why_not_decoded(loaded, Settings())
-    assert "sets repetition_penalty=1.8, which reads the text" in reason
+    assert "sets suppress_tokens=[" in reason
     assert not tried
     ignoring = Settings(ignore_generation_config=True)
     assert why_not_decoded(loaded, ignoring) == ""
     loaded = load_backbone(own.folder)  # without the step that worked
     assert why_not_decoded(loaded, ignoring) == "torch.compile fails on LlamaForCausalLM (TorchDynamoException: no way)"
-    with pytest.raises(RequestError, match=r"compile is not possible: .*repetition_penalty=1\.8"):
+    with pytest.raises(RequestError, match=r"compile is not possible: .*suppress_tokens=\["):
         planned(replace(PROBE, not_compiled=reason), compile=True)
 
 

@@ -7,7 +7,6 @@ planted faults must fail by a wide margin, which proves that the tests have powe
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +37,6 @@ from decode.ops.draws import (
     draw_distinct,
     invert,
     invert_by_blocks,
-    invert_each,
 )
 from decode.rules import typical
 from decode.topology import Topology
@@ -389,7 +387,6 @@ def test_tokens_of_probability_zero_are_never_drawn() -> None:
         tokens = invert(cumulative(p), index, ends)
         assert (p[which][tokens] > 0).all()
         assert (p[which][draw_distinct(p, index, ends[:, None])[:, 0]] > 0).all()
-        assert torch.equal(invert_each(cumulative(p[index]), ends), tokens)
         assert (p[which][invert_by_blocks(p, index, ends)] > 0).all()
 
 
@@ -402,7 +399,6 @@ def test_a_distribution_of_nan_changes_no_draw_from_others() -> None:
     broken = (index == 1) | (index == 3)
     assert torch.equal(invert(cumulative(q), index, u[:, 0]), tokens.masked_fill(broken, NO_TOKEN))
     assert torch.equal(draw_distinct(q, index, u), distinct.masked_fill(broken[:, None], 0))
-    assert torch.equal(invert_each(cumulative(q[index]), u[:, 0]), tokens.masked_fill(broken, NO_TOKEN))
 
 
 @pytest.mark.parametrize("size", [5, 128, 300])
@@ -430,18 +426,6 @@ def test_a_quick_draw_depends_on_its_own_seed_alone() -> None:
         QuickDraws([torch.Generator().manual_seed(row)]).tokens(rows[:1], p[row][None], rows[:1]) for row in range(4)
     ]
     assert torch.equal(together, torch.cat(alone))
-
-
-def test_numbers_that_do_not_lie_side_by_side_cause_no_warning() -> None:
-    """A compiled step takes a column of its random numbers for each depth."""
-    before, sums = torch.is_warn_always_enabled(), cumulative(torch.rand(4, 8).softmax(-1))
-    torch.set_warn_always(True)  # otherwise PyTorch may have told this warning, which it tells once, to another test
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            invert_each(sums, torch.rand(4, 3, dtype=torch.float64)[:, 1])
-    finally:
-        torch.set_warn_always(before)
 
 
 def test_both_kinds_of_draws_have_the_same_distribution() -> None:

@@ -9,17 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._inductor import config as inductor
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import post_grad
-from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import FallbackKernel
-from torch._inductor.virtualized import V
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from decode.drafters.trained_heads import TrainedHeads
-from decode.ops.draws import cumulative, invert_each
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.texts import Decoding, stepper_for
@@ -80,21 +73,3 @@ def test_no_copy_of_the_cache(tree: Tree, batch: int) -> None:
     graph = final_graph(model, random_heads(model), tree, batch)
     layer = batch * 2 * 256 * 64
     assert not list(copies(graph, layer))
-
-
-def test_a_gpu_can_search_for_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor searches by a kernel of its own on a GPU; on a CPU it calls PyTorch, which can read any view.
-
-    The sampler's search is lowered as for a GPU. Up to PyTorch 2.11 a flattened table fails there ("View")."""
-
-    def sample(scores: Tensor, u: Tensor) -> Tensor:
-        return invert_each(cumulative(scores.softmax(-1)), u)
-
-    traced = make_fx(torch.func.functionalize(sample), decomposition_table=select_decomp_table())
-    graph = traced(torch.rand(3, 50), torch.rand(3, dtype=torch.float64))
-    monkeypatch.setattr(GraphLowering, "has_feature", lambda *args: True)
-    lowering = GraphLowering(graph)
-    with V.set_graph_handler(lowering):
-        lowering.run(torch.rand(3, 50), torch.rand(3, dtype=torch.float64))
-    called = [operation.op_overload for operation in lowering.operations if isinstance(operation, FallbackKernel)]
-    assert torch.ops.aten.searchsorted.Tensor not in called, "PyTorch was called, as on a CPU"
