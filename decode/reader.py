@@ -31,9 +31,10 @@ from decode.topology import Topology
 from medusa.backbone import Backbone, Readout, at
 from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additive
 
-PIECE_TOKENS, MIN_PIECE_ROW = 1024, 256
-"""Tokens of a piece in all rows together, and the fewest in each row. Larger pieces gain nothing (measured at 8192
-tokens, 6 layers of width 288, float32)."""
+PIECE_TOKENS, MIN_PIECE_ROW = {"cuda": 8192}, 256
+"""Tokens of a piece in all rows together, if not 1024, and the fewest in each row. Larger pieces gain nothing on a CPU
+(measured at 8192 tokens, 6 layers of width 288, float32). On a GPU, the first piece needs no mask, so that PyTorch takes
+flash attention."""
 OnHidden = Callable[[Tensor, Tensor, int], Tensor]
 """(hidden states [B, C, H] of a piece, the token after each [B, C], the piece's first position) -> the hidden states
 [B, C, H] to use instead."""
@@ -80,7 +81,7 @@ class Reader:
         A causal model does not see padding after a token. `on_hidden` receives each piece's hidden states and returns
         those to use instead. Returns the last hidden state of each prompt [B, H] and the logits after it [B, V]."""
         (count, device), longest, boundary = (len(ids), ids.device), max(lengths), self.backbone.rope_boundary
-        size = max(PIECE_TOKENS // count, MIN_PIECE_ROW)
+        size = max(PIECE_TOKENS.get(device.type, 1024) // count, MIN_PIECE_ROW)
         last = on_device(lengths, device) - 1
         next_ids = F.pad(ids[:, 1:], (0, 1))
         found: Readout | None = None

@@ -99,6 +99,27 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
+class _Cudnn:
+    """Keeps attention by cuDNN switched off while forwards of any thread are in `grouped`.
+
+    PyTorch prefers it on recent GPUs. It makes a plan for each length of keys, which decoding changes in every step (23
+    to 37 ms on an H100), and it was wrong without an error (pytorch#193893, #196678)."""
+
+    open, before, lock = 0, True, threading.Lock()
+
+    def count(self, more: int) -> None:
+        if torch.compiler.is_compiling():  # a compiled step runs in a context that was opened before
+            return
+        with self.lock:
+            if not self.open:
+                self.before = torch.backends.cuda.cudnn_sdp_enabled()
+            self.open += more
+            torch.backends.cuda.enable_cudnn_sdp(self.before and not self.open)
+
+
+_CUDNN = _Cudnn()
+
+
 class grouped:
     """While the context is open, sdpa attention of this thread's forwards is `sdpa_grouped`.
 
@@ -110,6 +131,7 @@ class grouped:
 
     def __enter__(self) -> None:
         if self.used:
+            _CUDNN.count(1)
             if ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_attention_forward:
                 AttentionInterface.register(SDPA, sdpa_grouped)
             _HERE.depth += 1
@@ -117,6 +139,7 @@ class grouped:
 
     def __exit__(self, *error: object) -> None:
         if self.used:
+            _CUDNN.count(-1)
             _HERE.depth -= 1
             _HERE.stable -= self.stable
 

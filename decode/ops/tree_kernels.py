@@ -96,7 +96,7 @@ def attend_split(
     each = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), KEYS), tl.num_programs(1)) * KEYS
     low = start + tl.program_id(1) * each
     high = tl.minimum(low + each, end)
-    text = tl.maximum(low, tl.minimum(high, length // KEYS * KEYS))  # from here on, blocks may hold nodes
+    text = tl.maximum(low, tl.minimum(high, length) // KEYS * KEYS)  # from here on, blocks are not all text
 
     at_query = row * query_row + whole_head * query_head + node * query_node
     q = tl.load(query + at_query[:, None] + size[None, :], mask=inside[:, None] & (size < SIZE)[None, :], other=0.0)

@@ -70,7 +70,7 @@ def by_mask(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: floa
 def drawn(seed: int) -> dict[str, Any]:
     """Random shapes: the first ones have the greatest values, and one is long."""
     rng = random.Random(seed)
-    groups, nodes, batch = rng.choice([1, 2, 3, 4, 7, 8]), rng.choice([1, 2, 17, 64]), rng.choice([1, 3])
+    groups, nodes, batch = rng.choice([1, 2, 3, 4, 7, 8]), rng.choice([1, 2, 17, 64]), rng.choice([1, 2])
     length = 8192 if seed == 0 else rng.choice([1, 30, 300])
     return {
         "shape": (batch, groups, 1 if seed == 0 else rng.choice([1, 2]), 64 if seed == 1 else nodes),
@@ -78,14 +78,14 @@ def drawn(seed: int) -> dict[str, Any]:
         "sizes": rng.choice([(64, 64), (32, 32), (96, 96), (128, 128), (256, 256), (192, 128)]),
         "kind": rng.choice([FULL_LAYER, LayerKind(window=rng.choice([2, 40])), LayerKind(chunk=50)]),
         "dtype": rng.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
-        "blocks": (1024 if seed == 0 else rng.choice([16, 64]), rng.choice([1, 4, 8])),  # keys of a block, programs
+        "blocks": (1024 if seed == 0 else rng.choice([32, 64]), rng.choice([1, 3, 5])),  # keys of a block, programs
         "shared": rng.random() < 0.5,
     }
 
 
 @needs_triton
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(12))
 def test_kernels_give_the_attention_of_masks(seed: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values are the first slots of a larger buffer, in which NaN follows the nodes."""
     case = drawn(seed)
@@ -149,15 +149,15 @@ def used(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @needs_triton
 @pytest.mark.usefixtures("as_written")
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@pytest.mark.parametrize(("family", "compiled"), [("llama", False), ("llama", True), ("gemma3_text", True)])
+@pytest.mark.parametrize(("family", "compiled"), [("llama", False), ("gemma3_text", True)])
 def test_texts_are_equal(family: str, compiled: bool, used: list[Tensor]) -> None:
     """In eager and compiled steps; rows of a batch have different lengths."""
-    model = tiny_model(family, num_hidden_layers=2)
+    model = tiny_model(family)
     prompts = [random_ids(9), random_ids(5)]
-    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     inputs = left_padded(prompts)
     found = generate(model, random_heads(model), **inputs, tree=Tree.top_k([2, 2]), compile=compiled, **options)
-    assert found[:, 9:].tolist() == [plain(model, prompt, max_new_tokens=9, eos_token_id=None) for prompt in prompts]
+    assert found[:, 9:].tolist() == [plain(model, prompt, max_new_tokens=5, eos_token_id=None) for prompt in prompts]
     assert model in TRIED
     assert {query.shape[2] for query in used} >= {7}
     Regions.of(model).clear()
@@ -185,25 +185,23 @@ def without_kernel(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES.values())
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"falcon", "gemma2"}))
 def test_models_pass_numbers_on(family: str, without_kernel: list[Tensor]) -> None:
     """With windows and chunks; what the kernel does not take gets a mask after all."""
-    model = tiny_model(family)
+    model = tiny_model(FAMILIES[family])
     assert check_tree_forward(model).ok
     assert model in TRIED
     assert without_kernel
 
 
-def test_a_model_that_changes_its_masks_gets_masks(without_kernel: list[Tensor]) -> None:
-    model = tiny_model("llama")
-
-    def halve(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, kwargs | {"attention_mask": kwargs["attention_mask"] / 2}
-
-    model.model.layers[1].self_attn.register_forward_pre_hook(halve, with_kwargs=True)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM .llama. takes masks, not the kernel: a tree forward raises"):
+def test_a_model_with_attention_of_its_own_gets_masks(without_kernel: list[Tensor]) -> None:
+    model = tiny_model("falcon, rope")
+    with pytest.warns(
+        UserWarning, match="FalconForCausalLM .falcon. takes masks, not the kernel: a tree forward raises"
+    ):
         assert check_tree_forward(model).ok
     assert model not in TRIED
+    assert not without_kernel
 
 
 def test_a_function_of_the_user_gets_masks(without_kernel: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
