@@ -33,8 +33,8 @@ from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additiv
 
 PIECE_TOKENS, MIN_PIECE_ROW = {"cuda": 8192}, 256
 """Tokens of a piece in all rows together, if not 1024, and the fewest in each row. Larger pieces gain nothing on a CPU
-(measured at 8192 tokens, 6 layers of width 288, float32). On a GPU, the first piece needs no mask, so that PyTorch takes
-flash attention."""
+(measured at 8192 tokens, 6 layers of width 288, float32). On a GPU, the first piece alone has flash attention, because
+it needs no mask."""
 OnHidden = Callable[[Tensor, Tensor, int], Tensor]
 """(hidden states [B, C, H] of a piece, the token after each [B, C], the piece's first position) -> the hidden states
 [B, C, H] to use instead."""

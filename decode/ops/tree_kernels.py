@@ -16,7 +16,7 @@ MOST_ROWS = 64
 PROGRAMS = 256
 """Programs for a GPU with some 130 multiprocessors, each of which computes one or two at a time."""
 MIN_SLOTS = 256
-"""Slots of the window for each split."""
+"""Slots of the window for each split, at least."""
 KEYS = 64
 """Slots of a block."""
 
@@ -29,6 +29,14 @@ def block(num_bytes: int, size: int) -> tuple[int, int]:
     """Choose how many queries, and how many slots, a program reads at once; `num_bytes` are those of a number."""
     wide = num_bytes > 2
     return (16 if size > 64 else 32) if wide else MOST_ROWS, max(16, KEYS // 2) if wide or size > 128 else KEYS
+
+
+def num_splits(programs: int, queries: int, slots: int) -> int:
+    """Choose the number of splits of `slots` slots, if one split takes so many `programs`.
+
+    A split has two slots or more for each of the `queries` of a KV head. So its results, in float32, have no more bytes
+    than its keys and values."""
+    return max(1, min(PROGRAMS // programs, slots // max(MIN_SLOTS, 2 * queries)))
 
 
 def warps(size: int) -> int:
@@ -48,7 +56,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scale: float
     rows, keys = block(query.itemsize, max(size, value_size))
     rows = min(padded(queries), rows)
     tiles, lanes = triton.cdiv(queries, rows), batch * heads
-    splits = max(1, min(PROGRAMS // (tiles * lanes), slots // MIN_SLOTS))
+    splits = num_splits(tiles * lanes, queries, slots)
     out = query.new_empty(batch, nodes, num_heads, value_size)
     parts = out if splits == 1 else out.new_empty(*out.shape[:3], splits, value_size, dtype=torch.float32)
     sums = parts if splits == 1 else parts.new_empty(parts.shape[:4])

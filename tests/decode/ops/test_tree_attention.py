@@ -78,7 +78,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "sizes": rng.choice([(64, 64), (32, 32), (96, 96), (128, 128), (256, 256), (192, 128)]),
         "kind": rng.choice([FULL_LAYER, LayerKind(window=rng.choice([2, 40])), LayerKind(chunk=50)]),
         "dtype": rng.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
-        "blocks": (1024 if seed == 0 else rng.choice([32, 64]), rng.choice([1, 3, 5])),  # keys of a block, programs
+        "blocks": (1024 if seed == 0 else rng.choice([32, 64]), rng.choice([1, 3, 5])),  # slots of a block, splits
         "shared": rng.random() < 0.5,
     }
 
@@ -91,8 +91,7 @@ def test_kernels_give_the_attention_of_masks(seed: int, kernels: ModuleType, mon
     case = drawn(seed)
     (batch, groups, heads, nodes), (size, value_size) = case["shape"], case["sizes"]
     monkeypatch.setattr(kernels, "KEYS", case["blocks"][0])
-    monkeypatch.setattr(kernels, "PROGRAMS", case["blocks"][1] * batch * heads * -(-groups * nodes // 32))
-    monkeypatch.setattr(kernels, "MIN_SLOTS", 16)
+    monkeypatch.setattr(kernels, "num_splits", lambda *shape: case["blocks"][1])
     torch.manual_seed(seed)
     lengths, slots = torch.tensor(case["lengths"]), max(case["lengths"]) + nodes + 5
     query = torch.randn(batch, nodes, groups * heads, size, dtype=case["dtype"]).transpose(1, 2)
@@ -123,6 +122,21 @@ def test_a_row_that_is_longer_than_the_window_reads_no_further(kernels: ModuleTy
         found = tree_attention.attention(*inputs)
         torch.testing.assert_close(found.double(), by_mask(*inputs), rtol=0, atol=1e-5)
     assert not found.any()
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("programs", "queries", "slots", "splits"),
+    [
+        (32, 256, 2048, 4),  # 64 nodes of Llama-3.1-8B, whose results would be more bytes than the keys
+        (32, 256, 8192, 8),  # enough for all multiprocessors
+        (8, 4, 8192, 32),  # plain decoding
+        (8, 4, 511, 1),
+        (512, 4, 8192, 1),  # a batch of 64
+    ],
+)
+def test_splits(kernels: ModuleType, programs: int, queries: int, slots: int, splits: int) -> None:
+    assert kernels.num_splits(programs, queries, slots) == splits
 
 
 @needs_triton
