@@ -23,16 +23,18 @@ from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.layers.reading import reading
 from decode.layers.switch import prepare_states
-from decode.ops.attention import grouped
+from decode.ops.attention import grouped, uses_own_sdpa
 from decode.ops.fast_linear import fast_linear, prepare_linear
 from decode.ops.transfer import on_device
+from decode.ops.tree_attention import MOST_NODES, TRIED, seen_by
 from decode.topology import Topology
 from medusa.backbone import Backbone, Readout, at
 from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additive
 
-PIECE_TOKENS, MIN_PIECE_ROW = 1024, 256
-"""Tokens of a piece in all rows together, and the fewest in each row. Larger pieces gain nothing (measured at 8192
-tokens, 6 layers of width 288, float32)."""
+PIECE_TOKENS, MIN_PIECE_ROW = {"cuda": 8192}, 256
+"""Tokens of a piece in all rows together, if not 1024, and the fewest in each row. Larger pieces gain nothing on a CPU
+(measured at 8192 tokens, 6 layers of width 288, float32). On a GPU, the first piece alone has flash attention, because
+it needs no mask."""
 OnHidden = Callable[[Tensor, Tensor, int], Tensor]
 """(hidden states [B, C, H] of a piece, the token after each [B, C], the piece's first position) -> the hidden states
 [B, C, H] to use instead."""
@@ -46,6 +48,8 @@ class Reader:
         if cache.state_layers:
             prepare_states(backbone.model)
         self.layers = LayerKinds(backbone.config)
+        self.by_kernel = backbone.model in TRIED and uses_own_sdpa(backbone.config)
+        """Whether attention of the model takes the numbers of `seen_by` for a mask."""
         self.be_stable(False)
 
     def be_stable(self, stable: bool) -> None:
@@ -77,7 +81,7 @@ class Reader:
         A causal model does not see padding after a token. `on_hidden` receives each piece's hidden states and returns
         those to use instead. Returns the last hidden state of each prompt [B, H] and the logits after it [B, V]."""
         (count, device), longest, boundary = (len(ids), ids.device), max(lengths), self.backbone.rope_boundary
-        size = max(PIECE_TOKENS // count, MIN_PIECE_ROW)
+        size = max(PIECE_TOKENS.get(device.type, 1024) // count, MIN_PIECE_ROW)
         last = on_device(lengths, device) - 1
         next_ids = F.pad(ids[:, 1:], (0, 1))
         found: Readout | None = None
@@ -133,12 +137,30 @@ class Reader:
         positions = cache.filled[:, None] + topology.depth
         positions = positions if end is None else positions.clamp_max(end - 1)
         sees_all = cache.even is not None and topology.num_nodes == 1  # a root alone, in rows of one length
-        kinds, dtype = self.layers, self.backbone.dtype
-        masks = None if sees_all else tree_masks(kinds, dtype, topology, cache.filled, cache.width)
+        own, depth = topology.ancestors, topology.depth
+        masks = None if sees_all else self._masks(own, cache.filled, depth, depth)
         if last is None or self.backbone.splits:
             return self.forward(draft.ids, positions, masks, last)
         # A whole model takes the positions of `last` from the host, which would wait for the device to read them.
         return Readout(*(at(part, last) for part in self.forward(draft.ids, positions, masks)))
+
+    def grown_masks(self, lengths: Tensor, seen: Tensor, depth: Tensor, slot_depths: Tensor) -> Mask:
+        """Make masks for one of the forwards that grow a tree: W new nodes look at the S slots of the window.
+
+        Args:
+            lengths: the text's length [B] in each row; a node sees all of it, except outside a layer's window or chunk.
+            seen: [B, W, A] slots of each node and its drafted ancestors (0: the first after the text), padded with its
+                own.
+            depth: [B, W] position of each new node minus the length of its row's text.
+            slot_depths: [M] the same for the node in each of the M slots after the text, equal in all rows."""
+        own = torch.zeros(*seen.shape[:2], len(slot_depths), dtype=torch.bool, device=seen.device)
+        return self._masks(own.scatter_(2, seen, True), lengths, depth, slot_depths[None])
+
+    def _masks(self, own: Tensor, lengths: Tensor, depth: Tensor, slot_depths: Tensor) -> Mask:
+        """Make what the model takes as masks; for the arguments see `seen_by`."""
+        if self.by_kernel and not self.stable and own.shape[2] <= MOST_NODES:
+            return self.layers.masks(lambda kind: seen_by(kind, own, lengths, depth, slot_depths))
+        return additive_masks(self.layers, self.backbone.dtype, (own, lengths, depth, slot_depths), self.cache.width)
 
     def depth_limit(self, draft: Draft) -> Tensor | None:
         """The greatest depth [B] at which a node of each row may be accepted; `None`: all depths fit the context."""
@@ -178,35 +200,20 @@ class ReaderFactory:
 
 def tree_masks(layers: LayerKinds, dtype: torch.dtype, topology: Topology, lengths: Tensor, slots: int) -> Mask:
     """Make masks [B, 1, N, slots] for N draft nodes after B texts of `lengths` [B] tokens, for all kinds of layers."""
-    return layers.masks(lambda kind: additive(visible_slots(topology, lengths, slots, kind), dtype)[:, None])
+    return additive_masks(layers, dtype, (topology.ancestors, lengths, topology.depth, topology.depth), slots)
+
+
+def additive_masks(
+    layers: LayerKinds, dtype: torch.dtype, nodes: tuple[Tensor, Tensor, Tensor, Tensor], slots: int
+) -> Mask:
+    """Make masks [B, 1, N, slots] for all kinds of layers; `nodes` are the arguments of `seen_by`."""
+    by_slot = _by_slot(*nodes, slots)
+    return layers.masks(lambda kind: additive(kind.limited(*by_slot), dtype)[:, None])
 
 
 def visible_slots(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
     """Find which cache slots each of N draft nodes sees, [B, N, slots] bool, after B texts of `lengths` [B] tokens."""
-    ancestors, depth = topology.ancestors.expand(len(lengths), -1, -1), topology.depth.expand(len(lengths), -1)
-    return kind.limited(*_by_slot(ancestors, lengths, depth, depth, slots))
-
-
-def grown_masks(
-    layers: LayerKinds,
-    dtype: torch.dtype,
-    lengths: Tensor,
-    seen: Tensor,
-    depth: Tensor,
-    slot_depths: Tensor,
-    slots: int,
-) -> Mask:
-    """Make masks [B, 1, W, S] for one of the forwards that grow a tree: W new nodes look at S slots of the KV cache.
-
-    Args:
-        lengths: the text's length [B] in each row; a node sees all of it, except outside a layer's window or chunk.
-        seen: [B, W, A] slots of each node and its drafted ancestors (0: the first after the text), padded with its own.
-        depth: [B, W] position of each new node minus the length of its row's text.
-        slot_depths: [M] the same for the node in each of the M slots after the text, equal in all rows.
-        slots: S."""
-    own = torch.zeros(*seen.shape[:2], len(slot_depths), dtype=torch.bool, device=seen.device).scatter_(2, seen, True)
-    by_slot = _by_slot(own, lengths, depth, slot_depths.expand(len(lengths), -1), slots)
-    return layers.masks(lambda kind: additive(kind.limited(*by_slot), dtype)[:, None])
+    return kind.limited(*_by_slot(topology.ancestors, lengths, topology.depth, topology.depth, slots))
 
 
 def _by_slot(
@@ -214,8 +221,9 @@ def _by_slot(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the slots that W nodes see [B, W, slots], and the positions of nodes [B, W, 1] and slots [B, 1, slots].
 
-    After a text of `starts` [B] tokens, the cache holds N nodes of depth `node_depths` [B, N]. Each of the W nodes, of
-    depth `depth` [B, W], sees the text and those of the N nodes that are true in `own` [B, W, N]."""
+    After a text of `starts` [B] tokens, the cache holds N nodes of depth `node_depths` [B or 1, N]. Each of W nodes, of
+    depth `depth` [B or 1, W], sees the text and those of the N nodes that are true in `own` [B or 1, W, N]."""
+    own, node_depths = (part.expand(len(starts), *part.shape[1:]) for part in (own, node_depths))
     nodes, prefix, slot = own.shape[2], starts[:, None], torch.arange(slots, device=starts.device)[None]
     node = slot - prefix  # [B, S] the node in each slot; below 0: the text
     is_text, inside = node < 0, node.clamp(0, nodes - 1)

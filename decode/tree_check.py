@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import warnings
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -25,7 +26,9 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.draft import Draft
+from decode.ops.attention import uses_own_sdpa
 from decode.ops.fast_linear import prepare_linear
+from decode.ops.tree_attention import TRIED, runs_on
 from decode.reader import Reader
 from decode.topology import Topology
 from medusa.backbone import Backbone, by_value, require_tree_support
@@ -95,10 +98,20 @@ def check_tree_forward(model: PreTrainedModel) -> TreeCheck:
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
     # Dropout and routing noise may draw random numbers; the caller's generators stay as they were.
     with _LOCK, torch.random.fork_rng(devices), torch.no_grad():
-        return _check(_with_short_windows(model))
+        TRIED.discard(model)
+        short = _with_short_windows(model)
+        check, config = _check(short), Backbone(model).config
+        if check.ok and runs_on(model.device) and uses_own_sdpa(config):
+            by_kernel = _check(short, by_kernel=True)
+            if by_kernel.ok:
+                TRIED.add(model)
+            else:
+                name = f"{type(model).__name__} ({config.model_type})"
+                warnings.warn(f"attention of {name} takes masks, not the kernel: {by_kernel.reason}", stacklevel=2)
+        return check
 
 
-def _check(model: PreTrainedModel) -> TreeCheck:
+def _check(model: PreTrainedModel, by_kernel: bool = False) -> TreeCheck:
     backbone = Backbone(model)
     tolerance, nan = _tolerance(backbone), float("nan")
     ends = [end for end in (backbone.context, backbone.rope_boundary) if end is not None]
@@ -121,7 +134,7 @@ def _check(model: PreTrainedModel) -> TreeCheck:
         dtype = dtype_name(backbone.dtype)
         return TreeCheck(nan, control, tolerance, f"its logits are not finite in {dtype}; load it with another --dtype")
     try:
-        got = _through_trees(backbone, prompts, first, second)
+        got = _through_trees(backbone, by_kernel, prompts, first, second)
     except torch.OutOfMemoryError:
         raise
     except Exception as raised:  # a model without support for trees may raise anything
@@ -182,7 +195,7 @@ def _one_by_one(backbone: Backbone, trees: list[tuple[list[int], list[int], list
     return found
 
 
-def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[list[int]]) -> Tensor:
+def _through_trees(backbone: Backbone, by_kernel: bool, prompts: list[list[int]], *drafts: list[list[int]]) -> Tensor:
     """Compute the logits [R, N, V] at the N nodes of all R trees as decoding does, in one step per draft.
 
     Each draft has a tree per prompt, given as the token ids of its nodes. The first step reads its trees after the
@@ -191,6 +204,7 @@ def _through_trees(backbone: Backbone, prompts: list[list[int]], *drafts: list[l
     lengths = [len(prompt) for prompt in prompts]
     cache = TreeCache(backbone.model.config, len(prompts), lengths[0] + 2 * TREE.num_nodes, device)
     reader = Reader(backbone, cache)
+    reader.by_kernel = by_kernel
     padded = torch.tensor([prompt + [0] * (lengths[0] - len(prompt)) for prompt in prompts], device=device)
     reader.prefill(padded, lengths)
     logits = []

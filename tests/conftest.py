@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # The tests are written for a CPU: on a machine with a GPU, commands would choose it.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 # torch.compile believes what the CPU says about its vector instructions. To try them, it starts Python several times.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

@@ -24,7 +24,7 @@ from decode.drafters.levelwise import Guesses, LevelwiseDrafter, selected
 from decode.drafters.small_model import load_small_model, require_same_vocabulary, small_model_path
 from decode.ops.fast_topk import top_k
 from decode.ops.transfer import on_device
-from decode.reader import Reader, grown_masks
+from decode.reader import Reader
 from decode.session import Session
 from decode.target import Target
 from decode.topology import chain
@@ -243,4 +243,4 @@ class ModelDrafter(LevelwiseDrafter):
             return None
         depth = torch.full(seen.shape[:2], seen.shape[-1] - 1, device=self.device)
         of_all = on_device(self.depths, self.device)
-        return grown_masks(self.layers, self.backbone.dtype, self.starts, seen, depth, of_all, self.cache.width)
+        return self.reader.grown_masks(self.starts, seen, depth, of_all)

@@ -32,6 +32,8 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from decode.ops import tree_attention
+
 SDPA = "sdpa"
 PIECES = 256
 """Pieces of work for a GPU with some 130 multiprocessors, each of which computes one or two at a time."""
@@ -41,8 +43,6 @@ MOST_PARTS = 16
 """Maximum number of parts. The combination of 32 parts took as long as attention itself (11 us a layer on an H200)."""
 MOST_ROWS = 4
 """Rows of a batch that are split; for more, a call for each row takes longer than one call for all."""
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Those of PyTorch's kernel."""
 
 
 def sdpa_grouped(
@@ -66,10 +66,15 @@ def sdpa_grouped(
         out, _ = sdpa_grouped(module, wide, keys, values, attention_mask, dropout, scaling, **kwargs)
         return out.to(query.dtype), None
     batch, heads, tokens, size = query.shape
+    others = [kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux")]
+    if attention_mask is not None and tree_attention.is_seen(attention_mask):
+        if not (dropout or any(others)) and tree_attention.takes(query, key, value):
+            scale = size**-0.5 if scaling is None else scaling
+            return tree_attention.attention(query, key, value, attention_mask, scale), None
+        attention_mask = tree_attention.mask_of(attention_mask, key.shape[2], query.dtype)
     groups = heads // key.shape[1]
     mask = None if attention_mask is None or attention_mask.shape[1:3] != (1, tokens) else attention_mask
-    others = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
-    if mask is None or len(key) != batch or others or torch.is_grad_enabled() or not _HERE.depth:
+    if mask is None or len(key) != batch or any(others) or torch.is_grad_enabled() or not _HERE.depth:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     own = query.reshape(batch, key.shape[1], groups * tokens, size)
     parts = 1 if dropout else num_parts(own, key, value, mask)
@@ -94,6 +99,27 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
+class _Cudnn:
+    """Keeps attention by cuDNN switched off while forwards of any thread are in `grouped`.
+
+    PyTorch prefers it on recent GPUs. It makes a plan for each length of keys, which decoding changes in every step (23
+    to 37 ms on an H100), and it was wrong without an error (pytorch#193893, #196678)."""
+
+    open, before, lock = 0, True, threading.Lock()
+
+    def count(self, more: int) -> None:
+        if torch.compiler.is_compiling():  # a compiled step runs in a context that was opened before
+            return
+        with self.lock:
+            if not self.open:
+                self.before = torch.backends.cuda.cudnn_sdp_enabled()
+            self.open += more
+            torch.backends.cuda.enable_cudnn_sdp(self.before and not self.open)
+
+
+_CUDNN = _Cudnn()
+
+
 class grouped:
     """While the context is open, sdpa attention of this thread's forwards is `sdpa_grouped`.
 
@@ -105,6 +131,7 @@ class grouped:
 
     def __enter__(self) -> None:
         if self.used:
+            _CUDNN.count(1)
             if ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_attention_forward:
                 AttentionInterface.register(SDPA, sdpa_grouped)
             _HERE.depth += 1
@@ -112,8 +139,15 @@ class grouped:
 
     def __exit__(self, *error: object) -> None:
         if self.used:
+            _CUDNN.count(-1)
             _HERE.depth -= 1
             _HERE.stable -= self.stable
+
+
+def uses_own_sdpa(config: PretrainedConfig) -> bool:
+    """Whether attention in our forwards of a model with this `config` is `sdpa_grouped`."""
+    own = ALL_ATTENTION_FUNCTIONS[SDPA] in (sdpa_grouped, sdpa_attention_forward)
+    return own and config._attn_implementation == SDPA
 
 
 def hidden_score(dtype: torch.dtype) -> float:
@@ -126,7 +160,8 @@ def num_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> int:
 
     Only compiled steps on an NVIDIA GPU are split: in eager steps, the host would have to launch more kernels. Autocast
     converts what PyTorch's attention reads, but not what its kernel reads, so tensors of one dtype are split only."""
-    if not (torch.compiler.is_compiling() and query.is_cuda and torch.version.cuda and query.dtype in DTYPES):
+    gpu = query.is_cuda and torch.version.cuda and query.dtype in tree_attention.DTYPES
+    if not (torch.compiler.is_compiling() and gpu):
         return 1
     if not query.dtype == key.dtype == value.dtype == mask.dtype or torch.is_autocast_enabled(query.device.type):
         return 1

@@ -25,12 +25,12 @@ from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.ops.fast_topk import top_k
-from decode.reader import Reader, grown_masks
+from decode.reader import Reader
 from decode.request import require_fitting
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
-from medusa.tree_support import LayerKinds, LayerTypes
+from medusa.tree_support import LayerTypes
 
 
 @dataclass(eq=False)
@@ -82,11 +82,10 @@ class OnTree:
         self.backbone, self.start = backbone, prompt
         self.cache = TreeCache(backbone.model.config, 1, len(prompt) + 256, backbone.device)
         self.reader = Reader(backbone, self.cache)
-        self.layers = LayerKinds(backbone.config)
         self.depths: list[int] = []  # position, from 0 after the prompt, of the token in each slot after the prompt
 
     def __call__(self, partials: Sequence[Partial]) -> Tensor:
-        backbone, device, prompt_length = self.backbone, self.backbone.device, len(self.start)
+        device, prompt_length = self.backbone.device, len(self.start)
         if not partials[0].ids:  # the root, which is read alone
             return self.reader.prefill(torch.tensor([self.start], device=device), [prompt_length]).logits
         for slot, partial in enumerate(partials, len(self.depths)):
@@ -100,7 +99,7 @@ class OnTree:
         self.cache.open(len(partials))
         self.cache.append(len(partials))
         start = torch.tensor([prompt_length], device=device)
-        masks = grown_masks(self.layers, backbone.dtype, start, seen, depth, of_slot, self.cache.width)
+        masks = self.reader.grown_masks(start, seen, depth, of_slot)
         ids = torch.tensor([[partial.ids[-1] for partial in partials]], device=device)
         logits = self.reader.forward(ids, prompt_length + depth, masks).logits
         self.cache.keep([len(partials)])

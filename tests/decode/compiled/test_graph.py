@@ -13,9 +13,12 @@ from torch._inductor import config as inductor
 from torch._inductor.fx_passes import post_grad
 
 from decode.drafters.trained_heads import TrainedHeads
+from decode.ops import tree_attention
+from decode.ops.tree_attention import TRIED
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.texts import Decoding, stepper_for
+from decode.tree_check import require_tree_forward
 from medusa import Tree
 from tests.helpers import random_heads, random_ids, random_tree, tiny_model
 
@@ -73,3 +76,19 @@ def test_no_copy_of_the_cache(tree: Tree, batch: int) -> None:
     graph = final_graph(model, random_heads(model), tree, batch)
     layer = batch * 2 * 256 * 64
     assert not list(copies(graph, layer))
+
+
+@pytest.mark.parametrize(
+    ("tree", "batch"), [(random_tree(6, max_depth=3), 4), (Tree.chain(0), 1)], ids=["tree-4", "plain-1"]
+)
+def test_the_kernel_takes_the_cache_without_a_copy_and_no_mask(
+    tree: Tree, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its operation in the graph reads the buffers, once in each layer; Triton is not needed for this."""
+    model = tiny_model("llama", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    require_tree_forward(model)
+    TRIED.add(model)
+    monkeypatch.setattr(tree_attention, "DEVICES", {"cpu"})
+    graph = final_graph(model, random_heads(model), tree, batch)
+    assert [node.target for node in graph.nodes].count(torch.ops.medusa.tree_attention.default) == 2
+    assert not list(copies(graph, batch * tree.num_nodes * 256)), "as large as a mask"

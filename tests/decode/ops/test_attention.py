@@ -105,8 +105,29 @@ def test_other_threads_do_not_notice(repeats: Callable[[], bool]) -> None:
         with grouped(config):
             assert other.submit(elsewhere).result() == (True, False, True)
             assert not repeats()
-            other.submit(grouped(config).__enter__).result()
+            theirs = grouped(config)
+            other.submit(theirs.__enter__).result()
         assert repeats(), "the other thread's open context is not ours"
+        other.submit(theirs.__exit__).result()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_attention_by_cudnn_is_off_while_any_forward_runs(allowed: bool) -> None:
+    """Forwards of two threads overlap, and one fails; afterwards the setting is the user's."""
+    config, before = tiny_model("llama").config, torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        first, second = grouped(config), grouped(config)
+        first.__enter__()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(second.__enter__).result()
+            first.__exit__(ValueError)
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            other.submit(second.__exit__).result()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_a_custom_sdpa_is_kept() -> None:

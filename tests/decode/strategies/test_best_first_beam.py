@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import decode.strategies.best_first_beam
+from decode.reader import Reader
 from decode.strategies.best_first_beam import Hypothesis, OnTree, Search, WholeTexts, best_first_beam, scorer_for
 from medusa.errors import RequestError, RunError
 from tests.helpers import VOCAB, random_ids, tiny_model
@@ -137,8 +138,8 @@ def test_models_of_all_kinds(family: str) -> None:
 
 def test_a_wrong_mask_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: beginnings attend to everything read before them."""
-    masks = decode.strategies.best_first_beam.grown_masks
-    monkeypatch.setattr("decode.strategies.best_first_beam.grown_masks", lambda *args: torch.zeros_like(masks(*args)))
+    masks = Reader.grown_masks
+    monkeypatch.setattr(Reader, "grown_masks", lambda *args: torch.zeros_like(masks(*args)))
     found = best_first_beam(model, PROMPT, num_beams=5, max_new_tokens=NEW, eos_token_id=9)
     assert abs(found.hypotheses[0].score - Obvious(model, PROMPT, 5, NEW, 0.0, {9}).finished[0][0]) > 1e-3
 
