@@ -491,6 +491,7 @@ def test_auto_drafts_with_ngrams_where_they_are_fastest(
     medusa: Any, own_place: Place, eight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fastest: str
 ) -> None:
     """The choice is used unless the user names a drafter, or compiles steps."""
+    run_as_written(monkeypatch)
 
     def timing(*args: Any) -> list[float]:
         wanted = Mix if fastest == "mix" else TextDrafterFactory
