@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from check_consumers import Consumer, environment, file_name, require_program, swap_halves
+from check_consumers import KNOWN, Consumer, environment, file_name, require_program, swap_halves
 from medusa import MedusaHeads
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
@@ -34,28 +34,14 @@ from medusa.records.sources import read_records
 from medusa.vocabulary import lm_head_for
 from script_tools import markdown_table, medusa, run_script, script_parser
 
-PROJECTS = {
-    "speculators": Consumer("speculators==0.9.0 torch==2.13.0+cpu", {}, "torchvision torchaudio"),
-    "specforge": Consumer("torch==2.13.0+cpu transformers==5.23.0", {}, alone="specforge==0.2.0"),
-}
+PROJECTS = {name: Consumer(**about) for name, about in KNOWN["projects"].items()}
 STEPS, TEXTS, VOCABULARY = 4, 3, 1024
 LAYERS = (1, 3, 5)  # of the embedded backbone, counted as transformers' `hidden_states`
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 320,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-    "vocab_size": 4096,
-}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that a project writes: its name in the table, what differs from `SIZES`, and the project's switches."""
+    """A layer that a project writes: its name in the table, sizes other than the usual ones, the project's switches."""
 
     name: str
     project: str
@@ -64,33 +50,7 @@ class Layer:
     model_type: str = "llama"
 
 
-WRITTEN = [
-    Layer("Llama", "speculators"),
-    Layer(
-        "Llama, two layers, norm_before_residual, norm_before_fc, norm_output",
-        "speculators",
-        {"num_hidden_layers": 2},
-        {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-    ),
-    Layer("Qwen3, fc_norm", "speculators", switches={"fc_norm": True}, model_type="qwen3"),
-    Layer("Llama", "specforge"),
-    Layer(
-        "Llama, hidden size 192, llama3's RoPE, fc_norm",
-        "specforge",
-        {
-            "hidden_size": 192,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-        {"fc_norm": True},
-    ),
-]
+WRITTEN = [Layer(**about) for about in KNOWN["layers"]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,7 +88,7 @@ def written(layer: Layer, python: Path, folder: Path, texts: list[list[int]]) ->
     """Let a project write a layer into `folder`; return its version, and its logits [steps, T - 1, N] of each text."""
     job, out = folder.with_suffix(".job.json"), folder.with_suffix(".logits.safetensors")
     about: Json = {"backbone": str(DEMO), "output": str(folder), "texts": texts, "steps": STEPS, "layers": LAYERS}
-    about |= {"vocabulary": VOCABULARY, "layer": SIZES | layer.sizes, "switches": layer.switches}
+    about |= {"vocabulary": VOCABULARY, "layer": KNOWN["sizes"] | layer.sizes, "switches": layer.switches}
     write_json(job, about | {"model_type": layer.model_type})
     script = Path(__file__).with_name("consumers") / f"write_{layer.project}.py"
     done = subprocess.run([python, "-E", script, job, out], capture_output=True, text=True, check=False)
