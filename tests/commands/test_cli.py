@@ -36,7 +36,7 @@ from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from tests.commands.place import GENERATION, NEW, PROMPTS, Outcome, Place, letters, until_eos, write_rows
-from tests.helpers import LETTERS, VOCAB, random_heads, run_as_written, tiny_model
+from tests.helpers import LETTERS, VOCAB, random_heads, run_as_written, times_of_few_steps, tiny_model
 from train.features.files import shards
 
 
@@ -393,6 +393,8 @@ def test_evaluate_separates_documents_of_a_text_file(medusa: Any, place: Place, 
 def short_calibrations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "SIZES", (1, 4))
     monkeypatch.setattr(calibrate, "MIN_STEPS", 60)
+    monkeypatch.setattr(calibrate, "time_steps", times_of_few_steps)
+    monkeypatch.setattr("decode.bench.calibration.variants.SHORTLISTS", (16,))
     monkeypatch.setattr("decode.bench.calibration.stored.MIN_STEPS", 60)
     monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 4)
 
