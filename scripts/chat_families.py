@@ -23,37 +23,10 @@ def _template(text: str) -> str:
 
 TEMPLATES: dict[str, str] = {name: _template(text) for name, text in _READ["templates"].items()}
 SPECIAL_TOKENS: list[str] = _READ["special tokens"].split()
-THOUGHT, ANSWER = "It is three.", "Three."
-CALL: dict[str, Any] = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": {"a": 1}}}
-TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-QUESTION = {"role": "user", "content": "1+2?"}
-CONVERSATIONS: dict[str, dict[str, Any]] = {
-    "answer": {"messages": [QUESTION, {"role": "assistant", "content": ANSWER}]},
-    "two turns": {
-        "messages": [
-            {"role": "system", "content": "Be kind."},
-            QUESTION,
-            {"role": "assistant", "content": ANSWER},
-            {"role": "user", "content": "Sure?"},
-            {"role": "assistant", "content": "Yes."},
-        ]
-    },
-    "reasoning": {"messages": [QUESTION, {"role": "assistant", "content": ANSWER, "reasoning": THOUGHT}]},
-    "thought in content": {
-        "messages": [QUESTION, {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}]
-    },
-    "tool": {
-        "messages": [
-            QUESTION,
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            {"role": "tool", "content": "3", "tool_call_id": "abcdefghi", "name": "add"},
-            {"role": "assistant", "content": ANSWER},
-        ],
-        "tools": TOOLS,
-    },
-    "cut": {"messages": [QUESTION, {"role": "assistant", "content": "Thr"}], "finish_reason": "length"},
-}
+CONVERSATIONS: dict[str, dict[str, Any]] = _READ["conversations"]
 """Six conversations as records, which are read for each template."""
+TOOLS: list[dict[str, Any]] = CONVERSATIONS["tool"]["tools"]
+CALL: dict[str, Any] = CONVERSATIONS["tool"]["messages"][1]["tool_calls"][0]
 
 
 def family_tokenizer(family: str) -> PreTrainedTokenizerFast:

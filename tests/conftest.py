@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +134,13 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def own_cache(monkeypatch: pytest.MonkeyPatch, caches: Iterator[Path]) -> None:
     """Give each test its own cache, so that no test reads calibrations of other tests or of the user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(next(caches)))
+
+
+@pytest.fixture(autouse=True)
+def no_plot_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave an empty file for the plot of a training run, which takes as long as the training of a tiny model."""
+    if "train.run" in sys.modules:
+        monkeypatch.setattr("train.run.draw_curves", lambda log, path: path.touch())
 
 
 @pytest.fixture(autouse=True)

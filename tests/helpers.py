@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import tiny_models
+from decode.bench.calibration.calibrate import time_steps
 from decode.draft import Draft, Drafter, Frontier
 from decode.generation import unpadded
 from decode.loop import Step, Stepper, Timer, run
@@ -286,6 +287,11 @@ def path_logits(model: PreTrainedModel, prefix: list[int], ids: list[int], tree:
         text = prefix + [ids[node] for node in line if node >= 0]
         rows.append(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1])
     return torch.stack(rows)
+
+
+def times_of_few_steps(*given: Any) -> list[float]:
+    """`time_steps` in one round of four steps, for tests in which no figure is a measurement."""
+    return time_steps(*given[:7], rounds=1, steps=4)
 
 
 def run_as_written(patch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,13 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from decode.bench.calibration import calibrate
 from medusa.__main__ import COMMANDS, build_parser, main
+from tests.helpers import times_of_few_steps
 from train.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -199,8 +198,8 @@ def test_commands_without_special_needs_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(one_cache))
     monkeypatch.setattr("decode.bench.calibration.calibrate.SIZES", (1, 4))
-    monkeypatch.setattr("decode.bench.calibration.variants.SHORTLISTS", (8, 16))
-    monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", partial(calibrate.time_steps, steps=4))
+    monkeypatch.setattr("decode.bench.calibration.variants.SHORTLISTS", (16,))
+    monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", times_of_few_steps)
     monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 4)
     for name in ("stored", "calibrate"):  # the figures do not matter here
         monkeypatch.setattr(f"decode.bench.calibration.{name}.MIN_STEPS", 100)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from medusa.files import replacing
 from medusa.memory import bytes_of, peak_memory
 from train.callbacks import top1_shares
@@ -73,6 +71,8 @@ class RunFigures:
 
 def draw_curves(log: Sequence[Mapping[str, float]], path: Path) -> None:
     """Plot the loss and each head's top-1 accuracy by training step from a run's log, as a PNG file."""
+    from matplotlib.figure import Figure  # takes a second to import
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     loss, guesses = figure.subplots(1, 2)
     for prefix, style in (("", "-"), ("eval_", "--")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +14,7 @@ from medusa.__main__ import main
 from medusa.commands.fit import plan, probe, stages
 from medusa.files import read_json
 from tests.commands.place import Distilled, Outcome, Place, build, lines_of, with_template, write_rows
+from tests.helpers import times_of_few_steps
 
 
 @pytest.fixture(scope="session")
@@ -95,9 +95,9 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         calibrate: {
             "MIN_STEPS": 100,
             "SIZES": (1, 4, 8),
-            "time_steps": partial(calibrate.time_steps, steps=4),
+            "time_steps": times_of_few_steps,
         },
-        variants: {"SHORTLISTS": (8, 16)},
+        variants: {"SHORTLISTS": (16,)},
     }
     for module, values in short.items():
         for name, value in values.items():

@@ -36,7 +36,7 @@ from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from tests.commands.place import GENERATION, NEW, PROMPTS, Outcome, Place, letters, until_eos, write_rows
-from tests.helpers import LETTERS, VOCAB, random_heads, run_as_written, tiny_model
+from tests.helpers import LETTERS, VOCAB, random_heads, run_as_written, times_of_few_steps, tiny_model
 from train.features.files import shards
 
 
@@ -393,6 +393,8 @@ def test_evaluate_separates_documents_of_a_text_file(medusa: Any, place: Place, 
 def short_calibrations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "SIZES", (1, 4))
     monkeypatch.setattr(calibrate, "MIN_STEPS", 60)
+    monkeypatch.setattr(calibrate, "time_steps", times_of_few_steps)
+    monkeypatch.setattr("decode.bench.calibration.variants.SHORTLISTS", (16,))
     monkeypatch.setattr("decode.bench.calibration.stored.MIN_STEPS", 60)
     monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 4)
 
@@ -491,6 +493,7 @@ def test_auto_drafts_with_ngrams_where_they_are_fastest(
     medusa: Any, own_place: Place, eight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fastest: str
 ) -> None:
     """The choice is used unless the user names a drafter, or compiles steps."""
+    run_as_written(monkeypatch)
 
     def timing(*args: Any) -> list[float]:
         wanted = Mix if fastest == "mix" else TextDrafterFactory

@@ -3,7 +3,8 @@
 Commands share their options: `generate` has all lines of these, and every other command one line of each kind.
 
 A line is `arguments -> part of the message`. All lines of a command follow the arguments in `VALID`, a request that
-would work; argparse takes the last of two equal options, so that a line replaces a valid value by a wrong one.
+would work; argparse takes the last of two equal options, so that a line replaces a valid value by a wrong one. Inputs
+that do not exist are tried in test_missing_inputs.py.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ VALID = {
 }
 
 LOADING = """
---backbone ./nodir -> ./nodir
 --backbone /no/such/folder -> /no/such/folder
 --backbone full -> full
 --backbone notes.txt -> notes.txt
@@ -56,7 +56,6 @@ LOADING = """
 --device cdua -> did you mean cuda?
 """
 HEADS = """
---heads ./nodir -> ./nodir
 --heads full -> full
 --heads notes.txt -> notes.txt
 --heads broken -> broken
@@ -86,7 +85,6 @@ RUNTIME = """
 DRAFTING = """
 --tree oak -> 'oak'
 --tree cain -> did you mean chain
---tree ./no-tree.json -> no-tree.json
 --tree topk:0 -> width
 --tree topk:x -> topk:x
 --tree chain:9 -> 9 deep but there are 3 heads
@@ -122,7 +120,6 @@ DRAFTERS = """
 --drafter ngram:n=x -> n is 'x'
 --drafter ngram --tree chain -> leave it out
 --drafter ngram --compile -> cannot be compiled
---drafter rest:./no-store -> no-store
 --drafter rest:full -> full
 --drafter blockwise:tokens=99 -> tokens is 99
 --drafter mix:heads -> +
@@ -139,7 +136,6 @@ DRAFTERS = """
 --drafter mix:heads+ngram --temperature 1 --draft sample -> use --draft topk
 """
 CONTRASTING = """
---amateur ./nodir -> ./nodir
 --amateur demo -> 4096 tokens
 --amateur demo --compile -> --compile
 --contrast-alpha 0.2 -> add --amateur
@@ -148,7 +144,6 @@ CONTRASTING = """
 --amateur backbone --amateur-temperature 0 -> amateur-temperature is 0
 """
 RECORDS = """
-{} ./none.jsonl -> none.jsonl
 {} /no/such/file.jsonl -> /no/such/file.jsonl
 {} empty.jsonl -> empty.jsonl is empty
 {} bad.jsonl -> bad.jsonl:2: not JSON
@@ -159,10 +154,9 @@ RECORDS = """
 {} object.json -> object.json must hold a JSON array
 {} table.csv -> table.csv
 """
-PROMPTS = RECORDS.format(*["--prompts"] * 10)
-DATA = RECORDS.format(*["--data"] * 10)
+PROMPTS = RECORDS.format(*["--prompts"] * 9)
+DATA = RECORDS.format(*["--data"] * 9)
 SHARED = """
---backbone ./nodir -> ./nodir
 --json full -> full
 --jsno x.json -> did you mean --json
 """
@@ -208,8 +202,6 @@ LINES = {
 -x -> -x
 """,
     "chat": """
---backbone ./nodir -> ./nodir
---heads ./nodir -> ./nodir
 --temperature -1 -> temperature is -1
 --tree oak -> 'oak'
 --host 0.0.0.0 -> --web
@@ -221,8 +213,6 @@ LINES = {
 --json full -> full
 """,
     "serve": """
---backbone ./nodir -> ./nodir
---heads ./nodir -> ./nodir
 --port 0 -> port is 0
 --port http -> 'http'
 --host no.such.host.invalid -> no.such.host.invalid
@@ -234,7 +224,6 @@ LINES = {
     "evaluate": SHARED
     + DATA
     + """
---heads ./nodir -> ./nodir
 --max-new-tokens 0 -> max-new-tokens is 0
 --max-prompts 0 -> max-prompts is 0
 --temperature 1 -> --temperature
@@ -244,8 +233,6 @@ LINES = {
 """,
     "calibrate": SHARED
     + """
---heads ./nodir -> ./nodir
---prompts ./none.jsonl -> none.jsonl
 --rounds 0 -> rounds is 0
 --drafter ngram -> 'ngram', which has no heads
 --plot x.xyz -> x.xyz
@@ -261,11 +248,9 @@ LINES = {
 """,
     "benchmark": SHARED
     + """
---heads ./nodir -> ./nodir
 --tree oak -> 'oak'
 --drafter oracle -> 'oracle'
 --drafter ngram --compile -> cannot be compiled
---prompts ./none.jsonl -> none.jsonl
 --rounds 0 -> rounds is 0
 --drafter ngram --drafter ngram -> given twice
 --temperatures x -> temperatures
@@ -277,7 +262,6 @@ LINES = {
 --report full --overwrite -> is not a report
 --report /no/such/folder/r.html -> /no/such/folder/r.html
 --report old.html -> --overwrite
---compare ./none.json -> none.json
 --compare notes.txt -> notes.txt
 --compare old.json -> old.json
 --top-p 0.9 -> --temperature
@@ -302,9 +286,7 @@ LINES = {
 """,
     "verify": SHARED
     + """
---heads ./nodir -> ./nodir
 --tree oak -> 'oak'
---prompts ./none.jsonl -> none.jsonl
 --draws 0 -> draws is 0
 --sampled-prompts 0 -> sampled-prompts is 0
 --epsilon 2 -> epsilon is 2
@@ -322,7 +304,6 @@ LINES = {
     + """
 --temperature -1 -> temperature is -1
 --batch-size 0 -> batch-size is 0
---prompts ./none.jsonl -> none.jsonl
 --tree chain -> --tree works only with --heads
 --server localhost:8000 -> give a URL such as
 --server http://127.0.0.1:9 -> no OpenAI-compatible server
@@ -338,12 +319,10 @@ LINES = {
 --concurrency 4 -> --server
 --concurrency 0 --server http://localhost:1 -> concurrency is 0
 --model x -> --server
---heads ./nodir -> ./nodir
 --split test -> --split
 --min-p 0.1 -> --min-p has no effect
 """,
     "export": """
---heads ./nodir -> ./nodir
 --heads full -> full
 --heads broken -> broken
 --heads notes.txt -> notes.txt
@@ -361,7 +340,6 @@ LINES = {
 --license mit -> --license is for the model card
 --benchmark old.json -> --benchmark is for the model card
 --repo-id a/b -> --repo-id is for the model card
---to hub --benchmark ./none.json -> none.json
 --to hub --benchmark notes.txt -> notes.txt is not JSON
 --to hub --benchmark old.json -> old.json is no benchmark
 --to hub --benchmark full -> full
@@ -376,8 +354,6 @@ LINES = {
 --revison x -> did you mean --revision
 """,
     "datastore": """
---data ./none.jsonl -> none.jsonl
---backbone ./nodir -> ./nodir
 --backbone bare -> bare
 --suffix .cobol --data full -> .cobol
 --max-bytes 9 -> --max-bytes works only with --suffix
@@ -398,10 +374,8 @@ heads.num=0 -> heads.num is 0
 heads.nun=3 -> did you mean heads.num
 heads.num -> key=value
 =3 -> key=value
-backbone=./nodir -> ./nodir
 backbone=full -> full
 backbone= -> backbone is missing
-data=./none.jsonl -> none.jsonl
 data=empty.jsonl -> empty.jsonl is empty
 data=bad.jsonl -> bad.jsonl
 data.long_documents=shred -> split, truncate, drop
@@ -433,13 +407,11 @@ data.path=prompts.jsonl data.streaming=perhaps -> data.streaming
 features_dir=notes.txt -> features_dir notes.txt is a file
 """,
     "info": """
-./nodir -> nodir
 --json full -> full
 --backbone demo -> --backbone
 """,
     "fit": """
 --json full -> full
---prompts ./none.jsonl -> ./none.jsonl
 --prompts notes.txt -> at least 60
 --max-prompts 3 -> at least 60
 --max-prompts 0 -> max-prompts is 0
@@ -482,7 +454,6 @@ info broken -> broken
 train -> RECIPE
 train medsua1 -> did you mean medusa1
 train configs/medusa1.yaml -> did you mean medusa1
-train ./none.yaml -> none.yaml
 train full -> full
 train notes.txt -> must hold a mapping
 train broken.yaml -> broken.yaml is not YAML
@@ -534,7 +505,6 @@ chat --backbone backbone --web --plain -> there are no heads
 chat --heads demo demo -> unexpected argument 'demo'
 datastore biuld --data x --output y -> (did you mean build?)
 distill --backbone demo --self-talk 1 --output x --revision a -> demo is shipped
-distill --backbone demo --self-talk 2 --self-talk-seeds ./none.jsonl --output x -> none.jsonl
 """
 
 

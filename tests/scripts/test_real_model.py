@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import real_model
-from decode.bench.calibration import calibrate, stored
+from decode.bench.calibration import calibrate, stored, variants
 from medusa.commands.fit import probe
 from medusa.errors import RequestError
 from medusa.files import ASSETS
 from real_measure import SETS
+from tests.helpers import times_of_few_steps
 
 TINY = real_model.Sizes((0.03, 0.02), 32, (2, 6), (8, 16), (1, 6, 1), (12, 16), (4, 6, 1), 256)
 
@@ -26,7 +26,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         real_model: {"QUICK": TINY},
         probe: {"ANSWERED": 4, "STEPS": 1},
         stored: {"MIN_STEPS": 100},
-        calibrate: {"MIN_STEPS": 100, "SIZES": (1, 4, 8), "time_steps": partial(calibrate.time_steps, steps=4)},
+        calibrate: {"MIN_STEPS": 100, "SIZES": (1, 4, 8), "time_steps": times_of_few_steps},
+        variants: {"SHORTLISTS": (16,)},
     }
     for module, values in few.items():
         for name, value in values.items():

@@ -184,7 +184,9 @@ MACHINE: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler")
-@pytest.mark.parametrize("kind", MACHINE)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.full] * (kind != "recurrent")) for kind in MACHINE]
+)
 def test_compiled_drafts_equal_eager_drafts(kind: str) -> None:
     """A rule that accepts everything shows the drafts. With buffers written over, machine code of a chain spoiled the
     recurrent heads' state from the third token on, and greedy texts were right all the same."""
