@@ -22,7 +22,7 @@ from train.data.packing import Batch
 from train.heads import backbone_for
 from train.loss.heads import HeadLosses, head_losses
 from train.loss.targets import IGNORE, BackboneTeacher, backbone_choices, chunk_rows, taught_labels
-from train.states import packed_states
+from train.states import KeptStates, packed_states
 
 
 class LabelledPositions(NamedTuple):
@@ -56,6 +56,7 @@ class HeadsOnBackbone(nn.Module):
             self.hf_device_map = model.hf_device_map
         frozen = model.requires_grad_(False).eval()
         self.backbone = backbone_for(frozen, heads.config.feature_layers)  # not an nn.Module, so not a submodule
+        self.read = KeptStates(self.backbone)
         if args.learns_distributions and not self.backbone.splits:
             why = "this backbone caps or scales its LM head's output, so its softmax is not the backbone's distribution"
             raise RequestError(f"training.objective {args.objective}: {why}; take argmax, which is the same either way")
@@ -117,7 +118,9 @@ class HeadsOnBackbone(nn.Module):
         """Compute the backbone's hidden states [B, T, H or more] for B rows of T tokens."""
         # Without autocast, so that the heads read hidden states in the backbone's dtype, as in decoding.
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
-            return packed_states(self.backbone, input_ids, position_ids)
+            if not self.training:
+                return packed_states(self.backbone, input_ids, position_ids)
+            return self.read(input_ids, position_ids)
 
 
 def with_noise(hidden: Tensor, amplitude: float) -> Tensor:

@@ -5,16 +5,20 @@ Shapes: B rows of T tokens, D documents in them, H hidden size."""
 from __future__ import annotations
 
 import weakref
+from hashlib import blake2b
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.utils.generic import is_flash_attention_requested
 
 from medusa.backbone import Backbone, by_value
+from medusa.memory import free_memory
 from medusa.tree_support import LayerTypes
 
+KEPT = 1 / 4  # of the free memory, which kept states may fill
 PROBE = 5  # tokens in each of two documents
 MAX_LEAK = 0.2
 """The greatest change of a document's states by another document in its row, as a share of its change by a text before
@@ -29,6 +33,37 @@ def packed_states(backbone: Backbone, input_ids: Tensor, position_ids: Tensor) -
     if input_ids.device.type != "cpu" and keeps_documents_apart(backbone):
         return states_by_row(backbone, input_ids, position_ids)
     return states_by_document(backbone, input_ids, position_ids)
+
+
+class KeptStates:
+    """Reads packed rows by a frozen backbone, and keeps their hidden states, as far as memory goes, for later epochs.
+
+    Only on a CPU, whose forwards take long, and in a single process: processes of a sharded backbone wait for each
+    other's forwards."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone, self.room = backbone, 0.0  # bytes that may still be kept
+        if backbone.device.type == "cpu" and not (dist.is_available() and dist.is_initialized()):
+            self.room = KEPT * free_memory(backbone.device)
+        self.keeps = self.room > 0
+        self.held: dict[bytes, Tensor] = {}
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Compute or find the hidden states [B, T, H]; for the arguments see `packed_states`."""
+        if not self.keeps:
+            return packed_states(self.backbone, input_ids, position_ids)
+        # Row by row, so that rounding does not depend on the rows that come together.
+        return torch.cat([self._row(*row) for row in zip(input_ids[:, None], position_ids[:, None], strict=True)])
+
+    def _row(self, ids: Tensor, positions: Tensor) -> Tensor:
+        key = blake2b(torch.stack([ids, positions]).numpy(), digest_size=16).digest()
+        states = self.held.get(key)
+        if states is None:
+            states = packed_states(self.backbone, ids, positions)
+            if states.nbytes <= self.room:
+                self.held[key] = states
+                self.room -= states.nbytes
+        return states
 
 
 def states_by_row(backbone: Backbone, input_ids: Tensor, position_ids: Tensor) -> Tensor:

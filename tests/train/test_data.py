@@ -21,7 +21,7 @@ from train.config import DataConfig
 from train.data.datasets import PackedDataset, StreamedDataset, load_dataset
 from train.data.packing import Example, positions_of
 from train.loss.targets import IGNORE, head_labels
-from train.states import keeps_documents_apart, packed_states, states_by_document, states_by_row
+from train.states import KEPT, KeptStates, keeps_documents_apart, packed_states, states_by_document, states_by_row
 
 
 def example(*ids: int, taught: str | None = None) -> Example:
@@ -103,6 +103,26 @@ def test_documents_that_are_read_alone_take_no_more_memory_than_their_rows() -> 
     states_by_document(backbone, ids, positions)
     handle.remove()
     assert sizes == [(1, 13), (4, 6), (1, 1)]
+
+
+@pytest.mark.parametrize("rows_kept", [0, 1, 3])
+def test_states_of_a_frozen_backbone_are_kept_as_far_as_memory_goes(
+    rows_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = Backbone(tiny_model("llama"))
+    ids = torch.tensor([random_ids(12, seed=seed) for seed in range(3)])
+    positions = torch.arange(12).expand(3, -1)
+    row_bytes = 12 * backbone.state_size * 4
+    monkeypatch.setattr("train.states.free_memory", lambda device: (rows_kept + 0.5) * row_bytes / KEPT)
+    read, runs = KeptStates(backbone), list[int]()
+    backbone.base.register_forward_pre_hook(lambda module, args: runs.append(1))
+    with torch.no_grad():
+        first, again = read(ids, positions), read(ids.flip(0), positions)
+        each = len(runs)
+        torch.testing.assert_close(first, packed_states(backbone, ids, positions), atol=1e-5, rtol=0)
+    assert torch.equal(again, first.flip(0))
+    assert each == 3 + (3 - rows_kept), "one forward for a row that is new, or was not kept"
+    assert len(read.held) == rows_kept
 
 
 def test_rows_are_no_longer_than_the_context(tmp_path: Path) -> None:
