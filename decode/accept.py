@@ -43,7 +43,7 @@ def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None)
     depth at which a node may be accepted, because the context ends there; `None` means any depth."""
     topology = draft.topology
     match = draft.ids == best.gather(1, topology.parent.expand_as(draft.ids))
-    accepted = (match[:, None, :] | topology.non_ancestors).all(-1)  # [B, N]: the node and all its ancestors match
+    accepted = (match[:, None, :] | topology.non_ancestors).all(-1)  # [B, N]: the node and its ancestors match
     if depth_limit is not None:
         accepted &= topology.depth <= depth_limit[:, None]
     end = (accepted * topology.depth).argmax(-1)  # [B]; the root's depth is 0, and it is the first node

@@ -8,8 +8,8 @@ first slots after the text and drops the others. Memory is allocated ahead of th
     commit [n0, n2]    t0 t1 t2 n0 n2 |            lengths 5
 
 One forward takes three calls. `open` is for the host: it makes room, and sets the window, the slots that attention
-reads. `append` and `commit` use tensors only, so that they can be part of a compiled step, which cannot see how the
-host chose. After the host has read how much was committed, `count` tells the cache.
+reads. `append` and `commit` use tensors only, so that they can be part of a compiled step. The host
+learns how many nodes were committed when it reads the accepted tokens, and `count` then tells the cache.
 
 Shapes: B rows of the batch, H KV heads, S cache slots, W of them in the window, D head size, N nodes of a forward,
 C columns of a path."""
@@ -63,7 +63,7 @@ class TreeCache(Cache):
         self.filled = torch.zeros(batch_size, dtype=torch.long, device=device)
         """The same on the device [B], always with what was committed."""
         self.window = torch.empty(0, device=device)
-        """An element for each block of the window. Only their number matters, which is a symbol of compiled code."""
+        """An element for each block of the window. Only their number counts: compiled code reads the width from it."""
         self.even: int | None = 0  # where all rows write next, if the host knows one slot for all
         self.slots: Tensor | None = None  # during a forward: the slots [B, N] to which its N nodes are written
         self.indices: dict[tuple[int, torch.device], Index] = {}  # of these slots, for eager forwards
@@ -209,7 +209,7 @@ class TreeCache(Cache):
 
     def _move(self, path: Tensor, counts: Tensor) -> None:
         """Copy the first `counts[b]` nodes of each row's path [B, C] to the slots right after its text."""
-        # Padding repeats the last node. Its own slots may lie beyond the window, where they would be those of others.
+        # Padding repeats the last node: slots of its own could lie beyond the window.
         column = torch.arange(path.shape[1], device=path.device).minimum(counts[:, None] - 1).clamp_min(0)
         source = (self.filled[:, None] + path.gather(1, column).clamp_min(0)).clamp_max(self.width - 1)
         self.slots = (self.filled[:, None] + column).clamp_max(self.width - 1)

@@ -78,9 +78,10 @@ class Stepper:
         return self.session.prefill(most_probable_first=not self.rule.kind.walks)
 
     def _settle(self) -> None:
-        """Find out how steps decide, which only other texts can change."""
+        """Choose how steps decide. It depends on the options of the texts, so it is chosen again when texts join."""
         target, device = self.session.target, self.session.backbone.device
-        lazy = not (target.is_pure and host_waits(device))  # or a step waits for the device once
+        # A lazy walk asks the device for each token; if all nodes can be decided at once, a step waits once.
+        lazy = not (target.is_pure and host_waits(device))
         self.judge = Judge(self.rule, target, self.session.sequences, lazy)
 
     def step(self, timer: Timer) -> StepOutcome:
@@ -89,7 +90,7 @@ class Stepper:
         draws = self.session.target.draws.of(self.rows)
         if not self.judge.lazy:
             draws = RewoundDraws(draws, self.state.root.device)
-        # Also for drafts, most of whose time goes to the LM head.
+        # The context covers the draft, too, because most of its time goes to the LM head.
         with fast_linear(self.session.backbone.head_weight, 2 * len(self.rows)):
             decided = decode_step(self.state, self.drafter, partial(self.judge, draws), timer.lap)
         outcome = unpack(decided.packed.tolist())  # the one moment at which most steps wait for the device

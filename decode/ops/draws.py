@@ -58,7 +58,7 @@ class RowDraws:
         return self.uniforms(torch.arange(len(self.generators), device=device), count)
 
     def _generators(self, rows: Tensor) -> Sequence[torch.Generator | None]:
-        """The generators of `rows` [R], which is in ascending order; to read it, if it lacks a row, the host waits."""
+        """The generators of `rows` [R], in ascending order. Unless these are all rows, the host waits to read them."""
         everyone = len(rows) == len(self.generators)
         return self.generators if everyone else [self.generators[row] for row in rows.tolist()]
 
