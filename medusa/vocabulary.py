@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional as F
 
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
@@ -65,8 +67,20 @@ def rows_for(heads: MedusaHeads, lm_head: nn.Module) -> nn.Linear:
     rows = nn.Linear(lm_head.in_features, len(ids), lm_head.bias is not None, device="meta")
     with torch.inference_mode(False):  # rows made in inference mode could not be refreshed outside of it
         for name, parameter in lm_head.named_parameters():
-            setattr(rows, name, nn.Parameter(parameter.detach()[ids], requires_grad=False))
+            setattr(rows, name, nn.Parameter(rows_of(parameter.detach(), ids), requires_grad=False))
     return rows
+
+
+def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
+    """Return the rows [..., H] or [...] of an LM head's weight or bias for token ids [...], also if it is sharded.
+
+    Under tensor parallelism each process holds some of the rows. All processes must ask for the same ones."""
+    if not isinstance(weight, DTensor):
+        return weight[ids]
+    of_all = DTensor.from_local(ids, weight.device_mesh, [Replicate()], run_check=False)
+    table = weight if weight.dim() == 2 else weight[:, None]
+    found: Tensor = F.embedding(of_all, table).full_tensor()  # type: ignore[attr-defined]
+    return found if weight.dim() == 2 else found[..., 0]
 
 
 def token_ids(heads: MedusaHeads, places: Tensor) -> Tensor:

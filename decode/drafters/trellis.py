@@ -29,7 +29,7 @@ from medusa.backbone import Backbone
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.markov import MarkovHeads
-from medusa.vocabulary import token_ids
+from medusa.vocabulary import rows_of, token_ids
 
 
 class Trellis(NamedTuple):
@@ -114,7 +114,7 @@ class TrellisDrafter(UsesHeads, LevelwiseDrafter):
         embedded = self.embed(before)
         values = heads.values(embedded.flatten(1, 2), later).unflatten(1, before.shape[1:])
         if heads.lm_heads is None:
-            columns = self.backbone.head_weight[ids[1:]].to(values.dtype).transpose(2, 3)
+            columns = rows_of(self.backbone.head_weight, ids[1:]).to(values.dtype).transpose(2, 3)
         else:
             at = places[:, :, None].expand(-1, -1, embedded.shape[-1], -1)
             columns = heads.lm_heads[1 : len(places) + 1, None].expand(-1, places.shape[1], -1, -1).gather(3, at)
