@@ -121,7 +121,7 @@ class DflashHeads(MedusaHeads, AttendsToText):
 
     @torch.no_grad()
     def start_from_model(self, model: PreTrainedModel) -> None:
-        table = model.get_input_embeddings().weight.float()
+        table = cast("nn.Embedding", model.get_input_embeddings()).weight.float()
         if self.mask is not None:
             self.mask.copy_(table.mean(0))
         if self.before is not None:  # codes of similar tokens are similar

@@ -83,9 +83,9 @@ def check_dflash(config: MedusaConfig) -> None:
     for name, of_layer in {"windows": own.windows, "causal": own.causal}.items():
         if of_layer is not None and (not isinstance(of_layer, list) or len(of_layer) != config.num_layers):
             raise RequestError(f"heads.{name} is {of_layer!r}; it must be a list for {config.num_layers} layers")
-    if any(type(one) is not bool for one in own.causal or ()):
+    if any(type(one) is not bool for one in cast("list[bool]", own.causal or ())):
         raise RequestError(f"heads.causal is {own.causal!r}; it must hold true or false for each layer")
-    for window in own.windows or ():
+    for window in cast("list[int | None]", own.windows or ()):
         if window is not None:
             require_whole("windows", window, 1)
     for name in ("embedding_scale", "logit_scale", "logit_cap"):

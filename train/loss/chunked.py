@@ -137,8 +137,8 @@ def _chunk(
     if any(grad is not None for grad in grads):
         gradient_KCV = logits.to(matrix.dtype)
         if grad_x is not None:
-            parts = [_times(gradient_KCV, part.mT) for part in matrices if part is not None]
-            grad_x.copy_(torch.cat(parts, dim=-1).float() * weights[..., None])
+            of_x = [_times(gradient_KCV, part.mT) for part in matrices if part is not None]
+            grad_x.copy_(torch.cat(of_x, dim=-1).float() * weights[..., None])
         if grad_edges is not None:
             _add_products(grad_edges, (codes * weights[..., None]).to(matrix.dtype), gradient_KCV)
         if grad_weight is not None:
