@@ -70,11 +70,7 @@ def by_mask(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: floa
 def drawn(seed: int) -> dict[str, Any]:
     """Shapes, of which each is drawn by its turn or at random; the first text is the longest."""
     rng = random.Random(seed)
-    groups, nodes, dtypes = (
-        1 + 3 * seed % 8,
-        [64, 1, 17, 5][seed // 2 % 4],
-        [torch.float32, torch.bfloat16, torch.float16],
-    )
+    groups, nodes = 1 + 3 * seed % 8, [64, 1, 17, 5][seed // 2 % 4]
     heads, batch = (2, 2) if nodes < 17 else (1, rng.choice([1, 2]))
     length = 8192 - nodes if seed == 0 else rng.choice([1, 30, 300])
     return {
@@ -82,7 +78,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "lengths": [length, *(rng.randint(1, length) for _ in range(batch - 1))],
         "sizes": [(64, 64), (32, 32), (96, 96), (128, 128), (256, 256), (192, 128)][seed % 6],
         "kind": rng.choice([FULL_LAYER, LayerKind(window=rng.choice([2, 40])), LayerKind(chunk=50)]),
-        "dtype": dtypes[seed % 3],
+        "dtype": [torch.float32, torch.bfloat16, torch.float16][seed % 3],
         "block": (64 if groups * nodes > 64 else 16, 1024 if seed == 0 else rng.choice([32, 64])),
         "splits": rng.choice([1, 3, 5]),
         "shared": rng.random() < 0.5,
