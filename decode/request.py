@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -70,7 +70,7 @@ def _made_of(model: PreTrainedModel, kwargs: dict[str, Any]) -> object:
     if in_effect(model, kwargs, "stop_strings"):
         return None
     found = kwargs, vars(model.generation_config)
-    return (type(model).generate, model.device, by_value(found)) if _is_plain(found) else None
+    return (cast(Any, type(model)).generate, model.device, by_value(found)) if _is_plain(found) else None
 
 
 def _is_plain(value: object) -> bool:

@@ -42,7 +42,7 @@ class RowOptions(NamedTuple):
 
     penalty: float = 1.0
     temperature: float = 1.0
-    top_k: int = 0
+    top_k: float = 0
     top_p: float = OFF
     min_p: float = 0.0
 
