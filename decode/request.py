@@ -5,25 +5,32 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import MaxLengthCriteria, StopStringCriteria
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
 from decode.generation_config import require_plain, told, way_out
 from decode.sequences import Request
 from decode.strategies.grammar import Grammar
 from decode.target import WARPERS
-from medusa.backbone import Backbone, require_tree_support
+from medusa.backbone import PLAIN, Backbone, by_value, require_tree_support
 from medusa.errors import RequestError
 from medusa.loading import TextLimits, text_limits
 from medusa.tree_support import TOKEN_TYPES, longrope_boundary, without_text_types
 
 EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 """Model inputs that `generate` itself adds to the ids. Others would change the text, and tree decoding refuses them."""
+
+
+LASTING = {EosTokenCriteria, MaxLengthCriteria}
+"""Stopping criteria that serve later texts as well; others may note a time or a text."""
+_KEPT: WeakKeyDictionary[PreTrainedModel, tuple[object, Request]] = WeakKeyDictionary()
+"""The last request of each model that serves any prompt, after what it was made of."""
 
 
 def prepare(
@@ -35,11 +42,46 @@ def prepare(
 ) -> list[Request]:
     """Turn the arguments of `model.generate` into requests: `num_return_sequences` of them for each prompt.
 
-    Each request is prepared alone, without padding, so that penalties and minimal lengths count from its own prompt.
-    Where nothing depends on the prompt, the first request serves all others. `kwargs` are those of `model.generate`;
-    for `seeds` see `with_generators`. All texts follow `grammar`, if it is given. Raise a `RequestError` if tree
-    decoding does not support an option, or a prompt is empty or too long."""
+    Each is prepared alone, without padding, so that penalties and minimal lengths count from its own prompt.
+    Where nothing depends on the prompt, the first request serves all others, also those of later calls with the same
+    options. `kwargs` are those of `model.generate`; for `seeds` see `with_generators`. All texts follow `grammar`, if
+    it is given. Raise a `RequestError` if tree decoding does not support an option, or a prompt is empty or too
+    long."""
     require_tree_support(model)
+    made_of = None if grammar is not None else _made_of(model, kwargs)
+    kept = _KEPT.get(model)
+    if made_of is not None and kept is not None and kept[0] == made_of:
+        require_fitting(prompts, text_limits(model.config))
+        copies = in_effect(model, kwargs, "num_return_sequences") or 1
+        requests = [kept[1]._replace(prompt=list(prompt)) for prompt in prompts for _ in range(copies)]
+    else:
+        requests = _prepared(model, prompts, grammar, kwargs)
+        if made_of is not None and _serves_all(requests[0]) and {*map(type, requests[0].criteria)} <= LASTING:
+            _KEPT[model] = made_of, requests[0]
+    require_longrope_alone(model, requests)
+    return with_generators(model, requests, seeds)
+
+
+def _made_of(model: PreTrainedModel, kwargs: dict[str, Any]) -> object:
+    """All that a request is made of but the prompt, by value; `None` if it holds objects, which may change.
+
+    Only stop strings need the tokenizer."""
+    kwargs = {name: value for name, value in kwargs.items() if name != "tokenizer"}
+    if in_effect(model, kwargs, "stop_strings"):
+        return None
+    found = kwargs, vars(model.generation_config)
+    return (cast(Any, type(model)).generate, model.device, by_value(found)) if _is_plain(found) else None
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else type(value) in PLAIN
+
+
+def _prepared(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], grammar: Grammar | None, kwargs: dict[str, Any]
+) -> list[Request]:
     if kwargs.get("streamer") is not None:
         raise RequestError("decode.steps yields the tokens and takes no streamer; pass the streamer to decode.generate")
     for name in ("assistant_model", "custom_generate"):
@@ -67,8 +109,7 @@ def prepare(
             others = kwargs.get("logits_processor") or []
             own["logits_processor"] = LogitsProcessorList([*others, grammar.processor(prompt)])
         requests += _prepare_row(backbone, prompt, kwargs | own)
-    require_longrope_alone(model, requests)
-    return with_generators(model, requests, seeds)
+    return requests
 
 
 def in_effect(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:

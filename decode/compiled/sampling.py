@@ -42,7 +42,7 @@ class RowOptions(NamedTuple):
 
     penalty: float = 1.0
     temperature: float = 1.0
-    top_k: int = 0
+    top_k: float = 0
     top_p: float = OFF
     min_p: float = 0.0
 
@@ -119,8 +119,8 @@ class Kind(NamedTuple):
 class Sampler:
     """Decides which nodes of drafts are accepted; its tensors stay at their addresses (`Sampler.buffers`)."""
 
-    def __init__(self, kind: Kind, target: Target, rows: int, vocab: int, device: torch.device) -> None:
-        """Make a sampler of texts like those of `target`."""
+    def __init__(self, kind: Kind, target: Target, rows: int, max_depth: int, vocab: int, device: torch.device) -> None:
+        """Make a sampler of texts like those of `target`, with drafts of depth `max_depth`."""
         self.kind, self.vocab = kind, vocab
         self.rest = RowOptions.read(target.of_rows[0].processors)[1]
         width = 0 if kind.is_argmax else vocab
@@ -128,6 +128,7 @@ class Sampler:
         """[B, 6]: the `RowOptions` of each row, and 1 if it samples."""
         self.seeds = torch.zeros(rows, 2, dtype=torch.long, device=device)  # two words of 32 bits
         self.seen = torch.zeros(rows, width, dtype=torch.bool, device=device)  # the tokens of each text, without root
+        self.noise = torch.zeros(rows, max_depth + 1 if kind.draws else 0, width, device=device)
         # Of the last node on each path, for decisions of the host.
         self.last_scores = torch.zeros(rows, vocab if self.may_miss else 0, device=device)
         self.last_position = torch.zeros(rows, dtype=torch.long, device=device)
@@ -140,7 +141,7 @@ class Sampler:
     @property
     def buffers(self) -> list[Tensor]:
         """All that steps read and change."""
-        return [self.numbers, self.seeds, self.seen, self.last_scores, self.last_position]
+        return [self.numbers, self.seeds, self.seen, self.noise, self.last_scores, self.last_position]
 
     def begin(self, session: Session) -> None:
         """Decide for the texts of `session`, whose prompts are read."""
@@ -166,10 +167,11 @@ class Sampler:
         filled = state.reader.cache.filled
         position = filled[:, None] + torch.arange(draft.topology.max_depth + 1, device=filled.device)
         if self.kind.rule.kind.walks:
-            noise = self._noise(position)
-            rows = torch.arange(len(filled), device=filled.device)[:, None]
-            of_nodes = None if noise is None else noise[rows, draft.topology.depth]
-            best = self._decided(scores, of_nodes, self.kind.candidates)
+            noise = None
+            if self.kind.draws:
+                self.noise.copy_(self._noise(position))  # else torch.compile computes it again for each node
+                noise = self.noise[torch.arange(len(filled), device=filled.device)[:, None], draft.topology.depth]
+            best = self._decided(scores, noise, self.kind.candidates)
             accepted = accept_greedy(draft, best, depth_limit)
         else:
             shown, _ = self._shown(scores, self.kind.candidates)
@@ -184,7 +186,7 @@ class Sampler:
 
     def finish(self, root: Tensor) -> Tensor:
         """Decide on the next roots [B] that are `UNDECIDED` in `root`, by sorting all tokens; the host does this."""
-        noise = self._noise(self.last_position[:, None])
+        noise = self._noise(self.last_position[:, None]) if self.kind.draws else None
         token = self._decided(self.last_scores[:, None], noise, self.vocab)[:, 0]
         return torch.where(root == UNDECIDED, token, root)
 
@@ -200,10 +202,8 @@ class Sampler:
         of_paths = _penalty(scores.gather(2, ids), penalty)
         return torch.where(self.seen[:, None], _penalty(scores, penalty), scores).scatter(2, ids, of_paths)
 
-    def _noise(self, position: Tensor) -> Tensor | None:
-        """The noise [B, P, V] of draws at `position` [B, P], zeros for greedy rows; `None`: nothing is drawn."""
-        if not self.kind.draws:
-            return None
+    def _noise(self, position: Tensor) -> Tensor:
+        """The noise [B, P, V] of draws at `position` [B, P]; zeros for greedy rows."""
         return gumbel(self.seeds, position, self.vocab) * self.numbers[:, -1, None, None].float()
 
     def _decided(self, scores: Tensor, noise: Tensor | None, candidates: int) -> Tensor:
@@ -211,11 +211,13 @@ class Sampler:
         shown, floor = self._shown(scores, candidates)
         if noise is not None:
             shown = shown + noise
-        token = shown.argmax(-1)
+        found = shown.argmax(-1, keepdim=True)
+        token = found[..., 0]
         if floor is not None:
-            token = token.masked_fill(scores.gather(-1, token[..., None])[..., 0] <= floor, UNDECIDED)
-        if noise is not None:  # a greedy text goes on after NaN, as in `model.generate`
-            token = token.masked_fill(~shown.amax(-1).isfinite() & (self.numbers[:, -1:] > 0), NO_TOKEN)
+            token = token.masked_fill(scores.gather(-1, found)[..., 0] <= floor, UNDECIDED)
+        if noise is not None:  # NaN wins an argmax; a greedy text goes on after it, as in `model.generate`
+            broken = ~shown.gather(-1, found)[..., 0].isfinite()
+            token = token.masked_fill(broken & (self.numbers[:, -1:] > 0), NO_TOKEN)
         return token
 
     def _shown(self, scores: Tensor, candidates: int) -> tuple[Tensor, Tensor | None]:

@@ -85,7 +85,7 @@ class CompiledStepper(Stepper):
             drafter = self.drafter if self.factory is None else self.factory.start(session)
             heads = None if self.factory is None else self.factory.heads
             vocab, device = session.backbone.vocab_size, session.backbone.device
-            sampler = Sampler(self.kind, session.target, len(root), vocab, device)
+            sampler = Sampler(self.kind, session.target, len(root), self.tree.max_depth, vocab, device)
             region = self.taken = Region(state, drafter, sampler, self.tree, self.graphs, heads)
         self.region, self.state, self.roots = region, region.state, root.tolist()
         region.begin(session, root, hidden)

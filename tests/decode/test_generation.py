@@ -27,7 +27,7 @@ from decode import generate, medusa_generate, steps
 from decode.bench.benchmark import STAGES, StageTimer
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import default_tree, resolve_tree
-from decode.request import prepare
+from decode.request import _KEPT, prepare
 from decode.target import settings_of
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
@@ -238,7 +238,11 @@ def test_rows_are_prepared_once_if_nothing_depends_on_the_prompt(
     together = prepare(llama, prompts, seeds=list(range(3 * copies)) if "do_sample" in options else None, **options)
     assert len(prepared) == calls
     assert [request.prompt for request in together] == [prompt for prompt in prompts for _ in range(copies)]
+    prepare(llama, prompts, **options)
+    again = 0 if calls == 1 and "generation_config" not in options else calls  # an object, which may change
+    assert len(prepared) == calls + again
     for request in together:
+        _KEPT.clear()
         alone, *_ = prepare(llama, [request.prompt], **options)
         assert request.max_new_tokens == alone.max_new_tokens
         if calls == 1:
@@ -571,3 +575,18 @@ def test_the_wrapper_of_a_compiled_model_decodes() -> None:
     with torch.compiler.set_stance("force_eager"):
         out = generate(wrapped, heads, torch.tensor([prompt]), max_new_tokens=12)
     assert out[0, 9:].tolist() == plain(model, prompt, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("change", [{"eos_token_id": 3}, {"do_sample": True, "top_k": 2}, {"max_time": 1e-9}])
+def test_a_prepared_request_follows_the_models_own_options(change: dict[str, Any]) -> None:
+    """A limit of time counts from each call on, so such a request is not kept."""
+    model, prompt = tiny_model("llama"), random_ids(4)
+    for _ in range(2):
+        assert prepare(model, [prompt], max_new_tokens=5)[0].config.eos_token_id != 3
+    for name, value in change.items():
+        setattr(model.generation_config, name, value)
+    first, second = (prepare(model, [prompt], [0] if "do_sample" in change else None, max_new_tokens=5) for _ in "ab")
+    assert all(
+        getattr(request.config, name) == value for request in (*first, *second) for name, value in change.items()
+    )
+    assert (first[0].criteria is second[0].criteria) == ("max_time" not in change)

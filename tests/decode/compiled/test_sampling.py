@@ -67,7 +67,7 @@ def written(model: Any, requests: list[Request], tree: Any = TREE, rule: str = "
 
 def begun(requests: list[Request], rule: AcceptanceRule, vocab: int) -> Sampler:
     target, device = Target(requests), torch.device("cpu")
-    sampler = Sampler(Kind.of(target, rule, vocab), target, len(requests), vocab, device)
+    sampler = Sampler(Kind.of(target, rule, vocab), target, len(requests), TREE.max_depth, vocab, device)
     sampler.begin(SimpleNamespace(target=target, sequences=Sequences(requests, None, device)))  # type: ignore[arg-type]
     return sampler
 
@@ -202,7 +202,7 @@ def test_samples_follow_the_target(rule: AcceptanceRule, monkeypatch: pytest.Mon
     exact = outcomes(tree, ids, Target([request]).scores_of(logits, logits.device).double().softmax(-1))
     assert abs(sum(exact.values()) - 1) < 1e-9
     target, device = Target([request]), torch.device("cpu")
-    sampler = Sampler(Kind.of(target, rule, 6), target, rows, 6, device)
+    sampler = Sampler(Kind.of(target, rule, 6), target, rows, tree.max_depth, 6, device)
     sampler.numbers[:] = torch.tensor([1.0, 0.8, 0, 0.95, 0, 1])
     sampler.seeds.random_(2**32)
     filled = torch.arange(rows)
@@ -249,6 +249,7 @@ class Decisions:
         return torch.cat([accepted.path, accepted.next_root[:, None]], dim=1)
 
 
+@pytest.mark.full  # machine code of these kernels takes 20 seconds
 @pytest.mark.skipif(not _has_compiler(), reason="needs a C++ compiler")
 def test_machine_code_decides_as_written() -> None:
     """Of the decisions alone, with all options."""
