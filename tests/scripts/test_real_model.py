@@ -16,7 +16,7 @@ from medusa.files import ASSETS
 from real_measure import SETS
 from tests.helpers import times_of_few_steps
 
-TINY = real_model.Sizes((0.03, 0.02), 32, (2, 6), (8, 16), (1, 6, 1), (12, 16), (4, 6, 1), 256)
+TINY = real_model.Sizes((0.03, 0.02), 32, (2, 6), (8, 16), (1, 6, 1), (12, 16), (4, 6, 1), 128)
 
 
 @pytest.fixture
