@@ -88,13 +88,13 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make probe, calibration and benchmark short: no figure of these tests is a measurement."""
     short: dict[Any, dict[str, Any]] = {
         probe: {"ANSWERING": 0.5, "ANSWERED": 8, "STEPS": 1},
-        stages: {"CALIBRATION_TOKENS": 24, "CALIBRATED_ON": 300, "FEWEST_TEXTS": 8},
+        stages: {"CALIBRATION_TOKENS": 24, "CALIBRATED_ON": 200, "FEWEST_TEXTS": 8},
         # In the benchmark, instead of all prompts, the fewest.
         plan: {"BENCHMARK_TOKENS": 16, "FEWEST_BENCHMARK_TOKENS": 16, "BENCHMARK_SECONDS": 0.0, "FEWEST_TEST": 4},
         stored: {"MIN_STEPS": 100},
         calibrate: {
             "MIN_STEPS": 100,
-            "SIZES": (1, 4, 8),
+            "SIZES": (1, 4),
             "time_steps": times_of_few_steps,
         },
         variants: {"SHORTLISTS": (16,)},

@@ -16,17 +16,17 @@ from medusa.files import ASSETS
 from real_measure import SETS
 from tests.helpers import times_of_few_steps
 
-TINY = real_model.Sizes((0.03, 0.02), 32, (2, 6), (8, 16), (1, 6, 1), (12, 16), (4, 6, 1), 256)
+TINY = real_model.Sizes((0.03, 0.02), 32, (2, 6), (8, 16), (1, 6, 1), (12, 16), (4, 6, 1), 128)
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make probe and calibration short: no figure of these tests is a measurement."""
     few: dict[Any, dict[str, Any]] = {
-        real_model: {"QUICK": TINY},
+        real_model: {"QUICK": TINY, "TEMPERATURES": (1.0,)},
         probe: {"ANSWERED": 4, "STEPS": 1},
         stored: {"MIN_STEPS": 100},
-        calibrate: {"MIN_STEPS": 100, "SIZES": (1, 4, 8), "time_steps": times_of_few_steps},
+        calibrate: {"MIN_STEPS": 100, "SIZES": (1, 4), "time_steps": times_of_few_steps},
         variants: {"SHORTLISTS": (16,)},
     }
     for module, values in few.items():

@@ -36,6 +36,7 @@ from tests.helpers import (
     random_tree,
     run_steps,
     shared_model,
+    times_of_few_steps,
 )
 
 K, PROMPTS = 3, [random_ids(length, seed=length) for length in (9, 4)]
@@ -158,6 +159,8 @@ def test_a_backbone_that_scales_its_embeddings_is_refused() -> None:
 
 def test_calibration_finds_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decode.bench.calibration.calibrate.MIN_STEPS", 1)
+    monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", times_of_few_steps)
+    monkeypatch.setattr("decode.bench.calibration.variants.SHORTLISTS", (16,))
     model = shared_model()
     for name in BLOCK_FORMS:
         texts = [(prompt, plain(model, prompt, max_new_tokens=30, eos_token_id=None)) for prompt in PROMPTS]

@@ -171,7 +171,7 @@ def test_a_draft_model_with_prompt_lookup(nodes: int) -> None:
     model = tiny_model("mistral, window")
     ngram = drafter_factory("ngram:n=2,tokens=6", DrafterContext(model))
     parts = [ngram, DraftModel(draft_model(model), Tree.top_k([2, 1, 1]))]
-    for prompt in (*PROMPTS, repetitive(model, PROMPTS[0])):
+    for prompt in (PROMPTS[1], repetitive(model, PROMPTS[0])):
         text = plain(model, prompt, max_new_tokens=40)
         ids = torch.tensor([prompt])
         taken = list(steps(model, None, ids, drafter=Mix(parts, nodes), max_new_tokens=40, do_sample=False))
