@@ -56,7 +56,7 @@ class KeptStates:
         return torch.cat([self._row(*row) for row in zip(input_ids[:, None], position_ids[:, None], strict=True)])
 
     def _row(self, ids: Tensor, positions: Tensor) -> Tensor:
-        key = blake2b(torch.stack([ids, positions]).numpy(), digest_size=16).digest()
+        key = blake2b(torch.stack([ids, positions]).numpy().tobytes(), digest_size=16).digest()
         states = self.held.get(key)
         if states is None:
             states = packed_states(self.backbone, ids, positions)
