@@ -18,7 +18,6 @@ from torch._inductor.ir import FallbackKernel
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from decode.compiled.region import Regions
 from decode.drafters.trained_heads import TrainedHeads
 from decode.ops import tree_attention
 from decode.ops.draws import cumulative, invert_each
@@ -26,6 +25,7 @@ from decode.ops.tree_attention import TRIED
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.texts import Decoding, stepper_for
+from decode.tree_check import require_tree_forward
 from medusa import Tree
 from tests.helpers import random_heads, random_ids, random_tree, tiny_model
 
@@ -83,11 +83,9 @@ def test_no_copy_of_the_cache(tree: Tree, batch: int) -> None:
     graph = final_graph(model, random_heads(model), tree, batch)
     layer = batch * 2 * 256 * 64
     assert not list(copies(graph, layer))
+    assert masks(graph)
 
 
-@pytest.mark.parametrize(
-    ("tree", "batch"), [(random_tree(6, max_depth=3), 4), (Tree.chain(0), 1)], ids=["tree-4", "plain-1"]
-)
 def masks(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """The operations whose results, for rows, heads and nodes, have an element for each of the window's 256 slots."""
     made = [(node, node.meta.get("val")) for node in graph.nodes]
@@ -97,12 +95,10 @@ def masks(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 def test_the_kernel_reads_the_cache_in_place_and_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph calls it once in each layer; Triton is not needed for this."""
     model = tiny_model("llama", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    inputs = model, random_heads(model), random_tree(6, max_depth=3), 4
-    assert masks(final_graph(*inputs)), "nothing was masked in the first place: no power"
-    Regions.of(model).clear()
+    require_tree_forward(model)
     TRIED.add(model)
     monkeypatch.setattr(tree_attention, "DEVICES", {"cpu"})
-    graph = final_graph(*inputs)
+    graph = final_graph(model, random_heads(model), random_tree(6, max_depth=3), 4)
     assert [node.target for node in graph.nodes].count(torch.ops.medusa.tree_attention.default) == 2
     assert not masks(graph)
     assert not list(copies(graph, 4 * 2 * 256 * 64))
