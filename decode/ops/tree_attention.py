@@ -92,7 +92,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: fl
 def _by_triton(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
     from decode.ops import tree_kernels  # needs Triton
 
-    return tree_kernels.attend(query, key, value, seen, scale)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        return tree_kernels.attend(query, key, value, seen, scale)
 
 
 def _shape(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch._inductor import config as inductor
 from torch._inductor.fx_passes import post_grad
 
-from decode.compiled.region import Regions
 from decode.drafters.trained_heads import TrainedHeads
 from decode.ops import tree_attention
 from decode.ops.tree_attention import TRIED
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.texts import Decoding, stepper_for
+from decode.tree_check import require_tree_forward
 from medusa import Tree
 from tests.helpers import random_heads, random_ids, random_tree, tiny_model
 
@@ -77,24 +77,22 @@ def test_no_copy_of_the_cache(tree: Tree, batch: int) -> None:
     graph = final_graph(model, random_heads(model), tree, batch)
     layer = batch * 2 * 256 * 64
     assert not list(copies(graph, layer))
+    assert masks(graph)
 
 
 def masks(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """The operations whose results have an element for each slot of the window, whose width is a symbol."""
+    """The operations whose results, for rows, heads and nodes, have an element for each of the window's 256 slots."""
     made = [(node, node.meta.get("val")) for node in graph.nodes]
-    results = [(node, value) for node, value in made if isinstance(value, Tensor) and value.dim() > 2]
-    return [node for node, value in results if isinstance(value.shape[-1], torch.SymInt)]
+    return [node for node, value in made if isinstance(value, Tensor) and value.dim() == 4 and value.shape[3] == 256]
 
 
 def test_the_kernel_reads_the_cache_in_place_and_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph calls it once in each layer; Triton is not needed for this."""
     model = tiny_model("llama", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    inputs = model, random_heads(model), random_tree(6, max_depth=3), 4
-    assert masks(final_graph(*inputs)), "nothing was masked in the first place: no power"
-    Regions.of(model).clear()
+    require_tree_forward(model)
     TRIED.add(model)
     monkeypatch.setattr(tree_attention, "DEVICES", {"cpu"})
-    graph = final_graph(*inputs)
+    graph = final_graph(model, random_heads(model), random_tree(6, max_depth=3), 4)
     assert [node.target for node in graph.nodes].count(torch.ops.medusa.tree_attention.default) == 2
     assert not masks(graph)
     assert not list(copies(graph, 4 * 2 * 256 * 64))
