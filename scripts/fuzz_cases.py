@@ -251,9 +251,8 @@ def _options(rng: random.Random, drafter: str, prompts: list[Numbers]) -> dict[s
         "num_beams": 2,
     }
     if "compile" in options:
-        # Compiled steps take no processors that read the text. They draw a number for each level of the tree, also for
-        # those that the path does not reach, so a seed gives another text than in `model.generate`.
-        offered = {name: offered[name] for name in ("eos_token_id", "copies", "criterion")}
+        # Compiled steps take no other processors that read the text, and draw other samples than `model.generate`.
+        offered = {name: offered[name] for name in ("eos_token_id", "copies", "criterion", "repetition_penalty")}
         offered["sampled"] = {"draft": "topk", "top_k": 1, "temperature": 0.7}
     rare = {"use_cache": 0.02, "guidance_scale": 0.01, "num_beams": 0.01, "copies": 0.04, "stop_drafting": 0.2}
     options |= {name: value for name, value in offered.items() if rng.random() < rare.get(name, 0.1)}

@@ -15,7 +15,7 @@ from transformers.generation import CompileConfig
 
 from decode import generate, medusa_generate
 from decode.bench.methods import Method, medusa_method, plain_method, transformers_method
-from decode.generation_config import ABOUT, ASSISTED, METHODS, PLAIN, SAMPLING, TEXT, TOKENS
+from decode.generation_config import ABOUT, ASSISTED, COMPILED_TEXT, METHODS, PLAIN, SAMPLING, TEXT, TOKENS
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
 from medusa.errors import NotCompilableError, RequestError
@@ -197,7 +197,7 @@ def test_generate_names_what_it_cannot_do_and_how_to_turn_it_off(model: Any, fre
     assert texts(generate, model, heads, max_new_tokens=NEW, **off)[1] == [PROMPT + free]
 
 
-@pytest.mark.parametrize("name", [name for name in TEXT if name != "stop_strings"])
+@pytest.mark.parametrize("name", [name for name in TEXT if name not in COMPILED_TEXT])
 def test_options_that_compiled_steps_cannot_apply_are_named(model: Any, free: list[int], name: str) -> None:
     options = value_of(name, free)
     own = with_options(model, **options).generation_config
@@ -224,6 +224,16 @@ def test_compiled_steps_end_at_the_stop_strings_of_the_checkpoint(model: Any, fr
         model, random_heads(model), torch.tensor([PROMPT]), max_new_tokens=NEW, compile=True, tokenizer=tokenizer
     )
     assert found.tolist() == [PROMPT + free[:5]]
+
+
+@pytest.mark.usefixtures("as_written")
+def test_compiled_steps_apply_the_penalty_of_the_checkpoint(model: Any, free: list[int], tokenizer: Any) -> None:
+    with_options(model, repetition_penalty=3.0)
+    expected, ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW), torch.tensor([PROMPT])
+    assert expected.tolist() != [PROMPT + free]
+    assert torch.equal(generate(model, random_heads(model), ids, max_new_tokens=NEW, compile=True), expected)
+    (result,) = methods(model, Settings(max_new_tokens=NEW, compile=True), tokenizer)["medusa"]([PROMPT])
+    assert PROMPT + result.new_ids == expected[0].tolist()
 
 
 def test_what_the_user_says_comes_before_what_the_checkpoint_says(model: Any, free: list[int], tokenizer: Any) -> None:

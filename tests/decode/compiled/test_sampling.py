@@ -27,6 +27,7 @@ from decode.target import Target, settings_of, truncated
 from decode.texts import Decoding, stepper_for
 from decode.topology import Topology
 from medusa import Tree
+from medusa.errors import RequestError
 from tests.helpers import VOCAB, plain, random_heads, random_ids, random_tree, shared_model, tiny_model
 
 FALSE_ALARM = 1e-5
@@ -269,3 +270,10 @@ def test_machine_code_decides_as_written() -> None:
     sampler.seen.copy_(seen)
     assert torch.equal(region.compiled(decisions.step, {"inplace_buffers": False})(), expected)
     assert torch.equal(sampler.seen, now)
+
+
+def test_rows_may_not_differ_in_what_is_compiled_in() -> None:
+    model, prompt = shared_model("llama"), random_ids(4)
+    requests = [prepare(model, [prompt], [1], max_new_tokens=3, typical_p=p, **SAMPLED)[0] for p in (0.5, 0.6)]
+    with pytest.raises(RequestError, match="typical_p and epsilon_cutoff in all rows"):
+        written(model, requests)
