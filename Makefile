@@ -21,6 +21,9 @@ CORE := tests/test_lossless.py tests/test_layers.py \
 # `make check` leaves to `make test` the slowest tests, and those that show that a planted fault is found.
 LATER := not known_faults and not planted_fault and not sampled_texts and not longrope_boundary and not dynamic_rope
 
+# Without compiled modules on disk, which some environments switch off, each process compiles some thousands of them again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: check demo test lint format docs install real
 
 # Python compiles each module when it is first imported. pip would compile all of them, which takes half a minute.
