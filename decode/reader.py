@@ -207,16 +207,16 @@ def additive_masks(
     layers: LayerKinds, dtype: torch.dtype, nodes: tuple[Tensor, Tensor, Tensor, Tensor], slots: int
 ) -> Mask:
     """Make masks [B, 1, N, slots] for all kinds of layers; `nodes` are the arguments of `seen_by`."""
-    by_slot = _by_slot(*nodes, slots)
-    return layers.masks(lambda kind: additive(kind.limited(*by_slot), dtype)[:, None])
+    found = by_slot(*nodes, slots)
+    return layers.masks(lambda kind: additive(kind.limited(*found), dtype)[:, None])
 
 
 def visible_slots(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
     """Find which cache slots each of N draft nodes sees, [B, N, slots] bool, after B texts of `lengths` [B] tokens."""
-    return kind.limited(*_by_slot(topology.ancestors, lengths, topology.depth, topology.depth, slots))
+    return kind.limited(*by_slot(topology.ancestors, lengths, topology.depth, topology.depth, slots))
 
 
-def _by_slot(
+def by_slot(
     own: Tensor, starts: Tensor, depth: Tensor, node_depths: Tensor, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the slots that W nodes see [B, W, slots], and the positions of nodes [B, W, 1] and slots [B, 1, slots].

@@ -86,12 +86,15 @@ def _rows(prefix: str, section: type[Section]) -> Iterable[tuple[str, str, str, 
 
 
 def _rows_of_kinds() -> Iterable[tuple[str, str, str, str]]:
-    """The rows of the keys in the section `heads` that only one kind of heads has."""
+    """The rows of the keys in the section `heads` that not all kinds of heads have."""
+    rows: dict[str, tuple[str, str, str, str]] = {}
     for kind in HEADS.own:
         meanings, section = _meanings(class_of(kind).Settings), own_section(kind)
         schema = section.model_json_schema().get("properties", {})
         for name in section.model_fields:
-            yield f"heads.{name}", _kind(schema[name]), "", meanings[name]
+            meaning = f"{rows[name][3]} {meanings[name]}" if name in rows else meanings[name]
+            rows[name] = f"heads.{name}", _kind(schema[name]), "", meaning
+    return rows.values()
 
 
 def _training_rows(meanings: Mapping[str, str]) -> Iterable[tuple[str, str, str, str]]:

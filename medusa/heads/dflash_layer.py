@@ -32,7 +32,7 @@ class DflashSettings(KindSettings):
     edges: str = "markov"
     """Kind dflash: what a guess reads of the token before it: none, markov (the default) or pairwise."""
     rank: Annotated[int | None, Ge(1)] = None
-    """Kind dflash: rank of the edges; by default as above."""
+    """Kind dflash: of the edges; the same default."""
     conv: list[int] | None = None
     """Kind dflash: taps and group size of convolutions, such as [2, 16]; default: none."""
     mask_token: Annotated[int | None, Ge(0)] = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import threading
 import weakref
@@ -15,12 +14,11 @@ from torch import Tensor
 from decode import generate, reader
 from decode import tree_check as capability
 from decode.cache import TreeCache
-from decode.reader import visible_slots
-from decode.topology import Topology
+from decode.reader import by_slot
 from decode.tree_check import TreeCheck, check_tree_forward, require_tree_forward
 from medusa import RequestError, tree_support
 from medusa.backbone import Backbone
-from medusa.tree_support import FULL_LAYER, LayerKind
+from medusa.tree_support import LayerKind, LayerKinds, additive
 from tests.helpers import FAMILIES, REFUSED, random_heads, random_ids, rename_attention, tiny_model
 
 WINDOWED = ["mistral", "qwen2", "gemma3_text", "gemma2", "llama4_text"]
@@ -52,25 +50,39 @@ def test_models_with_tree_support_pass(family: str, dtype: torch.dtype) -> None:
 # Broken masks, positions and caches
 
 
-def all_visible(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
+Nodes = tuple[Tensor, Tensor, Tensor, Tensor]
+"""What `decode.reader.additive_masks` knows of nodes: what they see of each other, lengths of texts, and depths."""
+
+
+def all_visible(nodes: Nodes, slots: int, kind: LayerKind) -> Tensor:
     """A mask that lets every node attend to all earlier nodes."""
-    line = dataclasses.replace(topology, ancestors=torch.ones_like(topology.ancestors).tril())
-    return visible_slots(line, lengths, slots, kind)
+    own, *rest = nodes
+    return kind.limited(*by_slot(torch.ones_like(own).tril(), *rest, slots))
 
 
-def windows_by_slot(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
+def windows_by_slot(nodes: Nodes, slots: int, kind: LayerKind) -> Tensor:
     """Windows that count slots, as transformers' own mask builder does."""
-    query = lengths[:, None, None] + torch.arange(topology.num_nodes)[:, None]
-    return kind.limited(visible_slots(topology, lengths, slots), query, torch.arange(slots))
+    own, lengths, *_ = nodes
+    query = lengths[:, None, None] + torch.arange(own.shape[1])[:, None]
+    return kind.limited(by_slot(*nodes, slots)[0], query, torch.arange(slots))
 
 
-def no_windows(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
-    return visible_slots(topology, lengths, slots)
+def no_windows(nodes: Nodes, slots: int, kind: LayerKind) -> Tensor:
+    return by_slot(*nodes, slots)[0]
 
 
-def one_too_wide(topology: Topology, lengths: Tensor, slots: int, kind: LayerKind = FULL_LAYER) -> Tensor:
+def one_too_wide(nodes: Nodes, slots: int, kind: LayerKind) -> Tensor:
     wider = kind._replace(window=kind.window and kind.window + 1, chunk=kind.chunk and kind.chunk + 1)
-    return visible_slots(topology, lengths, slots, wider)
+    return wider.limited(*by_slot(*nodes, slots))
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, broken: Any) -> None:
+    """Let readers make the masks of a `broken` function."""
+
+    def masks(layers: LayerKinds, dtype: torch.dtype, nodes: Nodes, slots: int) -> Any:
+        return layers.masks(lambda kind: additive(broken(nodes, slots, kind), dtype)[:, None])
+
+    monkeypatch.setattr(reader, "additive_masks", masks)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +100,7 @@ def test_wrong_masks_are_caught(broken: Any, family: str, dtype: torch.dtype, mo
     """The models include some with windows far longer than the self-test."""
     model = long_windows(family, dtype=dtype) if family in WINDOWED else tiny_model(family, dtype=dtype)
     assert check_tree_forward(model).ok
-    monkeypatch.setattr(reader, "visible_slots", broken)
+    plant(monkeypatch, broken)
     check = check_tree_forward(model)
     assert not check.ok
     assert check.error > 1.5 * check.limit

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -78,13 +77,8 @@ def test_a_rejected_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_mask_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """With all nodes visible, the text differs, errors exceed the limit, and the exit status is 1."""
-    visible = reader.visible_slots
-
-    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
-        allowed = visible(*args, **kwargs)
-        return torch.ones_like(allowed)
-
-    monkeypatch.setattr(reader, "visible_slots", broken)
+    by_slot = reader.by_slot
+    monkeypatch.setattr(reader, "by_slot", lambda *nodes: (by_slot(*nodes)[0] | True, *by_slot(*nodes)[1:]))
     monkeypatch.setattr("decode.texts.require_tree_forward", lambda model: None)  # or decoding would refuse
     assert script.main(["--only", "llama", "mpt"]) == 1
     shown = capsys.readouterr()

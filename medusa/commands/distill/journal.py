@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
@@ -17,7 +18,7 @@ from medusa.files import Json, lock
 from medusa.records.messages import REASONING
 from medusa.records.sources import FAILED
 
-CHECKED = 32  # the answers after which a run ends if most of them are empty
+CHECKED = 32  # the first answers; a run ends if most of them are empty
 Key = tuple[int, int]
 """The index of a prompt, and a turn of its conversation."""
 
@@ -41,7 +42,8 @@ class Journal:
         self.conversations = {task.index for task in tasks if task.turns > 1}
         self.done: dict[Key, Json | None] = {}
         self.reasons: Counter[str] = Counter()  # the number of texts for each finish reason
-        self.short = 0  # the number of answers that are empty or one token long
+        every = ((task.index, turn) for task in tasks for turn in range(task.turns))
+        self.first = dict.fromkeys(islice(every, CHECKED), False)  # whether they are empty or one token long
         self.tokens = 0  # the number of tokens in all answers; those of a server's chat are text, and count 0
         self._lock = threading.Lock()
         self._start = perf_counter()
@@ -78,7 +80,8 @@ class Journal:
     def _remember(self, key: Key, row: Json) -> None:
         self.done[key] = _reply(row) if key[0] in self.conversations else None  # later turns need the answers
         self.reasons[row["finish_reason"]] += 1
-        self.short += _is_short(row)
+        if key in self.first:
+            self.first[key] = _is_short(row)
         self.tokens += len(row.get("input_ids", ())) - row.get("prompt_tokens", 0)
 
     @property
@@ -113,7 +116,7 @@ class Journal:
     def append(self, task: Task, turn: int, row: Json) -> None:
         """Write the answer to one turn of a task, unless the journal already has it.
 
-        Raise ShortAnswersError if this is the last of the first 32 answers, and most of them are short."""
+        Raise ShortAnswersError if this ends the answers to the first 32 turns, and most of them are short."""
         key = task.index, turn
         line: Json = {"index": task.index, "turn": turn} | row
         if task.category is not None:
@@ -129,13 +132,15 @@ class Journal:
             self._file.flush()
             self._remember(key, line)
             self._draw()
-            self._check_answers()
+            if key in self.first:
+                self._check_answers()
 
     def _check_answers(self) -> None:
-        found = len(self.done)
-        if found == min(CHECKED, self.total) and self.short > found / 2:
+        # Not the answers that end first, among which short ones are most frequent.
+        found, short = len(self.first), sum(self.first.values())
+        if short > found / 2 and self.first.keys() <= self.done.keys():
             which = "" if found == self.total else "first "
-            raise ShortAnswersError(f"{self.short} of the {which}{found} answers are empty or one token long")
+            raise ShortAnswersError(f"{short} of the {which}{found} answers are empty or one token long")
 
     def _draw(self) -> None:
         """Show the finished texts, and parts of those that are being written."""

@@ -20,7 +20,7 @@ from decode.bench.losslessness.verify import Verification, compare_greedy, tie_b
 from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads
-from decode.reader import Reader, tree_masks
+from decode.reader import Reader, additive_masks
 from decode.settings import Settings
 from decode.texts import Result
 from medusa import Tree
@@ -165,7 +165,7 @@ def test_a_missing_warper_in_the_tree_fails(model: Any, monkeypatch: pytest.Monk
 
 def test_a_mask_that_hides_no_node_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target comes from plain forwards, so a wrong forward of the tree is found too."""
-    monkeypatch.setattr("decode.reader.tree_masks", lambda *asked: tree_masks(*asked) * 0)
+    monkeypatch.setattr("decode.reader.additive_masks", lambda *asked: additive_masks(*asked) * 0)
     assert not passes([experiment(model).run(RULES[0], 0, DRAWS)])
 
 
