@@ -138,7 +138,7 @@ class DraftsTooOften(Writer):
     def distribution(self, logits: Tensor, body: dict[str, Any], step: int) -> Tensor:
         p = super().distribution(logits, body, step)
         sure = torch.zeros_like(p).scatter(1, p.argmax(-1, keepdim=True), 1.0)
-        return torch.lerp(p, sure, 0.25) if step else p
+        return torch.lerp(p, sure, 0.4) if step else p
 
 
 class SharedNumber(Writer):
