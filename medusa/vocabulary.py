@@ -8,6 +8,8 @@ Shapes: V the backbone's vocabulary size, N the heads' vocabulary size, H hidden
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -79,7 +81,7 @@ def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
         return weight[ids]
     of_all = DTensor.from_local(ids, weight.device_mesh, [Replicate()], run_check=False)
     table = weight if weight.dim() == 2 else weight[:, None]
-    found: Tensor = F.embedding(of_all, table).full_tensor()  # type: ignore[attr-defined]
+    found = cast("DTensor", F.embedding(of_all, table)).full_tensor()
     return found if weight.dim() == 2 else found[..., 0]
 
 

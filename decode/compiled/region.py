@@ -83,7 +83,7 @@ class Region:
 
     def begin(self, session: Session, root: Tensor, hidden: Tensor) -> None:
         """Decode the texts of another session, whose prompts the caches hold; for `root` and `hidden` see `State`."""
-        self.sampler.begin(session)
+        self.sampler.begin(session.target, session.sequences)
         state = self.state
         for cache in self.caches:
             cache.for_steps(compiled=True)

@@ -24,7 +24,7 @@ from decode.ops.fast_topk import most_probable
 from decode.ops.fast_topk import top_k as most_probable_ones
 from decode.ops.transfer import on_device
 from decode.rules import AcceptanceRule
-from decode.session import Session
+from decode.sequences import Sequences
 from decode.step import PART, State
 from decode.target import SCORES_ONLY, Target, processed, settings_of
 from medusa.errors import NotCompilableError, OptionError
@@ -143,9 +143,9 @@ class Sampler:
         """All that steps read and change."""
         return [self.numbers, self.seeds, self.seen, self.noise, self.last_scores, self.last_position]
 
-    def begin(self, session: Session) -> None:
-        """Decide for the texts of `session`, whose prompts are read."""
-        target, sequences, device = session.target, session.sequences, self.seeds.device
+    def begin(self, target: Target, sequences: Sequences) -> None:
+        """Decide for the texts `sequences`, whose prompts are read, as `target` asks."""
+        device = self.seeds.device
         if self.kind.is_argmax:
             return
         options = [RowOptions.read(request.processors)[0] for request in target.of_rows]

@@ -64,7 +64,7 @@ class Drafter:
 
     @property
     def mask_token(self) -> int:
-        """The token in the place of the mask: one of the last ids, which texts hardly contain."""
+        """The token whose embedding stands for the mask: if the heads name none, the last one of the vocabulary."""
         return self.backbone.vocab_size - 1 if self.own.mask_token is None else self.own.mask_token
 
     def tensors(self) -> Tensors:
@@ -72,7 +72,7 @@ class Drafter:
 
     def description(self) -> Json:
         """The keys of `config.json` that describe the layers as a Qwen3 model."""
-        windows = DflashSettings.of(self.heads.config).windows or []
+        windows = self.own.windows or []
         assert isinstance(windows, list)
         width = next((window for window in windows if window is not None), None)
         layers: Json = {"layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows]}
@@ -153,7 +153,7 @@ def write_speculators(export: Export) -> Written:
         "target_hidden_size": None,
         "aux_hidden_state_layer_ids": drafter.features,
         "sample_from_anchor": own.layout == "shifted",
-        "sliding_window_non_causal": not any(own.causal or [False]),  # type: ignore[arg-type]  # a list by now
+        "sliding_window_non_causal": not own.is_causal,
         "transformer_layer_config": drafter.description(),
         "speculators_config": speculators_config(export, drafter.type),
     }
@@ -173,13 +173,13 @@ def write_z_lab(export: Export) -> Written:
     drafter = drafter_for(export, "z-lab")
     own, ids = drafter.own, [layer - 1 for layer in drafter.features]  # i stands for the output of layer i, from 0
     inner: Json = {"target_layer_ids": ids, "mask_token_id": drafter.mask_token}
-    inner |= {"causal_head": True} if any(own.causal or [False]) else {}  # type: ignore[arg-type]  # a list by now
+    inner |= {"causal_head": True} if own.is_causal else {}
     about = drafter.description() | {
         "architectures": [ARCHITECTURES[drafter.type]],
         "dflash_config": inner | drafter.settings(),
         "target_layer_ids": ids,
         "num_target_layers": drafter.backbone.num_hidden_layers,
-        "is_causal": bool(any(own.causal or [False])),  # type: ignore[arg-type]
+        "is_causal": own.is_causal,
         "input_embedding_scale": own.embedding_scale,
         "output_multiplier": own.logit_scale,
         "final_logit_softcapping": own.logit_cap,

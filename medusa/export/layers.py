@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -93,10 +94,11 @@ def with_lm_head(heads: Checkpoint, export: Export) -> Checkpoint:
 
 def with_embeddings(heads: Checkpoint, export: Export) -> Checkpoint:
     """Return heads with input embeddings in their file: their own, or a copy of the backbone's."""
-    if heads.config.own.embeddings == "own":  # type: ignore[attr-defined]  # a setting of layers of both kinds
+    settings: Any = heads.config.own  # of kind eagle or dflash, which both have this setting
+    if settings.embeddings == "own":
         return heads
     rows = read_embeddings(export.backbone, export.load).to(heads.dtype).contiguous()
-    own = replace(heads.config, vocab_size=len(rows), own=replace(heads.config.own, embeddings="own"))  # type: ignore[call-arg]
+    own = replace(heads.config, vocab_size=len(rows), own=replace(settings, embeddings="own"))
     return replace(heads, config=own, tensors=heads.tensors | {"embedding.weight": rows})
 
 

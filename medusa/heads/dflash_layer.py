@@ -52,6 +52,11 @@ class DflashSettings(KindSettings):
     logit_cap: float | None = field(default=None, metadata=FILES_ONLY)
     """The soft cap c of the LM head's logits, c tanh(x / c), after their factor; `None`: no cap."""
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens of a block see only earlier ones in some layer."""
+        return self.causal is True or (isinstance(self.causal, list) and any(self.causal))
+
 
 def block_sizes(config: MedusaConfig) -> LayerSizes:
     """Return the sizes of the layers of `dflash` heads: those of the config, or layers as wide as the backbone."""

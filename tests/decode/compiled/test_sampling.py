@@ -69,7 +69,7 @@ def written(model: Any, requests: list[Request], tree: Any = TREE, rule: str = "
 def begun(requests: list[Request], rule: AcceptanceRule, vocab: int) -> Sampler:
     target, device = Target(requests), torch.device("cpu")
     sampler = Sampler(Kind.of(target, rule, vocab), target, len(requests), TREE.max_depth, vocab, device)
-    sampler.begin(SimpleNamespace(target=target, sequences=Sequences(requests, None, device)))  # type: ignore[arg-type]
+    sampler.begin(target, Sequences(requests, None, device))
     return sampler
 
 
@@ -90,7 +90,8 @@ def test_scores_are_those_of_the_processors(candidates: int, monkeypatch: pytest
     for row, node in product(range(len(names)), range(TREE.num_nodes)):
         path = [int(ids[row, n]) for n in TREE.paths[node].tolist() if n >= 0]
         text = torch.tensor([prompts[row] + path])
-        expected = requests[row].processors(text, logits[row, node][None].clone())[0]  # type: ignore[arg-type]
+        processors: Any = requests[row].processors
+        expected = processors(text, logits[row, node][None].clone())[0]
         known = torch.ones(VOCAB, dtype=torch.bool) if floor is None else scores[row, node] > floor[row, node]
         left = [some[some.isfinite() & known].sort().values for some in (shown[row, node], expected)]
         torch.testing.assert_close(*left, rtol=1e-6, atol=1e-6)  # float32 rounding; of equal scores any may be left
@@ -208,13 +209,14 @@ def test_samples_follow_the_target(rule: AcceptanceRule, monkeypatch: pytest.Mon
     sampler.seeds.random_(2**32)
     filled = torch.arange(rows)
     reader = SimpleNamespace(depth_limit=lambda draft: None, cache=SimpleNamespace(filled=filled))
+    state: Any = SimpleNamespace(reader=reader)
     draft, places = Draft(ids.expand(rows, -1), Topology.of(tree)), {one: index for index, one in enumerate(exact)}
     table = torch.full((tree.num_nodes, 6), -1)
     for (node, token), index in places.items():
         table[node, token] = index
 
     def p_value() -> float:
-        accepted = sampler(draft, logits.expand(rows, -1, -1), SimpleNamespace(reader=reader))  # type: ignore[arg-type]
+        accepted = sampler(draft, logits.expand(rows, -1, -1), state)
         counts = table[accepted.end, accepted.next_root].bincount(minlength=len(exact))
         return goodness_of_fit(counts, torch.tensor(list(exact.values()), dtype=torch.float64)).p_value
 
