@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from medusa.backbone import Backbone
+from medusa.checkpoints.folder import load as load_heads
 from medusa.errors import RequestError
 from medusa.files import Json
 from medusa.heads.independent import MedusaHeads
@@ -66,7 +67,10 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     if dataset is None:
         dataset = open_features(Path(config.data.path), config.data.sequence_length, backbone)
     if by_default := asked.vocabulary is None and start is None and config.adapter is None:
-        usual = usual_size(new_config(asked, *named), dataset, model.num_parameters())
+        if checkpoint is not None:  # also one whose data, or version, would give another number
+            usual = load_heads(str(checkpoint)).config.vocabulary
+        else:
+            usual = usual_size(new_config(asked, *named), dataset, model.num_parameters())
         asked = asked.model_copy(update={"vocabulary": usual})
     if checkpoint is not None:
         require_same_heads(checkpoint, new_config(asked, *named) if start is None else start.config)

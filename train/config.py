@@ -50,7 +50,7 @@ class HeadsConfig(Section):
     dflash's default) or a list, in which i stands for the state after i layers. Default: the last hidden state."""
     vocabulary: int | None = None
     """Number of tokens that heads guess among: the most frequent of the training text; 0: all. By default as few as are
-    expected to make decoding fastest, except for kinds medusa and cascade."""
+    expected to make decoding fastest, for kinds that follow a path."""
     force_vocabulary: bool = False
     """Allow a vocabulary that is expected to slow decoding down."""
     start: str | None = None

@@ -52,9 +52,9 @@ def usual_size(config: MedusaConfig, dataset: Rows, parameters: int) -> int | No
     """Choose the number of tokens that new heads of this `config` guess among; `None`: all.
 
     It is the power of two, from `SMALLEST` to half the vocabulary, with the largest `vocabulary_gain`, if that is at
-    least `WORTHWHILE`. Training gains more, because each label takes a product with the whole LM head. Heads of
-    kinds that read no token keep all tokens, because other programs read such heads (docs/formats.md). `parameters` are
-    those of the backbone."""
+    least `WORTHWHILE`. Training gains more, because each label takes a product with the whole LM head. Kinds
+    that follow no path keep all tokens, because some programs read such heads with all tokens only (docs/formats.md).
+    `parameters` are those of the backbone."""
     full = config.vocab_size
     if full is None or full < 2 * SMALLEST or isinstance(dataset, StreamedDataset) or not _can_have_fewer(config):
         return None
@@ -76,7 +76,7 @@ def likely_size(config: MedusaConfig, vocab_size: int, parameters: int) -> int:
 
 def _can_have_fewer(config: MedusaConfig) -> bool:
     kind = class_of(config.kind)
-    return (kind.follows_path or kind.reads_root) and not kind.comes_with_model
+    return kind.follows_path and not kind.comes_with_model
 
 
 def _gain(config: MedusaConfig, parameters: int, vocabulary: int, coverage: float) -> float:

@@ -96,8 +96,8 @@ def drafter_for(export: Export, name: str) -> Drafter:
         raise RequestError(f"{name} cannot hold heads with {reason}")
     heads = export.heads
     backbone, features = backbone_and_features(export)
-    if backbone.num_hidden_layers in features:
-        raise RequestError(f"{name}: servers read the last layer without its norm; train with other feature_layers")
+    if 0 in features:
+        raise RequestError(f"{name}: servers read no embeddings as features; train with other heads.feature_layers")
     if heads.config.vocabulary is not None:
         heads = with_lm_head(heads, export)
     if (own := DflashSettings.of(heads.config)).edges == "pairwise" and own.conv is None:

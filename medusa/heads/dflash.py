@@ -135,13 +135,13 @@ class DflashHeads(MedusaHeads, AttendsToText):
         """Return what blocks read of tokens [...]: [embedding ; embedding of the mask token ; W1], [..., 2 H + r]."""
         own, ids = DflashSettings.of(self.config), ids.to(self.device)
         look_up = backbone_embed if self.embedding is None else self.embedding
-        if own.mask_token is None:
-            assert self.mask is not None
-            mask: Tensor = self.mask
-        else:
-            mask = look_up(torch.full((1,), own.mask_token, device=ids.device))[0].to(self.device, self.dtype)
         with torch.no_grad():
             token = look_up(ids).to(self.device, self.dtype)
+            if own.mask_token is not None:
+                mask = look_up(torch.full((1,), own.mask_token, device=ids.device))[0].to(self.device, self.dtype)
+        if own.mask_token is None:
+            assert self.mask is not None
+            mask = self.mask
         both = torch.cat([token, mask.expand_as(token)], dim=-1)
         both = both if own.embedding_scale == 1 else both * own.embedding_scale
         return both if self.before is None else torch.cat([both, F.embedding(ids, self.before)], dim=-1)

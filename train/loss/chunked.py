@@ -16,8 +16,8 @@ from train.loss.objectives import Weighting
 from train.loss.targets import IGNORE, BackboneTeacher, SoftTargets, chunk_rows
 
 NO_LESS = -80.0
-"""Logarithm of the least probability. Below it float32 has denormal numbers, which a CPU computes 10 to 80 times more
-slowly; a sum of 1 has no room for them."""
+"""Logarithm of the least probability. Below it float32 has denormal numbers, with which a CPU computes 10 to 80 times
+more slowly, and which are too small to change a sum of 1."""
 
 
 class ChunkedLoss(torch.autograd.Function):

@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
@@ -42,8 +41,7 @@ class Journal:
         self.conversations = {task.index for task in tasks if task.turns > 1}
         self.done: dict[Key, Json | None] = {}
         self.reasons: Counter[str] = Counter()  # the number of texts for each finish reason
-        every = ((task.index, turn) for task in tasks for turn in range(task.turns))
-        self.first = dict.fromkeys(islice(every, CHECKED), False)  # whether they are empty or one token long
+        self.first = {(task.index, 0): False for task in tasks[:CHECKED]}  # whether it is empty or one token long
         self.tokens = 0  # the number of tokens in all answers; those of a server's chat are text, and count 0
         self._lock = threading.Lock()
         self._start = perf_counter()
@@ -116,7 +114,7 @@ class Journal:
     def append(self, task: Task, turn: int, row: Json) -> None:
         """Write the answer to one turn of a task, unless the journal already has it.
 
-        Raise ShortAnswersError if this ends the answers to the first 32 turns, and most of them are short."""
+        Raise ShortAnswersError if this ends the answers to the first 32 prompts, and most of them are short."""
         key = task.index, turn
         line: Json = {"index": task.index, "turn": turn} | row
         if task.category is not None:
@@ -139,7 +137,7 @@ class Journal:
         # Not the answers that end first, among which short ones are most frequent.
         found, short = len(self.first), sum(self.first.values())
         if short > found / 2 and self.first.keys() <= self.done.keys():
-            which = "" if found == self.total else "first "
+            which = "" if found == len(self.tasks) else "first "
             raise ShortAnswersError(f"{short} of the {which}{found} answers are empty or one token long")
 
     def _draw(self) -> None:
@@ -154,6 +152,7 @@ class Journal:
         row = {"index": task.index, "turn": turn, "where": task.where, "error": reason}
         with self._lock, self.failed_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self.first.pop((task.index, turn), None)  # the others are judged without it
 
 
 def _reply(row: Json) -> Json:
