@@ -70,8 +70,8 @@ def _made_of(model: PreTrainedModel, kwargs: dict[str, Any]) -> object:
     if in_effect(model, kwargs, "stop_strings"):
         return None
     found = kwargs, vars(model.generation_config)
-    generate = cast(Any, model).generate
-    return (getattr(generate, "__func__", generate), model.device, by_value(found)) if _is_plain(found) else None
+    generate = type(cast(Any, getattr(model, "_orig_mod", model))).generate
+    return (generate, model.device, by_value(found)) if _is_plain(found) else None
 
 
 def _is_plain(value: object) -> bool:

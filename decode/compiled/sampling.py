@@ -250,6 +250,7 @@ class Sampler:
             everything = (scores - values[..., :1]).exp().sum(-1, keepdim=True)
             total = torch.where(no_limit, everything.double(), total)
         left = among & (mass.cumsum(-1) - mass < top_p * total) & (p >= min_p)
+        left = left.index_fill(-1, left.new_zeros(1, dtype=torch.long), True)  # the best one, also with top-p 0
         kept = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, ids, left)
         if candidates == self.vocab:
             return kept, None

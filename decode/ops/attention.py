@@ -67,7 +67,7 @@ def sdpa_grouped(
         return out.to(query.dtype), None
     batch, heads, tokens, size = query.shape
     others = [kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux")]
-    if attention_mask is not None and tree_attention.is_seen(attention_mask):
+    if _HERE.depth and attention_mask is not None and tree_attention.is_seen(attention_mask):
         if not (dropout or any(others)) and tree_attention.takes(query, key, value):
             scale = size**-0.5 if scaling is None else scaling
             return tree_attention.attention(query, key, value, attention_mask, scale), None

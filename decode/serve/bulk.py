@@ -47,7 +47,7 @@ class Width:
     """The number of texts at a time: it doubles as long as that makes the texts faster."""
 
     def __init__(self, given: int | None) -> None:
-        """Begin with the `given` number, which then stays; `None`: with 16, and find the best one."""
+        """Begin with the `given` number, which then stays; `None`: with 32, and find the best one."""
         self.rows, self.settled = given or FIRST_WIDTH, given is not None
         self.most = given or MOST
         self.half, self.speed = self.rows, 0.0  # the width before the last doubling, and its tokens a second
@@ -132,7 +132,7 @@ class BulkWriter:
         few = room < min(len(jobs), ceil(self.width.rows * JOINING))
         if not jobs or (self.running and (few or self.generator.settings.compile)):
             return False
-        joining, generator = _alike(jobs, room), self.generator
+        joining, generator = _alike(jobs, room, padded=self.generator.settings.compile), self.generator
         kwargs = generator.settings.generate_kwargs(generator.tokenizer)
         prompts, seeds = [job.prompt for job in joining], [job.seed for job in joining]
         try:
@@ -169,14 +169,15 @@ class BulkWriter:
                 job.ended(sequences.new_ids[row], reason)
 
 
-def _alike(jobs: deque[Job], most: int) -> list[Job]:
+def _alike(jobs: deque[Job], most: int, padded: bool) -> list[Job]:
     """Take the first job, and those of the next ones whose prompts are about as long, as these are read together.
 
-    There are at most `most` of them, and fewer if their padding would take much time."""
+    There are at most `most` of them, and fewer if their padding would take much time, unless they may be `padded`: each
+    number of texts is compiled anew."""
     near = [jobs.popleft() for _ in range(min(len(jobs), LOOK_AHEAD * most))]
     length = len(near[0].prompt)
     chosen = sorted(near, key=lambda job: abs(len(job.prompt) - length))[:most]
-    while _padding(chosen) > max(FREE_PADDING, PADDING * sum(len(job.prompt) for job in chosen)):
+    while not padded and _padding(chosen) > max(FREE_PADDING, PADDING * sum(len(job.prompt) for job in chosen)):
         chosen.pop()
     jobs.extendleft(reversed([job for job in near if job not in chosen]))
     return chosen
