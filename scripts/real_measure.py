@@ -28,6 +28,7 @@ from medusa.records.sources import read_records
 SETS = {"MT-bench": ("mt_bench", 80), "GSM8K": ("gsm8k", 40), "HumanEval": ("humaneval", 40)}
 """The sets of prompts: the folder of each in --data, and the number of its last prompts that are set aside."""
 ROWS = 16  # of a batch of `model.generate` that is compared with the text engine
+TOGETHER = 8  # texts whose tau is measured at once; a text's steps do not depend on the others
 
 
 def read_prompts(data: Path, more: Sequence[Path]) -> tuple[Split, dict[str, list[Record]]]:
@@ -56,7 +57,7 @@ def taus(opened: Opened, heads: MedusaHeads, nodes: Sequence[int], found: Calibr
         tree = dynamic if found is None else found.fit(dynamic)
         method = medusa_method(opened.loaded.model, heads, opened.settings, opened.loaded.tokenizer, tree=tree)
         contender = Contender(str(count), method)
-        run_rounds([contender], [[prompt] for prompt in opened.prompts], 1)
+        run_rounds([contender], list(batches(opened.prompts, TOGETHER)), 1)
         for name in dict.fromkeys(str(record.category) for record in opened.records):
             chosen = [index for index, record in enumerate(opened.records) if record.category == name]
             sample = Sample.of(contender.prompt_figures(chosen))

@@ -1,15 +1,16 @@
-"""Linear layers of a few tokens on AMD CPUs, by oneDNN instead of MKL.
+"""Linear layers of a few tokens on a CPU, by oneDNN, with weights that are packed once.
 
-PyTorch multiplies float32 matrices with MKL, which is as fast as without AVX-512 on AMD CPUs. For one token this does
-not matter, because reading the weights takes the time. For 8 tokens, oneDNN takes 0.5 to 0.8 times as long as MKL, and
-for 64 tokens half as long (AMD EPYC with AVX-512, one thread). Results are equal up to rounding.
+In bfloat16, PyTorch multiplies by oneDNN, which rearranges a weight in each product. With packed weights, the layers of
+SmolLM2-135M take 0.6 to 0.7 times as long for 1 to 36 tokens, and results are equal bit by bit (Intel Xeon with AMX,
+one thread). In float32, PyTorch multiplies with MKL, which is as fast as without AVX-512 on AMD CPUs. For one token
+this does not matter, because reading the weights takes the time. For 8 tokens, oneDNN takes 0.5 to 0.8 times as long as
+MKL, and for 64 tokens half as long (AMD EPYC with AVX-512, one thread). Results are equal up to rounding.
 
-Packed weights are a second copy of the weights, in the order in which oneDNN multiplies them: to rearrange a weight in
-each product takes half of the time with 8 tokens. They are packed when a model's first text begins, if the copies fit
-in `SHARE` of the memory. A weight may change later, and not all changes are counted by PyTorch (`weight.data += delta`
-is not). So each text begins with a check: the product of each weight and one vector must be the same, bit by bit, as
-when the weight was packed. This reads the weights once. An uncounted change is missed only if it is so small that
-rounding hides it in the sums of all rows that it changed.
+Packed weights are a second copy of the weights, in the order in which oneDNN multiplies them. They are packed when a
+model's first text begins, if the copies fit in `SHARE` of the memory. A weight may change later, and not all changes
+are counted by PyTorch (`weight.data += delta` is not). So each text begins with a check: the sums of each row's bits,
+read as integers, must be those of the weight that was packed. This reads the weights once. An uncounted change is
+missed only if it leaves all of these sums alone, for example if eight bytes of a row change places with eight others.
 
 With `--numerics stable`, `linear` multiplies in blocks of `ROWS` tokens, in any dtype, because libraries choose their
 kernel, and with it the order of sums, by the number of tokens (`decode.stable`).
@@ -28,13 +29,13 @@ from torch import Tensor, nn
 from torch import library as operators
 from torch.nn import functional as F
 
-from medusa.cpu import cpuinfo
+from medusa.cpu import cpuinfo, has_fast_bfloat16
 from medusa.memory import total_memory
 
 MIN_PRODUCTS = 2**20
-"""M x K x N from which oneDNN is faster; a call of it takes 10 us more than one of MKL."""
+"""M x K x N from which oneDNN is faster in float32; a call of it takes 10 us more than one of MKL."""
 MIN_PACKED = 2**19
-"""M x K x N from which oneDNN is faster with a packed weight."""
+"""M x K x N from which oneDNN is faster in float32 with a packed weight."""
 MIN_NUMBERS = 1 << 16
 """Size of a weight from which packing pays in drafts of 8 tokens."""
 SHARE = 1 / 8
@@ -42,8 +43,16 @@ SHARE = 1 / 8
 ROWS = 32
 """Tokens of a block of stable products. oneDNN's bfloat16 kernels take as long for 32 tokens as for one."""
 PLAIN_TYPES = (Tensor, nn.Parameter)  # subclasses, for example quantised weights, have their own products
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-PREFERS_ONEDNN = "AuthenticAMD" in cpuinfo("vendor_id") and HAS_AVX512 and torch.backends.mkldnn.is_available()
+HAS_ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+TYPES = {
+    dtype
+    for dtype, is_faster in (
+        (torch.float32, "AuthenticAMD" in cpuinfo("vendor_id")),
+        (torch.bfloat16, has_fast_bfloat16()),
+    )
+    if is_faster and HAS_ONEDNN
+}
+"""The dtypes whose weights are packed on this machine."""
 STOCK = F.linear
 
 
@@ -53,15 +62,15 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return STOCK(input, weight, bias)
     if _HERE.stable:
         return _in_blocks(input, weight, bias)
-    products = input.numel() * len(weight)
-    if products < MIN_PACKED or products == weight.numel() or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not _is_usual(input, weight, bias):
         return STOCK(input, weight, bias)
-    if torch.is_autocast_enabled("cpu") or not is_plain(input) or not _is_usual(weight, bias):
+    products, float32 = input.numel() * len(weight), weight.dtype == torch.float32
+    if float32 and (products < MIN_PACKED or products == weight.numel()):
         return STOCK(input, weight, bias)
     if torch.compiler.is_compiling():
         return torch.ops.medusa.linear(input, weight, bias) if is_plain(weight) else STOCK(input, weight, bias)
     arranged = packed(weight)
-    if arranged is not None or (products >= MIN_PRODUCTS and is_plain(weight)):
+    if arranged is not None or (float32 and products >= MIN_PRODUCTS and is_plain(weight)):
         return _by_onednn(input, weight if arranged is None else arranged, bias)
     return STOCK(input, weight, bias)
 
@@ -95,14 +104,18 @@ if not hasattr(torch.ops.medusa, "linear"):
 
 
 def is_plain(part: Tensor) -> bool:
-    return type(part) in PLAIN_TYPES and part.dtype == torch.float32 and part.is_cpu
+    return type(part) in PLAIN_TYPES and part.dtype in TYPES and part.is_cpu
 
 
-def _is_usual(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `weight` is [N, K] and `bias` [N]. oneDNN would read any bias as N numbers that lie side by side."""
-    if bias is None or weight.ndim != 2:
-        return weight.ndim == 2
-    return is_plain(bias) and bias.shape == weight.shape[:1] and bias.is_contiguous()
+def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `input` is [..., M, K], `weight` [N, K], and `bias` [N].
+
+    oneDNN would read any bias as N numbers that lie side by side."""
+    if not is_plain(input) or input.ndim < 2 or not input.numel() or weight.ndim != 2 or weight.dtype != input.dtype:
+        return False
+    if bias is None:
+        return True
+    return is_plain(bias) and bias.dtype == weight.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()
 
 
 class _Here(threading.local):
@@ -123,9 +136,9 @@ class fast_linear:
 
     def __init__(self, largest: Tensor, tokens: int, stable: bool = False) -> None:
         """Decide whether it pays. `stable`: compute all products in blocks of `ROWS` tokens instead."""
-        plain = PREFERS_ONEDNN and largest.is_cpu and largest.dtype == torch.float32
+        fewest = max(2, MIN_PRODUCTS / largest.numel()) if largest.dtype == torch.float32 else 1
         self.stable = stable
-        self.used = stable or (plain and tokens >= max(2, MIN_PRODUCTS / largest.numel()))
+        self.used = stable or (largest.is_cpu and largest.dtype in TYPES and tokens >= fewest)
 
     def __enter__(self) -> None:
         if self.used:
@@ -142,7 +155,7 @@ class fast_linear:
 
 def prepare_linear(model: nn.Module) -> None:
     """Prepare the linear layers of `model` for a text: pack their weights on CPUs where `linear` uses oneDNN."""
-    if PREFERS_ONEDNN:
+    if TYPES:
         pack(model)
 
 
@@ -151,7 +164,7 @@ class Packed(NamedTuple):
 
     of: weakref.ref[Tensor]
     version: int  # how often the weight had been written to
-    sums: Tensor  # [N] its product with `_vector`
+    sums: Tensor  # [N] of its bits (`_sums`)
     copy: Tensor  # the weight in oneDNN's order
 
 
@@ -179,7 +192,7 @@ def pack(model: nn.Module) -> None:
         _PACKED.pop(key, None)
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         for key, weight in weights.items():
-            sums, found = torch.mv(weight, _vector(weight.shape[1])), _PACKED.get(key)
+            sums, found = _sums(weight), _PACKED.get(key)
             if found is None or found.of() is not weight or not torch.equal(found.sums, sums):
                 copy = torch.ops.mkldnn._reorder_linear_weight(weight)
                 _PACKED[key] = Packed(weakref.ref(weight, partial(_forget, key)), weight._version, sums, copy)
@@ -192,20 +205,19 @@ def weight_of(layer: nn.Module) -> Tensor | None:
     if not isinstance(layer, nn.Linear) or type(layer.weight) not in PLAIN_TYPES:
         return None
     weight = layer.weight
-    fits = weight.dtype == torch.float32 and weight.is_cpu and weight.is_contiguous() and not weight.is_inference()
-    return weight if fits and weight.numel() >= MIN_NUMBERS else None
+    fits = is_plain(weight) and weight.is_contiguous() and not weight.is_inference()
+    return weight if fits and weight.numel() >= MIN_NUMBERS and weight[0].nbytes % 8 == 0 else None
+
+
+def _sums(weight: Tensor) -> Tensor:
+    """The sums [N] of the rows of a weight [N, K], whose bits are read as integers of eight bytes, modulo 2^64."""
+    return weight.view(torch.int64).sum(1)
 
 
 @cache
 def _limit() -> float:
     """The number of bytes that the packed weights of a model may fill."""
     return SHARE * total_memory(torch.device("cpu"))
-
-
-@cache
-def _vector(size: int) -> Tensor:
-    """A vector of `size` different numbers. Zeros in a weight change no sum, but neither do they change a product."""
-    return torch.linspace(1, 2, size, dtype=torch.float32, device="cpu")  # whatever the defaults of the caller are
 
 
 def _forget(key: int, of: weakref.ref[Tensor]) -> None:

@@ -31,8 +31,8 @@ WEIGHT = torch.nn.Parameter(torch.randn(1024, 256))
 
 @pytest.fixture(autouse=True)
 def amd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all machines behave like one with an AMD CPU."""
-    monkeypatch.setattr(module, "PREFERS_ONEDNN", True)
+    """Let all machines behave like one with an AMD CPU that multiplies no bfloat16."""
+    monkeypatch.setattr(module, "TYPES", {torch.float32})
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_it_works_only_in_the_context_of_large_forwards(monkeypatch: pytest.Monk
         fails()
     for weight, tokens in ((WEIGHT, 1), (WEIGHT, 2), (WEIGHT.bfloat16(), 64), (WEIGHT.to("meta"), 64)):
         assert not used_in(weight, tokens)
-    monkeypatch.setattr(module, "PREFERS_ONEDNN", False)
+    monkeypatch.setattr(module, "TYPES", set())
     assert not used_in(WEIGHT, 64)
 
 
@@ -195,6 +195,31 @@ def require_product(one: nn.Linear, x: Tensor) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-4)  # as above
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here")
+@torch.no_grad()
+def test_products_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By packed weights only, as PyTorch takes oneDNN for the others; also of one token, but not of a vector."""
+    monkeypatch.setattr(module, "TYPES", {torch.bfloat16})
+    one = layer().bfloat16()
+    tokens = [torch.randn(count, 256, dtype=torch.bfloat16) for count in (1, 5, 40)]
+    with fast_linear(one.weight, 1):
+        for takes in (0, 1):
+            for x in tokens:
+                with ByOneDNN() as used:
+                    found = F.linear(x, one.weight, one.bias)
+                assert used.count == takes
+                exact = STOCK(x.double(), one.weight.double(), one.bias.double())
+                rounding = 2**-8  # of a bfloat16
+                torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=2e-4)
+            pack(one)
+        for x in (tokens[0][0], tokens[0][:0]):
+            assert torch.equal(F.linear(x, one.weight, one.bias), STOCK(x, one.weight, one.bias))
+        before = packed(one.weight)
+        one.weight.data[3, 5] *= 1.01
+        pack(one)
+        assert packed(one.weight) is not before, "a change that the sum of a row in bfloat16 would hide"
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [2, 7, 16, 300])
 def test_products_of_packed_weights_equal_those_of_pytorch(tokens: int) -> None:
@@ -268,19 +293,19 @@ def test_copies_end_with_their_weights_and_have_their_own() -> None:
 def test_a_garbage_collection_may_end_weights_while_others_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the thread that holds the lock."""
     monkeypatch.setattr(module, "_LOCK", Lock())
-    one, other, held, vector = layer(), layer(), [], module._vector
+    one, other, held, sums = layer(), layer(), [], module._sums
     pack(one)
     ring: list[Any] = [one]
     ring.append(ring)  # only a garbage collection frees it
     key = id(one.weight)
     del one, ring
 
-    def collects(size: int) -> Tensor:
+    def collects(weight: Tensor) -> Tensor:
         held.append(key in module._PACKED)
         gc.collect()
-        return vector(size)
+        return sums(weight)
 
-    monkeypatch.setattr(module, "_vector", collects)
+    monkeypatch.setattr(module, "_sums", collects)
     thread = Thread(target=pack, args=(other,), daemon=True)
     thread.start()
     thread.join(30)
@@ -307,19 +332,6 @@ def test_copies_end_when_their_weights_may_not_be_packed_any_more(change: Callab
     pack(one)
     assert packed(one.weight) is None
     assert id(one.weight) not in module._PACKED
-
-
-def test_defaults_of_the_caller_do_not_matter() -> None:
-    module._vector.cache_clear()
-    one = layer()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            pack(one)
-    finally:
-        torch.set_default_dtype(before)
-    assert packed(one.weight) is not None
 
 
 def test_models_too_large_for_a_second_copy_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,8 +371,8 @@ def test_the_weights_of_an_amateur_are_checked_too(monkeypatch: pytest.MonkeyPat
     model, amateur, prompt = tiny_model("llama"), tiny_model("llama", seed=1), torch.tensor([random_ids(7)])
     texts = []
     for _ in range(2):
-        for by_onednn in (True, False):
-            monkeypatch.setattr(module, "PREFERS_ONEDNN", by_onednn)
+        for types in ({torch.float32}, set()):
+            monkeypatch.setattr(module, "TYPES", types)
             heads = random_heads(model)
             found = generate(model, heads, prompt, amateur=amateur, max_new_tokens=16, do_sample=False)
             texts.append(found.tolist())
