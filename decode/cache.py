@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 from decode.layers.attention import BothLayer, Place, TreeLayer
 from decode.layers.reading import Reading
 from decode.layers.recurrent import StateLayer
+from decode.ops.attention import Run, runs_of
 from decode.ops.transfer import on_device
 from decode.topology import Topology
 from medusa.tree_support import LayerTypes
@@ -64,6 +65,7 @@ class TreeCache(Cache):
         """The same on the device [B], always with what was committed."""
         self.window = torch.empty(0, device=device)
         """An element for each block of the window. Only their number counts: compiled code reads the width from it."""
+        self.room = 0  # nodes after each text, for which `open` made room last
         self.even: int | None = 0  # where all rows write next, if the host knows one slot for all
         self.slots: Tensor | None = None  # during a forward: the slots [B, N] to which its N nodes are written
         self.indices: dict[tuple[int, torch.device], Index] = {}  # of these slots, for eager forwards
@@ -121,7 +123,7 @@ class TreeCache(Cache):
         Buffers that are too small grow, which moves them. Compiled steps see whole blocks. `rows` are those
         that still grow, by default all; what is written to the others does not matter."""
         lengths = self.lengths if rows is None else [self.lengths[row] for row in rows]
-        longest = max(lengths, default=0)
+        longest, self.room = max(lengths, default=0), count
         end = rounded(longest + count) if self.is_compiled else longest + count
         if end > self.capacity:
             self.make_room(max(end + MIN_GROWTH, self.capacity + min(self.capacity, MAX_GROWTH)))
@@ -143,6 +145,13 @@ class TreeCache(Cache):
         # Rows that have ended can be longer than the window.
         self.slots = positions if self.even is not None else positions.clamp_max(self.width - 1)
         return positions
+
+    def runs(self) -> tuple[Run, ...]:
+        """The runs of rows for attention of the next forward; none on a GPU, and in compiled steps."""
+        if self.is_compiled or self.filled.device.type != "cpu" or len(self.lengths) == 1 or not self.buffers:
+            return ()
+        per_slot = 2 * max(buffer[0, 0, :, 0].nbytes for buffer in self.buffers)  # keys and values of a layer
+        return runs_of([min(length + self.room, self.width) for length in self.lengths], per_slot)
 
     def commit(self, path: Tensor | None, counts: Tensor) -> None:
         """Keep the accepted nodes `path[b, : counts[b]]` behind row b's text, and drop the other nodes.

@@ -67,12 +67,13 @@ class Reader:
         """Run the model on tokens `ids` [B, N], which are written to the slots that `TreeCache.append` has reserved.
 
         `positions` are [B or 1, N], and `masks` [B, 1, N, S]; `None` is a causal mask. The rest: `Backbone.forward`."""
+        runs = () if masks is None else self.cache.runs()
         kwargs = {"position_ids": positions.expand(len(ids), -1), "attention_mask": masks}
         head, stable = self.backbone.head_weight, self.stable
         if self.cache.reading is not None:
             self.cache.reading.stable = stable
         linear, states = fast_linear(head, ids.numel(), stable), reading(self.cache.reading)
-        with grouped(self.backbone.config, stable), linear, states:
+        with grouped(self.backbone.config, stable, runs), linear, states:
             return self.backbone.forward(ids, self.cache, last, all_hidden, **kwargs)
 
     def prefill(self, ids: Tensor, lengths: Sequence[int], on_hidden: OnHidden | None = None) -> Readout:

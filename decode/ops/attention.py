@@ -13,6 +13,9 @@ a layer of 32 heads took 87 us, twelve times as long as memory needs. So compile
 each of P parts of the keys alone, in one call, and combine the results by their log-sum-exp (flash-decoding: Dao et
 al., 2023).
 
+In a batch on a CPU, most texts are shorter than the longest, and to read the slots beyond their ends takes time. So the
+rows are cut into runs of about the same length, each of which has its own number of slots (`runs_of`).
+
 With `--numerics stable`, attention is computed in float64. In a tree, other slots lie between those that a node sees
 than in plain decoding, so its sums add the same numbers in another order. Float64's rounding is so far below that of
 the model's dtype that the rounded results are equal (`decode.stable`).
@@ -23,7 +26,8 @@ slots, D head size, P parts."""
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +45,9 @@ QUERIES = 64
 """Queries of a piece in PyTorch's kernel."""
 MOST_PARTS = 16
 """Maximum number of parts. The combination of 32 parts took as long as attention itself (11 us a layer on an H200)."""
+CALL = 160_000
+"""Bytes of keys and values that attention reads while another call starts: 42 us on a core of an Intel Xeon."""
+MOST_ROWS_OF_RUN = 64
 MOST_ROWS = 4
 """Rows of a batch that are split; for more, a call for each row takes longer than one call for all."""
 
@@ -78,22 +85,65 @@ def sdpa_grouped(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     own = query.reshape(batch, key.shape[1], groups * tokens, size)
     parts = 1 if dropout else num_parts(own, key, value, mask)
-    if groups == parts == 1:
+    runs = (
+        _HERE.runs if len(mask) == batch and key.shape[2] == max((run.width for run in _HERE.runs), default=0) else ()
+    )
+    if groups == parts == 1 and not runs:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     # Kernels on a GPU need rows that are a multiple of 8 elements apart, or copy the mask.
     slots = mask.shape[-1]
     mask = torch.cat([F.pad(mask, (0, -slots % 8))] * groups, dim=2)[..., :slots]
     if parts > 1:
         out = attention_in_parts(own, key, value, mask, size**-0.5 if scaling is None else scaling, parts)
+    elif runs:
+        out = torch.cat([attention_of_run(run, own, key, value, mask, dropout, scaling) for run in runs])
     else:
         out = F.scaled_dot_product_attention(own, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return out.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
+class Run(NamedTuple):
+    """Rows of a batch that lie side by side, and the number of slots that the longest of them needs."""
+
+    rows: slice
+    width: int
+
+
+def attention_of_run(
+    run: Run, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, scale: float | None
+) -> Tensor:
+    """Compute attention of the rows of a run, out of all rows' tensors, to their own slots."""
+    of_rows = (part[run.rows, :, : run.width] for part in (key, value))
+    masks = mask[run.rows, ..., : run.width]
+    return F.scaled_dot_product_attention(query[run.rows], *of_rows, masks, dropout, scale=scale)
+
+
+def runs_of(widths: Sequence[int], bytes_per_slot: int) -> tuple[Run, ...]:
+    """Cut the rows of a batch into the runs whose attention takes the least time; none if all belong together.
+
+    Row b needs `widths[b]` slots, of `bytes_per_slot` in a layer. Rows stay in their order, as sorting would copy keys.
+    """
+    call = CALL / bytes_per_slot  # slots that could be read instead of another call
+    costs, starts = [0.0], [0]  # of the best runs of the first 0, 1, 2, ... rows, and where the last of them starts
+    for end in range(1, len(widths) + 1):
+        width, best = 0, (float("inf"), 0)
+        for start in range(end - 1, max(end - MOST_ROWS_OF_RUN, 0) - 1, -1):
+            width = max(width, widths[start])
+            best = min(best, (costs[start] + call + (end - start) * width, start))
+        costs.append(best[0])
+        starts.append(best[1])
+    runs, end = [], len(widths)
+    while end:
+        runs.append(Run(slice(starts[end], end), max(widths[starts[end] : end])))
+        end = starts[end]
+    return tuple(reversed(runs)) if len(runs) > 1 else ()
+
+
 class _Here(threading.local):
-    """Whether this thread is in a forward that takes grouped attention, and in a stable one."""
+    """Whether this thread is in a forward that takes grouped attention, and in a stable one; the runs of its rows."""
 
     depth = stable = 0  # of `grouped` contexts
+    runs: tuple[Run, ...] = ()
 
 
 _HERE = _Here()
@@ -125,9 +175,11 @@ class grouped:
 
     A function that the user has registered as "sdpa" stays."""
 
-    def __init__(self, config: PretrainedConfig, stable: bool = False) -> None:
-        """Prepare for a forward of the model with this `config`. `stable`: compute attention in float64."""
-        self.used, self.stable = config._attn_implementation == SDPA, stable
+    def __init__(self, config: PretrainedConfig, stable: bool = False, runs: tuple[Run, ...] = ()) -> None:
+        """Prepare for a forward of the model with this `config`, whose rows are `runs`.
+
+        `stable`: compute attention in float64."""
+        self.used, self.stable, self.runs = config._attn_implementation == SDPA, stable, runs
 
     def __enter__(self) -> None:
         if self.used:
@@ -136,12 +188,14 @@ class grouped:
                 AttentionInterface.register(SDPA, sdpa_grouped)
             _HERE.depth += 1
             _HERE.stable += self.stable
+            self.runs, _HERE.runs = _HERE.runs, self.runs
 
     def __exit__(self, *error: object) -> None:
         if self.used:
             _CUDNN.count(-1)
             _HERE.depth -= 1
             _HERE.stable -= self.stable
+            _HERE.runs = self.runs
 
 
 def uses_own_sdpa(config: PretrainedConfig) -> bool:

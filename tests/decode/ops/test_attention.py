@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -13,14 +15,25 @@ from transformers import AttentionInterface, LlamaConfig
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from decode import generate
 from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.ops import attention
-from decode.ops.attention import SDPA, attention_in_parts, grouped, num_parts, sdpa_grouped
+from decode.ops.attention import SDPA, Run, attention_in_parts, grouped, num_parts, runs_of, sdpa_grouped
 from decode.reader import Reader
 from decode.topology import Topology
 from medusa.backbone import Backbone
-from tests.helpers import FIRST_TRANSFORMERS, random_ids, random_tree, tiny_model
+from tests.helpers import (
+    FIRST_TRANSFORMERS,
+    FORMS,
+    left_padded,
+    plain,
+    random_heads,
+    random_ids,
+    random_tree,
+    shared_model,
+    tiny_model,
+)
 
 CPU = torch.device("cpu")
 
@@ -268,3 +281,44 @@ def test_layers_attend_in_parts(heads: int, key_heads: int, monkeypatch: pytest.
             found = sdpa_grouped(module, query, key, value, mask, scaling=0.25)[0]
     assert called
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_take_the_least_time_of_all_cuts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 8 rows, against each of their 128 cuts; a call costs as much as 20 slots."""
+    monkeypatch.setattr(attention, "CALL", 2000)
+    draw = random.Random(seed)
+    widths = [draw.choice([10, 12, 30, 90]) for _ in range(draw.randint(2, 8))]
+
+    def costs(runs: Sequence[tuple[int, int]]) -> int:
+        return sum(20 + (end - start) * max(widths[start:end]) for start, end in runs)
+
+    inner = range(1, len(widths))
+    cuts = [[0, *cut, len(widths)] for count in range(len(widths)) for cut in combinations(inner, count)]
+    found = [(run.rows.start, run.rows.stop) for run in runs_of(widths, 100)] or [(0, len(widths))]
+    assert costs(found) == min(costs(list(pairwise(cut))) for cut in cuts)
+    assert [run.width for run in runs_of(widths, 100)] in ([], [max(widths[start:end]) for start, end in found])
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_texts_in_runs_equal_generate(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is a run, with heads and with a layer that grows a tree; a text ends early, and the others go on."""
+    monkeypatch.setattr(attention, "CALL", 1)
+    seen, stock = set[int](), attention.attention_of_run
+
+    def counting(run: Run, *args: Any) -> torch.Tensor:
+        seen.add(run.width)
+        return stock(run, *args)
+
+    monkeypatch.setattr(attention, "attention_of_run", counting)
+    model = shared_model(family)
+    prompts = [random_ids(length, seed=length) for length in (4, 19, 9, 30)]
+    stop = plain(model, prompts[3], max_new_tokens=12, eos_token_id=None)[4]
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": stop}
+    inputs = left_padded(prompts)
+    out = generate(model, random_heads(model, **FORMS[kind]), **inputs, tree="dynamic:12", **options)
+    for row, prompt in zip(out[:, 30:].tolist(), prompts, strict=True):
+        alone = plain(model, prompt, **options)
+        assert row[: len(alone)] == alone
+    assert len(seen) > 4
