@@ -31,10 +31,10 @@ from decode.topology import Topology
 from medusa.backbone import Backbone, Readout, at
 from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds, Mask, additive
 
-PIECE_TOKENS, MIN_PIECE_ROW = {"cuda": 8192}, 256
-"""Tokens of a piece in all rows together, if not 1024, and the fewest in each row. Larger pieces gain nothing on a CPU
-(measured at 8192 tokens, 6 layers of width 288, float32). On a GPU, the first piece alone has flash attention, because
-it needs no mask."""
+PIECE_TOKENS, FIRST_TOKENS, MIN_PIECE_ROW = 1024, {"cuda": 8192}, 256
+"""Tokens of a piece in all rows together, of the first one if that differs, and the fewest in each row. Larger pieces
+gain nothing on a CPU (measured at 8192 tokens, 6 layers of width 288, float32). On a GPU, the first piece alone has
+flash attention, because it needs no mask; a mask of 8192 of 32,768 tokens would take half a GiB and more."""
 OnHidden = Callable[[Tensor, Tensor, int], Tensor]
 """(hidden states [B, C, H] of a piece, the token after each [B, C], the piece's first position) -> the hidden states
 [B, C, H] to use instead."""
@@ -48,7 +48,7 @@ class Reader:
         if cache.state_layers:
             prepare_states(backbone.model)
         self.layers = LayerKinds(backbone.config)
-        self.by_kernel = backbone.model in TRIED and uses_own_sdpa(backbone.config)
+        self.by_kernel = backbone.dtype in TRIED.get(backbone.model, ()) and uses_own_sdpa(backbone.config)
         """Whether attention of the model takes the numbers of `seen_by` for a mask."""
         self.be_stable(False)
 
@@ -82,12 +82,15 @@ class Reader:
         A causal model does not see padding after a token. `on_hidden` receives each piece's hidden states and returns
         those to use instead. Returns the last hidden state of each prompt [B, H] and the logits after it [B, V]."""
         (count, device), longest, boundary = (len(ids), ids.device), max(lengths), self.backbone.rope_boundary
-        size = max(PIECE_TOKENS.get(device.type, 1024) // count, MIN_PIECE_ROW)
+        first, size = (
+            max(tokens // count, MIN_PIECE_ROW)
+            for tokens in (FIRST_TOKENS.get(device.type, PIECE_TOKENS), PIECE_TOKENS)
+        )
         last = on_device(lengths, device) - 1
         next_ids = F.pad(ids[:, 1:], (0, 1))
         found: Readout | None = None
-        for start in range(0, longest, size):
-            end = min(start + size, longest)
+        for start in (0, *range(first, longest, size)):
+            end = min(start + size if start else first, longest)
             piece, positions = ids[:, start:end], torch.arange(start, end, device=device)
             if boundary is not None and end <= boundary < longest:
                 # longrope rotates a forward by its longest position, and this text's lies beyond the boundary. One more

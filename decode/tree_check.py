@@ -28,7 +28,7 @@ from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.ops.attention import uses_own_sdpa
 from decode.ops.fast_linear import prepare_linear
-from decode.ops.tree_attention import TRIED, runs_on
+from decode.ops.tree_attention import TRIED, is_right, recorded, runs_on
 from decode.reader import Reader
 from decode.topology import Topology
 from medusa.backbone import Backbone, by_value, require_tree_support
@@ -98,13 +98,18 @@ def check_tree_forward(model: PreTrainedModel) -> TreeCheck:
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
     # Dropout and routing noise may draw random numbers; the caller's generators stay as they were.
     with _LOCK, torch.random.fork_rng(devices), torch.no_grad():
-        TRIED.discard(model)
-        short = _with_short_windows(model)
-        check, config = _check(short), Backbone(model).config
+        tried, backbone = TRIED.setdefault(model, set()), Backbone(model)
+        tried.discard(backbone.dtype)
+        short, config = _with_short_windows(model), backbone.config
+        check = _check(short)
         if check.ok and runs_on(model.device) and uses_own_sdpa(config):
-            by_kernel = _check(short, by_kernel=True)
+            with recorded() as shapes:
+                by_kernel = _check(short, by_kernel=True)
+            wrong = [shape for shape in shapes if by_kernel.ok and not is_right(shape)]
+            if wrong:
+                by_kernel = replace(by_kernel, reason=f"it is wrong after a long text, for {wrong[0]}")
             if by_kernel.ok:
-                TRIED.add(model)
+                tried.add(backbone.dtype)
             else:
                 name = f"{type(model).__name__} ({config.model_type})"
                 warnings.warn(f"attention of {name} takes masks, not the kernel: {by_kernel.reason}", stacklevel=2)

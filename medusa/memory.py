@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,8 @@ def total_memory(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).total_memory)
     import psutil  # a dependency of accelerate
 
-    return int(psutil.virtual_memory().total)
+    total, limits = int(psutil.virtual_memory().total), container_limits()
+    return total if limits is None else min(total, limits[0])
 
 
 def free_memory(device: torch.device) -> int:
@@ -45,7 +47,25 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     import psutil  # a dependency of accelerate
 
-    return int(psutil.virtual_memory().available)
+    available, limits = int(psutil.virtual_memory().available), container_limits()
+    return available if limits is None else min(available, max(limits[0] - limits[1], 0))
+
+
+def container_limits(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
+    """Return the memory that Linux grants this process's container, and what it uses, in bytes; `None`: no limit.
+
+    Files that were read and that memory need not keep do not count as used."""
+    for limit, usage, stat, name in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        try:
+            most, used = int((root / limit).read_text()), int((root / usage).read_text())
+            held = dict(line.split() for line in (root / stat).read_text().splitlines())
+        except (OSError, ValueError):  # another version of control groups, another system, or the limit `max`
+            continue
+        return most, max(used - int(held.get(name, 0)), 0)
+    return None
 
 
 def devices_of(module: nn.Module) -> set[torch.device]:

@@ -17,15 +17,19 @@ Shapes: B rows, H query heads on K KV heads, N nodes, M slots of a draft, W slot
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import library as operators
 
-from medusa.tree_support import LayerKind, additive
+from medusa.tree_support import FULL_LAYER, LayerKind, additive
 
 MOST_NODES = 64
 """Bits of a number."""
@@ -34,8 +38,12 @@ MOST_SIZE = 256
 DEVICES = {"cuda"}
 """Types of devices on which the kernel runs; Triton's interpreter, in tests, runs it on CPUs."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-TRIED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models that give the same logits with the kernel as with masks."""
+TRIAL_LENGTHS = 4000, 37
+"""Texts after which the kernel is tried with `MOST_NODES` nodes; the keys of the first are split."""
+TRIAL_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}
+"""The greatest errors that rounding may cause there: of the weights, whose sum is 1, and of results up to about 4."""
+TRIED: weakref.WeakKeyDictionary[nn.Module, set[torch.dtype]] = weakref.WeakKeyDictionary()
+"""The dtypes in which a model gives the same logits with the kernel as with masks."""
 
 
 def seen_by(kind: LayerKind, own: Tensor, lengths: Tensor, depth: Tensor, slot_depths: Tensor) -> Tensor:
@@ -89,9 +97,64 @@ def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: fl
     return found
 
 
+class Shape(NamedTuple):
+    """What calls of the kernel have in common in a layer."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: tuple[int, int]  # H, K
+    sizes: tuple[int, int]  # D, D'
+
+
+class _Calls(threading.local):
+    """The shapes of this thread's calls of the kernel, where they are recorded."""
+
+    shapes: set[Shape] | None = None
+
+
+_CALLS = _Calls()
+
+
+@contextmanager
+def recorded() -> Iterator[set[Shape]]:
+    """Give a set that holds, afterwards, the shapes of all calls of the kernel in the context."""
+    _CALLS.shapes = shapes = set()
+    try:
+        yield shapes
+    finally:
+        _CALLS.shapes = None
+
+
+def is_right(shape: Shape) -> bool:
+    """Whether the kernel gives the attention of masks, for a long and a short text before a full tree.
+
+    Keys, values and queries are random, the tree is a chain with a branch at each second node."""
+    generator = torch.Generator().manual_seed(0)
+    (heads, kv_heads), (size, value_size), nodes = shape.heads, shape.sizes, MOST_NODES
+    slots, lengths = max(TRIAL_LENGTHS) + nodes, torch.tensor(TRIAL_LENGTHS)
+    parents = [max(node - 1 - node % 2, 0) for node in range(nodes)]
+    own, depth = torch.eye(nodes, dtype=torch.bool), torch.zeros(nodes, dtype=torch.long)
+    for node, parent in enumerate(parents[1:], 1):
+        own[node] |= own[parent]
+        depth[node] = depth[parent] + 1
+    seen = seen_by(FULL_LAYER, own[None], lengths, depth[None], depth[None]).to(shape.device)
+    query, key, value = (
+        torch.randn(len(lengths), *of, generator=generator).to(shape.device, shape.dtype)
+        for of in ((heads, nodes, size), (kv_heads, slots, size), (kv_heads, slots, value_size))
+    )
+    found = attention(query, key, value, seen, size**-0.5).double()
+    keys, values = (part.double().repeat_interleave(heads // kv_heads, 1) for part in (key, value))
+    scores = query.double() @ keys.mT * size**-0.5 + mask_of(seen, slots, torch.float64)
+    exact = (scores.softmax(-1) @ values).transpose(1, 2)
+    return bool((found - exact).abs().max() <= TRIAL_ERRORS[shape.dtype])
+
+
 def _by_triton(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
     from decode.ops import tree_kernels  # needs Triton
 
+    if _CALLS.shapes is not None:
+        heads, sizes = (query.shape[1], key.shape[1]), (key.shape[3], value.shape[3])
+        _CALLS.shapes.add(Shape(query.device, query.dtype, heads, sizes))
     with torch.cuda.device_of(query):  # Triton launches on the current device
         return tree_kernels.attend(query, key, value, seen, scale)
 

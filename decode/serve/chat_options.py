@@ -90,13 +90,15 @@ class PageOptions:
     def _sampling(self) -> None:
         settings = self.settings
         words = ui.label()
-        temperature = ui.slider(min=0, max=1.5, step=0.1, value=settings.temperature)
+        # Compiled steps take any temperature above 0, or draw nothing.
+        least = 0.1 if settings.compile and settings.temperature else 0
+        temperature = ui.slider(min=least, max=1.5, step=0.1, value=settings.temperature)
         temperature.props("aria-label=Temperature")
         words.bind_text_from(temperature, "value", lambda t: f"Temperature {t:.1f}" if t else "Temperature 0: greedy")
         mass = ui.label()
         top_p = ui.slider(min=0.05, max=1, step=0.05, value=settings.top_p).props("aria-label='Top p'")
         mass.bind_text_from(top_p, "value", lambda p: f"Top p {p:.2f}" if p < 1 else "Top p 1: off")
-        top_p.bind_enabled_from(temperature, "value", lambda t: t > 0 and not settings.compile)
+        top_p.bind_enabled_from(temperature, "value", lambda t: t > 0)
 
         def sample() -> None:
             heat = float(temperature.value)
@@ -104,7 +106,7 @@ class PageOptions:
             if not self.change(lambda now: replace(now, temperature=heat, top_p=mass)):
                 temperature.value, top_p.value = self.settings.temperature, self.settings.top_p
 
-        if settings.compile:
-            temperature.disable()  # steps were compiled for this sampling
+        if settings.compile and not settings.temperature:
+            temperature.disable()
         temperature.on("change", sample)
         top_p.on("change", sample)

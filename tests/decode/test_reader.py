@@ -79,7 +79,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the number of tokens of a piece in each row."""
 
     def of(size: int) -> None:
-        monkeypatch.setattr(reader, "PIECE_TOKENS", {"cpu": 1})
+        monkeypatch.setattr(reader, "PIECE_TOKENS", 1)
         monkeypatch.setattr(reader, "MIN_PIECE_ROW", size)
 
     return of

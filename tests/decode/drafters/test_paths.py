@@ -214,7 +214,7 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
     The texts are read without a cache, as in training, so the test checks the heads' caches after acceptance, also
     those of prefix layers. To forget the text is to draft without keys, or from the backbone's own hidden states.
     """
-    monkeypatch.setattr(reader, "PIECE_TOKENS", {"cpu": 6})
+    monkeypatch.setattr(reader, "PIECE_TOKENS", 6)
     monkeypatch.setattr(reader, "MIN_PIECE_ROW", 3)
     model = tiny_model(family)
     heads = heads_for(model, kind, seed=2 if kind in EAGLE_FORMS else 0, scale=0.5, prefix_layers=prefix_layers)

@@ -85,7 +85,7 @@ def test_every_type_writes_the_text_of_generate(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_prompts_longer_than_a_piece(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The padding of shorter rows, and whole pieces of it, change no state."""
-    monkeypatch.setattr(decode.reader, "PIECE_TOKENS", {"cpu": 8})
+    monkeypatch.setattr(decode.reader, "PIECE_TOKENS", 8)
     monkeypatch.setattr(decode.reader, "MIN_PIECE_ROW", 3)
     model, prompts = shared_model(name), prompts_of(3, 40, 12, 1)
     scripted(model, prompts, Tree.top_k([2, 1]))

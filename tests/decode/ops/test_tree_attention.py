@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -174,9 +175,29 @@ def test_texts_are_equal(family: str, compiled: bool, used: list[Tensor]) -> Non
     inputs = left_padded(prompts)
     found = generate(model, random_heads(model), **inputs, tree=Tree.top_k([2, 2]), compile=compiled, **options)
     assert found[:, 9:].tolist() == [plain(model, prompt, max_new_tokens=5, eos_token_id=None) for prompt in prompts]
-    assert model in TRIED
+    assert TRIED[model] == {model.dtype}
     assert {query.shape[2] for query in used} >= {7}
     Regions.of(model).clear()
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("wrong", [slice(0, 0), slice(17, None)], ids=["right", "nodes after the 16th are wrong"])
+def test_the_kernel_is_tried_with_full_trees(wrong: slice, used: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trees of the self-test have eight nodes, after a few tokens."""
+    stock = tree_attention._by_triton
+
+    def faulty(*args: Any) -> Tensor:
+        found = stock(*args)
+        found[:, wrong] *= 1.5
+        return found
+
+    model = tiny_model("llama")
+    monkeypatch.setattr(tree_attention, "TRIAL_LENGTHS", (130, 7))
+    monkeypatch.setattr(tree_attention, "attention", faulty)
+    with nullcontext() if wrong.stop == 0 else pytest.warns(UserWarning, match="takes masks, not the kernel: it is wr"):
+        assert check_tree_forward(model).ok
+    assert TRIED[model] == ({model.dtype} if wrong.stop == 0 else set())
 
 
 @pytest.fixture
@@ -193,7 +214,7 @@ def test_models_pass_numbers_on(family: str, without_kernel: list[Tensor]) -> No
     """With windows and chunks; what the kernel does not take gets a mask after all."""
     model = tiny_model(FAMILIES[family])
     assert check_tree_forward(model).ok
-    assert model in TRIED
+    assert TRIED[model] == {model.dtype}
     assert without_kernel
 
 
@@ -203,7 +224,7 @@ def test_a_model_with_attention_of_its_own_gets_masks(without_kernel: list[Tenso
         UserWarning, match="FalconForCausalLM .falcon. takes masks, not the kernel: a tree forward raises"
     ):
         assert check_tree_forward(model).ok
-    assert model not in TRIED
+    assert not TRIED[model]
     assert not without_kernel
 
 

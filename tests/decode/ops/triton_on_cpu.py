@@ -28,7 +28,7 @@ def kernels_on_cpu(patch: pytest.MonkeyPatch) -> ModuleType:
     from triton import language as tl
     from triton.runtime import interpreter
 
-    from decode.ops import tree_kernels
+    from decode.ops import tree_attention, tree_kernels
 
     builder, prepared = interpreter.InterpreterBuilder, set[int]()
     multiply, convert, prepare = builder.create_dot, interpreter._convert_float, interpreter._patch_lang
@@ -50,6 +50,7 @@ def kernels_on_cpu(patch: pytest.MonkeyPatch) -> ModuleType:
         return Kept()
 
     patch.setattr("decode.ops.tree_attention.DEVICES", {"cpu"})
+    patch.setattr("decode.tree_check.runs_on", tree_attention.runs_on.__wrapped__)  # it keeps what it found for a CPU
     patch.setattr(builder, "create_dot", lambda self, a, b, *rest: multiply(self, widened(a), widened(b), *rest))
     patch.setattr(interpreter, "_convert_float", converted)
     patch.setattr(interpreter, "_patch_lang", once)
