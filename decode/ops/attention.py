@@ -85,9 +85,9 @@ def sdpa_grouped(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     own = query.reshape(batch, key.shape[1], groups * tokens, size)
     parts = 1 if dropout else num_parts(own, key, value, mask)
-    runs = (
-        _HERE.runs if len(mask) == batch and key.shape[2] == max((run.width for run in _HERE.runs), default=0) else ()
-    )
+    runs = _HERE.runs
+    if runs and (len(mask) != batch or key.shape[2] != longest(runs)):
+        runs = ()
     if groups == parts == 1 and not runs:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     # Kernels on a GPU need rows that are a multiple of 8 elements apart, or copy the mask.
@@ -107,6 +107,11 @@ class Run(NamedTuple):
 
     rows: slice
     width: int
+
+
+def longest(runs: tuple[Run, ...]) -> int:
+    """The slots of the whole batch."""
+    return max(run.width for run in runs)
 
 
 def attention_of_run(

@@ -64,7 +64,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _in_blocks(input, weight, bias)
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not _is_usual(input, weight, bias):
         return STOCK(input, weight, bias)
-    products, float32 = input.numel() * len(weight), weight.dtype == torch.float32
+    float32, products = weight.dtype == torch.float32, input.numel() * weight.shape[0]
     if float32 and (products < MIN_PACKED or products == weight.numel()):
         return STOCK(input, weight, bias)
     if torch.compiler.is_compiling():
