@@ -31,6 +31,11 @@ def parse(spec: str) -> DrafterConfig:
     return config(**_options(name, config, options))
 
 
+def title_of(spec: str) -> str:
+    """Return what a page calls a drafter: `mix:nodes=24,heads+ngram:n=5` is `heads and ngram`."""
+    return parse(spec).title(spec.partition(":")[0])
+
+
 def _options(name: str, config: type[DrafterConfig], text: str) -> dict[str, str | int | float]:
     known = {field.name: field for field in fields(config)}  # type: ignore[arg-type]
     allowed = ", ".join(f"{option}=" for option in known) or "none"

@@ -60,6 +60,10 @@ class DrafterConfig(ABC):
     needs_heads: bool = False
     takes_tree: bool = False  # whether `--tree` sets the tree of this drafter
 
+    def title(self, name: str) -> str:
+        """Return what a page calls the drafter, which is registered by `name`."""
+        return name
+
     def check(self, config: PretrainedConfig) -> None:
         """Raise a `RequestError` if the drafter cannot draft for a backbone with this config. No weights are needed."""
         return

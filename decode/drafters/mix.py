@@ -116,6 +116,9 @@ class MixConfig(DrafterConfig):
         needs = dict.fromkeys(config.needs for config in self.configs if config.needs != "nothing")
         self.needs = " and ".join(needs) or "nothing"
 
+    def title(self, name: str) -> str:
+        return " and ".join(part.partition(":")[0] for part in self.parts.split("+"))
+
     def check(self, config: PretrainedConfig) -> None:
         for part in self.configs:
             part.check(config)

@@ -94,12 +94,13 @@ def run(options: ChatOptions) -> None:
     _say_form(options, form)
     generator, begin = opened.generator, [opened.loaded.bos_token_id or 0]
     if page.web:
+        from decode.drafters import title_of
         from decode.serve.chat_page import PageConfig, serve
 
         worker = ChatWorker(generator)
         with options.warming_up():
             worker.thread.submit(generator.warm_up, begin).result()
-        backbone, drafter = options.models.backbone, opened.names[0]
+        backbone, drafter = options.models.backbone, title_of(opened.names[0])
         config = PageConfig(worker, backbone, drafter, options.system, options.runtime.seed, **asked)
         serve(config, page.host, page.port, page.allowed_hosts, lambda: page.announce("chat"))
         return

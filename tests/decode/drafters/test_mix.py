@@ -12,7 +12,7 @@ from decode import steps
 from decode.bench.losslessness.cases import RULES, passes, rules_for
 from decode.bench.losslessness.experiment import Experiment
 from decode.draft import Draft
-from decode.drafters import drafter_factory, parse
+from decode.drafters import drafter_factory, parse, title_of
 from decode.drafters.base import DrafterContext
 from decode.drafters.mix import Mix, MixConfig, MixDrafter, union
 from decode.drafters.model import DraftModel
@@ -148,6 +148,8 @@ def test_options() -> None:
         "heads+ngram:n=2,tokens=4+model:demo,tokens=2", 9
     )
     assert parse("mix:nodes=9,least=0.3,heads+ngram") == MixConfig("heads+ngram", 9, 0.3)
+    assert title_of("mix:nodes=9,least=0.3,heads+ngram:n=2,tokens=4") == "heads and ngram"
+    assert title_of("ngram:n=2") == "ngram"
     assert parse("mix:heads+ngram").needs_heads
     assert parse("mix:heads+ngram").takes_tree
     assert not parse("mix:ngram+model:demo").needs_heads
