@@ -120,8 +120,8 @@ def calibrated(heads: MedusaHeads, name: str) -> list[str]:
     lines = []
     for found in calibrations_for(heads, heads_folder(name)):
         best, at = found.best, found.holds_for
-        kind = "dynamic, " if best.dynamic else ""
-        tree = "plain decoding" if best.nodes == 1 else f"{kind}{best.nodes} nodes, predicted tau {best.tau:.2f}"
+        tree = f"{best.kind}, {best.nodes} nodes, predicted tau {best.tau:.2f}"
+        tree = "plain decoding" if best.kind == "plain" else tree
         steps = "compiled" if at.get("compile") else "eager"
         place = (
             f"{at.get('gpu') or at.get('processor')}, {counted(int(str(at['threads'])), 'thread')}, {at.get('dtype')}"
