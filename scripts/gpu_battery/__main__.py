@@ -43,6 +43,7 @@ BATTERY_SECONDS = 570
 REHEARSAL_FACTOR = 5  # for a slow or busy CPU
 STAGES = {  # limits in seconds, of one GPU with 16 CPU cores
     "backbone": Stage(backbone, 150),
+    "8B": Stage(partial(curves, model="8B"), 480),
     "MHA": Stage(partial(curves, model="MHA"), 480),
     "GQA": Stage(partial(curves, model="GQA"), 480),
     "text": Stage(text, 60, needs=("backbone",)),

@@ -25,7 +25,7 @@ def curves(run: Run, model: str) -> None:
 
     The steps are those of decoding, at as many lengths of text. The heads are random, so a step accepts about one
     token. The most important points, early ones of early ways, come first."""
-    ranked = itertools.product(enumerate(run.ways.items()), enumerate(run.scale.points))
+    ranked = itertools.product(enumerate(run.ways.items()), enumerate(run.scale.points[model]))
     for (_, (how, way)), (_, point) in sorted(ranked, key=lambda pair: pair[0][0] + pair[1][0]):
         settings, prepared = Settings(max_new_tokens=SKIPPED + run.scale.steps, ignore_eos=True, **way), []
         for nodes in point["nodes"]:
@@ -42,16 +42,18 @@ def curves(run: Run, model: str) -> None:
 
 def random_ids(run: Run, about: Figure) -> list[list[int]]:
     """Make a batch of random prompts for a point of the curves."""
-    return torch.randint(run.scale.curve_shape["vocab_size"], (about["batch"], about["context"])).tolist()
+    return torch.randint(run.scale.shapes[about["model"]]["vocab_size"], (about["batch"], about["context"])).tolist()
 
 
 def measure_point(run: Run, about: Figure, method: Method) -> None:
-    """Record the time of a step at one point of the curves, its memory on a GPU, and what the profiler sees in it."""
+    """Record the times of a step and of reading the prompts at one point of the curves, and what the profiler sees.
+
+    Also the memory on a GPU."""
     prompts, before = random_ids(run, about), 0
     if run.on_gpu:
         torch.cuda.reset_peak_memory_stats(run.device)
         before = torch.cuda.memory_allocated(run.device)
-    timed = {"ms": step_ms(method, prompts)} | run.clocks()
+    timed = dict(zip(("ms", "prompt_ms"), step_ms(method, prompts), strict=True)) | run.clocks()
     if run.on_gpu:
         timed["peak_mb"] = round((torch.cuda.max_memory_allocated(run.device) - before) / 1e6)
     seen = profile_steps(method, prompts, run.on_gpu)
@@ -60,11 +62,11 @@ def measure_point(run: Run, about: Figure, method: Method) -> None:
 
 @functools.cache
 def random_model(run: Run, name: str, **changes: int) -> LlamaForCausalLM:
-    """Make the random Llama with the number of KV heads that the scale gives to `name`. The model is cached.
+    """Make the random Llama of the shape that the scale gives to `name`. The model is cached.
 
     `changes` are other entries of its configuration."""
-    shape = run.scale.curve_shape | {"num_key_value_heads": run.scale.kv_heads[name]}
-    shape |= {"max_position_embeddings": 16_384, "bos_token_id": None, "eos_token_id": None} | changes
+    others = {"max_position_embeddings": 16_384, "bos_token_id": None, "eos_token_id": None}
+    shape = run.scale.shapes[name] | others | changes
     with torch.device(run.device):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=run.dtype).eval()
     run.keep(model=name, parameters=model.num_parameters(), dtype=run.dtype_name, **changes)

@@ -26,7 +26,7 @@ def write_report(output: Path, stages: Mapping[str, Stage]) -> Path:
     for name, stage in stages.items():
         if shown := [figure for figure in figures.get(name, ()) if "event" not in figure]:
             parts += [f"## {name}", (getattr(stage.run, "func", stage.run).__doc__ or "").split("\n")[0]]
-            parts += curve_tables(shown) if name in ("MHA", "GQA") else tables(shown)
+            parts += curve_tables(shown) if name in ("MHA", "GQA", "8B") else tables(shown)
     write_text(output / REPORT, "\n\n".join(parts) + "\n")
     return output / REPORT
 

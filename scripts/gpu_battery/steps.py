@@ -40,11 +40,13 @@ class StepClock:
 
     def __init__(self) -> None:
         self.texts: list[list[float]] = []
+        self.begun: list[float] = []
 
     def start(self) -> Callable[[int, list[int]], None]:
         """Return the `on_step` of a new text (or batch of texts, whose first row is timed)."""
         ends: list[float] = []
         self.texts.append(ends)
+        self.begun.append(time.perf_counter())
         return lambda row, ids: ends.append(time.perf_counter()) if row == 0 else None
 
     @property
@@ -55,12 +57,18 @@ class StepClock:
         gaps = [b - a for ends in self.texts for a, b in itertools.pairwise(ends[SKIPPED - 1 :])]
         return 1000 * statistics.median(gaps) if gaps else None
 
+    @property
+    def prompt_ms(self) -> float | None:
+        """The median time in milliseconds until the first step ended, less that of a step; `None` without steps."""
+        starts = [ends[0] - begun for begun, ends in zip(self.begun, self.texts, strict=True) if ends]
+        return 1000 * statistics.median(starts) - self.ms if starts and self.ms is not None else None
 
-def step_ms(method: Method, prompts: Sequence[Sequence[int]]) -> float | None:
-    """Decode the prompts, and return the median time of a step in milliseconds."""
+
+def step_ms(method: Method, prompts: Sequence[Sequence[int]]) -> tuple[float | None, float | None]:
+    """Decode the prompts; return the milliseconds of a step (the median), and those of reading the prompts."""
     clock = StepClock()
     method(prompts, clock.start())
-    return clock.ms
+    return clock.ms, clock.prompt_ms
 
 
 def profile_steps(

@@ -59,7 +59,7 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path, full: bool, monkeypatch:
     assert status == 0
     assert [figure["error"] for kept in figures.values() for figure in kept if "error" in figure] == []
 
-    for name in TOY.kv_heads:
+    for name in TOY.shapes:
         timed = [figure for figure in figures[name] if "ms" in figure]
         assert [(figure["how"], figure["batch"], figure["nodes"]) for figure in timed] == [
             *[("compiled", 2, 8), ("compiled", 2, 1), ("eager", 2, 8), ("eager", 2, 1)],
