@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -119,9 +121,10 @@ def _is_usual(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 class _Here(threading.local):
-    """Whether this thread is in a forward that takes `linear`, and in a stable one."""
+    """Whether this thread is in a forward that takes `linear`, and in a stable one, and starts texts that join."""
 
     depth = stable = 0
+    joins = False
 
 
 _HERE = _Here()
@@ -155,8 +158,18 @@ class fast_linear:
 
 def prepare_linear(model: nn.Module) -> None:
     """Prepare the linear layers of `model` for a text: pack their weights on CPUs where `linear` uses oneDNN."""
-    if TYPES:
+    if TYPES and not _HERE.joins:
         pack(model)
+
+
+@contextmanager
+def joining(running: bool) -> Iterator[None]:
+    """Start texts that join `running` ones of the same models, at whose start the weights were packed and checked."""
+    _HERE.joins = running
+    try:
+        yield
+    finally:
+        _HERE.joins = False
 
 
 class Packed(NamedTuple):

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from decode.loop import Step, Stepper, Timer, advance
 from decode.ops.draws import NO_TOKEN
+from decode.ops.fast_linear import joining
 from decode.sequences import Request, Sequences
 from medusa.tree_support import longrope_boundary
 
@@ -55,8 +56,9 @@ class RunningBatch:
         try:
             if not self.rows:
                 self.clear()  # before the new stepper starts, so that it can use the compiled step of the last one
-            new = self.stepper_for(requests)
-            new.start()
+            with joining(bool(self.rows)):
+                new = self.stepper_for(requests)
+                new.start()
         except BaseException:
             if new is not None:
                 new.close()

@@ -21,9 +21,11 @@ from decode.ops import fast_linear as module
 from decode.ops.fast_linear import MIN_PRODUCTS, fast_linear, linear, pack, packed
 from decode.request import prepare
 from decode.rules import AcceptanceRule
+from decode.serve.batch import RunningBatch
 from decode.session import Session
+from decode.texts import stepper_for
 from decode.tree_check import check_tree_forward
-from tests.helpers import left_padded, plain, random_heads, random_ids, run_steps, tiny_model
+from tests.helpers import left_padded, plain, random_heads, random_ids, run_steps, shared_model, tiny_model
 
 STOCK = torch._C._nn.linear
 WEIGHT = torch.nn.Parameter(torch.randn(1024, 256))
@@ -391,6 +393,22 @@ def test_the_self_test_of_trees_reads_the_present_weights() -> None:
     for parameter in model.parameters():
         parameter.data *= -1.5
     assert check_tree_forward(model).ok
+
+
+@pytest.mark.usefixtures("packs_all")
+def test_weights_are_checked_before_the_first_text_of_a_batch_and_not_for_those_that_join() -> None:
+    """While texts are decoded, weights must not change; afterwards they may."""
+    model, checks = shared_model(), list[nn.Module]()
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    batch = RunningBatch(lambda requests: stepper_for(model, None, requests, AcceptanceRule("greedy")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "pack", checks.append)
+        for _ in range(2):
+            for number in range(3):
+                batch.join(prepare(model, [random_ids(4, seed=number)], **options))
+            while batch.rows:
+                batch.step()
+    assert len(checks) == 2
 
 
 @torch.no_grad()
