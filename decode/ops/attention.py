@@ -118,9 +118,9 @@ def attention_of_run(
     run: Run, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, scale: float | None
 ) -> Tensor:
     """Compute attention of the rows of a run, out of all rows' tensors, to their own slots."""
-    of_rows = (part[run.rows, :, : run.width] for part in (key, value))
+    key, value = key[run.rows, :, : run.width], value[run.rows, :, : run.width]
     masks = mask[run.rows, ..., : run.width]
-    return F.scaled_dot_product_attention(query[run.rows], *of_rows, masks, dropout, scale=scale)
+    return F.scaled_dot_product_attention(query[run.rows], key, value, masks, dropout, scale=scale)
 
 
 def runs_of(widths: Sequence[int], bytes_per_slot: int) -> tuple[Run, ...]:

@@ -118,7 +118,8 @@ _CALLS = _Calls()
 @contextmanager
 def recorded() -> Iterator[set[Shape]]:
     """Give a set that holds, afterwards, the shapes of all calls of the kernel in the context."""
-    _CALLS.shapes = shapes = set()
+    shapes: set[Shape] = set()
+    _CALLS.shapes = shapes
     try:
         yield shapes
     finally:

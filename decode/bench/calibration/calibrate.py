@@ -11,7 +11,7 @@ measured by decoding the texts again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -40,6 +40,7 @@ from decode.bench.machine import stopwatch
 from decode.drafters.base import DrafterFactory
 from decode.drafters.layouts import TOP, DynamicTree, Layout
 from decode.drafters.trained_heads import TrainedHeads
+from decode.loop import Step
 from decode.settings import Settings
 from decode.texts import Result, TextGenerator, tau
 from medusa.backbone import Backbone
@@ -52,6 +53,7 @@ COMPILED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # of compiled steps on a GPU
 WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
 NODES = 256  # of a batch, all rows together: the most with which a step on a CPU can pay
 WARM_UP = 2  # steps at the beginning of each timing that do not count
+TOGETHER = 8  # trees whose steps take turns, each with its own cache
 PROMISING = 0.8  # of the highest speed after one round: slower trees are not timed again, as no error is so large
 
 
@@ -225,9 +227,10 @@ def time_steps(
     rounds: int = 3,
     steps: int = 24,
 ) -> list[float]:
-    """Measure the seconds of a decoding step with each tree. The trees take turns, with `steps` steps in each round.
+    """Measure the seconds of a decoding step with each tree. The trees take turns after each of `steps` steps a round.
 
-    The result is the lower quartile of the measured times, because other work on the machine only makes steps slower.
+    So what else the machine does makes the steps of all of them slower, and only slower: the result is the lower
+    quartile of the measured times.
     Steps with n-grams differ in length, so a round of them counts with its mean.
     Trees that are not `PROMISING` are timed in one round only; `taus` are the mean numbers of tokens per step, `None`
     where unknown. The batch holds the first `batch_size` prompts, repeated if there are fewer. RequestError: they leave
@@ -235,25 +238,35 @@ def time_steps(
     endless = replace(settings, max_new_tokens=8 * steps, ignore_eos=True)
     batch, clock = [prompts[row % len(prompts)] for row in range(batch_size)], stopwatch(model.device)
 
-    def times_of(tree: Layout | DrafterFactory) -> list[float]:
-        begun = TextGenerator(model, endless, None, source_of(heads, tree)).start(batch, range(batch_size))
-        times, last = [], clock()
-        for step in begun:
-            now = clock()
-            if len(step.ids) == batch_size:  # finished rows would make the step cheaper
-                times.append(now - last)
-            last = now
-            if len(times) >= steps:
-                break
-        times = times[WARM_UP:]
-        return [sum(times) / len(times)] if times and isinstance(tree, DrafterFactory) else times
+    def round_of(indices: Sequence[int]) -> list[list[float]]:
+        """Let the trees with these indices take `steps` steps in turns; return the times of their steps."""
+        running, found = dict[int, Iterator[Step]](), dict[int, list[float]]()
+        for turn in range(steps):
+            for index in indices:
+                last = clock()
+                if turn == 0:
+                    method = TextGenerator(model, endless, None, source_of(heads, trees[index]))
+                    running[index], found[index] = iter(method.start(batch, range(batch_size))), []
+                step = next(running[index], None)
+                if step is not None and len(step.ids) == batch_size:  # finished rows would make the step cheaper
+                    found[index].append(clock() - last)
+        for index, times in found.items():
+            del times[:WARM_UP]
+            if times and isinstance(trees[index], DrafterFactory):
+                times[:] = [sum(times) / len(times)]
+        return [found[index] for index in indices]
 
     times: list[list[float]] = [[] for _ in trees]
     taking_part = list(range(len(trees)))
+    # A GPU has no other work, and needs its memory. Compiled steps keep one cache for all of their texts.
+    together = TOGETHER if model.device.type == "cpu" and not settings.compile else 1
     for number in range(rounds):
-        for turn in range(len(taking_part)):
-            index = taking_part[(number + turn) % len(taking_part)]
-            times[index] += times_of(trees[index])
+        turn = number % len(taking_part)
+        order = [*taking_part[turn:], *taking_part[:turn]]
+        for start in range(0, len(order), together):
+            part = order[start : start + together]
+            for index, found in zip(part, round_of(part), strict=True):
+                times[index] += found
         if not all(times):
             raise RequestError(
                 f"the prompts leave room for at most {WARM_UP} steps, too few to time; give shorter prompts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ from decode.bench.methods import medusa_method, plain_method
 from decode.drafters.base import DrafterFactory
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.mix import Mix
+from decode.loop import Step
 from decode.settings import Settings
+from decode.texts import Decoding
 from medusa import Tree
 from medusa.backbone import Backbone
 from medusa.errors import RequestError
@@ -308,6 +311,23 @@ def test_steps_are_timed_for_every_tree(decoded: Any) -> None:
     )
     assert len(seconds) == 3
     assert all(0 < value < 1 for value in seconds)
+
+
+def test_what_slows_the_machine_slows_all_trees(decoded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take turns: a load that lasts a third of the round makes no tree look slower than another."""
+    model, heads, texts = decoded
+    now, steps, stock = [0.0], [0], Decoding.__iter__
+
+    def loaded(self: Any) -> Iterator[Step]:
+        for step in stock(self):
+            steps[0] += 1
+            now[0] += 10.0 if steps[0] <= 12 else 1.0
+            yield step
+
+    monkeypatch.setattr(Decoding, "__iter__", loaded)
+    monkeypatch.setattr(calibrate, "stopwatch", lambda device: lambda: now[0])
+    trees = [Tree.chain(0), Tree.chain(2), Tree.chain(3)]
+    assert time_steps(model, heads, [texts[0][0]], trees, [1.0, 1.5, 1.6], SETTINGS, rounds=1, steps=12) == [1.0] * 3
 
 
 def test_slow_trees_are_timed_once() -> None:
