@@ -120,7 +120,7 @@ def print_calibration(console: Console, found: Calibration, measured: float | No
         rows.append([point.kind, str(point.nodes), *figures, "chosen" if index == found.chosen else ""])
     print_table(
         console,
-        ("draft", "nodes", "predicted tau", "ms per step", "tokens/s", "x plain", ""),
+        ("draft", "nodes", "tau", "ms per step", "tokens/s", "x plain", ""),
         rows,
         keys=2,
         styles=["bold" if index == found.chosen else "" for index in range(len(rows))],
