@@ -85,6 +85,7 @@ RULES: dict[str, tuple[bool, list[Any], AcceptanceRule]] = {
 DRAWN = ("markov", "recurrent", "eagle-3, variants")
 SIMILAR = ("eagle-1,", "eagle-3, topk", "eagle-3, compiled", *(f"{kind}, compiled" for kind in ("vocabulary", "hydra")))
 SIMILAR = (*SIMILAR, "cascade, compiled", "mtp, compiled", "independent, compiled")
+SIMILAR = (*SIMILAR, "ngram,", "model,", "distance,", "greedy, penalties,")  # to a trie, a tree, topk and samples
 OTHERS = ("plain", "ngram", "trie", "lookahead", "model", "model tree", "mix")  # drafters
 MODELS: dict[str, dict[str, Any]] = {"MHA": {"num_key_value_heads": 4}, "GQA": {"num_key_value_heads": 2}}
 PLANTED: dict[str, Callable[[Tensor], object]] = {

@@ -208,7 +208,6 @@ def test_drawn_drafts_follow_the_masked_distribution(letters: Grammars) -> None:
     ("temperature", "options"),
     [
         (1.5, {"draft": "sample"}),
-        (1.5, {"acceptance": "typical"}),
         (1.5, {"acceptance": "typical-sampled"}),
         (0.0, {"acceptance": "topk:4"}),
         (0.0, {"acceptance": "distance:9"}),
