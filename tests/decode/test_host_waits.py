@@ -1,4 +1,6 @@
-"""How often a step of eager decoding waits for the device: once if greedy, at most twice by any rule but eta_cutoff."""
+"""How often a step of eager decoding waits for the device: once if greedy, at most twice by any rule but eta_cutoff.
+
+That other drafters and kinds of heads wait no oftener is shown in test_second_device.py, where a wait is an error."""
 
 from __future__ import annotations
 
@@ -10,16 +12,9 @@ import torch
 
 import decode.loop
 from decode import generate, steps
-from decode.drafters.base import DrafterContext
-from decode.drafters.lookahead import LookaheadConfig
-from decode.drafters.mix import Mix
-from decode.drafters.model import DraftModel
-from decode.drafters.ngram import NgramConfig
-from decode.drafters.trained_heads import TrainedHeads
 from decode.loop import Step
-from medusa import Tree, argmax
+from medusa import argmax
 from tests.decode.host_waits import HostWaits
-from tests.decode.second_device import HEADS
 from tests.helpers import FIRST_TRANSFORMERS, left_padded, plain, random_heads, random_ids, shared_model
 
 NEW, TEXT = 40, 20  # the most tokens of texts that are left after some steps, and of whole texts
@@ -130,45 +125,3 @@ def test_the_global_generator_is_where_plain_sampling_leaves_it(llama: Any) -> N
     out = generate(llama, heads, torch.tensor([prompt]), tree="topk:4,2,1", **options)
     left = torch.rand(1)
     assert (out[0, len(prompt) :].tolist(), left) == expected
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_waits_of_all_kinds_of_heads(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    model = shared_model("llama", num_hidden_layers=2 if "feature_layers" in HEADS[kind] else 1)
-    heads = random_heads(model, **HEADS[kind])
-    if heads.config.prefix_layers:
-        list(decoded(model, heads, 1, tree=TREES[1]))  # makes the tables of paths that these heads keep
-    # Heads guess before the rule decides, so one rule with each form of tree is enough, and drafts that are drawn.
-    for mode, rows, tree in (("greedy", 1, TREES[1]), ("sampled", 4, TREES[4]), ("drawn drafts", 4, TREES[1])):
-        budget, options = MODES[mode]
-        waits, places = most_waits(monkeypatch, decoded(model, heads, rows, tree=tree, **options))
-        assert waits <= budget, f"{kind}, {mode}, {rows} rows, {tree}: {waits} waits\n{places}"
-
-
-@pytest.mark.parametrize(
-    ("drafter", "budget"),
-    [
-        (NgramConfig(), 1),
-        (NgramConfig(n=2, matches=4, tokens=4), 1),
-        (LookaheadConfig(window=4, n=3), 2),  # the tokens that the backbone predicts for the window
-        ("model", 1),
-        ("model tree", 1),
-        ("model with a soft cap", 1),  # its LM head cannot be called alone
-        ("mix", 2),  # the number of nodes of the union
-    ],
-    ids=str,
-)
-def test_waits_of_other_drafters(llama: Any, monkeypatch: pytest.MonkeyPatch, drafter: Any, budget: int) -> None:
-    """These drafters work on the host, or make drafts whose size is not known before."""
-    heads, tree = random_heads(llama), Tree.top_k([3, 2])
-    known = {
-        "model": DraftModel(llama, Tree.chain(3)),
-        "model tree": DraftModel(llama, tree),
-        "model with a soft cap": DraftModel(shared_model("gemma2"), tree),
-        "mix": Mix([TrainedHeads(heads, tree), NgramConfig(n=2).factory(DrafterContext(llama))]),
-    }
-    given = known[drafter] if isinstance(drafter, str) else drafter
-    for mode, rows in (("greedy", 1), ("sampled", 4)):
-        taken = decoded(llama, None, rows, drafter=given, **MODES[mode][1])
-        waits, places = most_waits(monkeypatch, taken)
-        assert waits <= budget, f"{drafter}, {mode}, {rows} rows: {waits} waits\n{places}"
