@@ -47,6 +47,7 @@ TREES = {
     "root alone": Tree.chain(0),
 }
 NEW = 24
+PROMPTS = [random_ids(9, seed=1), random_ids(4, seed=2), random_ids(6, seed=3)]
 
 
 def scripted(
@@ -78,15 +79,14 @@ def ids_of(taken: list[Any], row: int = 0) -> list[int]:
 def test_greedy_equals_plain_greedy(family: str, name: str, dtype: torch.dtype) -> None:
     """The drafts hold a random number of correct tokens in every step, at random nodes of the tree."""
     model, tree, rng = shared_model(family, dtype=dtype), TREES[name], random.Random(0)
-    session, taken, text = scripted(model, random_ids(7), tree, lambda step: rng.randint(0, tree.max_depth), new=40)
+    session, taken, text = scripted(model, random_ids(7), tree, lambda step: rng.randint(0, tree.max_depth), new=30)
     assert session.sequences.new_ids[0] == text
     assert ids_of(taken) == text
     if tree.max_depth > 1:
         assert len({step.lengths[0] for step in taken}) > 1, "all steps were alike: no power"
 
 
-@pytest.mark.parametrize("lm_head", ["own", "shared"])
-@pytest.mark.parametrize("block", ["square", "mlp"])
+@pytest.mark.parametrize(("block", "lm_head"), [("square", "shared"), ("mlp", "own")])
 def test_greedy_with_random_heads(llama: Any, block: str, lm_head: str) -> None:
     heads, prompt = random_heads(llama, 5, block=block, lm_head=lm_head), random_ids(5)
     for tree in (*TREES.values(), random_tree(20, 10)):
@@ -94,7 +94,7 @@ def test_greedy_with_random_heads(llama: Any, block: str, lm_head: str) -> None:
         assert out[0, len(prompt) :].tolist() == plain(llama, prompt, max_new_tokens=NEW)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_step_lengths_follow_the_script(llama: Any, seed: int) -> None:
     """With random trees and a random script, every uncut step writes 1 + the number of correct drafted tokens."""
     rng, tree = random.Random(seed), random_tree(12, seed)
@@ -110,13 +110,12 @@ def test_step_lengths_follow_the_script(llama: Any, seed: int) -> None:
     assert written == NEW == len(text)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_permuted_token_ids_give_the_permuted_text(seed: int) -> None:
+def test_permuted_token_ids_give_the_permuted_text() -> None:
     """With permuted embedding and LM head rows the text is permuted in the same way.
 
     The original failed here when token 0 was an ordinary token (docs/original D1), so the text contains 0 on purpose.
     """
-    model, other = shared_model(), tiny_model("llama")
+    seed, model, other = 0, shared_model(), tiny_model("llama")
     prompt = random_ids(6, seed)
     often = Counter(plain(model, prompt, max_new_tokens=NEW)).most_common(1)[0][0]
     order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -144,19 +143,22 @@ def test_permuted_token_ids_give_the_permuted_text(seed: int) -> None:
         {"repetition_penalty": 1.5},
         {"no_repeat_ngram_size": 2},
         {"bad_words_ids": [[3], [9, 36]]},
-        {"min_new_tokens": 12, "eos_token_id": 9},
+        {"min_new_tokens": 2, "eos_token_id": list(range(0, 61, 2))},
+        {"min_length": 12, "eos_token_id": list(range(0, 61, 2))},
         {"forced_eos_token_id": 5, "eos_token_id": 5},
-        {"suppress_tokens": [9, 36], "begin_suppress_tokens": [1]},
-        {"exponential_decay_length_penalty": (4, 1.2), "eos_token_id": 7},
+        {"suppress_tokens": [9, 36], "begin_suppress_tokens": list(range(40))},
+        {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": 7},
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_greedy_with_processors(llama: Any, options: dict) -> None:
-    """Processors see each node's own path as the prefix, as in plain decoding."""
-    for seed in range(3):
-        prompt = random_ids(8, seed)
-        session, taken, text = scripted(llama, prompt, TREES["random"], lambda step: step % 4, **options)
-        assert session.sequences.new_ids[0] == text == ids_of(taken)
+    """Processors see each node's own path as the prefix, and no padding, which would shift those that count from the
+    prompt's end."""
+    for prompts in (PROMPTS, [random_ids(8)]):
+        texts = [plain(llama, prompt, max_new_tokens=NEW, **options) for prompt in prompts]
+        drafter, given = ScriptedDrafter(TREES["random"], texts, lambda step: step % 4), left_padded(prompts)
+        session, taken = decode_with(llama, drafter, **given, max_new_tokens=NEW, do_sample=False, **options)
+        assert session.sequences.new_ids == texts == [ids_of(taken, row) for row in range(len(prompts))]
 
 
 TILT = torch.linspace(0, 9, VOCAB)
@@ -220,7 +222,7 @@ SAMPLING = {
 def test_one_seed_gives_the_same_text_as_plain_sampling(llama: Any, options: dict) -> None:
     """With one draw per token, in order, the sample itself equals that of `model.generate`."""
     options = {"do_sample": True, "top_k": 0} | options
-    for seed in range(4):
+    for seed in range(2):
         prompt = random_ids(6, seed)
         torch.manual_seed(seed)
         text = plain(llama, prompt, max_new_tokens=NEW, **options)
@@ -286,8 +288,6 @@ def test_sampled_texts_have_the_models_distribution(kind: str, draft: str, monke
 
 # Batches
 
-PROMPTS = [random_ids(9, seed=1), random_ids(4, seed=2), random_ids(6, seed=3)]
-
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3"])
 def test_each_row_of_a_ragged_batch_equals_its_text_alone(family: str) -> None:
@@ -297,12 +297,6 @@ def test_each_row_of_a_ragged_batch_equals_its_text_alone(family: str) -> None:
     session, taken = decode_with(model, drafter, max_new_tokens=30, do_sample=False, **left_padded(PROMPTS))
     assert session.sequences.new_ids == texts
     assert [ids_of(taken, row) for row in range(3)] == texts
-
-
-def test_a_batch_of_eight_with_heads(llama: Any) -> None:
-    heads, prompts = random_heads(llama), [random_ids(3 + 2 * i, seed=i) for i in range(8)]
-    out = generate(llama, heads, **left_padded(prompts), tree="topk:3,2,2", do_sample=False, max_new_tokens=25)
-    assert out[:, 17:].tolist() == [plain(llama, p, max_new_tokens=25) for p in prompts]
 
 
 def test_max_time_ends_a_text_like_transformers(llama: Any) -> None:
@@ -368,32 +362,10 @@ def test_rows_of_a_batch_end_independently(llama: Any) -> None:
         assert all(step.ids[row] for step in taken if row in step.ids)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.5},
-        {"no_repeat_ngram_size": 2},
-        {"min_new_tokens": 2, "eos_token_id": list(range(0, 61, 2))},
-        {"min_length": 12, "eos_token_id": list(range(0, 61, 2))},
-        {"forced_eos_token_id": 5, "eos_token_id": 5},
-        {"begin_suppress_tokens": list(range(40))},
-        {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": 7},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_processors_see_rows_without_padding(llama: Any, options: dict) -> None:
-    """Some processors count from the prompt's end, which padding would shift."""
-    heads = random_heads(llama)
-    options = options | {"do_sample": False, "max_new_tokens": 20}
-    taken = list(steps(llama, heads, tree=TREES["wide"], **left_padded(PROMPTS), **options))
-    for row, prompt in enumerate(PROMPTS):
-        assert ids_of(taken, row) == plain(llama, prompt, **options), f"row {row} of {len(prompt)} tokens"
-
-
 def test_a_padded_row_is_penalised_for_its_whole_prompt(llama: Any) -> None:
     """transformers passes the padding's end to the repetition penalty; in an unpadded row that position is text."""
     options = {"repetition_penalty": 3.0, "do_sample": False, "max_new_tokens": 12}
-    for seed in range(4):
+    for seed in range(3):
         prompt = random_ids(6, seed)
         padded = {"input_ids": torch.tensor([[0] * 5 + prompt]), "attention_mask": torch.tensor([[0] * 5 + [1] * 6])}
         taken = list(steps(llama, random_heads(llama), tree=TREES["wide"], **padded, **options))
@@ -579,7 +551,7 @@ def test_rotary_scaling_that_depends_on_the_longest_position(scaling: dict) -> N
     In a tree that crosses the boundary (here 16), all nodes would be rotated differently than in plain decoding.
     """
     model = tiny_model("llama", rope_parameters=scaling, max_position_embeddings=32)
-    for seed in range(8):
+    for seed in range(5):
         _, taken, text = scripted(model, random_ids(10, seed), TREES["chain"], lambda step: step % 3, new=22)
         assert ids_of(taken) == text, f"prompt {seed}"
 
@@ -592,7 +564,7 @@ def test_models_that_read_the_text_again_at_the_longrope_boundary(family: str) -
     if plain(model, short, max_new_tokens=NEW) != plain(model, short, max_new_tokens=NEW, use_cache=False):
         pytest.skip("in this version of transformers its own `generate` drops the cache and reads the last token only")
     heads = random_heads(model, 4)
-    for length in (20, 29, 31, 32, 33, 40):
+    for length in (20, 31, 32, 40):
         prompt, rng = random_ids(length, length), random.Random(length)
         session, taken, text = scripted(model, prompt, TREES["random"], lambda step, rng=rng: rng.randint(0, 4))
         assert session.sequences.new_ids[0] == ids_of(taken) == text, f"{length} tokens"
@@ -618,7 +590,7 @@ def test_dynamic_rope_keeps_its_frequencies_within_the_context(family: str) -> N
     rotary = next(module for module in model.modules() if hasattr(module, "max_seq_len_cached"))
     before = rotary.inv_freq.clone()
     for name, tree in TREES.items():
-        for length in (20, 29, 31):
+        for length in (20, 31):
             script = lambda step, deepest=tree.max_depth: min(step % 4, deepest)  # noqa: E731
             _, taken, text = scripted(model, random_ids(length), tree, script, new=32 - length)
             assert ids_of(taken) == text, f"{name}, {length} tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +19,19 @@ def as_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Let each captured graph run as it is. Gives the settings with which it would have been compiled."""
-    settings: list[dict[str, Any]] = []
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Let each captured graph run as it is. Gives the addresses of its inputs in each run."""
+    addresses: list[tuple[int, ...]] = []
 
-    def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], config_patches: dict[str, Any], **_: Any) -> Any:
+    def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], **_: Any) -> Callable[..., Any]:
         made = [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") == "tensor"]
         assert not made, "a tensor made from numbers of the host is copied in every step, which no CUDA graph can hold"
-        settings.append(config_patches)
-        return graph
+
+        def run(*args: Any) -> Any:
+            addresses.append(tuple(arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)))
+            return graph(*args)
+
+        return run
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", inductor)  # slow to import, and few tests need it
-    return settings
+    return addresses

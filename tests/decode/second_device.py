@@ -60,7 +60,7 @@ WARPERS = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(9), TopPLogitsWarper(0
 READERS = [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(3)]
 HEADS: dict[str, dict[str, Any]] = {
     "independent": {},
-    "vocabulary": {"vocabulary": 32},
+    "vocabulary": {"vocabulary": 32, "lm_head": "own"},
     "recurrent": {"kind": "recurrent"},
     "markov": {"kind": "markov"},
     "cascade": {"kind": "cascade"},
@@ -69,7 +69,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "prefix": {"prefix_layers": 1},
     "mtp": MTP_FORM,
 } | EAGLE_FORMS
-ALL_PAIRS = ("independent", "eagle")  # of a tree and a stepper; the other kinds meet each tree and each stepper once
 RULES: dict[str, tuple[bool, list[Any], AcceptanceRule]] = {
     # whether tokens are drawn, the processors, and the rule
     "greedy": (False, [], AcceptanceRule("greedy")),
@@ -84,7 +83,9 @@ RULES: dict[str, tuple[bool, list[Any], AcceptanceRule]] = {
     "distance": (False, [], AcceptanceRule("distance", limit=3)),
 }
 DRAWN = ("markov", "recurrent", "eagle-3, variants")
-SIMILAR = ("eagle-1,", "eagle-3, topk", "eagle-3, compiled")
+SIMILAR = ("eagle-1,", "eagle-3, topk", "eagle-3, compiled", *(f"{kind}, compiled" for kind in ("vocabulary", "hydra")))
+SIMILAR = (*SIMILAR, "cascade, compiled", "mtp, compiled", "independent, compiled")
+SIMILAR = (*SIMILAR, "ngram,", "model,", "distance,", "greedy, penalties,")  # to a trie, a tree, topk and samples
 OTHERS = ("plain", "ngram", "trie", "lookahead", "model", "model tree", "mix")  # drafters
 MODELS: dict[str, dict[str, Any]] = {"MHA": {"num_key_value_heads": 4}, "GQA": {"num_key_value_heads": 2}}
 PLANTED: dict[str, Callable[[Tensor], object]] = {
@@ -240,11 +241,9 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[Session, Stepper]]]]:
         for rule in ("greedy", "sampled", "typical"):
             yield f"{rule}, compiled, {tree}, {rows} rows", partial(heads_on, tree, compiled, rule, rows, attention)
         for kind, settings in HEADS.items():
+            make, how = (eager, "") if rows == 1 else (compiled, "compiled, ")
             on = partial(heads_on, tree, rows=rows, attention=attention, **settings)
-            if rows == 1 or kind in ALL_PAIRS:
-                yield f"{kind}, {tree}, {rows} rows", partial(on, make=eager, rule="greedy")
-            if rows > 1 or kind in ALL_PAIRS:
-                yield f"{kind}, compiled, {tree}, {rows} rows", partial(on, make=compiled, rule="greedy")
+            yield f"{kind}, {how}{tree}, {rows} rows", partial(on, make=make, rule="greedy")
         for drafter in OTHERS:
             yield f"{drafter}, {rows} rows", partial(other, drafter, "greedy" if rows == 1 else "sampled", rows)
     for rows, tree, rule in ((3, "topk:3,2,1", "greedy"), (1, "dynamic:8", "sampled")):

@@ -110,16 +110,6 @@ def test_worked_example() -> None:
         assert accepted.next_root.tolist() == [5]
 
 
-def test_token_zero_after_a_short_leaf_does_not_match() -> None:
-    """The original padded short paths with token 0 and accepted the padding where 0 came next."""
-    tree = Tree.from_paths([[0], [1], [1, 0]])  # the leaf [0] is shorter than the leaf [1, 0]
-    draft = Draft(torch.tensor([[7, 3, 4, 9]]), Topology.of(tree))
-    best = torch.tensor([[3, 0, 9, 9]])  # after the short leaf comes token 0
-    for accepted in (accept_greedy(draft, best), walked(draft, lambda row, path: int(best[row, path[-1]]))):
-        assert accepted.path.tolist() == [[0, 1, -1]]
-        assert (accepted.length.tolist(), accepted.next_root.tolist()) == ([2], [0])
-
-
 @pytest.mark.parametrize("with_room", [False, True])
 @pytest.mark.parametrize("seed", range(30))
 def test_greedy_and_walk_equal_the_slow_walk(seed: int, with_room: bool) -> None:
@@ -151,18 +141,6 @@ def test_greedy_and_walk_equal_the_slow_walk(seed: int, with_room: bool) -> None
             draft.ids[row, expected].tolist(),
         )
         assert visited[row] == expected, "one draw per node of the path, in order: a seed then gives the plain text"
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_walk_accepts_as_much_as_any_lossless_rule(seed: int) -> None:
-    """A text from the target is the same under every lossless rule, which accepts at most its prefix in the tree."""
-    draft, rng = random_draft(seed)
-    texts = [[rng.randrange(4) for _ in range(30)] for _ in draft.ids]
-    accepted = walked(draft, lambda row, path: texts[row][len(path) - 1])
-    for row, text in enumerate(texts):
-        paths = [[node for node in line if node >= 0] for line in tree_of(draft, row).paths.tolist()]
-        inside = [path for path in paths if draft.ids[row, path[1:]].tolist() == text[: len(path) - 1]]
-        assert int(accepted.length[row]) == max(map(len, inside))
 
 
 def brute_typical(tree: Topology, tokens: list[int], p: Tensor, epsilon: float, delta: float, room: int) -> list[int]:

@@ -65,8 +65,7 @@ def read(taken: Iterator[Step], rows: list[list[int]], breaking: Breaking | None
             breaking.broken = number >= 2
 
 
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "waits"), [(1, False), (3, True)])
 @pytest.mark.parametrize("mode", MODES)
 def test_sampling_ends_with_an_error(
     breaking: Breaking, monkeypatch: pytest.MonkeyPatch, mode: str, rows: int, waits: bool

@@ -178,7 +178,7 @@ class Checked:
                 self.check_row(row, index, layer.read(), self.texts[row])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_operations_do_what_lists_of_tokens_do(seed: int) -> None:
     """Steps of all sizes, rows that leave, join or lose their ends, and buffers that grow several times."""
     rng = random.Random(seed)
@@ -191,7 +191,7 @@ def test_random_operations_do_what_lists_of_tokens_do(seed: int) -> None:
         both.check()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_compiled_steps_do_what_lists_of_tokens_do(seed: int) -> None:
     """Windows are whole blocks, and rows that have ended stay in the batch, also beyond the window."""
     rng = random.Random(seed)
@@ -233,31 +233,6 @@ def test_a_cache_starts_again_without_what_it_held() -> None:
     assert keys_of(cache, 0, 1) == [5]
 
 
-def test_a_released_cache_takes_no_memory_until_it_is_read_again() -> None:
-    cache = cache_of(2, 2, capacity=8)
-    append(cache, [[1, 2, 3]] * 2)
-    cache.keep([3, 3])
-    cache.release()
-    assert cache.num_bytes == 0
-    cache.restart(cache.capacity)
-    append(cache, [[5, 6]] * 2)
-    assert keys_of(cache, 1, 2) == [5, 6]
-
-
-@torch.no_grad()
-def test_rows_do_not_see_each_other() -> None:
-    """A row's results are bit for bit the same with other rows in the batch."""
-    model = tiny_model("llama")
-    tree = Topology.of(random_tree(6, seed=0))
-
-    def last_logits(neighbour: list[int]) -> Tensor:
-        reader = Reader(Backbone(model), TreeCache(model.config, 2, 30, CPU))
-        reader.prefill(torch.tensor([[1, 2, 3, 0], neighbour]), [3, 4])
-        return reader(Draft(torch.tensor([random_ids(7), random_ids(7, seed=sum(neighbour))]), tree)).logits[0]
-
-    assert torch.equal(last_logits([5, 6, 7, 8]), last_logits([50, 40, 30, 20]))
-
-
 def require_equal_to_a_fresh_prefill(model: Any, cache: TreeCache, texts: list[list[int]]) -> None:
     """Check that text written through trees has the keys and values of one plain forward."""
     assert cache.lengths == [len(text) for text in texts]
@@ -280,12 +255,12 @@ ROWS = {"one row": [9], "even rows": [9, 9], "ragged rows": [9, 4, 7]}
 @pytest.mark.parametrize(
     ("family", "rows"),
     [(family, "ragged rows") for family in ("llama", "qwen2", "gemma3_text", "gemma4_text", "gpt2", "deepseek_v3")]
-    + [("llama", "one row"), ("llama", "even rows"), ("deepseek_v3", "one row")],
+    + [("llama", "even rows"), ("deepseek_v3", "one row")],
 )
 @pytest.mark.usefixtures("buffer_per_layer")
 @torch.no_grad()
 def test_after_random_steps_the_cache_equals_a_fresh_prefill(family: str, rows: str) -> None:
-    """Eight steps of random trees and paths cross the first allocation's end; a row leaves, and two join.
+    """Six steps of random trees and paths cross the first allocation's end; a row leaves, and two join.
 
     In Gemma 4 some layers read the keys and values of others, and layers differ in shape."""
     lengths = ROWS[rows]
@@ -294,11 +269,11 @@ def test_after_random_steps_the_cache_equals_a_fresh_prefill(family: str, rows: 
     texts = [random_ids(length, seed=row) for row, length in enumerate(lengths)]
     reader = read(model, texts)
     cache = reader.cache
-    for step in range(8):
+    for step in range(6):
         tree = random_tree(10, seed=step)
         ids = [random_ids(tree.num_nodes, seed=100 * step + row) for row in range(len(texts))]
         logits = reader(Draft(torch.tensor(ids), Topology.of(tree))).logits
-        if step in (0, 7):
+        if step in (0, 5):
             for row, text in enumerate(texts):
                 # Tolerance as above.
                 torch.testing.assert_close(logits[row], path_logits(model, text, ids[row], tree), rtol=1e-4, atol=1e-4)
@@ -308,7 +283,7 @@ def test_after_random_steps_the_cache_equals_a_fresh_prefill(family: str, rows: 
         cache.count(counts.tolist())
         for row, text in enumerate(texts):
             text += [ids[row][node] for node in paths[row].tolist() if node >= 0]
-        if step == 4 and len(texts) == 3:
+        if step == 3 and len(texts) == 3:
             cache.select([2, 0])
             joined = [random_ids(5, seed=7), random_ids(40, seed=8)]
             cache.join(read(model, joined).cache)
@@ -354,19 +329,6 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, count: int) -> None:
         self.now += count
         self.peak = max(self.peak, self.now)
-
-
-def test_live_bytes_counts_views_once_and_forgets_what_is_freed() -> None:
-    with LiveBytes() as memory:
-        first = torch.zeros(1000)
-        view = first[1:]
-        del first
-        assert memory.now == 4000
-        second = torch.zeros(500)
-        del view
-        assert (memory.now, memory.peak) == (2000, 6000)
-        del second
-        assert memory.now == 0
 
 
 def filled_cache(layers: int, batch: int, capacity: int) -> TreeCache:

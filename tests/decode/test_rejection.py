@@ -25,7 +25,7 @@ from transformers import (
 import decode.accept
 from decode.accept import Acceptance, Scores, accept_sampled, accept_walk, residual
 from decode.bench.losslessness.chi2 import GoodnessOfFit, goodness_of_fit
-from decode.draft import Draft, Proposal
+from decode.draft import Draft
 from decode.drafters.heads import sampled_draft
 from decode.ops.draws import (
     MASS_LEFT,
@@ -152,17 +152,16 @@ def each_its_own(draft: Draft, target: Any, noise: Any, lazy: bool) -> Acceptanc
 TAKE: dict[str, Take] = {"topk": by_walk, "sample": accept_sampled}
 
 
-def outcome(form: str, processors: str, take: Take | None = None, seed: int = 0) -> GoodnessOfFit:
-    language = Language(seed, PROCESSORS[processors])
-    return goodness_of_fit(texts_written(language, form, take or TAKE[form], seed), language.joint())
+def outcome(form: str, processors: str, take: Take | None = None, draws: int = DRAWS) -> GoodnessOfFit:
+    language = Language(0, PROCESSORS[processors])
+    return goodness_of_fit(texts_written(language, form, take or TAKE[form], 0, draws), language.joint())
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("form", TAKE)
-def test_texts_have_the_targets_distribution(form: str, processors: str, seed: int) -> None:
+def test_texts_have_the_targets_distribution(form: str, processors: str) -> None:
     """The false-alarm rate is 1e-5 for each case."""
-    assert outcome(form, processors, seed=seed).p_value > FALSE_ALARM
+    assert outcome(form, processors).p_value > FALSE_ALARM
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -188,74 +187,18 @@ def patched(name: str, fault: Callable[..., Tensor]) -> Callable[[pytest.MonkeyP
     return plant
 
 
-def chosen_not_drawn(monkeypatch: pytest.MonkeyPatch) -> Take:
-    """Accept with p / q for the heads' best guesses, which were not drawn from q (as in several projects)."""
-
-    def take(draft: Draft, target: Any, noise: Any) -> Acceptance:
-        assert draft.proposal is not None
-        q, of_children = draft.proposal
-        above = of_children[:, TREE.parent[1:]]  # [rows, N - 1] what each node was drawn from
-        best = q.topk(TREE.max_rank + 1).indices[above, TREE.order[1:]]
-        return accept_sampled(draft._replace(ids=torch.cat([draft.ids[:, :1], best], dim=1)), target, noise)
-
-    return take
-
-
-def root_redrawn(monkeypatch: pytest.MonkeyPatch, form: str = "sample") -> Take:
-    """Discard a draw that matches no child, and draw the next root again (the original's 'nucleus')."""
-
-    def take(draft: Draft, target: Any, noise: Any) -> Acceptance:
-        accepted = TAKE[form](draft, target, noise)
-        rows = torch.arange(len(draft.ids))
-        end = accepted.path.gather(1, accepted.length[:, None] - 1)[:, 0]
-        scores, index = target(rows, end, 0)
-        return accepted._replace(next_root=noise.tokens(rows, scores.softmax(-1), index))
-
-    return take
-
-
-def draws_per_path(monkeypatch: pytest.MonkeyPatch) -> Take:
-    """Draw separately for every leaf's path and keep the longest (the original, and REST)."""
-    chains = [[n for n in line if n >= 0] for line in TREE.paths.tolist() if line[-1] >= 0 or line[-2] >= 0]
-
-    def take(draft: Draft, target: Any, noise: Any) -> Acceptance:
-        best = TAKE["topk"](draft, target, noise)
-        for chain in chains:
-            nodes_of = torch.tensor(chain)
-            below = Draft(draft.ids[:, chain], Topology.of(Tree.chain(len(chain) - 1)))
-            own = TAKE["topk"](
-                below, lambda rows, nodes, depth, nodes_of=nodes_of: target(rows, nodes_of[nodes], depth), noise
-            )
-            longer = own.length > best.length
-            path = torch.full_like(best.path, -1)
-            path[:, : len(chain)] = torch.where(own.path >= 0, nodes_of[own.path.clamp_min(0)], -1)
-            best = Acceptance(
-                torch.where(longer[:, None], path, best.path),
-                torch.where(longer, own.length, best.length),
-                torch.where(longer, own.next_root, best.next_root),
-                torch.where(longer, nodes_of[own.end], best.end),
-            )
-        return best
-
-    return take
-
-
 FAULTS: dict[str, tuple[str, Callable[..., Take]]] = {
     "q left out": ("sample", patched("passes_ratio", lambda u, p, q: u < p)),
     "residual not normalised": ("sample", patched("residual", lambda p, q: (p - q).clamp_min(1e-9))),
     "residual left out": ("sample", patched("residual", lambda p, q: p)),
     "siblings with replacement": ("sample", patched("without", lambda q, token: q)),
-    "chosen, not drawn": ("sample", chosen_not_drawn),
-    "root redrawn": ("sample", root_redrawn),
-    "root redrawn, chosen tree": ("topk", lambda patch: root_redrawn(patch, "topk")),
-    "draws per path": ("topk", draws_per_path),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, plant = FAULTS[fault]
-    assert outcome(form, "plain", plant(monkeypatch)).p_value < FALSE_ALARM / 1000
+    assert outcome(form, "plain", plant(monkeypatch), DRAWS // 2).p_value < FALSE_ALARM / 1000
 
 
 @pytest.mark.parametrize("form", TAKE)
@@ -441,39 +384,3 @@ def test_both_kinds_of_draws_have_the_same_distribution() -> None:
         assert uniform.dtype == torch.float64
         cells = (uniform * 8).long().bincount(minlength=8)
         assert goodness_of_fit(cells, torch.full((8,), 1 / 8)).p_value > FALSE_ALARM
-
-
-def test_rows_with_shared_distributions_are_independent() -> None:
-    """With the same random numbers every row decides as without sharing."""
-    language = Language(6, [])
-    context = torch.arange(40) % 3
-    q = language.q[[0, 1, 7]]
-    u = torch.rand(3, 200, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    class Scripted:
-        def __init__(self) -> None:
-            self.used = torch.zeros(40, dtype=torch.long)
-
-        def uniforms(self, rows: Tensor, count: int) -> Tensor:
-            drawn = []
-            for _ in range(count):
-                self.used[rows] += 1
-                drawn.append(u[0, self.used[rows], rows])
-            return torch.stack(drawn, dim=1)
-
-        def tokens(self, rows: Tensor, p: Tensor, index: Tensor) -> Tensor:
-            return invert(cumulative(p[index]), torch.arange(len(rows)), self.uniforms(rows, 1)[:, 0])
-
-    draft = sampled_draft(context, Topology.of(TREE), q, context, Scripted())
-    place = torch.tensor([0, 1, 7])
-    shared = accept_sampled(draft, lambda rows, nodes, depth: (language.scores[place], context[rows]), Scripted())
-    each = torch.arange(40)[:, None] * q.shape[1] + draft.proposal.of_children % q.shape[1]  # type: ignore[union-attr]
-    own_proposal = Proposal(q[context].flatten(0, 1), each)
-    own = accept_sampled(
-        draft._replace(proposal=own_proposal),
-        lambda rows, nodes, depth: (language.scores[place[context[rows]]], torch.arange(len(rows))),
-        Scripted(),
-    )
-    for one, other in zip(shared[:4], own[:4], strict=True):  # the last field is not for tensors
-        assert torch.equal(one, other)
-    assert len(shared.length.unique()) > 2

@@ -18,7 +18,7 @@ from medusa import Tree
 from medusa.errors import OptionError, RequestError
 from tests.helpers import left_padded, random_heads, random_ids, random_tree, tiny_model
 
-NEW = 24
+NEW = 16
 PROMPTS = [random_ids(length, seed=length) for length in (33, 7, 20)]
 
 
@@ -29,8 +29,11 @@ def written(model: Any, prompts: list[list[int]], numerics: str, **options: Any)
     return out.sequences[:, -NEW:], torch.stack(out.logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral, window"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", torch.bfloat16), ("qwen2", torch.float16), ("mistral, window", torch.bfloat16)],
+    ids=str,
+)
 def test_the_bits_of_trees_batches_and_plain_decoding_are_equal(family: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, dtype=dtype)
     heads = random_heads(model, 5)
@@ -41,14 +44,13 @@ def test_the_bits_of_trees_batches_and_plain_decoding_are_equal(family: str, dty
         {"heads": heads, "tree": "dynamic:12"},
         {"drafter": "ngram"},
     ]
-    fast = 0
-    for way in ways:
-        for prompts, rows in ((PROMPTS, slice(None)), (PROMPTS[:1], slice(1))):
-            got, after = written(model, prompts, "stable", **way)
-            assert torch.equal(got, ids[rows]), way
-            assert torch.equal(after, logits[:, rows]), way
-            fast += not torch.equal(written(model, prompts, "fast", **way)[1], logits[:, rows])
-    assert fast, "other forwards have the same bits, too: no power"
+    for number, way in enumerate(ways):
+        rows = slice(1 if number % 2 else None)
+        got, after = written(model, PROMPTS[rows], "stable", **way)
+        assert torch.equal(got, ids[rows]), way
+        assert torch.equal(after, logits[:, rows]), way
+    fast = written(model, PROMPTS, "fast", **ways[2])[1]
+    assert not torch.equal(fast, logits), "other forwards have the same bits, too: no power"
 
 
 def test_generate_of_transformers_has_the_same_bits_in_stable_forwards() -> None:

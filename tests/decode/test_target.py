@@ -19,7 +19,7 @@ from transformers import (
 
 from decode.ops.fast_topk import most_probable
 from decode.rules import AcceptanceRule
-from decode.sequences import Request, Sequences
+from decode.sequences import Request
 from decode.target import Target, truncated
 
 V = 9
@@ -79,17 +79,6 @@ def test_logits_are_not_changed() -> None:
     assert torch.equal(logits, before)
 
 
-def test_seeded_draws_equal_transformers() -> None:
-    processors, prefix = LogitsProcessorList(PROCESSORS["top_p"]), torch.tensor([[1, 2]])
-    target = target_of(processors, do_sample=True)
-    logits = torch.randn(20, V)
-    torch.manual_seed(5)
-    ours = [draw(target, prefix, row) for row in logits]
-    torch.manual_seed(5)
-    theirs = [int(torch.multinomial(processors(prefix, row[None].clone()).softmax(-1), 1)) for row in logits]
-    assert ours == theirs
-
-
 @pytest.mark.parametrize("name", ["temperature", "top_p", "both"])
 def test_tokens_are_typical_after_the_processors(name: str) -> None:
     """The target of typical-sampled, by hand; before the processors other tokens would be typical."""
@@ -146,17 +135,3 @@ def test_float64_is_compared_as_float32() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0 + 1e-12]], dtype=torch.float64)
     assert most_probable(logits).tolist() == [1]
     assert logits.argmax(-1).tolist() == [2]
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_next_tokens_follow_each_rows_text(do_sample: bool) -> None:
-    """The penalty is so strong that a row cannot repeat its prompt."""
-    penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1e6)])
-    prompts = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    requests = requests_of(prompts, penalty, do_sample)
-    sequences = Sequences(requests, None, torch.device("cpu"))
-    logits = torch.full((2, 8), 9.0)
-    target = Target(requests)
-    both = target.next([0, 1], sequences, logits)
-    assert all(int(token) not in prompt for token, prompt in zip(both, prompts, strict=True))
-    assert int(target.next([1], sequences, logits[1:])) not in prompts[1]

@@ -379,15 +379,3 @@ def test_an_unreferenced_model_is_freed() -> None:
     del model
     gc.collect()
     assert gone() is None
-
-
-def test_the_self_test_tree_distinguishes_slots_from_positions() -> None:
-    """The tree has nodes whose slot is not their position, a commit out of order, and windows that end inside."""
-    tree = capability.TREE
-    assert tree.num_nodes == 8
-    assert (torch.arange(8) != tree.depth).sum() == 6
-    assert capability.KEPT[0] != list(range(len(capability.KEPT[0])))
-    for path in capability.KEPT:
-        assert tree.paths[path[-1]][: len(path)].tolist() == path
-    assert min(capability.PROMPTS) > capability.WINDOW
-    assert len(set(capability.PROMPTS)) == 2

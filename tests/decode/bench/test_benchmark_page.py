@@ -151,40 +151,38 @@ def test_one_prompt_and_one_round_give_a_page_without_intervals() -> None:
     assert "No headline: " in written(result)
 
 
-def test_only_a_gain_is_shown_as_a_big_number() -> None:
-    gain, none = outcome([0.5, 0.4]), outcome([0.5, 0.4], nodes=1)
-    assert gain.headline.verdict == FASTER
-    assert "<span>times plain decoding</span>" in written(gain)
-    page = written(none)
-    assert "<span>times plain decoding</span>" not in page
-    assert "<h1>No measurable gain over plain decoding</h1>" in page
-    assert "<title>No measurable gain over plain decoding: demo" in page
-
-
-def test_the_page_folds_what_changes_nothing_and_ends_with_a_command() -> None:
+def test_a_gain_is_shown_as_a_big_number_with_the_next_command() -> None:
+    """Options that change nothing are folded."""
     result = outcome([0.5, 0.4])
     result.settings.generation = Settings().to_dict() | {"top_k": 5, "epsilon": 0.2}
-    page = written(result)
+    page, heads = written(result), result.settings.heads
+    assert result.headline.verdict == FASTER
+    assert "<span>times plain decoding</span>" in page
     shown, _, folded = page.partition("<summary>Options without effect here</summary>")
     for name, place in (("top k", shown), ("rounds", shown), ("top p", folded), ("epsilon", folded)):
         assert f"<td>{name}</td>" in place
     assert page.count("<details>") > 4
-    heads = result.settings.heads
     assert result.next_commands[0] == f"medusa generate {shlex.quote(heads)} --prompt 'Once upon a time'"
     assert page.rindex("<pre>medusa generate ") > page.rindex("<table")
+    assert page.count("<pre>") == 2, "the command of the run, and what to type next"
+
+
+def test_no_gain_is_no_big_number_and_no_command_no_empty_box() -> None:
+    none = outcome([0.5, 0.4], nodes=1)
+    none.settings.command = ""
+    page = written(none)
+    assert "<span>times plain decoding</span>" not in page
+    assert "<h1>No measurable gain over plain decoding</h1>" in page
+    assert "<title>No measurable gain over plain decoding: demo" in page
+    assert page.count("<pre>") == len(none.next_commands), "what to type next"
+    assert "<tr></tr>" not in page.replace("<th></th>", ""), "a table without headings has no row for them"
+
+
+def test_a_loss_is_followed_by_a_calibration() -> None:
     slower = outcome([1.5, 1.4])
-    assert slower.next_commands == [f"medusa calibrate {shlex.quote(heads)} --prompts FILE"]
+    assert slower.next_commands == [f"medusa calibrate {shlex.quote(slower.settings.heads)} --prompts FILE"]
     slower.settings.heads, slower.settings.drafter, slower.machine.dtype = None, "ngram", "bfloat16"
     assert "--drafter ngram --dtype bfloat16" in slower.next_commands[1]
-
-
-def test_a_page_without_a_command_has_no_empty_box() -> None:
-    result = outcome([0.5, 0.4])
-    assert written(result).count("<pre>") == 2
-    result.settings.command = ""
-    page = written(result)
-    assert page.count("<pre>") == 1, "what to type next"
-    assert "<tr></tr>" not in page.replace("<th></th>", ""), "a table without headings has no row for them"
 
 
 def test_a_page_can_compare_files_only() -> None:

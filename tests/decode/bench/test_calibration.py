@@ -91,13 +91,13 @@ def decoded(llama: Any) -> tuple[Any, Any, list[tuple[list[int], list[int]]]]:
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.mul_(0.3)  # near the identity, whose guess is the token before
-    prompts = [random_ids(5 + i, seed=i) for i in range(6)]
+    prompts = [random_ids(5 + i, seed=i) for i in range(4)]
     results = plain_method(llama, SETTINGS)(prompts)
     return llama, heads, [(result.input_ids, result.new_ids) for result in results]
 
 
-TREES = {"chain": Tree.chain(3), "4,3,2": Tree.top_k([4, 3, 2]), "12": Tree.top_k([12])}
-TREES |= {f"dynamic {nodes}": DynamicTree.over_heads(nodes, 3, (0.7, 1.0, 1.5)) for nodes in (2, 6, 20)}
+TREES = {"chain": Tree.chain(3), "4,3,2": Tree.top_k([4, 3, 2])}
+TREES |= {f"dynamic {nodes}": DynamicTree.over_heads(nodes, 3, (0.7, 1.0, 1.5)) for nodes in (2, 20)}
 
 
 @pytest.mark.parametrize("name", [*TREES, "sampled"])
@@ -141,13 +141,13 @@ def test_fitted_temperatures_make_the_next_tokens_most_probable(decoded: Any) ->
         assert losses[TEMPERATURES.index(found[head])] == min(losses)
 
 
-@pytest.mark.parametrize("nodes", [2, 5, 9, 20])
+@pytest.mark.parametrize("nodes", [5, 20])
 def test_no_random_tree_of_the_size_beats_the_grown_one(nodes: int) -> None:
     recording = Recording([random_ranks(seed, 300) for seed in range(5)])
     best = grow(recording, nodes)
     assert best.num_nodes == nodes
     tau = predicted_tau(best, recording)
-    others = [random_tree(nodes - 1, seed, max_rank=3, max_depth=4) for seed in range(200)]
+    others = [random_tree(nodes - 1, seed, max_rank=3, max_depth=4) for seed in range(80)]
     assert tau >= max(predicted_tau(tree, recording) for tree in others)
     if nodes <= 5:
         assert tau >= predicted_tau(Tree.chain(nodes - 1), recording)
@@ -165,7 +165,7 @@ def test_counting_where_steps_start_gives_better_trees() -> None:
     assert predicted_tau(grow(recording, 3), recording) >= predicted_tau(everywhere, recording)
 
 
-@pytest.mark.parametrize("nodes", [2, 4, 8, 20])
+@pytest.mark.parametrize("nodes", [4, 20])
 def test_no_tree_of_a_size_exceeds_the_highest_tau(nodes: int) -> None:
     """Trees with the r better guesses beside each guess of rank r, which all dynamic trees have."""
     recording = Recording([random_ranks(seed, 300) for seed in range(5)])

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import compile_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -154,9 +153,8 @@ def texts(model: Any, heads: Any, prompts: list[list[int]], tree: Any, **options
     return out[:, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["medusa", "recurrent", "eagle"])
 @pytest.mark.parametrize(
-    "tree", [random_tree(6, max_depth=3), "dynamic:6", "chain"], ids=["static", "dynamic", "chain"]
+    ("kind", "tree"), [("medusa", "dynamic:6"), ("recurrent", random_tree(6, max_depth=3)), ("eagle", "chain")]
 )
 def test_replayed_steps_write_the_same_text(kind: str, tree: Any, fake_cuda: type[FakeGraph]) -> None:
     """Texts outgrow windows and caches, rows end one after the other, and other texts follow in the same region."""
@@ -179,49 +177,6 @@ def test_replayed_steps_draw_new_random_numbers(fake_cuda: type[FakeGraph]) -> N
     found = texts(model, heads, prompts, tree, **options, **OWN)
     assert any(one.replays for one in fake_cuda.made)
     assert found == texts(model, heads, prompts, tree, **options, compile=True, cuda_graphs="off")
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("eagle", {"do_sample": False}), ("medusa", {"do_sample": True, "seeds": [1]})],
-    ids=["eagle, greedy", "medusa, sampled"],
-)
-def test_every_input_of_a_step_stays_where_it_is(
-    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Graphs hold addresses. An input elsewhere would be copied in every step, or missed by our own graphs."""
-    addresses: list[tuple[int, ...]] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
-        def recorded(*args: Any) -> Any:
-            addresses.append(tuple(address(tensor) for tensor in tensors(args)))
-            return graph(*args)
-
-        return recorded
-
-    monkeypatch.setattr(compile_fx, "compile_fx", backend)
-    model = tiny_model("llama", num_hidden_layers=1)
-    tree, heads = random_tree(6, max_depth=3), random_heads(model, kind=kind)
-    texts(model, heads, [random_ids(6)], tree, max_new_tokens=30, compile=True, **options)
-    assert len(addresses) > 5
-    assert len(set(addresses)) == 1
-
-
-def test_an_input_that_moves_spoils_the_text(fake_cuda: type[FakeGraph]) -> None:
-    """The stand-in finds what a GPU would: state that is replaced instead of written."""
-    state = {"count": torch.zeros(1)}
-
-    def moving() -> Tensor:
-        state["count"] = state["count"] + 1
-        return state["count"] * 1
-
-    def static() -> Tensor:
-        return state["count"].add_(1) * 1
-
-    for step, expected in ((static, [1, 2, 3, 4]), (moving, [1, 2, 2, 2])):
-        state["count"], graphed = torch.zeros(1), GraphedStep(step, CPU)
-        with torch.inference_mode():
-            assert [int(graphed(1)) for _ in range(4)] == expected
 
 
 def test_one_graph_for_each_window(fake_cuda: type[FakeGraph]) -> None:
@@ -302,7 +257,7 @@ def test_weights_that_move_are_captured_again(fake_cuda: type[FakeGraph]) -> Non
     """`model.to` to another device and back leaves the parameters' identity, and moves their memory."""
     model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
     heads, tree, prompt = random_heads(model), random_tree(6, max_depth=3), random_ids(5)
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
     def captures() -> int:
         before = len(fake_cuda.made)
@@ -364,7 +319,7 @@ def test_torch_graphs_stay_in_the_main_thread() -> None:
 def test_threads_write_equal_texts_in_turns_and_at_once() -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     heads, tree = random_heads(model), random_tree(6, max_depth=3)
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     prompts = [random_ids(6), random_ids(9, seed=1), random_ids(4, seed=2)]
     expected = [plain(model, prompt, eos_token_id=None, **options) for prompt in prompts]
 
@@ -373,20 +328,18 @@ def test_threads_write_equal_texts_in_turns_and_at_once() -> None:
 
     assert [write(0), in_thread(lambda: write(1)), write(2)] == expected
     assert len(Regions.of(model)) == 1, "threads take turns with one region"
-    found: dict[int, list[list[int]]] = {0: [], 1: [], 2: []}
-    ready = threading.Barrier(3)
+    found, ready = dict[int, list[int]](), threading.Barrier(3)
 
-    def several(index: int) -> None:
+    def at_once(index: int) -> None:
         ready.wait()
-        for _ in range(3):
-            found[index].append(write(index))
+        found[index] = write(index)
 
-    threads = [threading.Thread(target=several, args=(index,)) for index in found]
+    threads = [threading.Thread(target=at_once, args=(index,)) for index in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {index: [text] * 3 for index, text in enumerate(expected)}
+    assert found == dict(enumerate(expected))
 
 
 def test_without_a_gpu_there_are_no_graphs() -> None:

@@ -106,7 +106,7 @@ def test_greedy_texts_with_a_penalty_equal_generate(tree: Any) -> None:
     model = shared_model("llama")
     Regions.of(model).clear()
     for penalty, seed in ((1.3, 0), (0.7, 1), (2.5, 2)):
-        options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": None, "repetition_penalty": penalty}
+        options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": None, "repetition_penalty": penalty}
         prompts = [random_ids(length, seed=length + seed) for length in (3, 11, 6)]
         requests = prepare(model, prompts, do_sample=False, **options)
         assert written(model, requests, tree) == [plain(model, prompt, **options) for prompt in prompts]
@@ -193,10 +193,10 @@ def outcomes(tree: Tree, ids: Tensor, p: Tensor) -> dict[tuple[int, int], float]
 
 @pytest.mark.parametrize("rule", [AcceptanceRule("rejection"), AcceptanceRule("typical-sampled", 0.05, 0.3)])
 def test_samples_follow_the_target(rule: AcceptanceRule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end and next root of 100,000 steps over one tree follow their exact probabilities."""
+    """The end and next root of 50,000 steps over one tree follow their exact probabilities."""
     tree = Tree.from_paths([[0], [1], [3], [0, 0], [0, 2], [1, 0], [3, 0], [0, 0, 0]])
     ids = torch.tensor([0, 1, 2, 4, 3, 5, 0, 1, 2])  # siblings differ
-    logits, rows = 1.2 * torch.randn(tree.num_nodes, 6), 100_000
+    logits, rows = 1.2 * torch.randn(tree.num_nodes, 6), 50_000
     request = prepare(shared_model("llama"), [[1]], do_sample=True, max_new_tokens=3)[0]
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.95)])
     request = request._replace(processors=processors)

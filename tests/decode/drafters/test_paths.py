@@ -183,8 +183,9 @@ def test_a_drawn_tree_holds_its_draft_distributions(llama: Any, kind: str, copie
     require_drawn(lambda target: PathDrafter(heads, Backbone(llama), tree, target), one, copies, kept, top_k=4)
 
 
-@pytest.mark.parametrize("kind", ["cascade", *FOLLOWING])
-@pytest.mark.parametrize("draft", ["topk", "sample"])
+@pytest.mark.parametrize(
+    ("kind", "draft"), [("eagle", "topk"), *((kind, "sample") for kind in ("cascade", *FOLLOWING))]
+)
 def test_a_seed_gives_the_same_text_alone_and_in_a_batch(llama: Any, kind: str, draft: str) -> None:
     heads, prompts = heads_for(llama, kind, scale=0.1), [random_ids(n, seed=n) for n in (5, 9)]
     settings = Settings(max_new_tokens=12, temperature=1.0, top_k=20, draft=draft)
@@ -195,15 +196,16 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_batch(llama: Any, kind: str, 
 
 @pytest.mark.parametrize(
     ("kind", "prefix_layers", "family", "tree"),
-    [  # one kind meets all pairs of a family and a tree; each other kind meets one of them
-        *(("eagle", 0, family, tree) for family in ("llama", "mistral") for tree in ("topk:3,2,1", "dynamic:9")),
-        *(("eagle", 1, *pair) for pair in (("llama", "topk:3,2,1"), ("mistral", "dynamic:9"))),
-        *(("recurrent", 1, *pair) for pair in (("llama", "topk:4,2,1"), ("mistral", "topk:4,2,1"))),
+    [  # one kind meets all pairs of a family and a tree, with and without prefix layers; each other kind meets one
+        ("eagle", 0, "llama", "topk:3,2,1"),
+        ("eagle", 0, "mistral", "dynamic:9"),
+        ("eagle", 1, "llama", "dynamic:9"),
+        ("eagle", 1, "mistral", "topk:3,2,1"),
+        ("recurrent", 1, "mistral", "topk:4,2,1"),
         ("eagle, window", 0, "llama", "topk:3,2,1"),
-        *(
-            (form, 0, *(("llama", "dynamic:9") if number % 2 else ("mistral", "topk:3,2,1")))
-            for number, form in enumerate((*EAGLE_FORMS, "mtp"))
-        ),
+        ("eagle-1", 0, "mistral", "topk:3,2,1"),
+        ("eagle-3, variants", 0, "mistral", "topk:3,2,1"),
+        ("mtp", 0, "llama", "dynamic:9"),
     ],
 )
 def test_heads_attend_to_the_same_positions_in_decoding_and_training(
@@ -220,7 +222,7 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
     heads = heads_for(model, kind, seed=2 if kind in EAGLE_FORMS else 0, scale=0.5, prefix_layers=prefix_layers)
     layout = resolve_tree(tree, heads)
     prompts = [random_ids(n, seed=n) for n in (5, 9, 1)]
-    requests = prepare(model, prompts, max_new_tokens=14, do_sample=False)
+    requests = prepare(model, prompts, max_new_tokens=10, do_sample=False)
     session = Session(model, requests, 16, heads=heads)
     backbone = session.backbone
     drafter = heads_drafter(heads, backbone, layout)
@@ -259,10 +261,10 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
     assert min(lengths) < max(lengths), "rows never differed: no power"
     assert len(compared) >= 30
     assert sum(forgetful) > 1, "without the text nothing changes: no power"
-    assert session.sequences.new_ids == [plain(model, prompt, max_new_tokens=14) for prompt in prompts]
+    assert session.sequences.new_ids == [plain(model, prompt, max_new_tokens=10) for prompt in prompts]
 
 
-@pytest.mark.parametrize(("fast", "kind"), [(True, "hydra"), (False, "hydra"), (True, "eagle-3")])
+@pytest.mark.parametrize(("fast", "kind"), [(False, "hydra"), (True, "eagle-3")])
 def test_calibration_decodes_with_dynamic_trees_that_may_be_fastest(
     llama: Any, monkeypatch: pytest.MonkeyPatch, fast: bool, kind: str
 ) -> None:

@@ -29,7 +29,7 @@ from tests.decode.serve.test_joining import GREEDY, KINDS, alone, arrivals, deco
 from tests.helpers import random_ids, random_tree, shared_model
 
 RULE = AcceptanceRule("rejection")
-LOOKING_BACK = ["eagle", "eagle-1", "eagle-3, variants", "eagle, window", "mtp", "prefix", "model"]
+LOOKING_BACK = ["eagle", "eagle-3, variants", "eagle, window", "mtp", "prefix", "model"]
 
 
 class ByLot(Pace):
@@ -54,7 +54,7 @@ def adapting(factory: DrafterFactory) -> tuple[Callable[[Any], AdaptiveStepper],
 
 
 @pytest.mark.parametrize(
-    "kind", [*LOOKING_BACK, "medusa", "markov", "hydra", "dynamic", "ngram", "lookahead", "mix", "mix, shared"]
+    "kind", [*LOOKING_BACK, "medusa", "markov", "dynamic", "ngram", "lookahead", "mix", "mix, shared"]
 )
 def test_texts_are_those_of_generate(kind: str, factory_of: Any) -> None:
     """Greedy, sampled and penalised texts join and leave while the drafts change."""
@@ -137,7 +137,7 @@ def test_a_smaller_tree_is_a_part_of_the_tree() -> None:
 def test_the_server_adapts_if_texts_do_not_depend_on_drafts(
     generator: TextGenerator, how: dict[str, Any], adapts: bool
 ) -> None:
-    worker, settings = BatchWorker(generator, 2, adapts=True), Settings(max_new_tokens=40, **how)
+    worker, settings = BatchWorker(generator, 2, adapts=True), Settings(max_new_tokens=24, **how)
     rows = [
         BatchRow(generator.tokenizer(prompt)["input_ids"], settings, seed, lambda event: None)
         for seed, prompt in enumerate(PROMPTS[:2])

@@ -19,8 +19,9 @@ from decode.texts import TextGenerator
 from medusa.errors import RunError
 from tests.helpers import plain, random_heads, random_ids, shared_model, tiny_model
 
-GREEDY, SAMPLED = Settings(max_new_tokens=20), Settings(max_new_tokens=20, temperature=1.0)
-PROMPTS = [random_ids(random.Random(number).randint(1, 30), seed=number) for number in range(24)]
+NEW = 12
+GREEDY, SAMPLED = Settings(max_new_tokens=NEW), Settings(max_new_tokens=NEW, temperature=1.0)
+PROMPTS = [random_ids(random.Random(number).randint(1, 30), seed=number) for number in range(18)]
 
 
 def written(
@@ -37,32 +38,35 @@ def written(
     return [texts[index] for index in range(len(prompts))]
 
 
+def texts_of_generate(family: str, prompts: list[list[int]]) -> list[list[int]]:
+    return [plain(shared_model(family), prompt, max_new_tokens=NEW, do_sample=False) for prompt in prompts]
+
+
 @pytest.mark.parametrize("width", [1, 5, None])
 def test_greedy_texts_are_those_of_generate(width: int | None) -> None:
-    expected = [plain(shared_model(), prompt, max_new_tokens=20, do_sample=False) for prompt in PROMPTS]
-    assert written(GREEDY, width) == expected
+    assert written(GREEDY, width) == texts_of_generate("llama", PROMPTS)
 
 
-@pytest.mark.parametrize("name", [None, "heads", "mix:heads+ngram", "lookahead"])
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba", "lfm2"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *((family, "heads") for family in ("qwen3_next", "falcon_h1", "mamba", "lfm2")),
+        *(("qwen3_next", "mix:heads+ngram"), ("falcon_h1", None), ("mamba", "lookahead")),
+    ],
+)
 def test_texts_join_and_leave_with_their_states(family: str, name: str | None) -> None:
-    model = shared_model(family)
-    expected = [plain(model, prompt, max_new_tokens=20, do_sample=False) for prompt in PROMPTS[:9]]
+    model, expected = shared_model(family), texts_of_generate(family, PROMPTS[:9])
     tree = "topk:3,2" if name in ("heads", "mix:heads+ngram") else None
     context = DrafterContext(model, random_heads(model) if tree else None, tree)
     source = None if name is None else drafter_factory(name, context)
     assert written(GREEDY, 3, source, PROMPTS[:9], family) == expected
 
 
-@pytest.mark.parametrize("drafts", ["none", "heads", "ngram"])
-def test_a_sampled_text_depends_on_its_prompt_and_seed_alone(drafts: str) -> None:
-    model = shared_model()
-    heads = random_heads(model) if drafts == "heads" else None
-    name = "ngram" if drafts == "ngram" else None
-    tree = "topk:3,2,2" if heads else None
-    source = None if drafts == "none" else drafter_factory(name, DrafterContext(model, heads, tree))
-    alone = written(SAMPLED, 1)
-    assert written(SAMPLED, 7, source) == alone
+def test_a_sampled_text_depends_on_its_prompt_and_seed_alone() -> None:
+    model, alone = shared_model(), written(SAMPLED, 1)
+    heads = drafter_factory(None, DrafterContext(model, random_heads(model), "topk:3,2,2"))
+    for source in (None, heads, drafter_factory("ngram", DrafterContext(model))):
+        assert written(SAMPLED, 7, source) == alone
     assert len({tuple(text) for text in alone}) > len(alone) // 2
 
 
@@ -78,12 +82,12 @@ def test_a_job_that_ends_may_add_another() -> None:
     jobs.append(Job([1], 0, ended))
     BulkWriter(TextGenerator(shared_model(), GREEDY)).write(jobs, lambda lengths: None)
     assert len(texts) == 5
-    assert texts[1] == plain(shared_model(), [1, *texts[0]], max_new_tokens=20, do_sample=False)
+    assert texts[1:2] == texts_of_generate("llama", [[1, *texts[0]]])
 
 
 def test_prompts_of_different_lengths_are_read_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise most of what is read would be padding."""
-    expected, join, joined = written(GREEDY, 1), RunningBatch.join, list[list[int]]()
+    expected, join, joined = texts_of_generate("llama", PROMPTS), RunningBatch.join, list[list[int]]()
 
     def note(batch: RunningBatch, requests: Any) -> Any:
         joined.append([len(request.prompt) for request in requests])
@@ -125,7 +129,7 @@ def test_without_free_memory_the_width_stays(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(bulk, "free_memory", lambda device: 0)
     widths, step = [], RunningBatch.step
     monkeypatch.setattr(RunningBatch, "step", lambda batch: (widths.append(len(batch.rows)), step(batch))[1])
-    assert written(GREEDY, None, prompts=PROMPTS * 3) == written(GREEDY, 4, prompts=PROMPTS) * 3
+    assert written(GREEDY, None, prompts=PROMPTS * 4) == texts_of_generate("llama", PROMPTS) * 4
     assert max(widths) == bulk.FIRST_WIDTH
 
 

