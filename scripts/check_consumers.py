@@ -166,7 +166,7 @@ def run(prompts: list[Json], python: Path, cell: Cell, heads: Path, args: argpar
         raise RunError(f"our own texts with {heads} differ from plain decoding")
     if args.swap_halves:
         swap_halves(export)
-    method = next((kind for kind in ("medusa", "dflash") if cell.kind.startswith(kind)), "eagle3")
+    method = next((kind for kind in ("medusa", "dflash", "dspark") if cell.kind.startswith(kind)), "eagle3")
     about: Json = {"backbone": str(DEMO), "export": str(export), "format": cell.format, "method": method}
     write_json(job, about | {"guesses": GUESSES, "tokens": args.tokens, "prompts": prompts})
     out.unlink(missing_ok=True)

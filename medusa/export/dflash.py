@@ -158,7 +158,8 @@ def write_speculators(export: Export) -> Written:
         "speculators_config": speculators_config(export, drafter.type),
     }
     _write(export, drafter, about)
-    asked = {"method": drafter.type, "model": str(absolute(export.place)), "num_speculative_tokens": heads.num_heads}
+    method = "dflash" if drafter.type == "dflash2" else drafter.type  # vLLM tells them apart by the config
+    asked = {"method": method, "model": str(absolute(export.place)), "num_speculative_tokens": heads.num_heads}
     return Written(
         serve=f"vllm serve {quoted(export.backbone)} --dtype {served_dtype(export)} --speculative-config "
         f"{quoted(json.dumps(asked))}",

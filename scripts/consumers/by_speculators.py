@@ -14,6 +14,7 @@ import torch
 from speculators import SpeculatorModel
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM
+from walk import step_lengths
 
 JOB = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
 place, guesses = JOB["export"], JOB["guesses"]
@@ -34,17 +35,7 @@ with torch.no_grad():
         )
         if drafter.d2t is not None:
             guessed = [tokens + drafter.d2t[tokens] for tokens in guessed]
-        written, lengths = len(row["input_ids"]), []
-        while written < len(ids):
-            count = 0
-            while (
-                count < guesses
-                and written + 1 + count < len(ids)
-                and int(guessed[count][0, written - 1]) == ids[written + 1 + count]
-            ):
-                count += 1
-            lengths.append(1 + count)
-            written += 1 + count
-        steps.append(lengths)
+        place = len(row["input_ids"])
+        steps.append(step_lengths(ids, place, lambda at, guessed=guessed: [int(one[0, at - 1]) for one in guessed]))
 found = {"version": f"speculators {version('speculators')}", "texts": None, "steps": steps}
 Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")

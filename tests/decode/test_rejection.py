@@ -25,8 +25,10 @@ from transformers import (
 import decode.accept
 from decode.accept import Acceptance, Scores, accept_sampled, accept_walk, residual
 from decode.bench.losslessness.chi2 import GoodnessOfFit, goodness_of_fit
-from decode.draft import Draft
+from decode.draft import Draft, Frontier, Proposal
 from decode.drafters.heads import sampled_draft
+from decode.drafters.layouts import with_shortlist
+from decode.drafters.trained_heads import heads_drafter
 from decode.ops.draws import (
     MASS_LEFT,
     NO_TOKEN,
@@ -38,9 +40,13 @@ from decode.ops.draws import (
     invert,
     invert_by_blocks,
 )
+from decode.request import prepare
 from decode.rules import typical
+from decode.target import Target
 from decode.topology import Topology
 from medusa import Tree
+from medusa.backbone import Backbone
+from tests.helpers import BLOCK_FORMS, random_heads, shared_model
 
 WORDS, TOKENS, DRAWS = 6, 3, 100_000
 FALSE_ALARM = 1e-5
@@ -62,7 +68,9 @@ class Language:
     def __init__(self, seed: int, processors: list[Any], warp_q: bool = True) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.offset = torch.tensor([sum(WORDS**n for n in range(length)) for length in range(TOKENS + 2)])
-        texts = [[0, *self.words(number, length)] for length in range(TOKENS) for number in range(WORDS**length)]
+        self.texts = texts = [
+            [0, *self.words(number, length)] for length in range(TOKENS) for number in range(WORDS**length)
+        ]
         logits = 1.2 * torch.randn(len(texts), WORDS, generator=generator)
         guesses = logits[:, None] + torch.randn(len(texts), 3, WORDS, generator=generator)  # three heads, half right
         warp = LogitsProcessorList(processors)
@@ -80,6 +88,15 @@ class Language:
         """The table rows with the texts' distributions."""
         return torch.where(length < TOKENS, self.offset[length.clamp_max(TOKENS)] + number, len(self.scores) - 1)
 
+    def draft(self, form: str, root: Tensor, contexts: Tensor, context: Tensor, noise: SharedDraws) -> Draft:
+        """Draft after the texts of the table rows `contexts` [C]: row b has the root `root[b]` and `context[b]`."""
+        q = self.q[contexts]
+        if form == "sample":
+            return sampled_draft(root, Topology.of(TREE), q, context, noise)
+        best = q.topk(TREE.max_rank + 1).indices  # [C, 3, ranks]
+        ids = best[:, TREE.depth[1:] - 1, TREE.rank[1:]][context]
+        return Draft(torch.cat([root[:, None], ids], dim=1), Topology.of(TREE))
+
     def joint(self) -> Tensor:
         """Probabilities [WORDS ** TOKENS] of all texts."""
         p, chance = self.scores.double().softmax(-1), torch.ones(1).double()
@@ -87,6 +104,40 @@ class Language:
             start = int(self.offset[length])
             chance = (chance[:, None] * p[start : start + WORDS**length]).flatten()
         return chance
+
+
+class BlockDrafted(Language):
+    """The same language with the drafts of a block drafter, which has random weights and `shortlist` candidates."""
+
+    def __init__(self, name: str, shortlist: int) -> None:
+        super().__init__(0, [])
+        model, tree = shared_model(vocab_size=WORDS), with_shortlist(TREE, shortlist)
+        self.heads, self.backbone = random_heads(model, 3, **BLOCK_FORMS[name]), Backbone(model, [1, 0])
+        sampling = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 0.8}
+        self.target = Target(prepare(model, [[1]], [0], **sampling))
+        self.drafters = {
+            "topk": heads_drafter(self.heads, self.backbone, tree),
+            "sample": heads_drafter(self.heads, self.backbone, tree, self.target),
+        }
+
+    @torch.no_grad()
+    def draft(self, form: str, root: Tensor, contexts: Tensor, context: Tensor, noise: SharedDraws) -> Draft:
+        drafter: Any = self.drafters[form]
+        ids, of_children = root[:, None].repeat(1, TREE.num_nodes), root[:, None].repeat(1, TREE.num_nodes)
+        q = [torch.empty(0, WORDS)]
+        for number, row in enumerate(contexts.tolist()):
+            text, here = torch.tensor([[1, 3, *self.texts[row]]]), context == number
+            hidden = self.backbone.hidden_states(text[:, :-1], use_cache=False)
+            place = torch.tensor([hidden.shape[1] - 1])
+            kv = self.heads.inputs(hidden, text, self.backbone.embed, place=place).context_kv
+            start = Frontier(text[:, -1], hidden[:, -1], [0], kv)
+            if form == "topk":
+                ids[here] = drafter.propose(start).ids
+                continue
+            part = drafter.draw(start, self.target, noise, int(here.sum()))
+            ids[here], of_children[here] = part.ids, part.proposal.of_children + sum(map(len, q))
+            q.append(part.proposal.q)
+        return Draft(ids, Topology.of(TREE), Proposal(torch.cat(q), of_children) if form == "sample" else None)
 
 
 def texts_written(language: Language, form: str, take: Take, seed: int, draws: int = DRAWS) -> Tensor:
@@ -97,13 +148,7 @@ def texts_written(language: Language, form: str, take: Take, seed: int, draws: i
         at, size = number[open_rows], length[open_rows]
         contexts, context = language.row(at, size).unique(return_inverse=True)
         root = at % WORDS  # of the text's last word; the walk never looks at it
-        q = language.q[contexts]
-        if form == "sample":
-            draft = sampled_draft(root, Topology.of(TREE), q, context, noise)
-        else:
-            best = q.topk(TREE.max_rank + 1).indices  # [C, 3, ranks]
-            ids = best[:, TREE.depth[1:] - 1, TREE.rank[1:]][context]
-            draft = Draft(torch.cat([root[:, None], ids], dim=1), Topology.of(TREE))
+        draft = language.draft(form, root, contexts, context, noise)
         target = target_of(language, draft, at, size)
         accepted = take(draft, target, noise)
         written = draft.ids.gather(1, accepted.path.clamp_min(0))
@@ -172,6 +217,26 @@ def test_texts_have_the_targets_distribution_without_shared_distributions(lazy: 
         return each_its_own(draft, target, noise, lazy)
 
     assert outcome("sample", "penalties", take).p_value > FALSE_ALARM
+
+
+def other_paths(draft: Draft, target: Any, noise: Any) -> Acceptance:
+    """Accept with the draft distributions of other paths."""
+    assert draft.proposal is not None
+    q, of_children = draft.proposal
+    return accept_sampled(draft._replace(proposal=Proposal(q.roll(1, 0), of_children)), target, noise)
+
+
+@pytest.mark.parametrize("shortlist", [4, WORDS])
+@pytest.mark.parametrize("name", BLOCK_FORMS)
+def test_texts_of_block_drafters_have_the_targets_distribution(name: str, shortlist: int) -> None:
+    """With edges of each kind, and with all words or only some of them as candidates."""
+    language = BlockDrafted(name, shortlist)
+
+    def p_value(form: str, take: Take) -> float:
+        return goodness_of_fit(texts_written(language, form, take, 0, DRAWS // 4), language.joint()).p_value
+
+    assert min(p_value(form, take) for form, take in TAKE.items()) > FALSE_ALARM
+    assert p_value("sample", other_paths) < FALSE_ALARM / 1000, "no power"
 
 
 # Planted faults: each must be found, by the same test, a thousand times below its threshold.

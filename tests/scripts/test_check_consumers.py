@@ -13,6 +13,7 @@ import check_consumers as script
 import check_layouts
 from medusa import MedusaConfig, MedusaHeads
 from medusa.errors import RunError
+from tests.helpers import module_of
 
 CELL = script.Cell("vllm", "eagle", "vllm", prompts=20, same_texts=20, same_steps=20, tokens_per_step=1.5)
 
@@ -50,6 +51,13 @@ def test_steps_are_the_same_except_that_the_last_is_cut_here(theirs: list[int], 
 def test_a_cell_holds(cell: script.Cell, holds: bool, swapped: bool) -> None:
     assert cell.holds(swapped=False) == holds
     assert cell.holds(swapped=True) == swapped
+
+
+def test_steps_through_a_known_text() -> None:
+    """The drafter counts on from the root: after 2 it is right about 3 and 4, and after 6 about 7."""
+    walk = module_of(Path(script.__file__).with_name("consumers") / "walk.py")
+    ids = [9, 2, 3, 4, 8, 6, 7]
+    assert walk.step_lengths(ids, 1, lambda place: [ids[place] + 1, ids[place] + 2, ids[place] + 3]) == [3, 1, 2]
 
 
 def test_halves_are_swapped(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ def exported(backbone: Path, tmp_path: Path) -> Callable[..., tuple[MedusaHeads,
         heads.config.base_model_name_or_path = str(backbone)
         heads.save_pretrained(tmp_path / "heads")
         words = ["export", str(tmp_path / "heads"), "--to", to, "--output", str(tmp_path / "out"), "--quiet"]
+        words += ["--json", str(tmp_path / "result.json")]
         assert main(words) == status
         return heads, tmp_path / "out"
 
@@ -89,6 +92,9 @@ def test_an_export_says_what_its_readers_assume(name: str, to: str, exported: Ca
         assert about["sliding_window_non_causal"] is not form.get("causal", False)
         assert about["draft_vocab_size"] == form.get("vocabulary", VOCAB)
         assert about["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == K
+        command = shlex.split(read_json(folder.with_name("result.json"))["serve"])
+        method = json.loads(command[command.index("--speculative-config") + 1])["method"]
+        assert method == ("dspark" if shifted else "dflash"), "vLLM has no method dflash2"
         about = about["transformer_layer_config"]
     else:
         assert about["dflash_config"]["target_layer_ids"] == [layer - 1 for layer in FEATURES]
