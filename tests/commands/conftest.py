@@ -90,7 +90,8 @@ def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         probe: {"ANSWERING": 0.5, "ANSWERED": 8, "STEPS": 1},
         stages: {"CALIBRATION_TOKENS": 24, "CALIBRATED_ON": 200, "FEWEST_TEXTS": 8},
         # In the benchmark, instead of all prompts, the fewest.
-        plan: {"BENCHMARK_TOKENS": 16, "FEWEST_BENCHMARK_TOKENS": 16, "BENCHMARK_SECONDS": 0.0, "FEWEST_TEST": 4},
+        plan: {"FEWEST_TEXTS": 12}
+        | {"BENCHMARK_TOKENS": 16, "FEWEST_BENCHMARK_TOKENS": 16, "BENCHMARK_SECONDS": 0.0, "FEWEST_TEST": 4},
         stored: {"MIN_STEPS": 100},
         calibrate: {
             "MIN_STEPS": 100,
