@@ -36,7 +36,7 @@ from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from tests.commands.place import GENERATION, NEW, PROMPTS, Outcome, Place, letters, until_eos, write_rows
-from tests.helpers import LETTERS, VOCAB, random_heads, run_as_written, times_of_few_steps, tiny_model
+from tests.helpers import LETTERS, VOCAB, random_heads, run_as_written, tiny_model
 from train.features.files import shards
 
 
@@ -390,16 +390,6 @@ def test_evaluate_separates_documents_of_a_text_file(medusa: Any, place: Place, 
 
 
 @pytest.fixture
-def short_calibrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "SIZES", (1, 4))
-    monkeypatch.setattr(calibrate, "MIN_STEPS", 60)
-    monkeypatch.setattr(calibrate, "time_steps", times_of_few_steps)
-    monkeypatch.setattr("decode.bench.calibration.variants.SHORTLISTS", (16,))
-    monkeypatch.setattr("decode.bench.calibration.stored.MIN_STEPS", 60)
-    monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 4)
-
-
-@pytest.fixture
 def own_place(place: Place, tmp_path: Path) -> Place:
     """Heads in a separate folder, without a saved tree."""
     heads = MedusaHeads.from_pretrained(place.heads)
@@ -657,6 +647,7 @@ def test_verify_writes_the_documented_json_and_a_report(verify: Any, tmp_path: P
         assert f"{case['total_variation']:.5f}" in page, "the page's figures are the JSON's"
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_verify_fails_where_the_samples_are_wrong(verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decode.accept.residual", lambda p, q: p)
     done, page, _ = verify("--draws", "10000", "--max-prompts", "1")
@@ -665,6 +656,7 @@ def test_verify_fails_where_the_samples_are_wrong(verify: Any, monkeypatch: pyte
     assert "there is evidence against equality" in page
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_verify_reports_a_text_that_ends_early(verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = Job.drafted
 
@@ -681,6 +673,7 @@ def test_verify_reports_a_text_that_ends_early(verify: Any, tmp_path: Path, monk
     assert [found["gap"] for found in content["greedy"]["divergences"]] == [None] * 3
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_verify_in_full_tries_more_temperatures(verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     done, _, content = verify("--full", "--draws", "50", "--max-prompts", "1")
@@ -791,6 +784,7 @@ def measured(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_benchmarks_are_compared(medusa: Any, place: Place, tmp_path: Path, measured: Path) -> None:
     second, both = tmp_path / "b.json", tmp_path / "c.json"
     done = medusa(*benchmark(place, "--tree", "chain", "--compare", measured, "--json", second))
@@ -861,6 +855,7 @@ def test_generate_with_another_drafter(generate: Any, place: Place) -> None:
     assert told == {"heads": None, "drafter": "ngram:n=2,tokens=4", "tree": None, "nodes": 5}
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_verify_with_another_drafter(medusa: Any, place: Place, tmp_path: Path) -> None:
     report = tmp_path / "v.html"
     argv = ("--backbone", place.backbone, "--prompts", place.prompts, *GENERATION, "--drafter", "ngram:n=1")
@@ -870,6 +865,7 @@ def test_verify_with_another_drafter(medusa: Any, place: Place, tmp_path: Path) 
     assert "sample" not in {line.split()[1] for line in done.out.splitlines() if line.startswith("rejection")}
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_benchmark_of_several_drafters(medusa: Any, place: Place, tmp_path: Path) -> None:
     """The first drafter is called `medusa`; the others keep their names."""
     path, report = tmp_path / "b.json", tmp_path / "b.html"
@@ -892,6 +888,7 @@ def amateur(place: Place, tmp_path: Path) -> str:
     return str(tmp_path / "small")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_contrastive_decoding(generate: Any, medusa: Any, place: Place, tmp_path: Path, amateur: str) -> None:
     """Texts with and without heads are equal, and `verify` and `benchmark` work."""
     asked = ("--amateur", amateur, "--contrast-alpha", "0.05", "--contrast-beta", "2", "--amateur-temperature", "0.7")

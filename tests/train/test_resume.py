@@ -41,6 +41,7 @@ def curve(folder: Path) -> list[dict[str, float]]:
     return [{key: line[key] for key in line if "runtime" not in key and "per_second" not in key} for line in history]
 
 
+@pytest.mark.full  # test_interruptions.py kills one run at a fixed step
 def test_a_run_killed_twice_has_the_loss_curve_of_an_uninterrupted_run(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

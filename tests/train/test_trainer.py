@@ -190,7 +190,7 @@ def test_blocks_of_a_head_share_no_weights(model: Any, texts: list[OwnText], tmp
 
 
 def test_training_raises_accuracy_and_shortens_decoding(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
-    run = trainer(model, texts, tmp_path, max_steps=40, logging_steps=10, learning_rate=5e-3, seed=1)
+    run = trainer(model, texts, tmp_path, max_steps=60, logging_steps=10, learning_rate=5e-3, seed=1)
     backbone = Backbone(model)
     before = head_accuracy(backbone, run.heads, texts)
     run.train()
@@ -236,7 +236,7 @@ def test_sequential_heads_learn_from_earlier_tokens(model: Any, tmp_path: Path, 
                 | ({"block": None, "feature_layers": [0, 1]} if kind == "dflash" else {})
             )
         ),
-        max_steps=80 if kind == "dflash" else 30,  # its one layer first learns where to look
+        max_steps=80 if kind == "dflash" else 40,  # its one layer first learns where to look
         learning_rate=1e-2,
         objective="text",
         loss_backend=backend,
