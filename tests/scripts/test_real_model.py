@@ -16,7 +16,7 @@ from medusa.files import ASSETS
 from real_measure import SETS
 from tests.helpers import times_of_few_steps
 
-TINY = real_model.Sizes((0.01, 0.01), 16, (2, 6), (8, 16), (1, 6, 1), (12, 16), (4, 6, 1), 128)
+TINY = real_model.Sizes((0.01, 0.01), 16, (1, 4), (8,), (1, 4, 1), (8, 12), (2, 4, 1), 512)
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     few: dict[Any, dict[str, Any]] = {
         real_model: {"QUICK": TINY, "TEMPERATURES": (1.0,)},
         plan: {"FEWEST_TEXTS": 12},
-        probe: {"ANSWERED": 4, "STEPS": 1},
-        stored: {"MIN_STEPS": 100},
-        calibrate: {"MIN_STEPS": 100, "SIZES": (1, 4), "time_steps": times_of_few_steps},
+        probe: {"ANSWERED": 4, "READ": 2, "ROWS": 1, "LENGTH": 64, "STEPS": 1},
+        stored: {"MIN_STEPS": 60},
+        calibrate: {"MIN_STEPS": 60, "SIZES": (1, 4), "time_steps": times_of_few_steps},
         variants: {"SHORTLISTS": (16,)},
     }
     for module, values in few.items():
