@@ -175,10 +175,6 @@ def test_the_core_needs_no_transformers(module: str) -> None:
     without(module, "transformers", "tokenizers", "accelerate", "datasets", "peft")
 
 
-def test_the_command_line_starts_without_torch() -> None:
-    without("medusa", "torch", "transformers")
-
-
 def test_blocked_imports_fail() -> None:
     with pytest.raises(AssertionError, match="transformers is blocked"):
         without("json, transformers.utils", "transformers")

@@ -836,14 +836,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_control_c_prints_no_traceback(medusa: Any, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(MedusaHeads, "from_pretrained", interrupted)
-    assert medusa("info", place.heads) == (130, "", "medusa info: interrupted\n")
-
-
 # --- drafters other than heads ---------------------------------------------------------------------------------------
 
 

@@ -333,7 +333,8 @@ LINES = {
 --output notes.txt -> notes.txt
 --output notes.txt --overwrite -> notes.txt
 --output full --overwrite -> is not an export
---output heads --overwrite -> heads
+--output heads --overwrite -> is an input
+--output backbone --overwrite -> is an input
 --output . --overwrite -> .
 --output notes.txt/new -> notes.txt/new
 --output /proc/new -> /proc/new
@@ -349,6 +350,7 @@ LINES = {
 --to hub --backbone demo -> --backbone demo
 --to sglang -> eagle
 --to tensorrt-llm --backbone demo -> --to tensorrt-llm does not work: TensorRT-LLM has deleted the engines
+--to modelopt --backbone demo -> --to modelopt does not work: TensorRT-LLM has deleted
 --to ollama --backbone demo -> llama.cpp, on which it is built, does: --to llama.cpp
 --json full -> full
 --revison x -> did you mean --revision
@@ -474,6 +476,7 @@ export --to hub --output new -> heads
 export --heads demo --to original-v1 --output new --backbone backbone -> hidden size 32 and 61 tokens
 export --heads heads --output new -> to
 export --heads heads --to hub -> output
+export --heads heads --to tgi --output new -> --backbone
 datastore --backbone backbone --data prompts.jsonl --output new -> build
 datastore drop --backbone backbone --data prompts.jsonl --output new -> drop
 datastore build --data prompts.jsonl --output new -> backbone

@@ -22,7 +22,6 @@ from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.folder import find_folder
 from medusa.checkpoints.published import to_published
 from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, WEIGHTS, Stored, save_tensors
-from medusa.export import FORMATS
 from medusa.export.base import read_embeddings, read_lm_head
 from medusa.export.belonging import require_own_backbone
 from medusa.files import read_json
@@ -619,31 +618,6 @@ def test_several_blocks_are_rejected_for_the_originals_loader(
     assert "heads.layers=1" in refused(capsys, *words, "--to", "original-v1")
     heads.blocks[1].load_state_dict(heads.blocks[0].state_dict())
     assert same(MedusaHeads.from_pretrained(exported(heads, "original-v1")), heads)
-
-
-def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture, backbone: Path) -> None:
-    some_heads().save_pretrained(tmp_path / "heads")
-    heads, out = ("--heads", f"{tmp_path}/heads"), ("--output", f"{tmp_path}/out")
-    base = ("--backbone", str(backbone))
-    assert ", ".join(FORMATS) in refused(capsys, *heads, *out, *base, "--to", "onnx")
-    assert "--backbone" in refused(capsys, *heads, *out, "--to", "tgi")
-    assert "int8" in refused(capsys, *heads, *out, *base, "--to", "tgi", "--dtype", "int8")
-    assert "no heads" in refused(capsys, "--heads", f"{tmp_path}/none", *out, *base, "--to", "tgi")
-    assert "--overwrite" in refused(capsys, *heads, "--output", f"{tmp_path}/heads", *base, "--to", "tgi")
-    said = refused(capsys, *heads, "--output", str(tmp_path), *base, "--to", "tgi", "--overwrite")
-    assert "is an input" in said
-    said = refused(capsys, *heads, "--output", str(backbone), *base, "--to", "tgi", "--overwrite")
-    assert "is an input" in said
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("years of work")
-    assert "is not an export" in refused(capsys, *heads, "--output", str(mine), *base, "--to", "tgi", "--overwrite")
-    for name in ("tensorrt-llm", "modelopt"):
-        assert f"--to {name} does not work: TensorRT-LLM has deleted" in refused(
-            capsys, *heads, *out, *base, "--to", name
-        )
-    assert (mine / "thesis.txt").exists()
-    assert not (tmp_path / "out").exists()
 
 
 def test_overwrite_replaces_an_export(exported: Callable) -> None:

@@ -138,7 +138,6 @@ def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
     "settings",
     [
         {"block": "mlp", "expansion": 2.0, "num_layers": 2},
-        {"block": "mlp", "lm_head": "shared"},
         {"num_layers": 2, "lm_head": "shared"},
         {"kind": "cascade", "block": "mlp", "lm_head": "shared"},
         {"kind": "cascade", "num_layers": 2},
@@ -151,7 +150,7 @@ def test_guesses_of_every_kind_equal_the_packages(settings: dict[str, Any], llam
     tree = [[rank] for rank in range(20)] + [[a, b] for a in range(6) for b in range(5)] + [[0, 0, 0], [1, 0, 0]]
     folder = repository(heads, tmp_path / "heads", tree)
     found, expected = [], []
-    for seed in range(3):
+    for seed in range(2):
         prompt, lengths = random_ids(9, seed=seed), []
         by_hub(llama, folder, prompt, max_new_tokens=16, do_sample=False, medusa_step_lengths=lengths)
         ours = steps(llama, heads, torch.tensor([prompt]), max_new_tokens=16, do_sample=False)
@@ -704,24 +703,6 @@ def test_export_accepts_only_calibrations_of_the_same_heads(llama: Any, tmp_path
     card = (tmp_path / "out" / CARD).read_text()
     assert "CPU of these" in card
     assert "CPU of others" not in card
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--license", "Apache 2"], "the license is 'Apache 2'; give the Hub's name"),
-        (["--repo-id", "heads"], "the repository is 'heads'; give its Hub id"),
-        (["--benchmark", "nowhere.json"], "there is no file nowhere.json"),
-        (["--to", "original-v1", "--license", "mit"], "--license is for the model card of --to hub"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_export_requests_are_rejected(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    assert export("--heads", "demo", "--output", str(tmp_path / "out"), *words) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
