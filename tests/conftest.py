@@ -24,6 +24,8 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 # torch.compile believes what the CPU says about its vector instructions. To try them, it starts Python several times.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# matplotlib keeps what it reads about fonts in a cache; with each test's own, each process would read all fonts again.
+os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
 
 
 # Imports make many objects that stay; to look for garbage among them would take an eighth of the time.

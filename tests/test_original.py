@@ -1,7 +1,8 @@
 """Texts and steps equal those of the original Medusa code (commit e2a5d20), whose outputs are in ../shared.
 
-The test uses 24 prompts, 4 trees and five trained heads in the original's file format; greedy, float32, EOS ignored,
-128 new tokens. The original decoded the prompts one by one; here they are rows of one batch.
+There are 24 prompts, 4 trees and five trained heads in the original's file format; greedy, float32, EOS ignored, 128
+new tokens; without --full, every second prompt and half of the tokens. The original decoded the prompts one by one;
+here they are rows of one batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from medusa import MedusaHeads, Tree
 from medusa.loading import LoadOptions, load_backbone
 from tests.helpers import left_padded
 
-NEW = 128
 TREES = ["mc_sim_7b_63", "vicuna_7b_stage2", "small_11_nodes", "chain_5"]
 
 
@@ -42,19 +42,19 @@ def cut(lengths: list[int], total: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_ids_and_steps_equal_the_originals(name: str, original: dict[str, Any], pair: tuple[Any, MedusaHeads]) -> None:
+def test_ids_and_steps_equal_the_originals(
+    name: str, original: dict[str, Any], pair: tuple[Any, MedusaHeads], full: bool
+) -> None:
     assert set(original["runs"]) == set(TREES)
-    run = original["runs"][name]
-    tree = Tree.from_paths(run["tree_paths"])
-    options = {"tree": tree, "max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}
-    taken = list(steps(*pair, **left_padded(original["prompts"]), **options))
-    for index in range(len(original["prompts"])):
-        own = [step for step in taken if index in step.ids]
-        new_ids = [token for step in own for token in step.ids[index]]
-        assert new_ids == run["new_ids"][index][:NEW], f"prompt {index}"
-        assert cut([step.lengths[index] for step in own], NEW) == cut(run["step_lengths"][index], NEW), (
-            f"prompt {index}"
-        )
+    run, new, prompts = original["runs"][name], 128 if full else 64, range(0, len(original["prompts"]), 2 - full)
+    options = {"tree": Tree.from_paths(run["tree_paths"]), "max_new_tokens": new, "eos_token_id": None}
+    batch = left_padded([original["prompts"][prompt] for prompt in prompts])
+    taken = list(steps(*pair, **batch, **options, do_sample=False))
+    for row, prompt in enumerate(prompts):
+        own = [step for step in taken if row in step.ids]
+        assert [token for step in own for token in step.ids[row]] == run["new_ids"][prompt][:new], f"prompt {prompt}"
+        lengths = cut([step.lengths[row] for step in own], new)
+        assert lengths == cut(run["step_lengths"][prompt], new), f"prompt {prompt}"
 
 
 def test_published_trees_equal_those_of_the_original_runs(original: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,13 +85,38 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def short_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_calibrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make calibrations short: no figure of these tests is a measurement."""
+    monkeypatch.setattr(calibrate, "SIZES", (1, 4))
+    monkeypatch.setattr(calibrate, "MIN_STEPS", 60)
+    monkeypatch.setattr(calibrate, "time_steps", times_of_few_steps)
+    monkeypatch.setattr(variants, "SHORTLISTS", (16,))
+    monkeypatch.setattr(stored, "MIN_STEPS", 60)
+    monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 4)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the pictures of reports empty: to draw them takes longer than the runs that they show."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, file, **how: empty_picture(file))
+
+
+def empty_picture(file: Any) -> None:
+    if isinstance(file, io.StringIO):
+        file.write("<svg ></svg>")
+    else:
+        Path(file).touch()
+
+
+@pytest.fixture
+def short_fit(monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> None:
     """Make probe, calibration and benchmark short: no figure of these tests is a measurement."""
     short: dict[Any, dict[str, Any]] = {
-        probe: {"ANSWERING": 0.5, "ANSWERED": 8, "STEPS": 1},
+        probe: {"ANSWERING": 0.5, "ANSWERED": 4, "READ": 2, "ROWS": 1, "LENGTH": 64, "STEPS": 1},
         stages: {"CALIBRATION_TOKENS": 24, "CALIBRATED_ON": 200, "FEWEST_TEXTS": 8},
         # In the benchmark, instead of all prompts, the fewest.
-        plan: {"BENCHMARK_TOKENS": 16, "FEWEST_BENCHMARK_TOKENS": 16, "BENCHMARK_SECONDS": 0.0, "FEWEST_TEST": 4},
+        plan: {"FEWEST_TEXTS": 12}
+        | {"BENCHMARK_TOKENS": 16, "FEWEST_BENCHMARK_TOKENS": 16, "BENCHMARK_SECONDS": 0.0, "FEWEST_TEST": 4},
         stored: {"MIN_STEPS": 100},
         calibrate: {
             "MIN_STEPS": 100,

@@ -67,7 +67,7 @@ def tokenizer_of_letters(bos: int, eos: int) -> PreTrainedTokenizerFast:
 
 def talkative() -> tuple[Any, list[list[int]], int]:
     """A random backbone whose texts are not loops, and a token of its first text to use as EOS."""
-    ids = [[LETTERS.index(letter) for letter in prompt] for prompt in PROMPTS]
+    ids = [ids_of(prompt) for prompt in PROMPTS]
     for seed in range(100):
         model = tiny_model("llama", seed)
         texts = [plain(model, prompt, max_new_tokens=NEW) for prompt in ids]
@@ -123,6 +123,18 @@ def by_key(lines: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]
     found = {(line["index"], line["turn"]): line for line in lines}
     assert len(found) == len(lines), "no text twice"
     return found
+
+
+def ids_of(text: str) -> list[int]:
+    return [LETTERS.index(letter) for letter in text]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
 
 
 def until_eos(place: Place) -> list[list[int]]:

@@ -87,10 +87,6 @@ def test_ids_beyond_the_vocabulary(refused: Any, place: Place, tmp_path: Path) -
 def test_misplaced_recordings_are_rejected(
     refused: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
-    assert "are not features" in refused(*generate(place, "--record", str(tmp_path / "thesis")))
-    assert "is a file" in refused(*generate(place, "--record", str(tmp_path / "thesis" / "chapter1.txt")))
     other = fingerprint(tiny_model("llama", seed=99), "other")
     recorder = Recorder(tmp_path / "theirs", other, HIDDEN, torch.float32)
     recorder.add([1, 2], torch.zeros(2, HIDDEN))

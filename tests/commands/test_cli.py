@@ -36,7 +36,7 @@ from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from tests.commands.place import GENERATION, NEW, PROMPTS, Outcome, Place, letters, until_eos, write_rows
-from tests.helpers import LETTERS, VOCAB, random_heads, run_as_written, times_of_few_steps, tiny_model
+from tests.helpers import LETTERS, VOCAB, random_heads, run_as_written, tiny_model
 from train.features.files import shards
 
 
@@ -390,16 +390,6 @@ def test_evaluate_separates_documents_of_a_text_file(medusa: Any, place: Place, 
 
 
 @pytest.fixture
-def short_calibrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "SIZES", (1, 4))
-    monkeypatch.setattr(calibrate, "MIN_STEPS", 60)
-    monkeypatch.setattr(calibrate, "time_steps", times_of_few_steps)
-    monkeypatch.setattr("decode.bench.calibration.variants.SHORTLISTS", (16,))
-    monkeypatch.setattr("decode.bench.calibration.stored.MIN_STEPS", 60)
-    monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 4)
-
-
-@pytest.fixture
 def own_place(place: Place, tmp_path: Path) -> Place:
     """Heads in a separate folder, without a saved tree."""
     heads = MedusaHeads.from_pretrained(place.heads)
@@ -632,7 +622,7 @@ def verify(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., tuple[Out
 
 
 def test_verify_writes_the_documented_json_and_a_report(verify: Any, tmp_path: Path) -> None:
-    done, page, content = verify("--batch-size", "2", "--draws", "2000", "--sampled-prompts", "2")
+    done, page, content = verify("--batch-size", "2", "--sampled-prompts", "2")
     assert done.status == 0, done.err
     assert "passed" in done.out
     assert str(tmp_path / "report.html") in "".join(done.out.split())
@@ -643,7 +633,7 @@ def test_verify_writes_the_documented_json_and_a_report(verify: Any, tmp_path: P
     assert content["passed"] is True
     assert (content["greedy"]["prompts"], content["greedy"]["equal"], content["greedy"]["divergences"]) == (3, 3, [])
     cases = content["sampling"]["cases"]
-    assert content["sampling"]["draws"] == 2000
+    assert content["sampling"]["draws"] == 500
     assert {case["prompt"] for case in cases} == {0, 1}
     judged = [case for case in cases if case["judged"]]
     rules = {("rejection", "topk"), ("rejection", "sample"), ("typical-sampled", "topk")}
@@ -657,14 +647,16 @@ def test_verify_writes_the_documented_json_and_a_report(verify: Any, tmp_path: P
         assert f"{case['total_variation']:.5f}" in page, "the page's figures are the JSON's"
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_verify_fails_where_the_samples_are_wrong(verify: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decode.accept.residual", lambda p, q: p)
-    done, page, _ = verify("--draws", "10000", "--sampled-prompts", "2")
+    done, page, _ = verify("--draws", "10000", "--max-prompts", "1")
     assert done.status == 1
     assert "FAILED" in done.out
     assert "there is evidence against equality" in page
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_verify_reports_a_text_that_ends_early(verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = Job.drafted
 
@@ -681,9 +673,10 @@ def test_verify_reports_a_text_that_ends_early(verify: Any, tmp_path: Path, monk
     assert [found["gap"] for found in content["greedy"]["divergences"]] == [None] * 3
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_verify_in_full_tries_more_temperatures(verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    done, _, content = verify("--full")
+    done, _, content = verify("--full", "--draws", "50", "--max-prompts", "1")
     assert done.status == 0, done.out
     complete_in_60_columns(done.out, "top-p", path=tmp_path)
     pairs = {(case["temperature"], case["top_p"]) for case in content["sampling"]["cases"]}
@@ -701,10 +694,16 @@ def test_a_prompts_sample_depends_on_the_seed_and_not_on_the_batch(generate: Any
 # --- benchmark -------------------------------------------------------------------------------------------------------
 
 
-def test_benchmark_json_has_the_documented_fields(medusa: Any, place: Place, tmp_path: Path) -> None:
-    done = medusa("benchmark", *place.asked, "--rounds", "2", "--tree", "topk:2,2", "--json", tmp_path / "b.json")
+def benchmark(place: Place, *argv: Any) -> tuple[Any, ...]:
+    return ("benchmark", *place.asked, "--rounds", "1", "--tree", "topk:2,2", *argv)
+
+
+def test_a_benchmark_writes_the_documented_json_and_a_report(medusa: Any, place: Place, tmp_path: Path) -> None:
+    """The report may be a folder; a single page is tested with comparisons."""
+    folder, file = tmp_path / "report", tmp_path / "b.json"
+    done = medusa(*benchmark(place, "--rounds", "2", "--report", folder, "--json", file))
     assert done.status == 0, done.err
-    content = json.loads((tmp_path / "b.json").read_text())
+    content = json.loads(file.read_text())
     assert content.keys() == {"machine", "settings", "methods", "headline"}
     assert content["headline"]["verdict"] == "not measured", "three prompts are too few"
     assert " ".join(content["headline"]["text"].split()) in " ".join(done.out.split())
@@ -722,16 +721,21 @@ def test_benchmark_json_has_the_documented_fields(medusa: Any, place: Place, tmp
     assert content["settings"]["rounds"] == 2
     assert "medusa" in done.out
     assert "tokens/s" in done.out
-
-
-def test_a_benchmark_in_batches_of_sampled_text_works(medusa: Any, place: Place) -> None:
-    done = medusa(*benchmark(place, "--batch-size", "2", "--temperature", "1"))
-    assert done.status == 0
-    assert "(sampled)" in done.out
-
-
-def benchmark(place: Place, *argv: Any) -> tuple[Any, ...]:
-    return ("benchmark", *place.asked, "--rounds", "1", "--tree", "topk:2,2", *argv)
+    assert {file.name for file in folder.iterdir()} >= {"report.html", "benchmark.json", "speedups.png", "tree.png"}
+    assert "times plain decoding" in (folder / "report.html").read_text()
+    assert json.loads((folder / "benchmark.json").read_text()) == content
+    figures = content["methods"]["medusa"]
+    nodes = figures["accepted_by_node"]
+    assert all(node["path"] in content["settings"]["tree"] for node in nodes)
+    by_depth = [sum(node["share"] for node in nodes if len(node["path"]) == depth) for depth in (1, 2)]
+    reached = [*figures["accepted_by_depth"], 0.0, 0.0][:2]
+    assert all(abs(one - other) < 0.12 for one, other in zip(by_depth, reached, strict=True)), "but for last roots"
+    again = medusa(*benchmark(place, "--report", folder))
+    assert again.status == 2
+    assert "--overwrite" in again.err
+    compare = ("benchmark", "--compare", file, file, "--report", folder, "--overwrite")
+    assert medusa(*compare, "--json", folder / "inside.json").status == 0
+    assert {file.name for file in folder.iterdir()} == {"report.html", "benchmark.json", "changes.png", "inside.json"}
 
 
 def test_a_benchmark_records_its_options(
@@ -739,7 +743,8 @@ def test_a_benchmark_records_its_options(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     file = tmp_path / "b.json"
-    done = medusa(*benchmark(place, "--temperatures", "1,0.5", "--lossy", "--against", "prompt-lookup", "--json", file))
+    short = ("--max-prompts", "1", "--json", file)
+    done = medusa(*benchmark(place, "--temperatures", "1,0.5", "--lossy", "--against", "prompt-lookup", *short))
     assert done.status == 0, done.err
     content = json.loads(file.read_text())
     assert [row["temperature"] for row in content["temperatures"]] == [0.5, 1.0]
@@ -756,28 +761,6 @@ def test_a_benchmark_records_its_options(
     assert content["machine"]["memory"]["heads"] > 0
 
 
-def test_a_benchmarks_report_may_be_a_folder(medusa: Any, place: Place, tmp_path: Path) -> None:
-    """A single page is tested with comparisons."""
-    folder, file = tmp_path / "report", tmp_path / "b.json"
-    assert medusa(*benchmark(place, "--report", folder, "--json", file)).status == 0
-    assert {file.name for file in folder.iterdir()} >= {"report.html", "benchmark.json", "speedups.png", "tree.png"}
-    assert "times plain decoding" in (folder / "report.html").read_text()
-    content = json.loads((folder / "benchmark.json").read_text())
-    assert content == json.loads(file.read_text())
-    figures = content["methods"]["medusa"]
-    nodes = figures["accepted_by_node"]
-    assert all(node["path"] in content["settings"]["tree"] for node in nodes)
-    by_depth = [sum(node["share"] for node in nodes if len(node["path"]) == depth) for depth in (1, 2)]
-    reached = [*figures["accepted_by_depth"], 0.0, 0.0][:2]
-    assert all(abs(one - other) < 0.12 for one, other in zip(by_depth, reached, strict=True)), "but for last roots"
-    again = medusa(*benchmark(place, "--report", folder))
-    assert again.status == 2
-    assert "--overwrite" in again.err
-    compare = ("benchmark", "--compare", file, file, "--report", folder, "--overwrite")
-    assert medusa(*compare, "--json", folder / "inside.json").status == 0
-    assert {file.name for file in folder.iterdir()} == {"report.html", "benchmark.json", "changes.png", "inside.json"}
-
-
 def test_figures_are_kept_if_the_report_fails(
     medusa: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -785,8 +768,10 @@ def test_figures_are_kept_if_the_report_fails(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("decode.bench.report.page.benchmark_page", full)
-    done = medusa(*benchmark(place, "--report", tmp_path / "report", "--json", tmp_path / "b.json"))
+    sampled = ("--batch-size", "2", "--temperature", "1", "--max-prompts", "2")
+    done = medusa(*benchmark(place, *sampled, "--report", tmp_path / "report", "--json", tmp_path / "b.json"))
     assert done.status == 1
+    assert "(sampled)" in done.out
     assert "medusa benchmark: failed: a disk is full, or takes no larger file ([Errno 28] No space" in done.err
     assert json.loads((tmp_path / "b.json").read_text())["methods"]["medusa"]["steps"] > 0
 
@@ -799,6 +784,7 @@ def measured(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_benchmarks_are_compared(medusa: Any, place: Place, tmp_path: Path, measured: Path) -> None:
     second, both = tmp_path / "b.json", tmp_path / "c.json"
     done = medusa(*benchmark(place, "--tree", "chain", "--compare", measured, "--json", second))
@@ -850,14 +836,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_control_c_prints_no_traceback(medusa: Any, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(MedusaHeads, "from_pretrained", interrupted)
-    assert medusa("info", place.heads) == (130, "", "medusa info: interrupted\n")
-
-
 # --- drafters other than heads ---------------------------------------------------------------------------------------
 
 
@@ -869,20 +847,23 @@ def test_generate_with_another_drafter(generate: Any, place: Place) -> None:
     assert told == {"heads": None, "drafter": "ngram:n=2,tokens=4", "tree": None, "nodes": 5}
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_verify_with_another_drafter(medusa: Any, place: Place, tmp_path: Path) -> None:
     report = tmp_path / "v.html"
     argv = ("--backbone", place.backbone, "--prompts", place.prompts, *GENERATION, "--drafter", "ngram:n=1")
-    done = medusa("verify", *argv, "--draws", "2000", "--sampled-prompts", "1", "--report", report)
+    done = medusa("verify", *argv, "--draws", "500", "--sampled-prompts", "1", "--report", report)
     assert done.status == 0, done.out + done.err
     assert "drafts by ngram:n=1" in report.read_text(encoding="utf-8")
     assert "sample" not in {line.split()[1] for line in done.out.splitlines() if line.startswith("rejection")}
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_benchmark_of_several_drafters(medusa: Any, place: Place, tmp_path: Path) -> None:
     """The first drafter is called `medusa`; the others keep their names."""
     path, report = tmp_path / "b.json", tmp_path / "b.html"
     drafters = ("--drafter", "ngram", "--drafter", "heads", "--drafter", "ngram:n=1,tokens=2")
-    done = medusa("benchmark", *place.asked, *drafters, "--rounds", "1", "--json", path, "--report", report)
+    short = ("--rounds", "1", "--max-prompts", "1")
+    done = medusa("benchmark", *place.asked, *drafters, *short, "--json", path, "--report", report)
     assert done.status == 0, done.err
     content = json.loads(path.read_text(encoding="utf-8"))
     assert list(content["methods"]) == ["plain", "transformers", "heads", "ngram:n=1,tokens=2", "medusa"]
@@ -899,6 +880,7 @@ def amateur(place: Place, tmp_path: Path) -> str:
     return str(tmp_path / "small")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_contrastive_decoding(generate: Any, medusa: Any, place: Place, tmp_path: Path, amateur: str) -> None:
     """Texts with and without heads are equal, and `verify` and `benchmark` work."""
     asked = ("--amateur", amateur, "--contrast-alpha", "0.05", "--contrast-beta", "2", "--amateur-temperature", "0.7")
@@ -912,7 +894,7 @@ def test_contrastive_decoding(generate: Any, medusa: Any, place: Place, tmp_path
 
     models = (*place.asked, *asked)
     report, path = tmp_path / "verify.html", tmp_path / "out.json"
-    done = medusa("verify", *models, "--draws", "1000", "--sampled-prompts", "1", "--report", report, "--json", path)
+    done = medusa("verify", *models, "--draws", "200", "--sampled-prompts", "1", "--report", report, "--json", path)
     assert done.status == 0, done.err
     assert json.loads(path.read_text(encoding="utf-8"))["settings"]["amateur"] == said
     assert "All decoding is contrastive" in report.read_text(encoding="utf-8")

@@ -30,23 +30,23 @@ from medusa.files import read_json, write_json
 from medusa.options import LoadOptions
 from medusa.records.replies import remembered
 from medusa.records.sources import read_records
-from tests.commands.place import GENERATION, PROMPTS, Place, by_key, letters, lines_of, until_eos, write_rows
-from tests.helpers import LETTERS, VOCAB, plain
+from tests.commands.place import (
+    GENERATION,
+    PROMPTS,
+    Place,
+    assistant,
+    by_key,
+    ids_of,
+    letters,
+    lines_of,
+    until_eos,
+    user,
+    write_rows,
+)
+from tests.helpers import VOCAB, plain
 from tests.train.processes import forked_command
 
 NEW = 6
-
-
-def ids(text: str) -> list[int]:
-    return [LETTERS.index(letter) for letter in text]
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
 
 
 # --- turns -----------------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def test_answers_are_written_with_their_ids_and_the_reason_of_their_end(distill:
     done = distill("--batch-size", "2", *GENERATION, prompts=rows, backbone=place.backbone)
     assert done.status == 0
     for line, prompt, new in zip(sorted(done.lines, key=itemgetter("index")), PROMPTS, until_eos(place), strict=True):
-        assert (line["input_ids"], line["prompt_tokens"]) == (ids(prompt) + new, len(prompt))
+        assert (line["input_ids"], line["prompt_tokens"]) == (ids_of(prompt) + new, len(prompt))
         assert line["answer"] == letters(new, place)
         assert line["finish_reason"] == ("eos" if new[-1] == place.eos else "length")
 
@@ -76,9 +76,9 @@ def test_questions_follow_the_backbones_answers(distill: Any, place: Place) -> N
     model = AutoModelForCausalLM.from_pretrained(place.backbone)
     for first, second, start, question in ((0, 0, "abc", "fed"), (1, 1, "xabc", "g")):
         line, later = lines[first, 0], lines[second, 1]
-        expected = plain(model, ids(start), max_new_tokens=NEW, eos_token_id=None)
-        assert line["input_ids"] == ids(start) + expected
-        asked = ids(start + line["answer"] + question)
+        expected = plain(model, ids_of(start), max_new_tokens=NEW, eos_token_id=None)
+        assert line["input_ids"] == ids_of(start) + expected
+        asked = ids_of(start + line["answer"] + question)
         assert later["input_ids"][: later["prompt_tokens"]] == asked
         assert later["input_ids"][len(asked) :] == plain(model, asked, max_new_tokens=NEW, eos_token_id=None)
     assert lines[0, 1]["category"] == "writing"
@@ -89,7 +89,7 @@ def test_questions_follow_the_backbones_answers(distill: Any, place: Place) -> N
 
 def test_a_base_model_gets_only_the_first_question_with_a_notice(distill: Any, place: Place) -> None:
     done = distill(prompts=[CONVERSATIONS[0]], backbone=place.backbone)
-    assert [line["input_ids"][:3] for line in done.lines] == [ids("abc")]
+    assert [line["input_ids"][:3] for line in done.lines] == [ids_of("abc")]
     assert "only the first question" in done.err
     assert "no chat template" in done.err
 
@@ -97,7 +97,7 @@ def test_a_base_model_gets_only_the_first_question_with_a_notice(distill: Any, p
 def test_a_conversation_with_tools_is_answered_at_its_end(distill: Any) -> None:
     messages = [user("a"), {"role": "assistant", "content": "b", "tool_calls": []}, {"role": "tool", "content": "c"}]
     done = distill(prompts=[{"messages": [*messages, assistant("d")]}])
-    assert [line["input_ids"][: line["prompt_tokens"]] for line in done.lines] == [ids("abc")]
+    assert [line["input_ids"][: line["prompt_tokens"]] for line in done.lines] == [ids_of("abc")]
 
 
 def test_a_conversation_that_outgrows_the_context_is_kept_as_failed(distill: Any, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_unusable_prompts_are_rejected_with_their_line_before_the_run(distill: A
 
 def test_only_the_beginning_of_a_text_is_used_as_a_prompt(distill: Any) -> None:
     done = distill("--prefix-tokens", "2", prompts=[{"text": "abcdefgh"}, {"turns": ["hgf", "x"]}])
-    assert [line["input_ids"][: line["prompt_tokens"]] for line in done.lines] == [ids("ab"), ids("hg")]
+    assert [line["input_ids"][: line["prompt_tokens"]] for line in done.lines] == [ids_of("ab"), ids_of("hg")]
 
 
 def test_self_talk_starts_from_bos(distill: Any, refused: Any, place: Place, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_self_talk_cycles_through_the_beginnings_in_a_file(distill: Any, tmp_pat
     (tmp_path / "seeds.txt").write_text("abcd\nhgfe\n", encoding="utf-8")
     argv = ("--self-talk", "3", "--self-talk-seeds", tmp_path / "seeds.txt", "--prefix-tokens", "3")
     done = distill(*argv, "--temperature", "1", "--ignore-eos")
-    assert [line["input_ids"][:3] for line in done.lines] == [ids("abc"), ids("hgf"), ids("abc")]
+    assert [line["input_ids"][:3] for line in done.lines] == [ids_of("abc"), ids_of("hgf"), ids_of("abc")]
     assert {line["prompt_tokens"] for line in done.lines} == {3}
     assert done.lines[0]["answer"] != done.lines[2]["answer"], "a draw of its own"
 

@@ -24,24 +24,12 @@ from medusa.errors import RequestError
 from medusa.records.record import Record
 from medusa.records.sources import read_records
 from tests.commands.fake_server import FakeServer, Reply, serving
-from tests.commands.place import Distilled, by_key, lines_of
+from tests.commands.place import Distilled, assistant, by_key, ids_of, lines_of, user
 from tests.helpers import LETTERS
 from tests.train.templates import CHATML
 from train.data.reader import to_examples
 
 FEW = {"max_tokens": 9, "temperature": 0.0}
-
-
-def ids(text: str) -> list[int]:
-    return [LETTERS.index(letter) for letter in text]
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
 
 
 # --- the client ------------------------------------------------------------------------------------------------------
@@ -232,16 +220,16 @@ def test_a_server_continues_texts_as_ids(by_server: Any, server: FakeServer, tal
     assert lines[0, 0] == {
         "index": 0,
         "turn": 0,
-        "input_ids": [*ids("abccba"), eos],
+        "input_ids": [*ids_of("abccba"), eos],
         "prompt_tokens": 3,
         "answer": "cba",
         "finish_reason": "eos",
         "category": "x",
     }
     cut = lines[1, 0]
-    assert (cut["input_ids"], cut["finish_reason"]) == (ids("abcdefghhgfedc"), "length"), "cut off: no end is taught"
+    assert (cut["input_ids"], cut["finish_reason"]) == (ids_of("abcdefghhgfedc"), "length"), "cut off: no end is taught"
     sent = {tuple(body.items()) for body in ({k: str(v) for k, v in body.items()} for _, body, _ in server.asked)}
-    assert (("model", "the-model"), ("prompt", str(ids("abc"))), ("max_tokens", "6"), ("temperature", "0.0")) in sent
+    assert (("model", "the-model"), ("prompt", str(ids_of("abc"))), ("max_tokens", "6"), ("temperature", "0.0")) in sent
 
 
 def test_a_server_answers_conversations_turn_by_turn(by_server: Any, server: FakeServer) -> None:

@@ -48,6 +48,7 @@ def commands(place: Place, folder: Path) -> dict[str, tuple[Any, ...]]:
     }
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("name", ["generate --json", "generate --record", "export", "benchmark --report"])
 def test_a_full_disk_leaves_the_earlier_files(medusa: Any, place: Place, tmp_path: Path, name: str) -> None:
     command = commands(place, tmp_path)[name]

@@ -90,10 +90,10 @@ def test_generate_chat_and_serve(said: Any, native: Native, monkeypatch: pytest.
 
 def test_verify_and_benchmark(said: Any, native: Native, tmp_path: Path) -> None:
     chosen = (*native.models[NATIVE], "--prompts", native.prompts, "--quiet", "--max-prompts")
-    said("verify", *chosen, "1", "--threads", "1", "--draws", "1000", "--json", tmp_path / "verified.json")
+    said("verify", *chosen, "1", "--threads", "1", "--draws", "200", "--json", tmp_path / "verified.json")
     assert json.loads((tmp_path / "verified.json").read_text())["passed"] is True
     measured = tmp_path / "measured.json"
-    said("benchmark", *chosen, "4", *GENERATION, "--rounds", "1", "--json", measured)
+    said("benchmark", *chosen, "2", *GENERATION, "--rounds", "1", "--json", measured)
     assert json.loads(measured.read_text())["methods"]["medusa"]["equal_to_plain"] == 1
 
 
@@ -107,15 +107,15 @@ def test_evaluate_gives_the_same_for_the_layer_in_both_places(said: Any, native:
     assert found[0] == found[1]
 
 
+@pytest.mark.usefixtures("short_calibrations")
 @pytest.mark.parametrize("models", [NATIVE, TUNED])
 def test_a_calibrated_layer_needs_no_further_calibration(
     said: Any, native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: str
 ) -> None:
     """`auto` then takes the tree that was saved: in the heads' folder, or in the user's cache."""
-    monkeypatch.setattr(calibrate, "SIZES", (1, 4))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     chosen = native.models[models][:4]  # without --tree
-    longer = ("--prompts", native.prompts, "--max-new-tokens", "96", "--ignore-eos", "--rounds", "1")
+    longer = ("--prompts", native.prompts, "--max-new-tokens", "24", "--ignore-eos", "--rounds", "1")
     out = tmp_path / "out.json"
     said("calibrate", *chosen, *longer, "--threads", "1", "--quiet", "--json", out)
     found = json.loads(out.read_text())

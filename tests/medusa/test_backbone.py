@@ -240,7 +240,7 @@ def noisy(module: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("llama", torch.float32), ("gemma2", torch.float32), *((name, torch.bfloat16) for name in FAMILIES)],
+    [("gemma2", torch.float32), *((name, torch.bfloat16) for name in ("llama", "gpt2", "cohere", "llama4_text"))],
 )
 @torch.no_grad()
 def test_rounding_noise_does_not_change_whether_the_lm_head_splits_off(family: str, dtype: torch.dtype) -> None:
@@ -381,8 +381,10 @@ def test_loading(tmp_path: Any) -> None:
     assert load_config(str(tmp_path)).vocab_size == VOCAB
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("family", "chosen"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt_oss", "eager")])
+@pytest.mark.parametrize(
+    ("family", "chosen", "dtype"),
+    [("llama", "sdpa", "float16"), ("gemma2", "eager", "float32"), ("gpt_oss", "eager", "bfloat16")],
+)
 def test_attention_is_eager_by_default_where_there_is_no_sdpa(
     tmp_path: Any, family: str, chosen: str, dtype: str
 ) -> None:

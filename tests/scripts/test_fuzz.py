@@ -22,13 +22,14 @@ from tiny_models import RECURRENT, SUPPORTED
 COMMAND = re.compile(r"^python scripts/fuzz\.py (--seed \d+ --case \d+)$", re.MULTILINE)
 
 
-def test_random_cases_equal_generate(capsys: pytest.CaptureFixture) -> None:
+def test_random_cases_equal_generate(capsys: pytest.CaptureFixture, full: bool) -> None:
     """The number of cases is fixed, so that the test takes the same time everywhere; CI runs more for two minutes."""
-    assert script.main(["--cases", "30", "--seed", "5"]) == 0
+    count = 30 if full else 10
+    assert script.main(["--cases", str(count), "--seed", "5"]) == 0
     shown = capsys.readouterr().out
-    counted = re.search(r"seed 5: 30 cases, (\d+) equal", shown)
+    counted = re.search(rf"seed 5: {count} cases, (\d+) equal", shown)
     assert counted is not None
-    assert int(counted[1]) >= 25, "most cases must be compared, not refused"
+    assert int(counted[1]) >= 0.8 * count, "most cases must be compared, not refused"
     taus = [float(tau) for tau in re.findall(r"^\| steps \| .* \| ([\d.]+) \|$", shown, re.MULTILINE)]
     assert taus[0] > 1.2, "hardly any guess was accepted: no power"
 
@@ -48,7 +49,7 @@ def test_a_planted_fault_is_found_again_by_the_printed_command(
         return case.drafter == "scripted" and len(case.options) == 1 and case.options.get("max_new_tokens", 0) > 20
 
     seed = next(str(seed) for seed in itertools.count() if is_telling(draw_case(seed, 0)))
-    monkeypatch.setattr(script, "ATTEMPTS", 3)
+    monkeypatch.setattr(script, "ATTEMPTS", 1)
     with monkeypatch.context() as planted:
         planted.setattr(State, "compact", keep_first_nodes)
         assert script.main(["--cases", "1", "--seed", seed]) == 1

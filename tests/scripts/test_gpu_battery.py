@@ -42,9 +42,9 @@ def rehearsing(words: Sequence[str]) -> int:
 def test_the_rehearsal_runs_every_stage(tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a copy of this process, as the battery changes its environment.
 
-    Without `--full`, one kind of heads is trained instead of all."""
+    Without `--full`, one kind of heads is trained instead of all, and what then measures the same again is left out."""
     told, kinds = tmp_path / "told", [kind for kind in KINDS if full or kind == bench.MAIN_KIND]
-    left = {f"train {kind}" for kind in KINDS if kind not in kinds}
+    left = {f"train {kind}" for kind in KINDS if kind not in kinds} | (set() if full else {"GQA", "kinds"})
     stages = {name: replace(of, needs=tuple({*of.needs} - left)) for name, of in STAGES.items() if name not in left}
     monkeypatch.setattr(battery, "STAGES", stages)
     monkeypatch.setattr(bench, "KINDS", kinds)
@@ -59,7 +59,7 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path, full: bool, monkeypatch:
     assert status == 0
     assert [figure["error"] for kept in figures.values() for figure in kept if "error" in figure] == []
 
-    for name in TOY.shapes:
+    for name in {*TOY.shapes} - left:
         timed = [figure for figure in figures[name] if "ms" in figure]
         assert [(figure["how"], figure["batch"], figure["nodes"]) for figure in timed] == [
             *[("compiled", 2, 8), ("compiled", 2, 1), ("eager", 2, 8), ("eager", 2, 1)],
@@ -79,7 +79,7 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path, full: bool, monkeypatch:
         with gzip.open(place) as file:
             assert len(json.load(file)["traceEvents"]) > 100
     assert [figure["passed"] for figure in figures["verify"] if "passed" in figure] == [True, True]
-    for kind in kinds:
+    for kind in kinds if full else []:
         assert any(figure.get("method", "").startswith(f"{kind}, ") for figure in figures["kinds"])
 
     page = (tmp_path / REPORT).read_text()

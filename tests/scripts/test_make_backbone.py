@@ -137,7 +137,7 @@ def test_evaluate_only_prints_the_figures(
 def test_draft_shares_the_tokenizer_and_learns_from_the_teacher(trained: Path, text: Path, tmp_path: Path) -> None:
     """With a teacher weight of 1 and enough steps, the draft model agrees with the teacher more often than before."""
     agreement = []
-    for steps in ("1", "60"):
+    for steps in ("1", "40"):
         output = tmp_path / steps
         more = ["--preset", "draft", "--tokenizer", str(trained), "--teacher", str(trained), "--teacher-weight", "1"]
         more += ["--seed", "1"]  # not the teacher's own start
@@ -218,9 +218,9 @@ def test_the_teacher_is_asked_once_for_each_row() -> None:
 def test_a_seed_gives_the_same_weights_and_the_clock_ends_training(text: Path, tmp_path: Path) -> None:
     """0.3 seconds allow some steps on any machine, and far less than a minute."""
     for name, more in {
-        "one": ["--steps", "5"],
-        "again": ["--steps", "5"],
-        "other": ["--steps", "5", "--seed", "1"],
+        "one": ["--steps", "2"],
+        "again": ["--steps", "2"],
+        "other": ["--steps", "2", "--seed", "1"],
         "clock": ["--minutes", "0.005"],
         "cpu": ["--cpu-minutes", "0.005"],
     }.items():

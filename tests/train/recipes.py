@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,24 @@ from train.recipe import parse_recipe
 from train.run import train
 
 
+@functools.cache
+def files_of_a_backbone() -> dict[str, bytes]:
+    """The files of a tiny backbone by name, made once."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model("llama").save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
 def recipes(folder: Path, rows: Iterable[dict[str, Any]], length: int, **usual: Any) -> Callable[..., dict[str, Any]]:
     """Save a tiny backbone and data; return a function of the output folder that makes recipes of two heads on them.
 
     Its keywords are training arguments, over the `usual` ones."""
-    tiny_model("llama").save_pretrained(folder / "backbone")
+    (folder / "backbone").mkdir()
+    for name, content in files_of_a_backbone().items():
+        (folder / "backbone" / name).write_bytes(content)
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
-    def content(output: str | Path, **training: Any) -> dict[str, Any]:
+    def made(output: str | Path, **training: Any) -> dict[str, Any]:
         return {
             "backbone": str(folder / "backbone"),
             "data": {"path": str(folder / "data.jsonl"), "sequence_length": length},
@@ -32,7 +44,7 @@ def recipes(folder: Path, rows: Iterable[dict[str, Any]], length: int, **usual: 
             "training": usual | training,
         }
 
-    return content
+    return made
 
 
 def run(content: dict[str, Any], **options: Any) -> Any:

@@ -361,10 +361,8 @@ def test_a_resumed_run_with_one_seed_equals_an_uninterrupted_run(tmp_path: Path,
         run.train()
         return run
 
-    once, again, plain = trained("once", **GUIDED), trained("again", **GUIDED), trained("plain")
-    assert losses(once) == losses(again)
-    assert torch.equal(weights(once.heads), weights(again.heads))
-    assert losses(once) != losses(plain)
+    once = trained("once", **GUIDED)
+    assert losses(once) != losses(trained("plain"))
     resumed = trainer(tmp_path / "once", kind, **GUIDED)
     resumed.train(resume_from_checkpoint=str(tmp_path / "once" / "checkpoint-3"))
     assert torch.equal(weights(resumed.heads), weights(once.heads))

@@ -1,27 +1,24 @@
-"""A run killed at any moment resumes and ends like an uninterrupted one, with real processes and real SIGKILL."""
+"""What a run may resume from, also after a real SIGKILL while it saved (any other time: test_interruptions.py)."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerState
 
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from tests.helpers import random_ids
 from tests.train.processes import forked
-from tests.train.recipes import recipes, run, same
+from tests.train.recipes import recipes, run
 from train.checkpoints import is_whole, whole_checkpoints
-from train.trainer import MedusaTrainer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 STEPS, SAVE_STEPS, LOGGING_STEPS = 24, 4, 3  # a line of the log and a checkpoint seldom fall on one step
@@ -33,59 +30,6 @@ def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     rows = [{"input_ids": random_ids(20, seed=seed)} for seed in range(40)]
     usual = {"max_steps": STEPS, "save_steps": SAVE_STEPS, "logging_steps": LOGGING_STEPS, "seed": 3}
     return recipes(tmp_path, rows, 20, **usual, per_device_train_batch_size=4)
-
-
-def curve(folder: Path) -> list[dict[str, float]]:
-    """The log of the last checkpoint, without times."""
-    history = json.loads((whole_checkpoints(folder)[-1] / "trainer_state.json").read_text())["log_history"]
-    return [{key: line[key] for key in line if "runtime" not in key and "per_second" not in key} for line in history]
-
-
-def test_a_run_killed_twice_has_the_loss_curve_of_an_uninterrupted_run(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(recipe("whole"))
-    seed = random.SystemRandom().randrange(10**6)
-    rng = random.Random(seed)
-    at = sorted(rng.sample(range(SAVE_STEPS + 1, STEPS), 2))
-    for step in at:
-        reader, writer = os.pipe()
-
-        class Tell(TrainerCallback):
-            """Send one byte a step to the process that kills this one, and never end."""
-
-            def on_step_end(self, args: Any, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
-                os.write(writer, bytes([state.global_step]))  # noqa: B023  the class lives as long as its round
-                if state.global_step == STEPS:
-                    signal.pause()
-                time.sleep(0.002)
-
-        def killed_run() -> None:
-            init = MedusaTrainer.__init__
-            monkeypatch.setattr(
-                MedusaTrainer,
-                "__init__",
-                lambda self, *args, **kwargs: init(self, *args, callbacks=[Tell()], **kwargs),
-            )
-            run(recipe("killed"), resume=bool(whole_checkpoints(killed)))
-
-        process = forked(killed_run, tmp_path / "error")
-        os.close(writer)
-        done = 0
-        while done < step:  # a run resumed from a late checkpoint begins after `step`
-            byte = os.read(reader, 1)
-            assert byte, (tmp_path / "error").read_text()
-            done = byte[0]
-        time.sleep(rng.random() * 0.02)  # anywhere in the step, or in the saving after it
-        os.kill(process, signal.SIGKILL)
-        assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
-        os.close(reader)
-    last = forked(lambda: run(recipe("killed"), resume=True), tmp_path / "error")
-    assert os.waitpid(last, 0)[1] == 0, (tmp_path / "error").read_text()
-    assert curve(killed) == curve(whole), f"killed at {at}, seed {seed}"
-    assert [line["step"] for line in curve(whole)] == [*range(3, 25, 3)]
-    assert same(killed, whole)
 
 
 def test_other_heads_are_refused_and_recipes_of_older_versions_are_resumed(recipe: Any, tmp_path: Path) -> None:

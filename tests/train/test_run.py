@@ -125,7 +125,7 @@ def test_heads_of_a_model_with_an_encoder_or_from_a_gguf_file(recipe: Any, tmp_p
     changed = load_file(tmp_path / "both" / "adapter" / "adapter_model.safetensors")
     assert changed
     assert not any("visual" in name for name in changed)
-    for heads in ("live", "both", "both/merged/heads"):
+    for heads in ("live", "both/merged/heads"):
         words = [str(tmp_path / heads), "--prompts", str(prompts), "--tree", "chain", "--max-new-tokens", "3"]
         assert main(["generate", *words, "--quiet"]) == 0
 

@@ -37,14 +37,26 @@ STEPS = 4
 CLOSE = {"atol": 2e-4, "rtol": 0}
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scale")
+
+
+@pytest.fixture(scope="module")
+def recipe(folder: Path) -> Callable[..., dict[str, Any]]:
     """Recipes whose rows have very different numbers of labels."""
     rows = [
         {"input_ids": random_ids(32, seed=seed), "prompt_tokens": (2 if seed % 4 < 2 else 29)}
         for seed in range(STEPS * 4)
     ]
-    return recipes(tmp_path, rows, 32, max_steps=STEPS, logging_steps=1, save_steps=2, seed=1)
+    return recipes(folder, rows, 32, max_steps=STEPS, logging_steps=1, save_steps=2, seed=1)
+
+
+@pytest.fixture(scope="module")
+def one(recipe: Any, folder: Path) -> Path:
+    """The folder of a run of one process with batches of four rows."""
+    run(recipe("one", per_device_train_batch_size=4))
+    return folder / "one"
 
 
 def losses(folder: Path) -> list[dict[str, float]]:
@@ -65,20 +77,18 @@ def same_heads(left: Path, right: Path) -> None:
         torch.testing.assert_close(ours[name], tensor, **CLOSE)
 
 
-def test_accumulated_micro_batches_equal_one_batch(recipe: Any, tmp_path: Path) -> None:
+def test_accumulated_micro_batches_equal_one_batch(recipe: Any, one: Path, folder: Path) -> None:
     """Rows 0 and 1 of every four have ten times the labels of rows 2 and 3."""
-    run(recipe("one", per_device_train_batch_size=4))
     accumulated = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     run(recipe("four", **accumulated))
-    same_losses(losses(tmp_path / "four"), losses(tmp_path / "one"))
-    same_heads(tmp_path / "four", tmp_path / "one")
+    same_losses(losses(folder / "four"), losses(one))
+    same_heads(folder / "four", one)
 
 
 def test_two_processes_equal_one_with_the_same_global_batch(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Any, one: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`accelerate launch` with our settings, up to torchrun: its processes are copies of this one."""
-    run(recipe("one", per_device_train_batch_size=4))
     content = recipe("two", per_device_train_batch_size=2) | {"cache_features": True}
     (tmp_path / "recipe.json").write_text(json.dumps(content), encoding="utf-8")
 
@@ -90,9 +100,9 @@ def test_two_processes_equal_one_with_the_same_global_batch(
     settings = str(ROOT / "configs" / "accelerate" / "two_processes_cpu.yaml")
     command = ["--config_file", settings, "-m", "medusa", "train", str(tmp_path / "recipe.json"), "--threads", "1"]
     launch_command(launch_command_parser().parse_args([*command, "--json", str(tmp_path / "figures.json")]))
-    two = tmp_path / "two"
-    same_losses(losses(two), losses(tmp_path / "one"))
-    same_heads(two, tmp_path / "one")
+    two = folder / "two"
+    same_losses(losses(two), losses(one))
+    same_heads(two, one)
     assert json.loads((tmp_path / "figures.json").read_text())["steps"] == STEPS
     saved = whole_checkpoints(two)[-1]
     assert {path.name for path in saved.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}, "there were two"
@@ -100,11 +110,10 @@ def test_two_processes_equal_one_with_the_same_global_batch(
 
 
 def test_a_sharded_backbone_gives_the_same_loss_and_the_same_heads(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Any, one: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With FSDP2 and gloo, each process holds a share of the blocks, and hidden states are the same."""
-    run(recipe("one", per_device_train_batch_size=4))
-    content = recipe("two", per_device_train_batch_size=2) | {"shard_backbone": True}
+    content = recipe("sharded", per_device_train_batch_size=2) | {"shard_backbone": True}
     start = MedusaTrainer.train
 
     def look_and_train(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,12 +135,11 @@ def test_a_sharded_backbone_gives_the_same_loss_and_the_same_heads(
 
     monkeypatch.setattr(MedusaTrainer, "train", look_and_train)
     as_two_ranks(lambda: run(content), tmp_path)
-    same_losses(losses(tmp_path / "two"), losses(tmp_path / "one"))
-    same_heads(tmp_path / "two", tmp_path / "one")
-    known = MedusaHeads.from_pretrained(tmp_path / "two").config.backbone
-    assert known == MedusaHeads.from_pretrained(tmp_path / "one").config.backbone, (
-        "the fingerprint is that of the whole backbone"
-    )
+    sharded = folder / "sharded"
+    same_losses(losses(sharded), losses(one))
+    same_heads(sharded, one)
+    known, whole = (MedusaHeads.from_pretrained(place).config.backbone for place in (sharded, one))
+    assert known == whole, "the fingerprint is that of the whole backbone"
 
 
 def test_a_launcher_that_started_one_process_of_several_gives_a_warning(
@@ -145,7 +153,7 @@ def test_a_launcher_that_started_one_process_of_several_gives_a_warning(
 
 def test_sharding_needs_processes(recipe: Any) -> None:
     with pytest.raises(RequestError, match=r"shard_backbone: true needs several processes; start with torchrun"):
-        run(recipe("out") | {"shard_backbone": True})
+        run(recipe("refused") | {"shard_backbone": True})
 
 
 def test_every_process_has_its_gpu_and_a_sharded_backbone_starts_in_main_memory(
@@ -162,7 +170,7 @@ def test_every_process_has_its_gpu_and_a_sharded_backbone_starts_in_main_memory(
     assert placement(LoadOptions(device="cuda"), True, sizes) == LoadOptions("bfloat16", "cpu")
 
 
-def test_mixed_precision_trains_about_as_well(recipe: Any, tmp_path: Path) -> None:
+def test_mixed_precision_trains_about_as_well(recipe: Any, folder: Path) -> None:
     finals = {}
     for bf16 in (False, True):
         content = recipe(str(bf16), bf16=bf16, save_strategy="no") | {"heads": {"num": 2, "lm_head": "own"}}
@@ -170,16 +178,16 @@ def test_mixed_precision_trains_about_as_well(recipe: Any, tmp_path: Path) -> No
     assert finals[True] != finals[False], "autocast was on"
     # bfloat16 keeps 8 bits: logits of some units are off by some 1e-2, and the loss by less than that on average.
     assert finals[True] == pytest.approx(finals[False], abs=0.1)
-    heads = MedusaHeads.from_pretrained(tmp_path / "True")
+    heads = MedusaHeads.from_pretrained(folder / "True")
     assert all(parameter.dtype == torch.float32 for parameter in heads.parameters())
 
 
 def test_a_backbone_spread_over_devices_can_be_trained_on(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`device: auto` with the second layer on disk, as when memory is short."""
     plain = run(recipe("plain"))
-    loaded = load_backbone(str(tmp_path / "backbone"), LoadOptions(device="cpu"))
+    loaded = load_backbone(str(folder / "backbone"), LoadOptions(device="cpu"))
     here = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
     places = dict.fromkeys(here, "cpu")
     loaded.model = dispatch_model(

@@ -236,7 +236,7 @@ def test_sequential_heads_learn_from_earlier_tokens(model: Any, tmp_path: Path, 
                 | ({"block": None, "feature_layers": [0, 1]} if kind == "dflash" else {})
             )
         ),
-        max_steps=100 if kind == "dflash" else 40,  # its one layer first learns where to look
+        max_steps=80 if kind == "dflash" else 40,  # its one layer first learns where to look
         learning_rate=1e-2,
         objective="text",
         loss_backend=backend,
@@ -467,14 +467,14 @@ def test_a_time_budget_ends_with_a_learning_rate_near_zero(
     """Also if the time of day, which somebody sets, jumps by days whenever it is read."""
     days = count(time.time(), 1e6)
     monkeypatch.setattr(time, "time", lambda: next(days))
-    run = trainer(model, texts, tmp_path, max_steps=-1, max_minutes=0.8 / 60, logging_steps=1, learning_rate=1e-3)
+    run = trainer(model, texts, tmp_path, max_steps=-1, max_minutes=0.5 / 60, logging_steps=1, learning_rate=1e-3)
     before = {name: tensor.clone() for name, tensor in run.heads.state_dict().items()}
     run.fit_budget()
     assert run.args.max_steps > 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in run.heads.state_dict().items()), "only timed"
     start = time.monotonic()
     run.train()
-    assert time.monotonic() - start < 6, "the budget is 0.8 s; a busy machine may add a step or two"
+    assert time.monotonic() - start < 6, "the budget is 0.5 s; a busy machine may add a step or two"
     rates = [line["learning_rate"] for line in run.state.log_history if "learning_rate" in line]
     assert max(rates) > 5e-4
     assert run.lr_scheduler.get_last_lr()[0] < 1e-4
@@ -526,12 +526,12 @@ def test_the_steps_of_a_resumed_run_are_estimated_on_top_of_those_done(
     model: Any, texts: list[OwnText], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a slower machine fewer steps fit into the whole budget than the run has done, but the rest is to be used."""
-    settings = {"max_minutes": 10.0, "save_strategy": "steps", "save_steps": 20, "max_steps": 20}
+    settings = {"max_minutes": 10.0, "save_strategy": "steps", "save_steps": 12, "max_steps": 12}
     trainer(model, texts, tmp_path, **settings).train()
     monkeypatch.setattr(MedusaTrainer, "seconds_per_step", lambda self: 300.0)
     resumed = trainer(model, texts, tmp_path, **settings | {"max_steps": -1})
     resumed.train(resume_from_checkpoint=True)  # the last one
-    assert resumed.state.global_step == 20 + 10
+    assert resumed.state.global_step == 12 + 10
 
 
 def test_a_checkpoints_vocabulary_replaces_that_of_new_heads(model: Any, texts: list[OwnText], tmp_path: Path) -> None:

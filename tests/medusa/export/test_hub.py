@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,17 +59,26 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-@pytest.fixture(autouse=True)
-def own_modules(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def own_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Use a temporary cache for remote code, as transformers would write into the user's cache."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    cache = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+        patch.setattr(sys, "path", list(sys.path))
+        yield
 
 
 def repository(heads: MedusaHeads, folder: Path, tree: list[list[int]] | None = None) -> str:
     heads.config.tree = tree or WIDE
     write_repository(heads.checkpoint(), folder, Facts())
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def exported(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A repository of random heads for `llama`."""
+    return repository(random_heads(llama, 3), tmp_path_factory.mktemp("exported") / "heads")
 
 
 def by_hub(model: Any, folder: str, ids: Any, **kwargs: Any) -> torch.Tensor:
@@ -82,22 +92,25 @@ def by_hub(model: Any, folder: str, ids: Any, **kwargs: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gemma2", "llama4_text", "gpt2", "cohere"])
 def test_ids_equal_the_packages_and_plain_decoding(family: str, tmp_path: Path) -> None:
-    """Models with windows, chunks, learned positions and scaled logits, on texts longer than the windows."""
+    """Models with windows, chunks, learned positions and scaled logits, on texts longer than the windows.
+
+    One model tries all settings of decoding."""
     model = tiny_model(family)
     heads = random_heads(model, 3)
     folder = repository(heads, tmp_path / "heads")
     prompt = random_ids(13, seed=1)
-    for settings in ({"do_sample": False}, SAMPLED, {"do_sample": False, "repetition_penalty": 1.4}):
-        lengths: list[int] = []
+    given: list[dict[str, Any]] = [SAMPLED, {"do_sample": False, "repetition_penalty": 1.4}]
+    for settings in ({"do_sample": False}, *given[: 2 * (family == "llama")]):
+        settings, lengths = {"max_new_tokens": 16} | settings, list[int]()
         torch.manual_seed(7)
-        ours = [step.ids[0] for step in steps(model, heads, torch.tensor([prompt]), max_new_tokens=24, **settings)]
+        ours = [step.ids[0] for step in steps(model, heads, torch.tensor([prompt]), **settings)]
         torch.manual_seed(7)
-        out = by_hub(model, folder, prompt, max_new_tokens=24, medusa_step_lengths=lengths, **settings)
+        out = by_hub(model, folder, prompt, medusa_step_lengths=lengths, **settings)
         assert out[0, 13:].tolist() == [token for ids in ours for token in ids]
         assert lengths == [len(ids) for ids in ours]
-        assert len(lengths) <= 12, "each step accepts something"
+        assert len(lengths) <= 8, "each step accepts something"
         torch.manual_seed(7)
-        assert out[0, 13:].tolist() == plain(model, prompt, max_new_tokens=24, **settings)
+        assert out[0, 13:].tolist() == plain(model, prompt, **settings)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "llama4_text"])
@@ -125,7 +138,6 @@ def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
     "settings",
     [
         {"block": "mlp", "expansion": 2.0, "num_layers": 2},
-        {"block": "mlp", "lm_head": "shared"},
         {"num_layers": 2, "lm_head": "shared"},
         {"kind": "cascade", "block": "mlp", "lm_head": "shared"},
         {"kind": "cascade", "num_layers": 2},
@@ -138,10 +150,10 @@ def test_guesses_of_every_kind_equal_the_packages(settings: dict[str, Any], llam
     tree = [[rank] for rank in range(20)] + [[a, b] for a in range(6) for b in range(5)] + [[0, 0, 0], [1, 0, 0]]
     folder = repository(heads, tmp_path / "heads", tree)
     found, expected = [], []
-    for seed in range(6):
+    for seed in range(2):
         prompt, lengths = random_ids(9, seed=seed), []
-        by_hub(llama, folder, prompt, max_new_tokens=20, do_sample=False, medusa_step_lengths=lengths)
-        ours = steps(llama, heads, torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
+        by_hub(llama, folder, prompt, max_new_tokens=16, do_sample=False, medusa_step_lengths=lengths)
+        ours = steps(llama, heads, torch.tensor([prompt]), max_new_tokens=16, do_sample=False)
         found.append(lengths)
         expected.append([len(step.ids[0]) for step in ours])
     assert found == expected
@@ -167,14 +179,13 @@ def test_ragged_rows_several_sequences_and_the_result_type(llama: Any, tmp_path:
     assert torch.equal(copies, torch.cat(one_by_one))
 
 
-def test_stop_strings_streamer_and_allowed_tokens(llama: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_stop_strings_streamer_and_allowed_tokens(llama: Any, tokenizer: Any, exported: str) -> None:
     """Options that transformers does not pass to custom decoding methods work here."""
-    folder = repository(random_heads(llama, 3), tmp_path / "heads")
-    prompt = random_ids(6, seed=4)
-    text = tokenizer.decode(plain(llama, prompt, max_new_tokens=30))
+    folder, prompt = exported, random_ids(6, seed=4)
+    text = tokenizer.decode(plain(llama, prompt, max_new_tokens=16))
     stop = text[9:11]
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=5)
-    settings: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+    settings: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     out = by_hub(llama, folder, prompt, stop_strings=stop, tokenizer=tokenizer, streamer=streamer, **settings)
     kept = text[: text.index(stop) + 2]
     assert tokenizer.decode(out[0, 6:]) == kept == "".join(streamer)
@@ -185,7 +196,7 @@ def test_stop_strings_streamer_and_allowed_tokens(llama: Any, tokenizer: Any, tm
     own.load_state_dict(llama.state_dict())
     own.generation_config.stop_strings = [stop]  # as from its generation_config.json
     assert torch.equal(by_hub(own, folder, prompt, tokenizer=tokenizer, **settings), out)
-    assert by_hub(own, folder, prompt, stop_strings=None, **settings).shape[1] == 36
+    assert by_hub(own, folder, prompt, stop_strings=None, **settings).shape[1] == 22
     odd = by_hub(llama, folder, prompt, prefix_allowed_tokens_fn=lambda row, ids: range(1, VOCAB, 2), **settings)
     assert (odd[0, 6:] % 2 == 1).all()
 
@@ -222,7 +233,7 @@ def test_a_text_stops_at_the_end_of_the_context(tmp_path: Path) -> None:
 def test_heads_are_loaded_from_the_given_folder(llama: Any, tmp_path: Path) -> None:
     """Folders with the same name share the code's module, but not the heads."""
     prompt, found = random_ids(9, seed=2), {}
-    settings: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+    settings: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     trees: dict[str, list[list[int]]] = {"a": WIDE, "b": [[0]]}
     for place, tree in trees.items():
         repository(random_heads(llama, 3), tmp_path / place / "heads", tree)
@@ -260,19 +271,17 @@ def test_heads_are_loaded_from_the_given_folder(llama: Any, tmp_path: Path) -> N
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_wrong_requests_raise_a_one_line_error(options: dict[str, Any], words: str, llama: Any, tmp_path: Path) -> None:
-    folder = repository(random_heads(llama, 3), tmp_path / "heads")
+def test_wrong_requests_raise_a_one_line_error(options: dict[str, Any], words: str, llama: Any, exported: str) -> None:
     inputs = {"input_ids": torch.tensor([random_ids(5)]), "max_new_tokens": 4} | options
     with pytest.raises(ValueError, match=words) as error:
-        llama.generate(**inputs, custom_generate=folder, trust_remote_code=True)
+        llama.generate(**inputs, custom_generate=exported, trust_remote_code=True)
     assert "\n" not in str(error.value)
 
 
-def test_models_without_tree_support_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = repository(random_heads(tiny_model("llama"), 3), tmp_path / "heads")
-    mamba = tiny_model("mamba")
+def test_models_without_tree_support_are_rejected(exported: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = exported
     with pytest.raises(ValueError, match="its layers keep states, which only the package medusa lets branch"):
-        by_hub(mamba, folder, [1, 2, 3], max_new_tokens=4)
+        by_hub(tiny_model("mamba"), folder, [1, 2, 3], max_new_tokens=4)
     with pytest.raises(ValueError, match="have hidden_size 32, the model"):
         by_hub(tiny_model("llama", hidden_size=48), folder, [1, 2, 3], max_new_tokens=4)
     cache = DynamicCache()
@@ -323,7 +332,7 @@ def alone(jobs: list[dict[str, Any]], results: Path) -> None:
         for settings in job["settings"]:
             torch.manual_seed(3)
             lengths: list[int] = []
-            out = by_hub(model, job["heads"], job["prompt"], **settings, max_new_tokens=48, medusa_step_lengths=lengths)
+            out = by_hub(model, job["heads"], job["prompt"], **settings, max_new_tokens=24, medusa_step_lengths=lengths)
             found.append([out[0, len(job["prompt"]) :].tolist(), lengths])
     assert not {"medusa", "train", "decode"} & set(sys.modules)
     results.write_text(json.dumps(found))
@@ -364,7 +373,7 @@ def test_repositories_run_without_the_packages(demo_heads: str, tmp_path: Path, 
         ours = MedusaHeads.from_pretrained(output, dtype=torch.float32)
         for chosen in settings:
             torch.manual_seed(3)
-            found = [s.ids[0] for s in steps(model, ours, torch.tensor([prompt]), max_new_tokens=48, **chosen)]
+            found = [s.ids[0] for s in steps(model, ours, torch.tensor([prompt]), max_new_tokens=24, **chosen)]
             expected.append([[token for ids in found for token in ids], [len(ids) for ids in found]])
     process = forked(lambda: alone(jobs, tmp_path / "results"), tmp_path / "errors")
     assert os.waitpid(process, 0)[1] == 0, (tmp_path / "errors").read_text()
@@ -694,24 +703,6 @@ def test_export_accepts_only_calibrations_of_the_same_heads(llama: Any, tmp_path
     card = (tmp_path / "out" / CARD).read_text()
     assert "CPU of these" in card
     assert "CPU of others" not in card
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--license", "Apache 2"], "the license is 'Apache 2'; give the Hub's name"),
-        (["--repo-id", "heads"], "the repository is 'heads'; give its Hub id"),
-        (["--benchmark", "nowhere.json"], "there is no file nowhere.json"),
-        (["--to", "original-v1", "--license", "mit"], "--license is for the model card of --to hub"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_wrong_export_requests_are_rejected(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    assert export("--heads", "demo", "--output", str(tmp_path / "out"), *words) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
