@@ -116,7 +116,7 @@ def short_fit(monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> None:
         stages: {"CALIBRATION_TOKENS": 24, "CALIBRATED_ON": 200, "FEWEST_TEXTS": 8},
         # In the benchmark, instead of all prompts, the fewest.
         plan: {"FEWEST_TEXTS": 12}
-        | {"BENCHMARK_TOKENS": 16, "FEWEST_BENCHMARK_TOKENS": 16, "BENCHMARK_SECONDS": 0.0, "FEWEST_TEST": 4},
+        | {"BENCHMARK_TOKENS": 8, "FEWEST_BENCHMARK_TOKENS": 8, "BENCHMARK_SECONDS": 0.0, "FEWEST_TEST": 2},
         stored: {"MIN_STEPS": 100},
         calibrate: {
             "MIN_STEPS": 100,

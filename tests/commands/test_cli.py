@@ -129,10 +129,16 @@ def test_the_text_ends_before_the_stop_string_that_comes_first(generate: Any, pl
     assert len(result["new_ids"]) > end, "the ids hold the stop string"
 
 
-def test_a_prompt_may_fill_the_context(generate: Any) -> None:
+def test_a_prompt_may_fill_the_context_and_the_user_learns_why_the_text_ends(
+    medusa: Any, place: Place, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
     for length, left in ((127, 1), (120, 8)):
-        (result,) = generate("--ignore-eos", prompts=("--prompt", "b" * length))["results"]
+        argv = ("--prompt", "b" * length, *GENERATION, "--ignore-eos", "--json", out)
+        done = medusa("generate", *place.models, *argv)
+        (result,) = json.loads(out.read_text(encoding="utf-8"))["results"]
         assert (len(result["new_ids"]), result["finish_reason"]) == (left, "length")
+        assert done.err.count(f"the context of 128 tokens ends the text after {left} new tokens\n") == 1
 
 
 # --- generate --record -----------------------------------------------------------------------------------------------

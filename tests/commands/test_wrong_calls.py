@@ -526,17 +526,6 @@ def test_there_are_at_least_300_wrong_calls_and_none_twice() -> None:
 
 
 @pytest.mark.usefixtures("at_home")
-def test_a_text_that_the_context_ends_says_so(tmp_path: Path, medusa: Any) -> None:
-    """Asking for more tokens than fit is no wrong call, but the user learns why the text ends."""
-    out = tmp_path / "out.json"
-    done = medusa(*shlex.split(VALID["generate"]), "--max-new-tokens", "100000", "--ignore-eos", "--json", out)
-    assert done.status == 0
-    assert done.err.count("the context of 128 tokens ends the text after 125 new tokens\n") == 1
-    (result,) = json.loads(out.read_text(encoding="utf-8"))["results"]
-    assert (len(result["new_ids"]), result["finish_reason"]) == (125, "length")
-
-
-@pytest.mark.usefixtures("at_home")
 def test_a_datastore_survives_a_build_from_data_that_cannot_be_read(tmp_path: Path) -> None:
     build = shlex.split(f"{VALID['datastore']} --output {tmp_path}/store")
     assert main(build) == 0

@@ -354,19 +354,6 @@ def test_unusable_prompts_are_named_by_line(tokenizer: Any, record: Record, said
         prompt_ids(record, tokenizer)
 
 
-def test_a_prompt_goes_through_the_template_and_a_text_does_not(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{% for m in messages %}u{{ m.content }}{% endfor %}a"
-    prompts = [Record("here", text="hi", is_prompt=True), Record("here", messages=[USER], is_prompt=True)]
-    for record in prompts:
-        assert tokenizer.decode(prompt_ids(record, tokenizer)) == "uhia"
-        assert tokenizer.decode(prompt_ids(record, tokenizer, raw=True)) == "hi"
-    for raw in (False, True):
-        assert tokenizer.decode(prompt_ids(Record("here", text="hi"), tokenizer, raw)) == "hi"
-        assert tokenizer.decode(prompt_ids(Record("here", messages=[USER]), tokenizer, raw)) == "uhia"
-    with pytest.raises(RequestError, match="here: the prompt is empty"):
-        prompt_ids(Record("here", text="", is_prompt=True), tokenizer)
-
-
 def test_a_conversation_that_the_template_cannot_continue_is_named_by_line(tokenizer: Any) -> None:
     for template, messages, said in (
         ("a", [], "the conversation has no question"),
