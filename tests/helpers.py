@@ -168,7 +168,7 @@ def rename_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     AttentionMaskInterface.register("sdpa_renamed", sdpa_mask)
 
     class Renamed(grouped):
-        def __init__(self, config: PretrainedConfig, masks: object = None) -> None:
+        def __init__(self, config: PretrainedConfig, *others: object) -> None:
             super().__init__(config)
             self.config = config
 
