@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    gc.set_threshold(5_000, 20, 100)  # models and graphs make objects by the thousand, of which few are garbage
 
 
 @pytest.fixture(scope="session")
