@@ -14,6 +14,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, MethodType
@@ -28,11 +29,11 @@ from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.ops.attention import uses_own_sdpa
 from decode.ops.fast_linear import prepare_linear
-from decode.ops.tree_attention import TRIED, is_right, recorded, runs_on
+from decode.ops.tree_attention import TRIED, Shape, is_right, recorded, runs_on
 from decode.reader import Reader
 from decode.topology import Topology
 from medusa.backbone import Backbone, by_value, require_tree_support
-from medusa.errors import RequestError
+from medusa.errors import RequestError, first_line
 from medusa.options import dtype_name
 from medusa.tree import Tree
 from medusa.tree_support import LayerTypes, updates_by_functions
@@ -105,15 +106,27 @@ def check_tree_forward(model: PreTrainedModel) -> TreeCheck:
         if check.ok and runs_on(model.device) and uses_own_sdpa(config):
             with recorded() as shapes:
                 by_kernel = _check(short, by_kernel=True)
-            wrong = [shape for shape in shapes if by_kernel.ok and not is_right(shape)]
-            if wrong:
-                by_kernel = replace(by_kernel, reason=f"it is wrong after a long text, for {wrong[0]}")
+            if by_kernel.ok:
+                by_kernel = replace(by_kernel, reason=_trial(shapes))
             if by_kernel.ok:
                 tried.add(backbone.dtype)
             else:
                 name = f"{type(model).__name__} ({config.model_type})"
                 warnings.warn(f"attention of {name} takes masks, not the kernel: {by_kernel.reason}", stacklevel=2)
         return check
+
+
+def _trial(shapes: Iterable[Shape]) -> str | None:
+    """Say for which of the shapes the kernel fails with a full tree after a long text; `None`: for none."""
+    for shape in shapes:
+        try:
+            if not is_right(shape):
+                return f"it is wrong after a long text, for {shape}"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as raised:  # a GPU may lack the fast memory for so many nodes, for example
+            return f"with a full tree it raises {type(raised).__name__}: {first_line(raised)}"
+    return None
 
 
 def _check(model: PreTrainedModel, by_kernel: bool = False) -> TreeCheck:

@@ -229,9 +229,8 @@ def time_steps(
 ) -> list[float]:
     """Measure the seconds of a decoding step with each tree. The trees take turns after each of `steps` steps a round.
 
-    So what else the machine does makes the steps of all of them slower, and only slower: the result is the lower
-    quartile of the measured times.
-    Steps with n-grams differ in length, so a round of them counts with its mean.
+    So other work on the machine slows all trees alike. As it only makes steps slower, the result is the lower quartile
+    of the measured times. Steps with n-grams differ in length, so a round of them counts with its mean.
     Trees that are not `PROMISING` are timed in one round only; `taus` are the mean numbers of tokens per step, `None`
     where unknown. The batch holds the first `batch_size` prompts, repeated if there are fewer. RequestError: they leave
     no room."""

@@ -218,6 +218,23 @@ def test_models_pass_numbers_on(family: str, without_kernel: list[Tensor]) -> No
     assert without_kernel
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_kernel_that_fails_with_a_full_tree_is_not_used(
+    fails: bool, without_kernel: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is a reason for masks, not an error of decoding."""
+    shape = tree_attention.Shape(torch.device("cpu"), torch.float32, (4, 2), (16, 16))
+    monkeypatch.setattr("decode.tree_check.recorded", lambda: nullcontext({shape}))
+    if fails:
+        monkeypatch.setattr(tree_attention, "attention", lambda *args: 1 / 0)
+    else:
+        monkeypatch.setattr(tree_attention, "attention", lambda query, *args: query.transpose(1, 2))
+    model = tiny_model("llama")
+    with pytest.warns(UserWarning, match="it raises ZeroDivisionError" if fails else "it is wrong after a long text"):
+        assert check_tree_forward(model).ok
+    assert not TRIED[model]
+
+
 def test_a_model_with_attention_of_its_own_gets_masks(without_kernel: list[Tensor]) -> None:
     model = tiny_model("falcon, rope")
     with pytest.warns(
