@@ -26,6 +26,7 @@ from pathlib import Path
 from time import perf_counter, process_time
 
 import torch
+import yaml
 from pydantic import TypeAdapter
 
 from compare_kinds import KindsOptions, take_turns
@@ -156,8 +157,13 @@ class RealModel:
     @cached_property
     def choices(self) -> list[HeadsChoice]:
         """The kinds of heads as `medusa fit` trains them; `eagle` as for servers, which reads three layers."""
-        purposes = {kind: "vllm" if kind == "eagle" else "transformers" for kind in self.args.kinds}
-        return [choose_heads(replace(self.fit, kind=kind, purpose=to))[0] for kind, to in purposes.items()]
+        found = []
+        for name in self.args.kinds:
+            kind, settings = kind_and_settings(name)
+            purpose = "vllm" if kind == "eagle" else "transformers"
+            choice = choose_heads(replace(self.fit, kind=kind, purpose=purpose))[0]
+            found.append(choice._replace(name=name, heads=choice.heads | settings))
+        return found
 
     def plan(self) -> Json:
         """Probe the model, and plan as `medusa fit` does; the texts fill the minutes of text."""
@@ -306,6 +312,17 @@ def names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
+def kind_and_settings(text: str) -> tuple[str, Json]:
+    """Read a kind of heads with its settings: `dflash:edges=none:layers=2`; raise RequestError for anything else."""
+    kind, *settings = text.split(":")
+    if kind not in KINDS:
+        raise RequestError(f"--kinds has {text!r}; {choose_one_of(kind, KINDS)}")
+    pairs = [setting.partition("=") for setting in settings]
+    if not all(key and value for key, _, value in pairs):
+        raise RequestError(f"--kinds has {text!r}; write KIND:KEY=VALUE, with keys of `heads` in a recipe")
+    return kind, {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = script_parser(__doc__)
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or a Hub id")
@@ -314,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=Path, nargs="+", default=[], metavar="FILE", help="more training prompts")
     parser.add_argument("--minutes-of-text", type=float, metavar="M", help="CPU minutes (default: 15)")
     parser.add_argument("--minutes-of-training", type=float, metavar="M", help="for each kind (default: 12)")
-    parser.add_argument("--kinds", type=names, default=["markov", "medusa", "eagle"], metavar="A,B")
+    parser.add_argument("--kinds", type=names, default=["markov", "medusa", "eagle"], metavar="A,B:KEY=VALUE")
     parser.add_argument("--dtypes", type=names, default=["bfloat16", "float32"], metavar="A,B", help="first: for all")
     parser.add_argument("--threads", type=int, nargs="+", default=[1], metavar="N", help="more: for speed only")
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, help="run only these stages")
@@ -322,8 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--overwrite", action="store_true", help="delete an earlier run in DIR and start again")
     args = parser.parse_args(argv)
     for kind in args.kinds:
-        if kind not in KINDS:
-            raise RequestError(f"--kinds has {kind!r}; {choose_one_of(kind, KINDS)}")
+        kind_and_settings(kind)
     for dtype in args.dtypes:
         LoadOptions(dtype=dtype)  # RequestError: there is no such dtype
     run = RealModel(args)

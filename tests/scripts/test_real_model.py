@@ -78,3 +78,11 @@ def test_every_stage_runs_once_and_is_reported(
     assert json.loads((data / "out" / "fit.json").read_text())["stages"] == stages
     with pytest.raises(RequestError, match="--minutes-of-text"):
         real_model.main([*argv, "--minutes-of-text", "1"])
+
+
+def test_kinds_come_with_settings() -> None:
+    assert real_model.kind_and_settings("markov") == ("markov", {})
+    assert real_model.kind_and_settings("dflash:edges=none:layers=2") == ("dflash", {"edges": "none", "layers": 2})
+    for wrong, told in (("dfash", "dflash"), ("dflash:edges", "KIND:KEY=VALUE"), ("dflash:=2", "KIND:KEY=VALUE")):
+        with pytest.raises(RequestError, match=told):
+            real_model.kind_and_settings(wrong)
