@@ -52,6 +52,12 @@ def run(content: dict[str, Any], **options: Any) -> Any:
     return train(parse_recipe(content, "test"), quiet=True, **options)
 
 
+def assert_close(left: Path, right: Path, most: float) -> None:
+    """Check that no number of the heads in two folders differs by more than `most`."""
+    ours, theirs = (MedusaHeads.from_pretrained(folder).state_dict() for folder in (left, right))
+    torch.testing.assert_close(ours, theirs, atol=most, rtol=0)
+
+
 def same(left: Path, right: Path) -> bool:
     """Whether two folders hold equal heads, number for number."""
     ours, theirs = (MedusaHeads.from_pretrained(folder).state_dict() for folder in (left, right))

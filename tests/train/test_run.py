@@ -23,7 +23,7 @@ from medusa.errors import RequestError, RunError
 from medusa.heads.independent import MedusaHeads
 from tests.gguf_files import write_gguf
 from tests.helpers import random_ids, tiny_model
-from tests.train.recipes import recipes, same
+from tests.train.recipes import assert_close, recipes, same
 from tests.train.recipes import run as run_recipe
 from tests.train.templates import CHATML
 from train.checkpoints import whole_checkpoints
@@ -121,7 +121,8 @@ def test_heads_of_a_model_with_an_encoder_or_from_a_gguf_file(recipe: Any, tmp_p
     for output, more in {"live": {}, "stored": {"cache_features": True}, "both": {"adapter": {"merge": True}}}.items():
         content = json.loads(recipe(output, max_steps=2).read_text()) | {"backbone": str(place)} | more
         run_recipe(content)
-    assert same(tmp_path / "live", tmp_path / "stored")
+    # Two steps move weights by 6e-3. Features come from batches of other sizes, which some CPUs round otherwise.
+    assert_close(tmp_path / "live", tmp_path / "stored", 1e-5)
     changed = load_file(tmp_path / "both" / "adapter" / "adapter_model.safetensors")
     assert changed
     assert not any("visual" in name for name in changed)

@@ -2,7 +2,7 @@
 
 `as_written` runs a region's step without compiling it, which shows that fixed shapes decide as the eager loop does;
 `traced` lets torch.compile capture it whole (`fullgraph` raises at a graph break) without making machine code, which
-takes most of the time. Both are fixtures of conftest.py. One test goes all the way, and others with `--full`."""
+takes most of the time. Both are fixtures of conftest.py. Tests go all the way with `--full`."""
 
 from __future__ import annotations
 
@@ -184,9 +184,8 @@ MACHINE: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler")
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.full] * (kind != "recurrent")) for kind in MACHINE]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", MACHINE)
 def test_compiled_drafts_equal_eager_drafts(kind: str) -> None:
     """A rule that accepts everything shows the drafts. With buffers written over, machine code of a chain spoiled the
     recurrent heads' state from the third token on, and greedy texts were right all the same. A longer text compiles
