@@ -17,7 +17,7 @@ from medusa import argmax
 from tests.decode.host_waits import HostWaits
 from tests.helpers import FIRST_TRANSFORMERS, left_padded, plain, random_heads, random_ids, shared_model
 
-NEW, TEXT = 40, 20  # the most tokens of texts that are left after some steps, and of whole texts
+NEW, TEXT = 40, 12  # the most tokens of texts that are left after some steps, and of whole texts
 STEPS, SKIPPED = 3, 2  # the first steps may prepare what later ones use again
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8}
 WARPED = SAMPLED | {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "epsilon_cutoff": 1e-3, "typical_p": 0.95}

@@ -86,10 +86,10 @@ def test_greedy_texts_equal_generate(family: str, tree: str) -> None:
     model = shared_model(family)
     Regions.of(model).clear()
     heads = random_heads(model)
-    for seed in range(2):  # the second time in the first one's region
-        prompts = [random_ids(length, seed=length + seed) for length in (3, 11, 6)]
-        found = texts(model, heads, prompts, TREES[tree], max_new_tokens=16, do_sample=False, eos_token_id=None)
-        assert found == [plain(model, prompt, max_new_tokens=16, eos_token_id=None) for prompt in prompts]
+    for seed in range(1 + (family == "llama")):  # the second time in the first one's region
+        prompts = [random_ids(length, seed=length + seed) for length in (3, 11)]
+        found = texts(model, heads, prompts, TREES[tree], max_new_tokens=10, do_sample=False, eos_token_id=None)
+        assert found == [plain(model, prompt, max_new_tokens=10, eos_token_id=None) for prompt in prompts]
     assert len(Regions.of(model)) == 1
 
 
@@ -119,8 +119,8 @@ def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
     seed = int((kind, prefix_layers) in {("cascade", 0), ("eagle, window", 0), ("markov", 1)})
     heads = random_heads(llama, seed=seed, **FORMS[kind], prefix_layers=prefix_layers)
     prompts = [random_ids(length, seed=length) for length in (5, 2, 9)]
-    stop = plain(llama, prompts[1], max_new_tokens=24, eos_token_id=None)[7]
-    requests = prepare(llama, prompts, max_new_tokens=24, do_sample=False, eos_token_id=stop)
+    stop = plain(llama, prompts[1], max_new_tokens=14, eos_token_id=None)[7]
+    requests = prepare(llama, prompts, max_new_tokens=14, do_sample=False, eos_token_id=stop)
     factory = TrainedHeads(heads, resolve_tree(TREES[tree], heads))
     eager, fixed = (
         [

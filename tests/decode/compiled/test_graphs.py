@@ -320,21 +320,21 @@ def test_threads_write_equal_texts_in_turns_and_at_once() -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     heads, tree = random_heads(model), random_tree(6, max_depth=3)
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
-    prompts = [random_ids(6), random_ids(9, seed=1), random_ids(4, seed=2)]
+    prompts = [random_ids(6), random_ids(9, seed=1)]
     expected = [plain(model, prompt, eos_token_id=None, **options) for prompt in prompts]
 
     def write(index: int) -> list[int]:
         return texts(model, heads, [prompts[index]], tree, compile=True, **options)[0]
 
-    assert [write(0), in_thread(lambda: write(1)), write(2)] == expected
+    assert [write(0), in_thread(lambda: write(1))] == expected
     assert len(Regions.of(model)) == 1, "threads take turns with one region"
-    found, ready = dict[int, list[int]](), threading.Barrier(3)
+    found, ready = dict[int, list[int]](), threading.Barrier(2)
 
     def at_once(index: int) -> None:
         ready.wait()
         found[index] = write(index)
 
-    threads = [threading.Thread(target=at_once, args=(index,)) for index in range(3)]
+    threads = [threading.Thread(target=at_once, args=(index,)) for index in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

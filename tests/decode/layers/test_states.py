@@ -70,15 +70,16 @@ def scripted(model: Any, prompts: list[list[int]], tree: Tree) -> None:
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_every_type_writes_the_text_of_generate(name: str) -> None:
-    """Alone and in a ragged batch; with a chain, a static tree and a dynamic tree, and plain."""
-    model, prompts = shared_model(name), prompts_of(*LENGTHS)
+    """In a ragged batch; with a static tree and a dynamic tree. Each kind of states: also alone, a chain, and plain."""
+    model, prompts = shared_model(name), prompts_of(*(LENGTHS if name in KINDS else LENGTHS[1:3]))
     scripted(model, prompts, random_tree(10, seed=1, max_depth=4))
-    scripted(model, prompts[2:3], Tree.chain(3))
     settings, heads = Settings(max_new_tokens=NEW), random_heads(model, 3)
     dynamic = medusa_method(model, heads, settings, tree=DynamicTree.over_heads(8, 3))
     expected = texts_of(model, prompts)
-    assert [result.new_ids for result in dynamic(prompts[1:3])] == expected[1:3]
-    assert [result.new_ids for result in plain_method(model, settings)(prompts)] == expected
+    assert [result.new_ids for result in dynamic(prompts[:2])] == expected[:2]
+    if name in KINDS:
+        scripted(model, prompts[2:3], Tree.chain(3))
+        assert [result.new_ids for result in plain_method(model, settings)(prompts)] == expected
 
 
 @pytest.mark.parametrize("name", KINDS)
