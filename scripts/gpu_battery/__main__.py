@@ -34,6 +34,7 @@ from medusa.interruptions import interruptible
 from medusa.loading import LoadOptions
 from script_tools import run_script, script_parser
 from scripts.gpu_battery.bench import MAIN_KIND, benchmark, kinds, verify
+from scripts.gpu_battery.chat import chat
 from scripts.gpu_battery.curves import curves
 from scripts.gpu_battery.models import backbone, text, train
 from scripts.gpu_battery.report import write_report
@@ -50,6 +51,7 @@ STAGES = {  # limits in seconds, of one GPU with 16 CPU cores
     **{f"train {kind}": Stage(partial(train, kind=kind), 100, needs=("text",)) for kind in KINDS},
     "benchmark": Stage(benchmark, 440, needs=(f"train {MAIN_KIND}",)),
     "kinds": Stage(kinds, 440, needs=tuple(f"train {kind}" for kind in KINDS)),
+    "chat": Stage(chat, 540, needs=("text",)),
     "verify": Stage(verify, 250, needs=("benchmark", "kinds")),
 }
 
@@ -62,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--report", action="store_true", help="run nothing, only write report.md")
     parser.add_argument("--rehearse", action="store_true", help="toy sizes, to see that every stage runs")
     parser.add_argument("--device", help="measure this GPU (default: cuda; with --rehearse: cpu)")
+    parser.add_argument("--model", default="", metavar="MODEL", help="the chat model: a folder or a GGUF file")
+    parser.add_argument("--prompts", default="", metavar="FILE", help="its prompts, for --model")
     parser.add_argument(
         "--seconds", type=int, default=BATTERY_SECONDS, metavar="N", help="end after N seconds (default: %(default)s)"
     )
@@ -70,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.device = args.device or ("cpu" if args.rehearse else "cuda")
     if not (args.rehearse or args.report or torch.cuda.is_available()):
         raise RequestError("PyTorch sees no GPU here; --rehearse runs every stage at toy size on a CPU")
+    if bool(args.model) != bool(args.prompts):
+        raise RequestError("--model and --prompts belong together: a chat model, and the prompts that it answers")
     LoadOptions(device="cpu" if args.report else args.device)  # RequestError: there is no such GPU
     args.output.mkdir(parents=True, exist_ok=True)
     try:
@@ -86,6 +92,8 @@ def run_battery(args: argparse.Namespace) -> int:
     asked = args.stage or [name for name in STAGES if name not in finished]
     stages = {"machine": Stage(partial(describe, commit=args.commit), START_SECONDS)}
     stages |= {name: STAGES[name] for name in asked}
+    if args.model and "chat" in stages:
+        stages["chat"] = Stage(partial(chat, model=args.model, prompts=args.prompts), STAGES["chat"].seconds)
     limits = (REHEARSAL_FACTOR * args.seconds, REHEARSAL_FACTOR) if args.device == "cpu" else (args.seconds, 1)
     outcomes = run_stages(stages, args.output, args.rehearse, args.device, *limits)
     return 0 if all(outcomes[name]["status"] == "done" for name in asked) else 1
