@@ -273,7 +273,7 @@ def test_after_random_steps_the_cache_equals_a_fresh_prefill(family: str, rows: 
         tree = random_tree(10, seed=step)
         ids = [random_ids(tree.num_nodes, seed=100 * step + row) for row in range(len(texts))]
         logits = reader(Draft(torch.tensor(ids), Topology.of(tree))).logits
-        if step in (0, 5):
+        if step == 5:
             for row, text in enumerate(texts):
                 # Tolerance as above.
                 torch.testing.assert_close(logits[row], path_logits(model, text, ids[row], tree), rtol=1e-4, atol=1e-4)

@@ -528,7 +528,7 @@ def test_threads_write_the_texts_that_they_write_alone() -> None:
         ready.wait()
         ids = torch.tensor([prompts[index]])
         for _ in range(3):
-            out = generate(model, heads, inputs=ids, tree="topk:3,2", max_new_tokens=30, eos_token_id=None)
+            out = generate(model, heads, inputs=ids, tree="topk:3,2", max_new_tokens=16, eos_token_id=None)
             found[index].append(out[0, ids.shape[1] :].tolist())
 
     threads = [threading.Thread(target=write, args=(index,)) for index in found]
@@ -536,7 +536,7 @@ def test_threads_write_the_texts_that_they_write_alone() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    expected = [plain(model, prompt, max_new_tokens=30, eos_token_id=None) for prompt in prompts]
+    expected = [plain(model, prompt, max_new_tokens=16, eos_token_id=None) for prompt in prompts]
     assert found == {index: [text] * 3 for index, text in enumerate(expected)}
 
 
