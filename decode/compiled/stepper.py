@@ -79,7 +79,7 @@ class CompiledStepper(Stepper):
         if region is not None:  # the prompts go into its caches
             region.attach(session.backbone, session.capacity)
             session.reader, session.heads_cache = region.state.reader, region.state.heads_cache
-        root, hidden = self._prefill()
+        root, hidden = self._prefill(None if region is None else region.read)
         if region is None:
             state = State(session.reader, session.heads_cache, root.clone(), hidden.clone())
             drafter = self.drafter if self.factory is None else self.factory.start(session)
