@@ -54,13 +54,13 @@ class Region:
         self.backbone = state.reader.backbone
         heads_caches = [] if state.heads_cache is None else state.heads_cache.caches
         self.caches = [*state.reader.caches, *heads_caches]
-        self.nodes, max_depth = tree.num_nodes, tree.max_depth  # the path that caches of heads read has no more nodes
+        self.nodes, self.longest = tree.num_nodes, tree.max_depth + 1  # caches of heads read no more of a path
         device = self.backbone.device
         state.root, state.hidden, state.alive = map(static, (state.root, state.hidden, state.alive))
         for buffer in sampler.buffers:
             static(buffer)
         if state.heads_cache is not None:
-            state.heads_cache.chain(max_depth + 1)  # torch.compile cannot trace its first call
+            state.heads_cache.chain(self.longest)  # torch.compile cannot trace its first call
         drafter.propose(state.frontier())  # fills tables that a tree keeps, for the same reason
         self.heads = heads
         self.addresses = self._addresses()
@@ -97,10 +97,13 @@ class Region:
         if isinstance(self.drafter, KeepsProducts):
             self.drafter.refresh()
 
-    def open(self) -> None:
-        """Make room for the next step, and let it see all texts."""
-        rows = self.state.rows
-        end = self.nodes + max(self.caches[0].lengths[row] for row in rows)
+    def end(self, unread: int = 0) -> int:
+        """The slots that the next step needs, if the host has not read the results of `unread` steps."""
+        return self.nodes + unread * self.longest + max(self.caches[0].lengths[row] for row in self.state.rows)
+
+    def open(self, unread: int = 0) -> None:
+        """Make room for the next step, and let it see all texts; for `unread` see `end`."""
+        rows, end = self.state.rows, self.end(unread)
         for cache in self.caches:  # all have the same window, as a graph is recorded for one
             self._open(cache, end - max(cache.lengths[row] for row in rows), rows)
 

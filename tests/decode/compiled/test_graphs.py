@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import StoppingCriteria
 
 from decode import cache, generate, session
 from decode.bench import benchmark
@@ -22,10 +24,11 @@ from decode.bench.benchmark import Contender, run_rounds
 from decode.bench.methods import plain_method
 from decode.compiled import graphs, prompts
 from decode.compiled.graphs import GraphedStep, graphs_for
-from decode.compiled.region import Regions
+from decode.compiled.region import Region, Regions
 from decode.reader import Reader
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
 from decode.texts import TextGenerator
+from medusa import Tree
 from tests.helpers import FORMS, left_padded, plain, random_heads, random_ids, random_tree, run_as_written, tiny_model
 
 READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)  # operations that wait for the device
@@ -87,6 +90,18 @@ class Recorder(TorchDispatchMode):
             tensor.copy_(old)
 
 
+class FakeEvent:
+    """Stands in for `torch.cuda.Event`, and logs when results are sent and when they are read."""
+
+    log: list[str]
+
+    def record(self, stream: Any) -> None:
+        self.log.append("sent")
+
+    def synchronize(self) -> None:
+        self.log.append("read")
+
+
 @contextmanager
 def capturing(graph: FakeGraph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
     """Stands in for `torch.cuda.graph`."""
@@ -103,7 +118,8 @@ def capturing(graph: FakeGraph, pool: Any, stream: Any, capture_error_mode: str)
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     """A CPU that can capture steps; windows and caches grow while short texts are written."""
-    FakeGraph.made = []
+    FakeGraph.made, FakeEvent.log = [], []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
     current = [torch.device("cuda:7")]  # another device than the steps'
@@ -232,6 +248,69 @@ def test_replayed_steps_draw_new_random_numbers(fake_cuda: type[FakeGraph]) -> N
     found = texts(model, heads, prompts, tree, **options, **OWN)
     assert any(one.replays for one in fake_cuda.made)
     assert found == texts(model, heads, prompts, tree, **options, compile=True, cuda_graphs="off")
+
+
+class After(StoppingCriteria):
+    """Ends a text at a token, as the host decides."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return input_ids[:, -1] == self.token
+
+
+OVERLAPPED: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.9, "seeds": [1, 2, 3]},
+    "all accepted": {"do_sample": True, "temperature": 1e3, "acceptance": "typical", "epsilon": 1e-9, "delta": 1e-9},
+}
+
+
+@pytest.mark.parametrize("options", OVERLAPPED.values(), ids=OVERLAPPED)
+def test_texts_are_equal_though_their_ends_are_seen_a_step_late(
+    options: dict[str, Any], fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows end at different steps: by EOS within a step, by a criterion of the host, or by length.
+
+    Each step has room for its nodes after what the step before has accepted, which the host does not know yet."""
+    stock = Region.__call__
+
+    def with_room(self: Region) -> Tensor:
+        filled = [int(self.caches[0].filled[row]) for row in self.state.rows]
+        assert max(filled) + self.nodes <= self.caches[0].width
+        return stock(self)
+
+    monkeypatch.setattr(Region, "__call__", with_room)
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
+    batch = left_padded([random_ids(length, seed=length) for length in (3, 9, 6)])
+    call = partial(generate, model, random_heads(model), **batch, tree="chain", max_new_tokens=26, **options)
+    width, every = batch["input_ids"].shape[1], call(compile=True, cuda_graphs="off", eos_token_id=None)
+    eos, stop = int(every[0, width + 5]), int(every[1, width + 13])  # type: ignore[index]
+    ends: dict[str, Any] = {"eos_token_id": eos, "pad_token_id": 0, "stopping_criteria": [After(stop)]}
+    expected = call(compile=True, cuda_graphs="off", **ends)
+    assert not torch.equal(expected[:, : width + 26], every[:, : expected.shape[1]])  # type: ignore[index, union-attr, arg-type]
+    assert not FakeEvent.log
+    for _ in range(2):
+        assert torch.equal(expected, call(**OWN, **ends))  # type: ignore[arg-type]
+    assert "sent sent read" in " ".join(FakeEvent.log)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_step_starts_before_the_host_reads_the_one_before(ends: bool, fake_cuda: type[FakeGraph]) -> None:
+    """Only an end that the host cannot foresee costs a step more."""
+    model, prompt = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256), random_ids(5)
+    written = plain(model, prompt, max_new_tokens=60, eos_token_id=None)
+    end = next(at for at in range(20, 60) if written[at] not in written[:at]) if ends else 59
+    options: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": written[end] if ends else None}
+    ids, heads = torch.tensor([prompt]), random_heads(model)
+    found = generate(model, heads, ids, tree=Tree.chain(0), do_sample=False, **OWN, **options)
+    assert found[0, 5:].tolist() == written[: end + 1]  # type: ignore[index]
+    log, steps = FakeEvent.log, end  # the last token needs no step
+    assert log.count("sent") == log.count("read") == steps + ends
+    unread = [log[:at].count("sent") - log[:at].count("read") for at in range(len(log))]
+    assert max(unread) == 2
+    assert unread.count(0) < 10, "only where buffers grow, and at the end, the GPU waits"
 
 
 def test_one_graph_for_each_window(fake_cuda: type[FakeGraph]) -> None:
