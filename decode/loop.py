@@ -14,7 +14,7 @@ from decode.ops.draws import NO_TOKEN, RewoundDraws
 from decode.ops.fast_linear import fast_linear
 from decode.ops.transfer import host_waits
 from decode.rules import AcceptanceRule
-from decode.session import Session
+from decode.session import Read, Session
 from decode.step import Decided, Judge, State, decode_step
 from medusa.errors import RunError
 
@@ -73,9 +73,9 @@ class Stepper:
         self.state, self.roots = State(self.session.reader, self.session.heads_cache, root, hidden), root.tolist()
         self._settle()
 
-    def _prefill(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _prefill(self, read: Read | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         # A rule that accepts the longest path decides on every root by argmax, and so also on the first one.
-        return self.session.prefill(most_probable_first=not self.rule.kind.walks)
+        return self.session.prefill(most_probable_first=not self.rule.kind.walks, read=read)
 
     def _settle(self) -> None:
         """Choose how steps decide. It depends on the options of the texts, so it is chosen again when texts join."""

@@ -4,7 +4,7 @@ Shapes: B rows of the batch, T tokens of a piece of the prompts, C columns of a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from decode.reader import Reader, ReaderFactory, tree_masks
 from decode.sequences import Request, Sequences
 from decode.target import Target
 from decode.topology import Topology, chain
-from medusa.backbone import Backbone
+from medusa.backbone import Backbone, Readout
 from medusa.errors import RequestError
 from medusa.heads.context_kv import AttendsToText, ContextKV
 from medusa.heads.independent import MedusaHeads
@@ -25,6 +25,10 @@ AHEAD = 1024
 """New tokens for which the first cache has room; it grows with longer texts."""
 WIDEST = 2048
 """The widest window of heads for which a compiled step copies the keys in the window, also after shorter texts."""
+
+
+Read = Callable[[Tensor, Sequence[int]], Readout | None]
+"""(prompts [B, T], their lengths) -> what `Reader.prefill` returns; `None` if the reader has to read them."""
 
 
 class Session:
@@ -63,15 +67,17 @@ class Session:
         if heads is not None and (heads.prefix is not None or isinstance(heads, AttendsToText)):
             self.heads_cache = HeadsCache(heads, self.backbone, len(requests), capacity, fixed)
 
-    def prefill(self, most_probable_first: bool = False) -> tuple[Tensor, Tensor]:
+    def prefill(self, most_probable_first: bool = False, read: Read | None = None) -> tuple[Tensor, Tensor]:
         """Read the prompts; returns the first token of each text [B], and the hidden states [B, H] before them.
 
-        `most_probable_first` forbids a random draw."""
+        `most_probable_first` forbids a random draw. `read` may read the prompts instead of the reader."""
         prompts = self.sequences.prompts
         lengths = [len(prompt) for prompt in prompts]
         records = self.heads_cache is not None or self.kept_hidden is not None
         ids = self.sequences.buffer[:, : max(lengths)]
-        readout = self.reader.prefill(ids, lengths, self._on_hidden if records else None)
+        readout = None if read is None else read(ids, lengths)
+        if readout is None:
+            readout = self.reader.prefill(ids, lengths, self._on_hidden if records else None)
         if self.heads_cache is not None:
             self.heads_cache.cut(lengths)
         root = self.target.next(list(range(len(prompts))), self.sequences, readout.logits, most_probable_first)
@@ -103,7 +109,11 @@ class Session:
         if self.kept_hidden is not None:
             for row, prompt in enumerate(self.sequences.prompts):
                 self.kept_hidden[row].append(hidden[row, : max(len(prompt) - start, 0)])
-        return hidden if self.heads_cache is None else self.heads_cache.piece(hidden, next_ids)
+        if self.heads_cache is None:
+            return hidden
+        hidden = self.heads_cache.piece(hidden, next_ids)
+        self.heads_cache.count([hidden.shape[1]] * len(hidden))
+        return hidden
 
     def record(self, hidden: Tensor, path: Tensor, lengths: Sequence[int], rows: Sequence[int]) -> None:
         """With `keep_hidden`, record hidden states of the first `lengths[b]` nodes on `path[b]` for text `rows[b]`."""
@@ -146,14 +156,13 @@ class HeadsCache:
 
         E is H times the number of layers that the heads read. Returns what the heads read [B, T, H]. `next_ids` [B, T]
         is the token after each of the T positions of the piece; from the last token of each prompt on, it may be any
-        value, because `cut` drops these pairs and padding. Counts the piece, unlike `path`."""
+        value, because `cut` drops these pairs and padding. The host calls `count`."""
         hidden = self.heads.join(hidden.to(self.device, self.dtype))
         counts = torch.full((len(hidden),), hidden.shape[1], device=self.device)
         if self.prefix is not None:
             hidden = self._read(self.prefix, hidden, counts)
         if self.pairs is not None:
             self._append(self.pairs, hidden, next_ids, counts)
-        self.count([hidden.shape[1]] * len(hidden))
         return hidden
 
     def path(self, before: Tensor, hidden: Tensor, ids: Tensor, counts: Tensor) -> Tensor:

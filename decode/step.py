@@ -115,7 +115,8 @@ class State:
         """Keep only the live rows at the places `left`, because the texts of the others have ended."""
         self.rows = [self.rows[place] for place in left]
         if self.is_compiled:  # all rows stay in the batch, and some no longer grow
-            self.alive.copy_(torch.tensor([row in self.rows for row in range(len(self.alive))]))
+            alive = [row in self.rows for row in range(len(self.alive))]
+            self.alive.copy_(on_device(alive, self.alive.device))  # no wait, as a step may be running
             return
         if not left:  # nothing follows
             return

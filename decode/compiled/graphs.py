@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
+Result = TypeVar("Result")
 CAPTURING = threading.Lock()
 """Held while a graph is captured, because PyTorch's memory and random numbers know one capture of a process only."""
 
@@ -32,39 +33,39 @@ def possible(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class GraphedStep:
-    """Runs a step as a CUDA graph. The step takes no arguments and returns a tensor; its state has fixed addresses.
+class GraphedStep(Generic[Result]):
+    """Runs a step as CUDA graphs, one for each of its sizes. Its state, and its results, have fixed addresses.
 
-    A captured step does not run: its graph is replayed instead. The first step of a window is not captured, because it
+    A captured step does not run: its graph is replayed instead. The first step of a size is not captured, because it
     may still compile, choose kernels and allocate workspaces. A step that cannot be captured runs without a graph."""
 
-    def __init__(self, step: Callable[[], Tensor], device: torch.device) -> None:
-        """Wrap `step`, all tensors of which are on `device`."""
-        self.step, self.device = step, device
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}  # `None`: the window's first step ran
+    def __init__(self, step: Callable[[int], Result], device: torch.device, what: str = "steps run") -> None:
+        """Wrap `step`, all tensors of which are on `device`; warnings begin with `what`."""
+        self.step, self.device, self.what = step, device, what
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Result] | None] = {}  # `None`: its first step ran
         self.stream: torch.cuda.Stream | None = None  # of all captures; PyTorch's own belongs to one device
         self.possible = True  # until a capture fails, which may have a cause that passes, such as memory
 
-    def __call__(self, window: int) -> Tensor:
-        """Run the step for a window of `window` cache slots; its result stays valid until the next step."""
-        captured = self.graphs.get(window)
-        if window not in self.graphs or not (captured or self.possible):
-            result = self.step()
-            self.graphs[window] = None  # after the step, which may fail
+    def __call__(self, size: int) -> Result:
+        """Run the step of this size, such as a window of the cache; its result stays valid until the next step."""
+        captured = self.graphs.get(size)
+        if size not in self.graphs or not (captured or self.possible):
+            result = self.step(size)
+            self.graphs[size] = None  # after the step, which may fail
             return result
         if captured is None:
             try:
-                captured = self.graphs[window] = self._capture()
+                captured = self.graphs[size] = self._capture(size)
             except RuntimeError as error:
                 self.possible = False
                 reason = str(error).strip().split("\n")[0]
-                warnings.warn(f"steps run without CUDA graphs, because capturing one failed: {reason}", stacklevel=2)
-                return self.step()
+                warnings.warn(f"{self.what} without CUDA graphs, because capturing one failed: {reason}", stacklevel=2)
+                return self.step(size)
         graph, result = captured
         graph.replay()
         return result
 
-    def _capture(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Result]:
         # Graphs never run at the same time and keep nothing between steps, so they can share their working memory.
         pool = next((kept[0].pool() for kept in self.graphs.values() if kept is not None), None)
         with CAPTURING, torch.cuda.device(self.device):
@@ -75,7 +76,7 @@ class GraphedStep:
                 torch.cuda.stream(torch.cuda.current_stream(self.device)),
                 torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"),
             ):
-                result = self.step()
+                result = self.step(size)
         return graph, result
 
     def clear(self) -> None:

@@ -4,8 +4,9 @@ Shapes: B rows of the batch, N nodes of a draft, D its depth, H hidden size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import functools
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from threading import Lock
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
@@ -17,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.compiled.graphs import GraphedStep
+from decode.compiled.prompts import PromptGraphs
 from decode.compiled.sampling import Sampler
 from decode.draft import Drafter, KeepsProducts
 from decode.drafters.layouts import Layout
@@ -24,16 +26,17 @@ from decode.ops.attention import grouped
 from decode.ops.fast_linear import fast_linear
 from decode.session import Session
 from decode.step import State, decode_step
-from medusa.backbone import Backbone, by_value
+from medusa.backbone import Backbone, Readout, by_value
 from medusa.memory import plain_tensors, total_memory
 
 KEPT = 32
 """Maximum number of compiled regions that a model keeps; the least recently used region is dropped first."""
 SHARE = 1 / 8
 """Part of the device's memory that the caches of kept regions may fill; the least recently used are freed first."""
-COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
-PLAIN = (bool, int, float, str)
-FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
+PLAIN = (bool, int, float, str, type(None))
+ARE_PLAIN = frozenset(PLAIN).issuperset
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 Key = tuple[object, ...]
 """Everything that a region was compiled for; a session reuses a compiled region with an equal key."""
 
@@ -51,13 +54,13 @@ class Region:
         self.backbone = state.reader.backbone
         heads_caches = [] if state.heads_cache is None else state.heads_cache.caches
         self.caches = [*state.reader.caches, *heads_caches]
-        self.nodes, max_depth = tree.num_nodes, tree.max_depth  # the path that caches of heads read has no more nodes
+        self.nodes, self.longest = tree.num_nodes, tree.max_depth + 1  # caches of heads read no more of a path
         device = self.backbone.device
         state.root, state.hidden, state.alive = map(static, (state.root, state.hidden, state.alive))
         for buffer in sampler.buffers:
             static(buffer)
         if state.heads_cache is not None:
-            state.heads_cache.chain(max_depth + 1)  # torch.compile cannot trace its first call
+            state.heads_cache.chain(self.longest)  # torch.compile cannot trace its first call
         drafter.propose(state.frontier())  # fills tables that a tree keeps, for the same reason
         self.heads = heads
         self.addresses = self._addresses()
@@ -65,7 +68,8 @@ class Region:
         # then read the next token's embedding instead of its state.
         settings = {"inplace_buffers": False, "triton.cudagraphs": graphs == "torch"}
         self.compiled = compiled(self._step, settings)
-        self.graphed = GraphedStep(self._as_compiled, device) if graphs == "own" else None
+        self.graphed = GraphedStep(lambda window: self._as_compiled(), device) if graphs == "own" else None
+        self.prompts = PromptGraphs(state.reader, state.heads_cache) if graphs == "own" else None
 
     def __call__(self) -> Tensor:
         """Run one decoding step; returns `Decided.packed`."""
@@ -90,27 +94,41 @@ class Region:
         state.rows = list(range(len(root)))
         state.alive.fill_(1)
         state.begin(root, hidden)
+        if isinstance(self.drafter, KeepsProducts):
+            self.drafter.refresh()
+
+    def end(self, unread: int = 0) -> int:
+        """The slots that the next step needs, if the host has not read the results of `unread` steps."""
+        return self.nodes + unread * self.longest + max(self.caches[0].lengths[row] for row in self.state.rows)
+
+    def open(self, unread: int = 0) -> None:
+        """Make room for the next step, and let it see all texts; for `unread` see `end`."""
+        rows, end = self.state.rows, self.end(unread)
+        for cache in self.caches:  # all have the same window, as a graph is recorded for one
+            self._open(cache, end - max(cache.lengths[row] for row in rows), rows)
+
+    def _open(self, cache: TreeCache, count: int, rows: Sequence[int] | None = None) -> None:
+        cache.open(count, rows)
+        if keep_in_place(cache):
+            self.forget_graphs()
+
+    def attach(self, backbone: Backbone, capacity: int) -> None:
+        """Empty the caches for the prompts of another session, whose `backbone` is that of the region's model."""
+        vars(self.backbone).update(vars(backbone))
+        for cache in self.caches:
+            cache.restart(capacity)
         # `model.to` and some adapters move weights to other memory without a change of the key.
         if (now := self._addresses()) != self.addresses:
             self.forget_graphs()
             self.addresses = now
-        if isinstance(self.drafter, KeepsProducts):
-            self.drafter.refresh()
 
-    def open(self) -> None:
-        """Make room for the next step, and let it see all texts."""
-        rows = self.state.rows
-        end = self.nodes + max(self.caches[0].lengths[row] for row in rows)
-        for cache in self.caches:  # all have the same window, as a graph is recorded for one
-            cache.open(end - max(cache.lengths[row] for row in rows), rows)
-            if keep_in_place(cache):
-                self.forget_graphs()
-
-    def attach(self, backbone: Backbone, capacity: int) -> None:
-        """Read the prompts of another session, whose `backbone` is that of the region's model."""
-        vars(self.backbone).update(vars(backbone))
+    def read(self, ids: Tensor, lengths: Sequence[int]) -> Readout | None:
+        """Read prompts `ids` [B, T] by a CUDA graph; `None` if none can hold them (`PromptGraphs`)."""
+        if self.prompts is None or (bucket := self.prompts.bucket(lengths)) is None:
+            return None
         for cache in self.caches:
-            cache.restart(capacity)
+            self._open(cache, bucket)
+        return self.prompts(bucket, ids, lengths)
 
     def detach(self) -> None:
         """Keep nothing of the texts that were decoded, and no reference to the model, which may end before the code."""
@@ -127,12 +145,14 @@ class Region:
     def _addresses(self) -> list[int]:
         """The addresses of all parameters and buffers; of quantised ones, those of the tensors they consist of."""
         modules = [self.backbone.model, *([] if self.heads is None else [self.heads])]
-        states = (state for module in modules for state in (*module.parameters(), *module.buffers()))
-        return [plain.data_ptr() for state in states for plain in plain_tensors(state)]
+        parts = [part for module in modules for part in modules_of(module)]
+        states = [state for part in parts for state in (*part._parameters.values(), *part._buffers.values())]
+        return [plain.data_ptr() for state in states if state is not None for plain in plain_tensors(state)]
 
     def forget_graphs(self) -> None:
-        if self.graphed is not None:
-            self.graphed.clear()
+        for graphs in (self.graphed, self.prompts):
+            if graphs is not None:
+                graphs.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -225,32 +245,48 @@ def modules_key(module: nn.Module) -> Key:
     parameters are one input of compiled code), dtype and device, but not by value. Configs enter it by value, and each
     of them once, although most submodules hold it."""
     configs: dict[int, object] = {}
-    parts = tuple(
-        (
-            type(part),
-            type(part).forward,
-            *((id(p), p.dtype, p.device) for p in part._parameters.values() if p is not None),
-            *map(_function, (*part._forward_pre_hooks.values(), *part._forward_hooks.values())),
-            *(
-                (name, _plain(value, configs))
-                for name, value in list(vars(part).items())
-                if name not in COMMON_ATTRIBUTES
-            ),
-        )
-        for part in module.modules()
-    )
+    parts = tuple(_part(part, configs) for part in modules_of(module))
     return parts, tuple(configs.values())
+
+
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """List a module and its submodules, each of them once, in a fixed order; `modules()` takes three times as long."""
+    found, todo = dict[int, nn.Module](), [module]
+    while todo:
+        part = todo.pop()
+        if id(part) not in found:
+            found[id(part)] = part
+            todo += [child for child in part._modules.values() if child is not None]
+    return [*found.values()]
+
+
+def _part(part: nn.Module, configs: dict[int, object]) -> Key:
+    """The part of a region's key that belongs to a module without its submodules; for `configs` see `_plain`."""
+    names = tuple(vars(part))
+    values = _settings(names)(vars(part))
+    if not ARE_PLAIN(map(type, values)):
+        values = tuple([_plain(value, configs) for value in values])
+    states = [(id(p), p.dtype, p.device) for p in part._parameters.values() if p is not None]
+    hooks = map(_function, (*part._forward_pre_hooks.values(), *part._forward_hooks.values()))
+    return (type(part), type(part).forward, *states, *hooks, names, values)
+
+
+@functools.cache
+def _settings(names: tuple[str, ...]) -> Callable[[dict[str, object]], tuple[object, ...]]:
+    """Make a function that reads the settings of modules whose attributes have these `names`."""
+    return itemgetter(*(name for name in names if name not in COMMON_ATTRIBUTES))
 
 
 def _plain(value: object, configs: dict[int, object]) -> object:
     """Convert a value for a region's key: numbers and strings stay; containers become tuples; others `None`.
 
     A config is added to `configs`, and is converted to its number among them."""
-    if isinstance(value, PLAIN):
+    kind = type(value)  # a config answers `isinstance` in Python, slowly
+    if issubclass(kind, PLAIN):
         return value
-    if isinstance(value, FUNCTIONS):
-        return _function(value)
-    if isinstance(value, PretrainedConfig):
+    if issubclass(kind, FUNCTIONS):
+        return _function(cast(FunctionType, value))
+    if issubclass(kind, PretrainedConfig):
         if id(value) not in configs:
             configs[id(value)] = by_value(value)
         return list(configs).index(id(value))

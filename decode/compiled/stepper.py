@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PretrainedConfig, RepetitionPenaltyLogitsProcessor
 
@@ -19,6 +20,7 @@ from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation_config import COMPILED_TEXT, text_options, told, way_out
 from decode.loop import StepOutcome, Stepper, Timer, unpack
+from decode.ops.transfer import Sent
 from decode.rules import AcceptanceRule
 from decode.session import Session
 from decode.settings import ONE_SHAPE
@@ -56,6 +58,7 @@ class CompiledStepper(Stepper):
             raise OptionError("compile", ONE_SHAPE, "stop_drafting")
         self.regions = Regions.of(session.backbone.model)
         self.taken: Region | None = None
+        self.ahead: Tensor | Sent | None = None  # the step that runs while the host handles the one before
         nodes = tree.candidates
         shape = (tree.num_nodes, nodes.shortlist, tree.temperatures if isinstance(tree, DynamicTree) else None)
         backbone, device = session.backbone, session.backbone.device.type
@@ -79,7 +82,7 @@ class CompiledStepper(Stepper):
         if region is not None:  # the prompts go into its caches
             region.attach(session.backbone, session.capacity)
             session.reader, session.heads_cache = region.state.reader, region.state.heads_cache
-        root, hidden = self._prefill()
+        root, hidden = self._prefill(None if region is None else region.read)
         if region is None:
             state = State(session.reader, session.heads_cache, root.clone(), hidden.clone())
             drafter = self.drafter if self.factory is None else self.factory.start(session)
@@ -95,16 +98,16 @@ class CompiledStepper(Stepper):
 
         Raise a `NotCompilableError` if torch.compile fails on this model."""
         region = self.region
-        region.open()
         try:
-            packed = region()
+            packed = self._launched() if self.ahead is None else self.ahead
+            self.ahead = self._launched(1) if self._goes_ahead() else None
         except TorchDynamoException as error:
             self.taken = None
             name, cause = type(self.session.backbone.model).__name__, getattr(error, "inner_exception", error)
             reason = f"{type(cause).__name__}: {str(cause).strip()}".split("\n")[0]
             raise NotCompilableError(f"torch.compile fails on {name} ({reason})") from error
         found = packed.tolist()
-        if any(found[row][1] == UNDECIDED for row in self.rows):
+        if isinstance(packed, Tensor) and any(found[row][1] == UNDECIDED for row in self.rows):
             roots = region.sampler.finish(packed[:, 1])
             region.state.root.copy_(roots.clamp_min(0))
             found = [[length, root, *ids] for (length, _, *ids), root in zip(found, roots.tolist(), strict=True)]
@@ -114,12 +117,31 @@ class CompiledStepper(Stepper):
         self.roots = outcome.roots
         return outcome
 
+    def _launched(self, unread: int = 0) -> Tensor | Sent:
+        """Start a step, when the results of `unread` steps are not read yet; returns its `Decided.packed`."""
+        self.region.open(unread)
+        packed = self.region()
+        return packed if self.region.graphed is None or self.region.sampler.may_miss else Sent(packed)
+
+    def _goes_ahead(self) -> bool:
+        """Whether the next step starts before the host has read this one, so that the GPU need not wait for the host.
+
+        The host then sees a step too late that a text has ended, and drops what that step decides. So no step starts
+        ahead where this one may end all texts by their lengths. Nor does it while the host decides on tokens, or where
+        buffers would move under the running step."""
+        region, sequences = self.region, self.session.sequences
+        if region.graphed is None or region.sampler.may_miss or region.end(1) > region.caches[0].capacity:
+            return False
+        return any(sequences.tokens_left(row) > region.longest for row in self.rows)
+
     def join(self, other: Stepper, places: Sequence[int]) -> None:
         """Compiled steps have a fixed number of rows, so that no text can join."""
         raise RuntimeError("texts cannot join a compiled batch, whose number of rows is fixed")
 
     def close(self) -> None:
         """Give the compiled region of this session back, which is kept for reuse as long as the model lives."""
+        if self.ahead is not None:
+            self.ahead.tolist()  # the step is done before other texts take its region, maybe in another thread
         if self.taken is not None:
             self.taken.detach()
             self.regions.put_back(self.key, self.taken)

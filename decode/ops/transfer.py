@@ -1,4 +1,4 @@
-"""Copies from host to device for which the host does not wait.
+"""Copies between host and device for which the host does not wait.
 
 A host that reads a tensor on a GPU waits until the GPU has finished all that was asked of it, and the GPU then idles
 until the host asks for more. A copy from ordinary (pageable) memory to the GPU waits, too."""
@@ -16,6 +16,21 @@ Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[S
 def on_device(numbers: Numbers, device: torch.device) -> Tensor:
     """Make a tensor on `device` of numbers on the host; on a GPU from pinned memory, so that the host does not wait."""
     return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+class Sent:
+    """Numbers on their way from a GPU to the host, which meanwhile can give the GPU more work."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        """Start to copy `numbers` to pinned memory of their own, so that the next step may write over them."""
+        self.copy = numbers.to("cpu", non_blocking=True, copy=True)
+        self.arrival = torch.cuda.Event()
+        self.arrival.record(torch.cuda.current_stream(numbers.device))
+
+    def tolist(self) -> list[list[int]]:
+        """Wait for the numbers; returns them."""
+        self.arrival.synchronize()
+        return self.copy.tolist()
 
 
 def host_waits(device: torch.device) -> bool:

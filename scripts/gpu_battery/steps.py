@@ -123,7 +123,7 @@ def forward_timer(model: LlamaForCausalLM, tree: Tree, rows: int, start: int, co
         return most_probable(readout.logits)
 
     compiled = torch.compile(forward, fullgraph=True, dynamic=False)
-    graphed = GraphedStep(compiled, device) if possible(device) else None
+    graphed = GraphedStep(lambda window: compiled(), device) if possible(device) else None
 
     def seconds_at(length: int) -> float:
         cache.filled.fill_(length)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,19 +16,23 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import StoppingCriteria
 
 from decode import cache, generate, session
 from decode.bench import benchmark
 from decode.bench.benchmark import Contender, run_rounds
 from decode.bench.methods import plain_method
-from decode.compiled import graphs
+from decode.compiled import graphs, prompts
 from decode.compiled.graphs import GraphedStep, graphs_for
-from decode.compiled.region import Regions
+from decode.compiled.region import Region, Regions
+from decode.reader import Reader
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
 from decode.texts import TextGenerator
-from tests.helpers import left_padded, plain, random_heads, random_ids, random_tree, run_as_written, tiny_model
+from medusa import Tree
+from tests.helpers import FORMS, left_padded, plain, random_heads, random_ids, random_tree, run_as_written, tiny_model
 
 READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)  # operations that wait for the device
+MADE = torch.ops.aten.lift_fresh  # of numbers of the host; a compiler makes a constant of it, an eager capture fails
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -85,6 +90,18 @@ class Recorder(TorchDispatchMode):
             tensor.copy_(old)
 
 
+class FakeEvent:
+    """Stands in for `torch.cuda.Event`, and logs when results are sent and when they are read."""
+
+    log: list[str]
+
+    def record(self, stream: Any) -> None:
+        self.log.append("sent")
+
+    def synchronize(self) -> None:
+        self.log.append("read")
+
+
 @contextmanager
 def capturing(graph: FakeGraph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
     """Stands in for `torch.cuda.graph`."""
@@ -101,7 +118,8 @@ def capturing(graph: FakeGraph, pool: Any, stream: Any, capture_error_mode: str)
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     """A CPU that can capture steps; windows and caches grow while short texts are written."""
-    FakeGraph.made = []
+    FakeGraph.made, FakeEvent.log = [], []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
     current = [torch.device("cuda:7")]  # another device than the steps'
@@ -137,6 +155,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
     monkeypatch.setattr(cache, "BLOCK", 16)
     monkeypatch.setattr(cache, "MIN_GROWTH", 16)
     monkeypatch.setattr(session, "AHEAD", 4)
+    monkeypatch.setattr(prompts, "BUCKETS", (8, 16, 32))
     # A replay repeats operations of PyTorch, and nothing else.
     monkeypatch.setattr("medusa.argmax.numpy_can_read", lambda values: False)
     return FakeGraph
@@ -169,6 +188,58 @@ def test_replayed_steps_write_the_same_text(kind: str, tree: Any, fake_cuda: typ
     assert sum(one.replays for one in fake_cuda.made) > 30, "most steps are replays"
 
 
+@pytest.mark.filterwarnings("ignore:steps run without CUDA graphs")
+@pytest.mark.parametrize(
+    ("family", "kind", "lengths"),
+    [
+        ("llama", "medusa", ([40], [32], [8], [9])),
+        ("llama", "eagle-3", ([17], [3])),
+        ("mistral", "eagle", ([11, 32], [3, 9])),
+        ("gpt2", "medusa", ([30], [6])),
+    ],
+)
+def test_prompts_are_read_by_graphs(
+    family: str, kind: str, lengths: tuple[list[int], ...], fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths around the ends of buckets follow each other. From the fourth time on, no forward is launched."""
+    settings: dict[str, Any] = {"sliding_window": 5} if family == "mistral" else {}
+    model = tiny_model(family, max_position_embeddings=60 if family == "llama" else 40, **settings)
+    heads = random_heads(model, **FORMS[kind], prefix_layers=int(kind == "eagle"))
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    monkeypatch.setattr("tests.decode.compiled.test_graphs.READS", (*READS, MADE))
+    eager, stock = list[int](), Reader.prefill
+    monkeypatch.setattr(Reader, "prefill", lambda *args: (eager.append(max(args[2])), stock(*args))[1])
+    for turn in range(4):
+        eager.clear()
+        for batch in lengths:
+            prompts = [random_ids(length, seed=length + turn) for length in batch]
+            written = [plain(model, prompt, eos_token_id=None, **options) for prompt in prompts]
+            before = sum(one.replays for one in fake_cuda.made)
+            assert texts(model, heads, prompts, "chain", **options, **OWN) == written
+            assert turn < 3 or sum(one.replays for one in fake_cuda.made) > before
+    assert eager == [max(batch) for batch in lengths if max(batch) > 32]
+    [(_, region)] = Regions.of(model)
+    assert region.prompts is not None
+    used = {next(size for size in (8, 16, 32) if max(batch) <= size) for batch in lengths if max(batch) <= 32}
+    assert {size for size, graph in region.prompts.graphed.graphs.items() if graph} == used
+
+
+@pytest.mark.parametrize("case", ["a model that runs whole", "autocast", "many tokens", "a short context"])
+def test_some_prompts_are_read_without_graphs(
+    case: str, fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = "gemma2" if case == "a model that runs whole" else "llama"
+    model = tiny_model(family, max_position_embeddings=12 if case == "a short context" else 60)
+    monkeypatch.setattr(prompts, "MOST_TOKENS", 15 if case == "many tokens" else 64)
+    heads, options = random_heads(model), {"max_new_tokens": 2, "do_sample": False}
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        for _ in range(2):
+            texts(model, heads, [random_ids(9)], "chain", **options, **OWN)
+    [(_, region)] = Regions.of(model)
+    assert region.prompts is not None
+    assert not region.prompts.graphed.graphs
+
+
 def test_replayed_steps_draw_new_random_numbers(fake_cuda: type[FakeGraph]) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     heads, tree = random_heads(model), random_tree(6, max_depth=3)
@@ -179,10 +250,73 @@ def test_replayed_steps_draw_new_random_numbers(fake_cuda: type[FakeGraph]) -> N
     assert found == texts(model, heads, prompts, tree, **options, compile=True, cuda_graphs="off")
 
 
+class After(StoppingCriteria):
+    """Ends a text at a token, as the host decides."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return input_ids[:, -1] == self.token
+
+
+OVERLAPPED: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.9, "seeds": [1, 2, 3]},
+    "all accepted": {"do_sample": True, "temperature": 1e3, "acceptance": "typical", "epsilon": 1e-9, "delta": 1e-9},
+}
+
+
+@pytest.mark.parametrize("options", OVERLAPPED.values(), ids=OVERLAPPED)
+def test_texts_are_equal_though_their_ends_are_seen_a_step_late(
+    options: dict[str, Any], fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows end at different steps: by EOS within a step, by a criterion of the host, or by length.
+
+    Each step has room for its nodes after what the step before has accepted, which the host does not know yet."""
+    stock = Region.__call__
+
+    def with_room(self: Region) -> Tensor:
+        filled = [int(self.caches[0].filled[row]) for row in self.state.rows]
+        assert max(filled) + self.nodes <= self.caches[0].width
+        return stock(self)
+
+    monkeypatch.setattr(Region, "__call__", with_room)
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
+    batch = left_padded([random_ids(length, seed=length) for length in (3, 9, 6)])
+    call = partial(generate, model, random_heads(model), **batch, tree="chain", max_new_tokens=26, **options)
+    width, every = batch["input_ids"].shape[1], call(compile=True, cuda_graphs="off", eos_token_id=None)
+    eos, stop = int(every[0, width + 5]), int(every[1, width + 13])  # type: ignore[index]
+    ends: dict[str, Any] = {"eos_token_id": eos, "pad_token_id": 0, "stopping_criteria": [After(stop)]}
+    expected = call(compile=True, cuda_graphs="off", **ends)
+    assert not torch.equal(expected[:, : width + 26], every[:, : expected.shape[1]])  # type: ignore[index, union-attr, arg-type]
+    assert not FakeEvent.log
+    for _ in range(2):
+        assert torch.equal(expected, call(**OWN, **ends))  # type: ignore[arg-type]
+    assert "sent sent read" in " ".join(FakeEvent.log)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_step_starts_before_the_host_reads_the_one_before(ends: bool, fake_cuda: type[FakeGraph]) -> None:
+    """Only an end that the host cannot foresee costs a step more."""
+    model, prompt = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256), random_ids(5)
+    written = plain(model, prompt, max_new_tokens=60, eos_token_id=None)
+    end = next(at for at in range(20, 60) if written[at] not in written[:at]) if ends else 59
+    options: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": written[end] if ends else None}
+    ids, heads = torch.tensor([prompt]), random_heads(model)
+    found = generate(model, heads, ids, tree=Tree.chain(0), do_sample=False, **OWN, **options)
+    assert found[0, 5:].tolist() == written[: end + 1]  # type: ignore[index]
+    log, steps = FakeEvent.log, end  # the last token needs no step
+    assert log.count("sent") == log.count("read") == steps + ends
+    unread = [log[:at].count("sent") - log[:at].count("read") for at in range(len(log))]
+    assert max(unread) == 2
+    assert unread.count(0) < 10, "only where buffers grow, and at the end, the GPU waits"
+
+
 def test_one_graph_for_each_window(fake_cuda: type[FakeGraph]) -> None:
     count, ran = torch.zeros(1), list[str]()
 
-    def step() -> Tensor:
+    def step(window: int) -> Tensor:
         ran.append("step")
         return count.add_(1) * 1
 
@@ -199,7 +333,7 @@ def test_one_graph_for_each_window(fake_cuda: type[FakeGraph]) -> None:
 def test_a_first_step_that_fails_is_not_a_warm_up(fake_cuda: type[FakeGraph]) -> None:
     calls = list[int]()
 
-    def step() -> Tensor:
+    def step(window: int) -> Tensor:
         calls.append(1)
         if len(calls) == 1:
             raise torch.OutOfMemoryError("full")
@@ -217,7 +351,7 @@ def test_a_first_step_that_fails_is_not_a_warm_up(fake_cuda: type[FakeGraph]) ->
 def test_a_step_that_cannot_be_captured_runs_without_a_graph(fake_cuda: type[FakeGraph]) -> None:
     count = torch.zeros(1)
 
-    def step() -> Tensor:
+    def step(window: int) -> Tensor:
         count.item()  # waits for the device, which a capture refuses
         return count.add_(1) * 1
 
@@ -234,7 +368,7 @@ def test_a_failed_capture_leaves_other_graphs(fake_cuda: type[FakeGraph]) -> Non
     """Memory may be missing once. After a move of the state, graphs are captured again."""
     count, fails = torch.zeros(1), [False]
 
-    def step() -> Tensor:
+    def step(window: int) -> Tensor:
         if fails[0]:
             fails[0] = False
             raise torch.OutOfMemoryError("full")
@@ -268,6 +402,7 @@ def test_weights_that_move_are_captured_again(fake_cuda: type[FakeGraph]) -> Non
 
     captures()
     captures()  # now also windows in which the first text had one step
+    captures()  # and the prompt
     assert captures() == 0, "nothing has moved"
     for states in (model.parameters(), heads.parameters(), model.buffers()):
         for state in states:
