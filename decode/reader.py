@@ -177,8 +177,8 @@ class Reader:
         This position is the end of the context, or the length at which longrope switches factors. Longrope switches for
         all tokens of a forward, by the greatest position, so a draft across that length would rotate nodes wrongly."""
         context, boundary = self.backbone.context, self.backbone.rope_boundary
-        if self.cache.is_compiled:  # the code serves texts of all lengths
-            return context
+        if self.cache.is_compiled:  # the code serves texts of all lengths, but none that passes the boundary
+            return context if boundary is None else boundary
         longest = self.cache.longest
         ends = [context, boundary if boundary is not None and longest < boundary else None]
         return min((end for end in ends if end is not None and longest + topology.max_depth >= end), default=None)

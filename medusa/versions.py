@@ -14,7 +14,8 @@ def in_words(name: str) -> str:
     return " to ".join(TESTED[name])
 
 
-def _minor(version: str) -> tuple[int, ...]:
+def minor(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without that of the patch."""
     return tuple(map(int, version.split(".")[:2]))
 
 
@@ -22,7 +23,7 @@ def warn_if_untested() -> None:
     """Log one warning if a package has a version that was not tested; without a log, it is a line on standard error."""
     found = []
     for name, (lowest, newest) in TESTED.items():
-        if not _minor(lowest) <= _minor(installed := version(name)) <= _minor(newest):
+        if not minor(lowest) <= minor(installed := version(name)) <= minor(newest):
             found.append(f"{name} {installed} was not tested ({in_words(name)} was)")
     if found:
         logging.getLogger("medusa").warning("%s; if something fails, install a tested version", " and ".join(found))

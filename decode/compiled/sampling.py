@@ -160,11 +160,13 @@ class Sampler:
 
     def __call__(self, draft: Draft, logits: Tensor, state: State) -> Acceptance:
         """Decide on a draft from the `logits` [B, N, V] after its nodes; rows that have ended are among the B."""
-        depth_limit = state.reader.depth_limit(draft)
+        return self.decide(draft, logits, state.reader.cache.filled, state.reader.depth_limit(draft))
+
+    def decide(self, draft: Draft, logits: Tensor, filled: Tensor, depth_limit: Tensor | None) -> Acceptance:
+        """Decide on a draft after texts of `filled` [B] tokens; for `depth_limit` see `decode.accept.accept_greedy`."""
         if self.kind.is_argmax:
             return accept_greedy(draft, most_probable(logits), depth_limit)
         scores = self._penalised(draft, logits) / self._number("temperature")
-        filled = state.reader.cache.filled
         position = filled[:, None] + torch.arange(draft.topology.max_depth + 1, device=filled.device)
         if self.kind.rule.kind.walks:
             noise = None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
-from transformers import PretrainedConfig, RepetitionPenaltyLogitsProcessor
+from transformers import PretrainedConfig, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from decode.compiled.graphs import graphs_for
 from decode.compiled.region import Key, Region, Regions, modules_key
@@ -29,8 +30,11 @@ from decode.target import SCORES_ONLY
 from medusa.backbone import Backbone
 from medusa.errors import NotCompilableError, OptionError, RequestError
 from medusa.tree import Tree
-from medusa.tree_support import LayerTypes, rope_kinds
+from medusa.tree_support import LayerTypes, longrope_boundary, rope_kinds
+from medusa.versions import minor
 
+LONGROPE = 5, 21
+"""The first version of transformers that chooses longrope's factors on the device."""
 COMPILED = (*SCORES_ONLY, RepetitionPenaltyLogitsProcessor)
 """Processors that compiled steps may have (`decode.compiled.sampling`)."""
 
@@ -149,16 +153,30 @@ class CompiledStepper(Stepper):
 
 
 def why_rope_not_compiled(config: PretrainedConfig) -> str:
-    """Say why positions of a model with this config rule out compiled steps, before it is loaded; "" if they do not."""
-    types = [kind.get("rope_type") for kind in rope_kinds(config.get_text_config(decoder=True))]
-    found = next((name for name in ("longrope", "dynamic") if name in types), None)
-    return f"{found} RoPE rotates a text by its length" if found else ""
+    """Say why positions of a model with this config rule out compiled steps, before it is loaded; "" if they do not.
+
+    Phi-3.5-MoE's own factors, `dynamic` ones and those of earlier versions of transformers are chosen on the host."""
+    for kind in rope_kinds(config.get_text_config(decoder=True)):
+        if (name := kind.get("rope_type")) == "dynamic" or "long_mscale" in kind:
+            return f"{name} RoPE rotates a text by its length"
+        if name == "longrope" and minor(version("transformers")) < LONGROPE:
+            return f"longrope needs transformers {'.'.join(map(str, LONGROPE))} or later in compiled steps"
+    return ""
+
+
+def why_too_long(model: PreTrainedModel, prompt: int, new: int) -> str:
+    """Say why `new` tokens after a `prompt` of so many are not written by compiled steps; "" if they are."""
+    boundary = longrope_boundary(model)
+    if boundary is None or prompt + new <= boundary:
+        return ""
+    told = f"a prompt of {prompt} tokens and {new} new ones may pass them; write fewer new tokens"
+    return f"longrope rotates texts of more than {boundary} tokens differently, and {told}"
 
 
 def why_not_compiled(backbone: Backbone) -> str:
     """Say why steps of this model cannot be compiled on this machine; "" if nothing is known against it."""
-    if backbone.rope_boundary is not None:
-        return "longrope rotates a text by its length"
+    if reason := why_rope_not_compiled(backbone.config):
+        return reason
     if LayerTypes(backbone.config).has_states:
         return "its recurrent layers keep states, whose steps are eager"
     if len(set((getattr(backbone.model, "hf_device_map", None) or {"": 0}).values())) > 1:
@@ -177,6 +195,8 @@ def require_compilable(reason: str) -> None:
 def _require_compilable(session: Session) -> None:
     model, target = session.backbone.model, session.target
     reason = why_not_compiled(session.backbone)
+    for request in target.of_rows:
+        reason = reason or why_too_long(model, len(request.prompt), request.max_new_tokens)
     if not reason and session.kept_hidden is not None:
         reason = "hidden states are to be recorded"
     if not reason and any(not isinstance(p, COMPILED) for request in target.of_rows for p in request.processors):

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.compiled.stepper import require_compilable, why_not_compiled, why_rope_not_compiled
+from decode.compiled.stepper import require_compilable, why_not_compiled, why_rope_not_compiled, why_too_long
 from decode.drafters import drafter_factory, parse, small_model
 from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_no_tree
 from decode.drafters.layouts import TreeLike, require_draftable, require_sizes
@@ -33,7 +33,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.loading import BackboneFiles, Loaded, TextLimits, head_sizes, text_limits
 from medusa.options import LoadOptions
 from medusa.quantization import quantization_of
-from medusa.records.record import Record
+from medusa.records.record import Record, naming
 
 
 def check_models(
@@ -209,6 +209,9 @@ def open_models(
     prompts, note = opened.encode(records), command.output.note
     opened.records, opened.prompts = fitting(records, prompts, limits_of(command), skip_long, note, room)
     opened.load(samples)
+    for record, prompt in zip(opened.records, opened.prompts, strict=True) if opened.settings.compile else ():
+        with naming(record.where):
+            require_compilable(why_too_long(opened.loaded.model, len(prompt), opened.settings.max_new_tokens))
     return opened
 
 

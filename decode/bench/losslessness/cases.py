@@ -15,7 +15,7 @@ from medusa.tree import Tree
 FALSE_ALARM = 1e-4  # probability that a run of `medusa verify` reports a difference although the decoder is correct
 CAUTION = 4.0  # p-values as small as the threshold are at most this many times too frequent (`chi2.MIN_EXPECTED`)
 MAX_CHILDREN = 2  # children per node in most drawn trees: each further child multiplies the distributions to compute
-WHOLE_SHARE = 20  # trees with all children are drawn this many times less often
+SLOW_SHARE = 20  # trees with all children are drawn this many times less often, and so is what compiled code draws
 
 
 class Rule(NamedTuple):
@@ -42,12 +42,13 @@ RULES = (
 )
 
 
-def rules_for(source: DrafterFactory) -> list[Rule]:
+def rules_for(source: DrafterFactory, compiled: bool = False) -> list[Rule]:
     """List the acceptance rules that can be tested with a drafter. Some need a drafter that can sample its guesses.
 
-    Decoding draws no dynamic trees, and few children make a tree that is whole in any case."""
+    Decoding draws no dynamic trees, compiled steps draw none, and few children make a tree that is whole in any case.
+    """
     is_wide = isinstance(source.tree, Tree) and source.tree.clip(2).children.shape[1] > MAX_CHILDREN
-    drawn = [rule for rule in RULES if rule.draft == "topk" or source.can_draw]
+    drawn = [rule for rule in RULES if rule.draft == "topk" or (source.can_draw and not compiled)]
     return [rule for rule in drawn if is_wide or not rule.whole]
 
 

@@ -3,7 +3,8 @@
 A faulty draft can only change the tokens after the root, because the root comes from the backbone's own logits. So the
 root is fixed, and the tokens after it are sampled. They must follow the target, which is the backbone's distribution
 after temperature, top-k, top-p and penalties. Drafting, forwards and acceptance are the production code. Only the
-decoding loop differs: all R draws (sampled steps) share the backbone's forwards.
+decoding loop differs: all R draws (sampled steps) share the backbone's forwards. With `--compile`, the compiled code of
+the sampler decides on the draws; the forwards stay eager, as other rounding would be taken for a difference.
 
 Shapes: V vocabulary, N nodes of a draft, R draws, F first tokens: the most probable tokens after the root."""
 
@@ -16,9 +17,10 @@ import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
-from decode.accept import Acceptance, accept_longest, accept_sampled, accept_walk, ended_at
-from decode.bench.losslessness.cases import MAX_CHILDREN, WHOLE_SHARE, Case, Rule
+from decode.accept import accept_longest, accept_sampled, accept_walk, ended_at, pack
+from decode.bench.losslessness.cases import MAX_CHILDREN, SLOW_SHARE, Case, Rule
 from decode.bench.losslessness.chi2 import combined, goodness_of_fit
+from decode.bench.losslessness.compiled import CompiledDecisions
 from decode.draft import Draft, Frontier
 from decode.drafters.base import DrafterFactory
 from decode.drafters.heads import HeadsDrafter
@@ -43,7 +45,7 @@ FIRST_TOKENS = 32  # the second token is tested after each of so many first toke
 MAX_ROWS = 50_000  # draws that are taken together; fewer for a large vocabulary
 MAX_SCORES = 2**28  # scores that are cached, 1 GiB of float32
 
-Take = Callable[[int], tuple[Draft, Acceptance]]  # samples that many steps: their drafts, and the accepted nodes
+Take = Callable[[int], Tensor]  # samples that many steps: what `decode.accept.pack` returns
 OnDraws = Callable[[int], object]  # receives the number of draws that have just been taken
 
 
@@ -139,12 +141,16 @@ class FixedContext:
             found.append(scores[1:] if part else scores)
         return torch.cat(found)
 
-    def scores_of_nodes(self, draft: Draft) -> Tensor:
-        """Compute the target's scores [N, V] after each node of a draft for one text. The KV cache drops the draft."""
-        session = self.session
-        logits = session.reader(draft).logits[0]
-        for cache in session.reader.caches:
+    def logits_of_nodes(self, draft: Draft) -> Tensor:
+        """Compute the logits [N, V] after each node of a draft for one text. The KV cache drops the draft."""
+        logits = self.session.reader(draft).logits[0]
+        for cache in self.session.reader.caches:
             cache.keep([0])
+        return logits
+
+    def scores_of_nodes(self, draft: Draft) -> Tensor:
+        """Compute the target's scores [N, V] after each node of a draft for one text."""
+        session, logits = self.session, self.logits_of_nodes(draft)
         paths = [path[path >= 0] for path in draft.topology.paths[0, :, 1:]]
         prefixes = [session.sequences.prefix(0, draft.ids[0, path]) for path in paths]
         return torch.cat([session.target.scores(0, *pair) for pair in zip(prefixes, logits, strict=True)])
@@ -155,12 +161,19 @@ class Experiment:
 
     @torch.inference_mode()
     def __init__(
-        self, model: PreTrainedModel, source: DrafterFactory, prompt: list[int], settings: Settings, random: Generator
+        self,
+        model: PreTrainedModel,
+        source: DrafterFactory,
+        prompt: list[int],
+        settings: Settings,
+        random: Generator,
+        compiled: CompiledDecisions | None = None,
     ) -> None:
         """Prefill `prompt`. Compute the target's scores after the root and after each of the most probable next tokens.
 
-        Random numbers come from `random`, on the backbone's device. Raises RequestError if the prompt is too long."""
-        self.settings, self.draws = settings, SharedDraws(random)
+        Random numbers come from `random`, on the backbone's device. With `compiled`, rules that draw on chosen drafts
+        do so by compiled code. Raises RequestError if the prompt is too long, or if compiled steps cannot sample so."""
+        self.settings, self.draws, self.compiled = settings, SharedDraws(random), compiled
         self.source = source.reshaped(lambda tree: tree.clip(2))  # deeper nodes decide on tokens that are not counted
         self.context = context = FixedContext(model, prompt, settings, self.source)
         self.vocab = context.session.backbone.vocab_size
@@ -179,21 +192,27 @@ class Experiment:
     def run(self, rule: Rule, number: int, draws: int, on_progress: OnDraws = lambda draws: None) -> Case:
         """Sample `draws` steps with `rule`, and test their tokens. `number`: the prompt's index, for the result.
 
-        If `rule.whole`, so many steps take too long, and only one of `WHOLE_SHARE` is sampled."""
+        If `rule.whole`, or with compiled code, so many steps take too long, and one of `SLOW_SHARE` is sampled."""
         applied = AcceptanceRule(rule.acceptance, self.settings.epsilon, self.settings.delta)
         truncate = applied if applied.kind.truncates else None
         after_root, after_firsts = self.after_root, self.after_firsts
+        share = SLOW_SHARE if rule.whole or self.compiled is not None else 1  # so many times less memory, too
+        at_once = max(1_000, min(MAX_ROWS, 2**27 // self.vocab)) // share
         if rule.draft == "sample":
             take = self._sampled(truncate, rule.whole)
         else:
             draft = self.context.drafter.propose(self.context.frontier)
             scores = self.context.scores_of_nodes(draft)
             take = self._chosen(applied, draft, _truncated(scores, truncate))
+            if self.compiled is not None and applied.kind.walks:
+                logits = self.context.logits_of_nodes(draft)
+                take = self.compiled.begin(applied, self.context.session, draft, logits, at_once)
             if not self.is_independent:
                 after_root, after_firsts = scores[0], self._of_firsts(draft, scores)
-        share = WHOLE_SHARE if rule.whole else 1
         draws = -(-draws // share)
-        first, second, accepted_tokens = self._count(take, draws, on_progress, not applied.kind.walks, share)
+        first, second, accepted_tokens = self._count(
+            take, draws, lambda counted: on_progress(share * counted), not applied.kind.walks, at_once
+        )
         truncated = truncate if rule.against == "truncated target" else None
         target = _truncated(after_root, truncated).double().softmax(-1).cpu()
         after = _truncated(after_firsts, truncated).double().softmax(-1).cpu()
@@ -203,31 +222,31 @@ class Experiment:
         return Case(*about, first_fit, second_fit, first / draws, target, self.head, accepted_tokens / draws)
 
     def _count(
-        self, take: Take, draws: int, on_progress: OnDraws, same: bool, share: int
+        self, take: Take, draws: int, on_progress: OnDraws, same: bool, at_once: int
     ) -> tuple[Tensor, Tensor, int]:
         """Take `draws` decoding steps with `take`, and count the tokens that they write.
 
         Return how often each of V tokens came first after the root [V], and how often each came second after each of
         the F most probable first tokens [F, V]. The third result is the number of accepted tokens. With `same`, all
-        steps give the same result, so one is taken and counted `draws` times. Each step stands for `share` steps of the
-        progress, and so many times fewer are taken together, because they need more memory."""
+        steps give the same result, so one is taken and counted `draws` times; else up to `at_once` are taken together.
+        """
         first = torch.zeros(self.vocab, dtype=torch.long)
         second = torch.zeros(len(self.firsts), self.vocab, dtype=torch.long)
         place = torch.full((self.vocab,), -1).index_copy_(0, torch.tensor(self.firsts), torch.arange(len(self.firsts)))
-        accepted_tokens, at_once = 0, max(1_000, min(MAX_ROWS, 2**27 // self.vocab)) // share
+        accepted_tokens = 0
         for start in range(0, draws, draws if same else at_once):
             rows, weight = (1, draws) if same else (min(at_once, draws - start), 1)
-            draft, accepted = take(rows)
-            path = draft.ids.gather(1, accepted.path.clamp_min(0))
-            more, deepest = accepted.length - 1, path.shape[1] - 1
-            one = torch.where(more > 0, path[:, min(1, deepest)], accepted.next_root).cpu()
-            two = torch.where(more > 1, path[:, min(2, deepest)], accepted.next_root).cpu()
+            packed = take(rows)
+            more, next_root, path = packed[:, 0] - 1, packed[:, 1], packed[:, 2:]
+            deepest = path.shape[1] - 1
+            one = torch.where(more > 0, path[:, min(1, deepest)], next_root).cpu()
+            two = torch.where(more > 1, path[:, min(2, deepest)], next_root).cpu()
             first += weight * one.bincount(minlength=self.vocab)
             both = (more.cpu() > 0) & (place[one] >= 0)
             cells = place[one[both]] * self.vocab + two[both]
             second += weight * cells.bincount(minlength=second.numel()).view_as(second)
             accepted_tokens += weight * int(more.sum())
-            on_progress(weight * rows * share)
+            on_progress(weight * rows)
         return first, second, accepted_tokens
 
     def _of_firsts(self, draft: Draft, scores: Tensor) -> Tensor:
@@ -247,11 +266,11 @@ class Experiment:
         def decide(rows: Tensor, scores: Tensor, index: Tensor) -> Tensor:
             return self.draws.tokens(rows, scores.softmax(-1), index)
 
-        def take(rows: int) -> tuple[Draft, Acceptance]:
+        def take(rows: int) -> Tensor:
             many = Draft(draft.ids.expand(rows, -1), draft.topology)
             if not rule.kind.walks:
-                return many, accept_longest(many, [scores.expand(rows, -1, -1)], rule.passes)
-            return many, accept_walk(many, of_nodes, decide)
+                return pack(many, accept_longest(many, [scores.expand(rows, -1, -1)], rule.passes))
+            return pack(many, accept_walk(many, of_nodes, decide))
 
         return take
 
@@ -267,7 +286,7 @@ class Experiment:
         assert isinstance(drafter, HeadsDrafter | LevelwiseDrafter), "drafters that can draw have these shapes"
         root_scores = _truncated(context.verified(), truncate)
 
-        def take(rows: int) -> tuple[Draft, Acceptance]:
+        def take(rows: int) -> Tensor:
             draft = drafter.draw(context.frontier, context.session.target, self.draws, rows)
 
             def after(walking: Tensor, nodes: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -276,7 +295,7 @@ class Experiment:
                     return _truncated(self._after(tokens.tolist()), truncate), index
                 return root_scores, torch.zeros_like(walking)  # after the root; third tokens are not counted
 
-            return draft, accept_sampled(draft, after, self.draws)
+            return pack(draft, accept_sampled(draft, after, self.draws))
 
         return take
 

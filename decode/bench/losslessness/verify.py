@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.bench.losslessness.cases import FALSE_ALARM, Case, passes, rules_for, threshold
+from decode.bench.losslessness.compiled import CompiledDecisions
 from decode.bench.losslessness.experiment import Experiment, require_room
 from decode.bench.machine import machine
 from decode.bench.methods import Job, Method, transformers_method
@@ -133,7 +134,7 @@ class VerificationResult:
 def verify(asked: Verification) -> VerificationResult:
     """Compare greedy texts with those of `model.generate`, then test samples of the first `sampled_prompts` prompts.
 
-    The option `compile` applies only to greedy decoding with the drafter; all other decoding is eager."""
+    The option `compile` applies to greedy decoding with the drafter, and to decisions on samples; the rest is eager."""
     eager, model = replace(asked.settings, compile=False), asked.loaded.model
     advance = asked.start_progress("greedy", len(asked.prompts))
     # Not `asked.plain`, whose forwards and masks are our own: a fault there would change both texts alike.
@@ -143,14 +144,15 @@ def verify(asked: Verification) -> VerificationResult:
     greedy = compare_greedy(
         model, plain, asked.drafted(asked.settings), asked.prompts, asked.batch_size, advance, eager.amateur
     )
-    rules, chosen = rules_for(asked.source), asked.prompts[: asked.sampled_prompts]
+    compile = bool(asked.settings.compile)
+    rules, chosen = rules_for(asked.source, compile), asked.prompts[: asked.sampled_prompts]
     targets = list(product((0.5, 1.0, 1.5), (1.0, 0.9))) if asked.full else [(1.0, 1.0)]
     advance = asked.start_progress("draws", len(chosen) * len(targets) * len(rules) * asked.draws)
     generator = torch.Generator(model.device).manual_seed(asked.seed)
-    cases = []
+    cases, compiled = [], CompiledDecisions(generator) if compile else None
     for (number, prompt), (temperature, top_p) in product(enumerate(chosen), targets):
         sampling = replace(eager, temperature=temperature, top_p=top_p)
-        experiment = Experiment(model, asked.source, prompt, sampling, generator)
+        experiment = Experiment(model, asked.source, prompt, sampling, generator, compiled)
         cases += [experiment.run(rule, number, asked.draws, advance) for rule in rules]
     return VerificationResult(asked, greedy, cases)
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from decode.bench.calibration.stored import Calibration
 from decode.bench.compare import Comparison
 from decode.bench.figures import PERCENT, Interval, interval_in_words
-from decode.bench.losslessness.cases import WHOLE_SHARE, figures_table
+from decode.bench.losslessness.cases import SLOW_SHARE, figures_table
 from decode.bench.losslessness.verify import VerificationResult
 from decode.bench.result import FASTER, BenchmarkResult, counted
 from decode.rules import is_lossy
@@ -93,11 +93,10 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
     head, rows = figures_table(outcome.cases)
     narrow = [0, 1, 2, *((3, 4, 5) if full else (5, 6, 7)), 10, 11]  # what 80 columns can hold
     place = head.index("verdict")
-    told = (
-        f"{outcome.asked.draws:,} draws by each rule, in two levels of the tree; draft 'sample' has two children a node"
-    )
+    draws = max((case.first.draws for case in outcome.cases), default=0)
+    told = f"{draws:,} draws by each rule, in two levels of the tree; draft 'sample' has two children a node"
     if any(case.rule.whole for case in outcome.cases):
-        told += f", and 'sample, whole' has all children and 1/{WHOLE_SHARE} of the draws"
+        told += f", and 'sample, whole' has all children and 1/{SLOW_SHARE} of the draws"
     print_table(
         console,
         [head[column] for column in narrow],

@@ -13,12 +13,16 @@ import torch
 from transformers import LogitsProcessorList
 
 import decode.accept
+import decode.bench.losslessness.experiment as experiments
 import decode.reader
 from decode.accept import TreeWalk
-from decode.bench.losslessness.cases import FALSE_ALARM, RULES, Case, Rule, passes, rules_for, threshold
+from decode.bench.losslessness.cases import FALSE_ALARM, RULES, SLOW_SHARE, Case, Rule, passes, rules_for, threshold
+from decode.bench.losslessness.compiled import CompiledDecisions
 from decode.bench.losslessness.experiment import Experiment, narrowed
 from decode.bench.losslessness.verify import Verification, compare_greedy, tie_bound, verify
 from decode.bench.methods import medusa_method, plain_method
+from decode.compiled import region, sampling
+from decode.compiled.sampling import gumbel
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads
 from decode.reader import Reader, additive_masks
@@ -70,6 +74,43 @@ def test_lossless_rules_pass_and_lossy_rules_differ(model: Any, settings: dict[s
         assert case.first.draws == DRAWS
         assert case.second.draws > 500, "hardly any second token was counted: no power"
         assert 0 < case.mean_accepted < 2
+
+
+def compiled_verification(model: Any, prompts: list[list[int]], **settings: Any) -> Verification:
+    source, how = (
+        TrainedHeads(random_heads(model), Tree.top_k([2, 1])),
+        Settings(max_new_tokens=4, compile=True, **settings),
+    )
+    loaded = Loaded(model, None, "a model")
+    return Verification(loaded=loaded, source=source, settings=how, prompts=prompts, draws=DRAWS // 2)
+
+
+def test_samples_of_compiled_steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts share the code of each rule. A sampler that draws as at a lower temperature is found."""
+    made: list[str] = []
+    monkeypatch.setattr(region, "compiled", lambda step, *how: made.append(type(step.__self__).__name__) or step)
+    found = verify(compiled_verification(model, [PROMPT, random_ids(9)], repetition_penalty=1.5))
+    assert found.passed
+    assert made.count("Decisions") == 2
+    assert {case.rule.draft for case in found.cases} == {"topk"}
+    assert {case.first.draws for case in found.cases} == {DRAWS / 2 / SLOW_SHARE}
+    monkeypatch.setattr(sampling, "gumbel", lambda *asked: gumbel(*asked) / 1.5)
+    found = verify(compiled_verification(model, [PROMPT]))
+    assert found.greedy.passed
+    assert not found.passed
+
+
+@pytest.mark.usefixtures("traced")
+def test_decisions_are_captured_whole(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for all prompts, also of dynamic trees."""
+    monkeypatch.setattr(experiments, "MAX_ROWS", 0)  # few draws at once
+    random, counters = torch.Generator().manual_seed(0), torch._dynamo.utils.counters["stats"]
+    compiled, before = CompiledDecisions(random), counters["unique_graphs"]
+    source = TrainedHeads(random_heads(model, 3), DynamicTree.over_heads(4, 2))
+    for prompt, temperature in ((PROMPT, 0.7), (random_ids(9), 1.0)):
+        options = Settings(temperature=temperature)
+        assert passes([Experiment(model, source, prompt, options, random, compiled).run(RULES[0], 0, DRAWS // 4)])
+    assert counters["unique_graphs"] - before == 1
 
 
 STATIC, DYNAMIC = Tree.top_k([12, 2]), DynamicTree.over_heads(20, 3)

@@ -476,7 +476,8 @@ def test_a_longer_text_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         ("llama", {"do_sample": True, "eta_cutoff": 0.01}, "use epsilon_cutoff"),
         ("llama", {"do_sample": True, "draft": "sample"}, "use draft topk"),
         ("llama", {"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-        ("phi3, longrope", {}, "longrope"),
+        ("phi3, longrope", {"max_new_tokens": 29}, "more than 32 tokens differently, and a prompt of 4 tokens and 29"),
+        ("phimoe, longrope", {}, "longrope RoPE"),
     ],
 )
 def test_unsupported_options_are_rejected(family: str, options: dict[str, Any], said: str) -> None:
@@ -487,9 +488,21 @@ def test_unsupported_options_are_rejected(family: str, options: dict[str, Any], 
             random_heads(model),
             [random_ids(4)],
             TREES["chain"],
-            max_new_tokens=4,
-            **{"do_sample": False} | options,
+            **{"do_sample": False, "max_new_tokens": 4} | options,
         )
+
+
+@pytest.mark.usefixtures("traced")
+def test_longrope_up_to_its_boundary() -> None:
+    """Also after a longer text, which was decoded eagerly. Of the last drafts, nodes lie beyond the boundary."""
+    model, prompt, limits = tiny_model("phi3, longrope"), random_ids(5), {"do_sample": False, "eos_token_id": None}
+    heads, tree = random_heads(model), Tree.chain(2)
+    for _ in range(2):
+        expected = plain(model, prompt, max_new_tokens=27, eos_token_id=None)
+        assert texts(model, heads, [prompt], tree, max_new_tokens=27, **limits) == [expected]
+        long = generate(model, heads, torch.tensor([random_ids(20)]), tree=tree, max_new_tokens=20, **limits)
+        assert long.shape[1] == 40
+    assert len(Regions.of(model)) == 1
 
 
 def test_hidden_states_cannot_be_kept(llama: Any) -> None:

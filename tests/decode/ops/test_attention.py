@@ -58,8 +58,11 @@ def test_grouped_attention_equals_sdpa_without_copies(family: str, monkeypatch: 
         return stock(*args)
 
     monkeypatch.setattr(sdpa_attention, "repeat_kv", counting)
+    masks, repeated = list[Any](), attention.repeated
+    monkeypatch.setattr(attention, "repeated", lambda mask, groups: masks.append(mask) or repeated(mask, groups))
     found = verify(model)
     assert not calls
+    assert 0 < len(masks) == len({id(mask) for mask in masks}), "layers with the same mask make it again"
     with monkeypatch.context() as patch:
         patch.setattr("decode.reader.grouped", lambda *args: torch.no_grad())
         expected = verify(model)
