@@ -116,16 +116,12 @@ def short_fit(monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> None:
     """Make probe, calibration and benchmark short: no figure of these tests is a measurement."""
     short: dict[Any, dict[str, Any]] = {
         probe: {"ANSWERING": 0.5, "ANSWERED": 4, "READ": 2, "ROWS": 1, "LENGTH": 64, "STEPS": 1},
-        stages: {"CALIBRATION_TOKENS": 24, "CALIBRATED_ON": 200, "FEWEST_TEXTS": 8},
+        stages: {"CALIBRATION_TOKENS": 12, "CALIBRATED_ON": 100, "FEWEST_TEXTS": 8},
         # In the benchmark, instead of all prompts, the fewest.
         plan: {"FEWEST_TEXTS": 12}
         | {"BENCHMARK_TOKENS": 8, "FEWEST_BENCHMARK_TOKENS": 8, "BENCHMARK_SECONDS": 0.0, "FEWEST_TEST": 2},
-        stored: {"MIN_STEPS": 100},
-        calibrate: {
-            "MIN_STEPS": 100,
-            "SIZES": (1, 4),
-            "time_steps": times_of_few_steps,
-        },
+        stored: {"MIN_STEPS": 30},
+        calibrate: {"MIN_STEPS": 30, "SIZES": (1, 4), "time_steps": times_of_few_steps},
         variants: {"SHORTLISTS": (16,)},
     }
     for module, values in short.items():
