@@ -53,7 +53,7 @@ RUN_ELSEWHERE = {  # a command that needs nothing, and the test or CI step that 
     "python -m scripts.gpu_battery --rehearse --output runs/rehearsal": "tests/scripts/test_gpu_battery.py",
 }
 SMALLER = runpy.run_path(str(ROOT / ".ci" / "check_wheel.py"))["SMALLER"] | {
-    "calibrate": ["--max-prompts", "3", "--max-new-tokens", "32", "--rounds", "1"],
+    "calibrate": ["--max-prompts", "3", "--max-new-tokens", "16", "--rounds", "1"],
     "distill": ["--self-talk", "4", "--max-new-tokens", "32"],
     "train": ["training.max_steps=2"],
 }
@@ -211,7 +211,7 @@ def test_commands_without_special_needs_run(
     monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", times_of_few_steps)
     monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 4)
     for name in ("stored", "calibrate"):  # the figures do not matter here
-        monkeypatch.setattr(f"decode.bench.calibration.{name}.MIN_STEPS", 60)
+        monkeypatch.setattr(f"decode.bench.calibration.{name}.MIN_STEPS", 30)
     for line in to_run()[page]:
         words = arguments(line)
         assert line.startswith("medusa "), f"{page}: say what {line!r} needs, or who runs it (RUN_ELSEWHERE)"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from decode.bench.calibration import calibrate, stored, variants
+from decode.bench.calibration import calibrate, recording, stored, variants
 from medusa.__main__ import main
 from medusa.commands.fit import plan, probe, stages
 from medusa.files import read_json
@@ -88,17 +88,20 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_calibrations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make calibrations short: no figure of these tests is a measurement."""
     monkeypatch.setattr(calibrate, "SIZES", (1, 4))
-    monkeypatch.setattr(calibrate, "MIN_STEPS", 60)
+    monkeypatch.setattr(calibrate, "MIN_STEPS", 30)
     monkeypatch.setattr(calibrate, "time_steps", times_of_few_steps)
     monkeypatch.setattr(variants, "SHORTLISTS", (16,))
-    monkeypatch.setattr(stored, "MIN_STEPS", 60)
-    monkeypatch.setattr("decode.bench.calibration.recording.OWN_TEXTS", 4)
+    monkeypatch.setattr(stored, "MIN_STEPS", 30)
+    for name, few in (("OWN_TEXTS", 4), ("OPENING_TOKENS", 4), ("OWN_TOKENS", 12)):
+        monkeypatch.setattr(recording, name, few)
 
 
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def no_pictures() -> Iterator[None]:
     """Leave the pictures of reports empty: to draw them takes longer than the runs that they show."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, file, **how: empty_picture(file))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda self, file, **how: empty_picture(file))
+        yield
 
 
 def empty_picture(file: Any) -> None:
@@ -113,16 +116,12 @@ def short_fit(monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> None:
     """Make probe, calibration and benchmark short: no figure of these tests is a measurement."""
     short: dict[Any, dict[str, Any]] = {
         probe: {"ANSWERING": 0.5, "ANSWERED": 4, "READ": 2, "ROWS": 1, "LENGTH": 64, "STEPS": 1},
-        stages: {"CALIBRATION_TOKENS": 24, "CALIBRATED_ON": 200, "FEWEST_TEXTS": 8},
+        stages: {"CALIBRATION_TOKENS": 12, "CALIBRATED_ON": 100, "FEWEST_TEXTS": 8},
         # In the benchmark, instead of all prompts, the fewest.
         plan: {"FEWEST_TEXTS": 12}
         | {"BENCHMARK_TOKENS": 8, "FEWEST_BENCHMARK_TOKENS": 8, "BENCHMARK_SECONDS": 0.0, "FEWEST_TEST": 2},
-        stored: {"MIN_STEPS": 100},
-        calibrate: {
-            "MIN_STEPS": 100,
-            "SIZES": (1, 4),
-            "time_steps": times_of_few_steps,
-        },
+        stored: {"MIN_STEPS": 30},
+        calibrate: {"MIN_STEPS": 30, "SIZES": (1, 4), "time_steps": times_of_few_steps},
         variants: {"SHORTLISTS": (16,)},
     }
     for module, values in short.items():

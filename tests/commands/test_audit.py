@@ -171,7 +171,7 @@ class Padded(Writer):
 def sharp(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Place:
     """The small backbone with distributions like those of a trained model."""
     folder = str(tmp_path_factory.mktemp("sharp"))
-    model = AutoModelForCausalLM.from_pretrained(place.backbone)
+    model = AutoModelForCausalLM.from_pretrained(place.backbone, num_hidden_layers=1)
     model.lm_head.weight.data *= SHARPENED
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(place.backbone).save_pretrained(folder)
@@ -186,14 +186,19 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def audit(
-    server: FakeServer, sharp: Place, tmp_path: Any, medusa: Callable[..., Outcome]
+    server: FakeServer,
+    sharp: Place,
+    tmp_path: Any,
+    medusa: Callable[..., Outcome],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., tuple[Outcome, Any]]:
     """Audit a server of the small model; gives what the command did and its --json."""
+    monkeypatch.setattr("medusa.commands.audit.reference.MEASURED", 1)
 
     def run(writer: Writer, *more: Any, reference: str = sharp.backbone) -> tuple[Outcome, Any]:
         server.trouble = writer.reply  # type: ignore[assignment]
         prompts, figures = write_rows(tmp_path / "p.jsonl", [{"prompt": text} for text in PROMPTS]), tmp_path / "f.json"
-        how = ("--max-new-tokens", TOKENS, "--draws", 500, "--sampled-prompts", 2, "--json", figures, *more)
+        how = ("--max-new-tokens", TOKENS, "--draws", 200, "--sampled-prompts", 2, "--json", figures, *more)
         done = medusa("verify", "--server", server.url, "--reference", reference, "--prompts", prompts, *how)
         return done, read_json(figures) if done.status < 2 else None
 
@@ -220,23 +225,22 @@ def failed_cases(found: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("writer", "caught"),
+    ("writer", "caught", "draws"),
     [
-        (WrongToken, {"alone", "together"}),
-        (StrictWrongToken, {"alone", "together"}),
-        (EarlyEnd, {"alone", "together"}),
-        (Padded, {"together"}),
-        (NoTemperature, {"0.7"}),
-        (SharedNumber, {"1", "0.7"}),
-        (OneTokenLess, {"0.7"}),
-        (OneTokenMore, {"0.7"}),
+        (WrongToken, {"alone", "together"}, 50),
+        (StrictWrongToken, {"alone", "together"}, 50),
+        (EarlyEnd, {"alone", "together"}, 50),
+        (Padded, {"together"}, 50),
+        (NoTemperature, {"0.7"}, 400),
+        (SharedNumber, {"1", "0.7"}, 500),
+        (OneTokenLess, {"0.7"}, 1200),
+        (OneTokenMore, {"0.7"}, 1000),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_planted_faults_are_caught(
-    audit: Callable[..., Any], sharp: Place, writer: type[Writer], caught: set[str]
+    audit: Callable[..., Any], sharp: Place, writer: type[Writer], caught: set[str], draws: int
 ) -> None:
-    draws = 100 if caught <= {"alone", "together"} else 1000 if writer in (OneTokenLess, OneTokenMore) else 500
     done, found = audit(writer(sharp), "--draws", draws)
     assert done.status == 1, done.out
     ways = {
@@ -252,7 +256,7 @@ def test_planted_faults_are_caught(
 
 def test_drafts_that_are_accepted_too_often_are_caught_in_later_tokens(audit: Callable[..., Any], sharp: Place) -> None:
     """First tokens cannot show it. At a lower temperature most tokens are nearly certain, drafted or not."""
-    done, found = audit(DraftsTooOften(sharp))
+    done, found = audit(DraftsTooOften(sharp), "--draws", 500)
     assert done.status == 1, done.out
     failed = failed_cases(found)
     assert {"setting": "1", "first": False} in failed
@@ -269,8 +273,8 @@ def test_two_servers(audit: Callable[..., Any], sharp: Place, second: FakeServer
     second.trouble = Writer(sharp).reply  # type: ignore[assignment]
     done, found = audit(Writer(sharp), reference=second.url)
     assert found["passed"], done.out
-    for writer, few in ((NoTemperature, ()), (WrongToken, ("--draws", 100))):
-        done, _ = audit(writer(sharp), *few, reference=second.url)
+    for writer, draws in ((NoTemperature, 500), (WrongToken, 50)):
+        done, _ = audit(writer(sharp), "--draws", draws, reference=second.url)
         assert done.status == 1
     assert "prompt 1, token 8: " in done.out
     assert "the reference scores no given texts" in done.out

@@ -16,7 +16,7 @@ from medusa.commands import demo
 def test_demo_runs_from_text_to_speedup(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "STORY_TOKENS", 16)
+    monkeypatch.setattr(demo, "STORY_TOKENS", 8)
     output, report = tmp_path / "demo", tmp_path / "report.json"
     numbers = "--minutes 0.01 --max-new-tokens 16 --threads 1 --dtype float32"  # given, so that none is measured
     command = f"demo --output {output} {numbers} --json {report}"

@@ -43,6 +43,7 @@ def commands(place: Place, folder: Path) -> dict[str, tuple[Any, ...]]:
         "export": ("export", *models, "--to", "hub", "--output", folder / "export", "--overwrite"),
         "benchmark --report": (
             *("benchmark", *models, *prompts, "--rounds", "1", "--tree", "chain", "--overwrite"),
+            *("--max-prompts", "1", "--max-new-tokens", "2"),
             *("--report", folder / "report.html", "--json", folder / "b.json"),
         ),
     }

@@ -27,7 +27,9 @@ from tests.helpers import LETTERS, VOCAB, plain
 from tests.native_models import save_native
 
 PROMPTS = [LETTERS[at : at + 3] for at in range(8)]
-GENERATION = ("--max-new-tokens", "12", "--ignore-eos", "--threads", "1")
+NEW = 8
+SHORT = ("--max-new-tokens", str(NEW), "--threads", "1")
+GENERATION = (*SHORT, "--ignore-eos")
 NATIVE, TUNED = "the model's own layer", "heads of kind mtp"
 
 
@@ -51,7 +53,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
     heads.config.tree = Tree.chain(3).to_json()
     heads.save_pretrained(folder / "heads")
     prompts = write_rows(folder / "prompts.jsonl", [{"prompt": text} for text in PROMPTS])
-    ids = plain(model, [LETTERS.index(letter) for letter in PROMPTS[0]], max_new_tokens=12)
+    ids = plain(model, [LETTERS.index(letter) for letter in PROMPTS[0]], max_new_tokens=NEW)
     models = {
         NATIVE: ("--backbone", str(folder / "backbone"), "--drafter", "mtp", "--tree", "chain"),
         TUNED: ("--heads", str(folder / "heads")),
@@ -90,7 +92,7 @@ def test_generate_chat_and_serve(said: Any, native: Native, monkeypatch: pytest.
 
 def test_verify_and_benchmark(said: Any, native: Native, tmp_path: Path) -> None:
     chosen = (*native.models[NATIVE], "--prompts", native.prompts, "--quiet", "--max-prompts")
-    said("verify", *chosen, "1", "--threads", "1", "--draws", "200", "--json", tmp_path / "verified.json")
+    said("verify", *chosen, "1", *SHORT, "--draws", "200", "--json", tmp_path / "verified.json")
     assert json.loads((tmp_path / "verified.json").read_text())["passed"] is True
     measured = tmp_path / "measured.json"
     said("benchmark", *chosen, "2", *GENERATION, "--rounds", "1", "--json", measured)
@@ -101,7 +103,7 @@ def test_evaluate_gives_the_same_for_the_layer_in_both_places(said: Any, native:
     found = []
     for models in (native.models[TUNED], native.models[NATIVE][:-2]):  # without --tree
         out = tmp_path / "out.json"
-        said("evaluate", *models, "--data", native.prompts, "--max-new-tokens", "12", "--quiet", "--json", out)
+        said("evaluate", *models, "--data", native.prompts, "--max-prompts", "2", *SHORT, "--quiet", "--json", out)
         found.append(json.loads(out.read_text()))
     assert [head["head"] for head in found[0]["heads"]] == [1, 2, 3]
     assert found[0] == found[1]
@@ -115,7 +117,7 @@ def test_a_calibrated_layer_needs_no_further_calibration(
     """`auto` then takes the tree that was saved: in the heads' folder, or in the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     chosen = native.models[models][:4]  # without --tree
-    longer = ("--prompts", native.prompts, "--max-new-tokens", "24", "--ignore-eos", "--rounds", "1")
+    longer = ("--prompts", native.prompts, "--max-new-tokens", "12", "--ignore-eos", "--rounds", "1")
     out = tmp_path / "out.json"
     said("calibrate", *chosen, *longer, "--threads", "1", "--quiet", "--json", out)
     found = json.loads(out.read_text())

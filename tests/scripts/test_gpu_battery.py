@@ -51,6 +51,7 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path, full: bool, monkeypatch:
     stages = {name: replace(of, needs=tuple({*of.needs} - left)) for name, of in STAGES.items() if name not in left}
     monkeypatch.setattr(battery, "STAGES", stages)
     monkeypatch.setattr(bench, "KINDS", kinds)
+    monkeypatch.setattr("decode.bench.report.page.themed_svg", lambda *picture: "")  # which take longer than the rest
     sources = {"stdlib": REPO / "decode", "purelib": Path(torch.__file__).parent / "nn"}  # of all those of this machine
     monkeypatch.setattr("sysconfig.get_paths", lambda: sources)
     with told.open("w") as file:

@@ -20,14 +20,16 @@ TINY = real_model.Sizes((0.01, 0.01), 16, (1, 4), (8,), (1, 4, 1), (8, 12), (2, 
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
     """Make probe and calibration short: no figure of these tests is a measurement."""
+    if not full:
+        monkeypatch.delitem(SETS, "HumanEval")
     few: dict[Any, dict[str, Any]] = {
-        real_model: {"QUICK": TINY, "TEMPERATURES": (1.0,)},
+        real_model: {"QUICK": TINY, "TEMPERATURES": (1.0,) if full else ()},
         plan: {"FEWEST_TEXTS": 12},
         probe: {"ANSWERED": 4, "READ": 2, "ROWS": 1, "LENGTH": 64, "STEPS": 1},
-        stored: {"MIN_STEPS": 60},
-        calibrate: {"MIN_STEPS": 60, "SIZES": (1, 4), "time_steps": times_of_few_steps},
+        stored: {"MIN_STEPS": 30},
+        calibrate: {"MIN_STEPS": 30, "SIZES": (1, 4), "time_steps": times_of_few_steps},
         variants: {"SHORTLISTS": (16,)},
     }
     for module, values in few.items():
@@ -36,20 +38,18 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path: Path, short: None) -> Path:
     openings = [json.loads(line)["prompt"] for line in (ASSETS / "openings.jsonl").read_text().splitlines()]
     for place, (folder, aside) in enumerate(SETS.values()):
         (tmp_path / folder).mkdir()
-        prompts = [f"{text} {place}" for text in openings[: aside + 20 * (folder != "mt_bench")]]
+        prompts = [f"{text} {place}" for text in openings[: aside + 40 * (folder != "mt_bench")]]
         lines = [json.dumps({"turns": [text, "Go on."]} if not place else {"question": text}) for text in prompts]
         (tmp_path / folder / "x.jsonl").write_text("\n".join(lines) + "\n")
     return tmp_path
 
 
-def test_every_stage_runs_once_and_is_reported(
-    data: Path, short: None, capsys: pytest.CaptureFixture[str], full: bool
-) -> None:
-    """Without `--full`, one kind of heads is trained instead of two."""
+def test_every_stage_runs_once_and_is_reported(data: Path, capsys: pytest.CaptureFixture[str], full: bool) -> None:
+    """Without `--full`, one kind of heads is trained instead of two, and there are fewer prompts and temperatures."""
     kinds = ["markov", "eagle"][: 1 + full]
     argv = ["demo", "--data", str(data), "--output", str(data / "out"), "--quick", "--kinds", ",".join(kinds)]
     argv += ["--dtypes", "float32"]
@@ -61,7 +61,7 @@ def test_every_stage_runs_once_and_is_reported(
     content = json.loads((data / "out" / "fit.json").read_text())
     stages = content["stages"]
     each = {f"{stage} {kind}" for stage in ("train", "tau") for kind in kinds}
-    assert {"text", "engine", "speed float32 1 0.0", "speed float32 1 1.0"} | each <= {*stages}
+    assert {"text", "engine", *(f"speed float32 1 {t}.0" for t in range(1 + full))} | each <= {*stages}
     assert all(its["equal_to_plain"] == 1 for its in stages["speed float32 1 0.0"]["methods"].values())
     assert {"plain", "transformers", "prompt lookup", "n-grams", *kinds} <= {*stages["speed float32 1 0.0"]["methods"]}
     assert all(1 <= its["8"][0] <= 8 for its in stages[f"tau {kinds[-1]}"]["tau"].values())
