@@ -290,7 +290,7 @@ def _holds_tokenizer(place: str, revision: str | None) -> bool:
 
 def _tokenizer(places: Sequence[str], options: LoadOptions) -> PreTrainedTokenizerBase | None:
     """Load a tokenizer from the first of `places` (folders or Hub ids) that has one; `None` if none of them has one."""
-    for place in places:
+    for place in dict.fromkeys(places):
         try:
             return AutoTokenizer.from_pretrained(place, **_hub(place, options))
         except Exception as error:  # tokenizers raise errors of many types

@@ -49,7 +49,7 @@ def rows() -> PackedDataset:
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """A run of `medusa train` on a tiny backbone; keywords override the recipe."""
-    rows = [{"input_ids": random_ids(40, seed=seed)} for seed in range(16)]
+    rows = [{"input_ids": random_ids(40, seed=seed)} for seed in range(8)]
     content = recipes(tmp_path, rows, 40, num_train_epochs=3, logging_steps=1, save_strategy="no", seed=1)
 
     def run_with(
@@ -145,7 +145,7 @@ SEVERAL = {"kind": "eagle", "block": "gated", "feature_layers": [0, 1]}
 
 @pytest.mark.parametrize(
     ("objective", "kind"),
-    [("text", {}), ("argmax", {"kind": "eagle"}), ("distill", SEVERAL), ("tv", {"kind": "dflash"})],
+    [("text", {}), ("distill", SEVERAL), ("tv", {"kind": "dflash"})],
     ids=str,
 )
 def test_training_from_features_equals_online_training(
@@ -160,13 +160,13 @@ def test_training_from_features_equals_online_training(
         MedusaHeads.from_pretrained(tmp_path / "cached").state_dict(),
         MedusaHeads.from_pretrained(tmp_path / "online").state_dict(),
     )
-    # Hidden states differ in the last bits (batches of other rows), and twelve steps of AdamW at 6e-3 turn that into at
+    # Hidden states differ in the last bits (batches of other rows), and six steps of AdamW at 6e-3 turn that into at
     # most a few 1e-4; the wrong hidden states would part the heads by the whole learning, some 5e-2.
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], atol=5e-4, rtol=0)
     if objective == "text":
         start = recipe("start", training={"objective": objective, "learning_rate": 1e-60}, heads=heads)
-        assert start["head1_loss"] > online["head1_loss"] + 0.05, "twelve steps teach something"
+        assert start["head1_loss"] > online["head1_loss"] + 0.05, "six steps teach something"
 
 
 def test_the_backbone_runs_once_and_not_in_training(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +180,8 @@ def test_the_backbone_runs_once_and_not_in_training(recipe: Any, monkeypatch: py
 
     monkeypatch.setattr(Backbone, "hidden_states", counted)
     recipe(cache_features=True)
-    planned = 4 * 4  # a probe of four batches of four rows
-    assert sum(calls) == 16 + planned
+    planned = 2 * 4  # a probe of two batches of four rows
+    assert sum(calls) == 8 + planned
     calls.clear()
     recipe(cache_features=True, with_={"overwrite": True})
     assert sum(calls) == planned, "what is there is read, not written again"
@@ -272,8 +272,8 @@ def record(folder: Path, model: Any, texts: list[list[int]], prompt_tokens: int 
 
 def test_recordings_are_training_data(recipe: Any, model: Any, tmp_path: Path) -> None:
     """Heads trained on two recordings, read in rows, equal heads trained on the texts."""
-    texts = [random_ids(40, seed=seed) for seed in range(16)]
-    for part in (texts[:9], texts[9:]):
+    texts = [random_ids(40, seed=seed) for seed in range(8)]
+    for part in (texts[:5], texts[5:]):
         record(tmp_path / "recorded", model, part, prompt_tokens=0).flush()
     assert [path.name for path in shards(tmp_path / "recorded")] == ["00000.safetensors", "00001.safetensors"]
     recipe("online")
@@ -366,15 +366,15 @@ def test_a_plan_is_reported_before_anything_is_written(
 ) -> None:
     plan = recipe(plan=True)
     assert plan["layers"] == 1
-    assert plan["missing_bytes"] == 16 * 40 * (4 * HIDDEN + 9)
-    assert plan["tokens"] == 16 * 40
+    assert plan["missing_bytes"] == 8 * 40 * (4 * HIDDEN + 9)
+    assert plan["tokens"] == 8 * 40
     assert plan["epochs"] == 3
     assert 0 < plan["saved_per_epoch"] < 1
-    assert "features: 640 tokens, 87.7 kB to write" in capsys.readouterr().err
+    assert "features: 320 tokens, 43.8 kB to write" in capsys.readouterr().err
     assert not (tmp_path / "out" / "features").exists()
     recipe(cache_features=True, training={"max_steps": 1})
     assert recipe(plan=True)["missing_bytes"] == 0
-    assert recipe(plan=True, training={"max_steps": 2})["epochs"] == 0.5
+    assert recipe(plan=True, training={"max_steps": 1})["epochs"] == 0.5
     assert (tmp_path / "out" / "medusa_lm_head.safetensors").is_file(), "a plan touches nothing"
 
 
@@ -392,7 +392,7 @@ def test_three_layers_take_four_times_the_space(recipe: Any, capsys: pytest.Capt
     heads = {"num": 2, "kind": "eagle", "block": "gated", "feature_layers": "usual"}
     plan = recipe(plan=True, heads=heads)
     assert plan["layers"] == 4
-    assert plan["missing_bytes"] == 16 * 40 * (4 * 4 * HIDDEN + 9)
+    assert plan["missing_bytes"] == 8 * 40 * (4 * 4 * HIDDEN + 9)
     assert "tokens x 4 layers" in capsys.readouterr().err
 
 

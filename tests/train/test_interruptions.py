@@ -28,13 +28,13 @@ from train.run import train
 from train.trainer import MedusaTrainer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="sends signals to forked processes")
-STEPS = 24
+STEPS = 14
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    rows = [{"input_ids": random_ids(20, seed=seed)} for seed in range(40)]
-    usual = {"max_steps": STEPS, "logging_steps": 3, "seed": 3, "per_device_train_batch_size": 4}  # 10 steps a pass
+    rows = [{"input_ids": random_ids(20, seed=seed)} for seed in range(20)]
+    usual = {"max_steps": STEPS, "logging_steps": 3, "seed": 3, "per_device_train_batch_size": 2}  # 10 steps a pass
     return recipes(tmp_path_factory.mktemp("models"), rows, 20, **usual)
 
 
@@ -135,11 +135,11 @@ def test_a_second_signal_ends_at_once_with_the_last_checkpoint(recipe: Any, at: 
         send(signal.SIGINT)()
         send(signal.SIGTERM)()
 
-    at(7, twice)
+    at(3, twice)
     with pytest.raises(Interrupted) as stop:
-        run(recipe(tmp_path, save_steps=5))
-    assert (stop.value.number, stop.value.saved) == (signal.SIGTERM, f"{tmp_path / 'checkpoint-5'} is whole")
-    assert whole_checkpoints(tmp_path) == [tmp_path / "checkpoint-5"]
+        run(recipe(tmp_path, save_steps=2))
+    assert (stop.value.number, stop.value.saved) == (signal.SIGTERM, f"{tmp_path / 'checkpoint-2'} is whole")
+    assert whole_checkpoints(tmp_path) == [tmp_path / "checkpoint-2"]
 
 
 @pytest.mark.parametrize("place", ["build.load_dataset", "run.FeatureCache.write", "run.measure_perplexities"])
@@ -147,7 +147,7 @@ def test_a_signal_outside_training_ends_at_once_and_the_run_continues(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     def changed(output: Path) -> dict[str, Any]:
-        content = recipe(output, max_steps=3, save_strategy="no")
+        content = recipe(output, max_steps=1, save_strategy="no")
         if "FeatureCache" in place:
             content["cache_features"] = True
         if "perplexities" in place:
@@ -166,9 +166,9 @@ def test_a_signal_outside_training_ends_at_once_and_the_run_continues(
         with pytest.raises(Interrupted) as stop:
             run(changed(stopped))
     trained = "perplexities" in place
-    assert stop.value.saved == (f"{stopped / RESCUE / 'checkpoint-3'} is whole" if trained else "")
+    assert stop.value.saved == (f"{stopped / RESCUE / 'checkpoint-1'} is whole" if trained else "")
     assert not (stopped / "medusa_lm_head.safetensors").exists()
-    assert run(changed(stopped), resume="auto").steps == 3
+    assert run(changed(stopped), resume="auto").steps == 1
     assert same(whole, stopped)
 
 
@@ -179,18 +179,18 @@ def test_a_failure_that_a_signal_caused_elsewhere_is_an_interruption(recipe: Any
         send(signal.SIGTERM)()
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
 
-    at(7, broken)
+    at(3, broken)
     with pytest.raises(Interrupted) as stop:
-        run(recipe(tmp_path, save_steps=5))
-    assert stop.value.saved == f"{tmp_path / 'checkpoint-5'} is whole"
+        run(recipe(tmp_path, save_steps=2))
+    assert stop.value.saved == f"{tmp_path / 'checkpoint-2'} is whole"
 
 
 def test_signals_with_workers_that_read_the_data(recipe: Any, at: Any, tmp_path: Path) -> None:
-    at(4, lambda: os.killpg(os.getpgid(0), signal.SIGINT))  # as a terminal does
+    at(2, lambda: os.killpg(os.getpgid(0), signal.SIGINT))  # as a terminal does
 
     def work() -> None:
         os.setpgid(0, 0)
-        with pytest.raises(Interrupted, match="rescue/checkpoint-4"):
+        with pytest.raises(Interrupted, match="rescue/checkpoint-2"):
             run(recipe(tmp_path / "out", dataloader_num_workers=1))
 
     process = forked(work, tmp_path / "error")
@@ -199,10 +199,10 @@ def test_signals_with_workers_that_read_the_data(recipe: Any, at: Any, tmp_path:
 
 def test_other_threads_get_no_handlers(recipe: Any, tmp_path: Path) -> None:
     figures: list[Any] = []
-    thread = threading.Thread(target=lambda: figures.append(run(recipe(tmp_path, max_steps=2))))
+    thread = threading.Thread(target=lambda: figures.append(run(recipe(tmp_path, max_steps=1))))
     thread.start()
     thread.join()
-    assert figures[0].steps == 2
+    assert figures[0].steps == 1
 
 
 def test_two_processes_end_at_the_same_step(recipe: Any, at: Any, tmp_path: Path) -> None:
@@ -210,14 +210,14 @@ def test_two_processes_end_at_the_same_step(recipe: Any, at: Any, tmp_path: Path
     out = tmp_path / "out"
 
     def work() -> None:
-        at(5, send(signal.SIGTERM) if os.environ["RANK"] == "1" else lambda: None)
-        with pytest.raises(Interrupted, match=r"rescue/checkpoint-5$") as stop:
+        at(2, send(signal.SIGTERM) if os.environ["RANK"] == "1" else lambda: None)
+        with pytest.raises(Interrupted, match=r"rescue/checkpoint-2$") as stop:
             run(recipe(out))
         assert stop.value.number == signal.SIGTERM
 
     as_two_ranks(work, tmp_path)
-    assert whole_checkpoints(out) == [out / RESCUE / "checkpoint-5"]
-    as_two_ranks(lambda: run(recipe(out, max_steps=6), resume=True), tmp_path)
+    assert whole_checkpoints(out) == [out / RESCUE / "checkpoint-2"]
+    as_two_ranks(lambda: run(recipe(out, max_steps=3), resume=True), tmp_path)
     assert MedusaHeads.from_pretrained(out).config.num_heads == 2
 
 
@@ -262,14 +262,14 @@ def test_a_killed_run_loses_only_the_time_since_its_last_rescue(
     killed, (uninterrupted, expected) = tmp_path / "killed", whole
 
     def work() -> None:
-        at(17, send(signal.SIGKILL))
+        at(12, send(signal.SIGKILL))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RescueClock, "due", lambda self: True)
             run(recipe(killed))
 
     process = forked(work, tmp_path / "error")
     assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
-    assert whole_checkpoints(killed) == [killed / RESCUE / "checkpoint-16"], "only the last one is kept"
+    assert whole_checkpoints(killed) == [killed / RESCUE / "checkpoint-11"], "only the last one is kept"
     assert lines_of_the_log(recipe(killed), resume=True) == expected
     assert same(uninterrupted, killed)
     assert [path.name for path in whole_checkpoints(killed)] == [f"checkpoint-{STEPS}"]
@@ -277,22 +277,22 @@ def test_a_killed_run_loses_only_the_time_since_its_last_rescue(
 
 def test_rescues_come_by_the_clock_and_leave_the_other_checkpoints_alone(recipe: Any, at: Any, tmp_path: Path) -> None:
     seen: list[list[str]] = []
-    at(14, lambda: seen.append([str(path.relative_to(tmp_path)) for path in whole_checkpoints(tmp_path)]))
+    at(11, lambda: seen.append([str(path.relative_to(tmp_path)) for path in whole_checkpoints(tmp_path)]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RescueClock, "due", lambda self: True)
-        run(recipe(tmp_path, max_steps=16, save_steps=4, save_total_limit=2))
-    assert seen == [["checkpoint-8", "checkpoint-12", "rescue/checkpoint-13"]]
-    assert [path.name for path in whole_checkpoints(tmp_path)] == ["checkpoint-12", "checkpoint-16"]
+        run(recipe(tmp_path, max_steps=12, save_steps=3, save_total_limit=2))
+    assert seen == [["checkpoint-6", "checkpoint-9", "rescue/checkpoint-10"]]
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-12"]
 
 
 def test_rescues_can_be_resumed_even_if_other_checkpoints_hold_the_heads_only(
     recipe: Any, at: Any, tmp_path: Path
 ) -> None:
-    at(8, send(signal.SIGTERM))
+    at(2, send(signal.SIGTERM))
     with pytest.raises(Interrupted):
-        run(recipe(tmp_path, save_steps=4, save_only_model=True))
+        run(recipe(tmp_path, save_steps=2, save_only_model=True))
     at(0, lambda: None)
-    assert run(recipe(tmp_path, save_steps=4, save_only_model=True, max_steps=9), resume=True).steps == 9
+    assert run(recipe(tmp_path, save_steps=2, save_only_model=True, max_steps=3), resume=True).steps == 3
 
 
 # --- runs that had ended ---------------------------------------------------------------------------------------------
@@ -300,23 +300,23 @@ def test_rescues_can_be_resumed_even_if_other_checkpoints_hold_the_heads_only(
 
 def test_a_run_that_had_ended_makes_no_more_steps(recipe: Any, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    run(recipe(whole, max_steps=4))
+    run(recipe(whole, max_steps=1))
     (whole / "medusa_lm_head.safetensors").rename(tmp_path / "kept.safetensors")
-    figures = run(recipe(whole, max_steps=4), resume=True)
-    assert figures.steps == 4
+    figures = run(recipe(whole, max_steps=1), resume=True)
+    assert figures.steps == 1
     assert (whole / "medusa_lm_head.safetensors").read_bytes() == (tmp_path / "kept.safetensors").read_bytes()
-    assert run(recipe(whole, max_steps=6), resume=True).steps == 6
+    assert run(recipe(whole, max_steps=2), resume=True).steps == 2
 
 
 def test_auto_starts_continues_and_reports_what_is_done(
     recipe: Any, at: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at(5, send(signal.SIGTERM))
+    at(1, send(signal.SIGTERM))
     with pytest.raises(Interrupted):
-        run(recipe(tmp_path, max_steps=8), resume="auto")
+        run(recipe(tmp_path, max_steps=2), resume="auto")
     at(0, lambda: None)
-    figures = run(recipe(tmp_path, max_steps=8), resume="auto")
-    assert figures.steps == 8
+    figures = run(recipe(tmp_path, max_steps=2), resume="auto")
+    assert figures.steps == 2
     remove_rescues(tmp_path)
     monkeypatch.setattr("train.run.load", lambda *args: pytest.fail("trained again"))
     capsys.readouterr()
@@ -324,7 +324,7 @@ def test_auto_starts_continues_and_reports_what_is_done(
     stored["config"]["heads"] |= {"rank": None, "window": None}  # as in files of earlier versions
     del stored["config"]["heads"]["feature_layers"], stored["config"]["revision"]
     (tmp_path / "provenance.json").write_text(json.dumps(stored))
-    assert run(recipe(tmp_path, max_steps=8), resume="auto") == figures
+    assert run(recipe(tmp_path, max_steps=2), resume="auto") == figures
     assert "holds the trained heads of this recipe already" in capsys.readouterr().err
     for checkpoint in whole_checkpoints(tmp_path):
         (checkpoint / "trainer_state.json").unlink()
@@ -333,11 +333,11 @@ def test_auto_starts_continues_and_reports_what_is_done(
 
 
 def test_the_last_loss_is_that_of_the_last_line(recipe: Any, tmp_path: Path) -> None:
-    """10 steps with a line after every 4: the last line is that of 2 steps."""
+    """10 steps with a line after every 8: the last line is that of 2 steps."""
     every = lines_of_the_log(recipe(tmp_path / "every", max_steps=10, logging_steps=1))
-    lines = lines_of_the_log(recipe(tmp_path / "few", max_steps=10, logging_steps=4))
-    assert [line["step"] for line in lines] == [4, 8, 10]
-    for line, first in zip(lines, (0, 4, 8), strict=True):
+    lines = lines_of_the_log(recipe(tmp_path / "few", max_steps=10, logging_steps=8))
+    assert [line["step"] for line in lines] == [8, 10]
+    for line, first in zip(lines, (0, 8), strict=True):
         steps = every[first : line["step"]]
         assert line["loss"] == pytest.approx(sum(one["loss"] for one in steps) / len(steps))
     result = json.loads((tmp_path / "few" / "provenance.json").read_text())["result"]

@@ -190,7 +190,7 @@ def test_blocks_of_a_head_share_no_weights(model: Any, texts: list[OwnText], tmp
 
 
 def test_training_raises_accuracy_and_shortens_decoding(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
-    run = trainer(model, texts, tmp_path, max_steps=60, logging_steps=10, learning_rate=5e-3, seed=1)
+    run = trainer(model, texts, tmp_path, max_steps=30, logging_steps=5, learning_rate=1e-2, seed=1)
     backbone = Backbone(model)
     before = head_accuracy(backbone, run.heads, texts)
     run.train()
@@ -209,7 +209,7 @@ def test_training_raises_accuracy_and_shortens_decoding(model: Any, texts: list[
 @pytest.mark.parametrize(
     ("backend", "kind"),
     [
-        *(("auto", kind) for kind in ("medusa", "markov", "eagle-3", "dflash")),
+        *(("auto", kind) for kind in ("medusa", "eagle-3", "dflash")),
         ("plain", "recurrent"),  # tests/train/test_loss.py compares the two losses
     ],
 )
@@ -236,8 +236,8 @@ def test_sequential_heads_learn_from_earlier_tokens(model: Any, tmp_path: Path, 
                 | ({"block": None, "feature_layers": [0, 1]} if kind == "dflash" else {})
             )
         ),
-        max_steps=80 if kind == "dflash" else 40,  # its one layer first learns where to look
-        learning_rate=1e-2,
+        max_steps={"dflash": 60, "eagle-3": 40}.get(kind, 25),  # attention first learns where to look
+        learning_rate=2e-2,
         objective="text",
         loss_backend=backend,
     )
@@ -423,7 +423,7 @@ def test_a_backbone_that_caps_its_logits_cannot_be_a_teacher(texts: list[OwnText
 
 def test_mixed_precision_keeps_the_backbones_dtype(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     """Heads read hidden states in the backbone's dtype in decoding, so training must use this dtype, too."""
-    run = trainer(model, texts, tmp_path, HeadsConfig(num=HEADS, kind="eagle"), bf16=True)
+    run = trainer(model, texts, tmp_path, HeadsConfig(num=HEADS, kind="eagle"), bf16=True, max_steps=1)
     ids = torch.tensor([texts[0].input_ids])
     positions = torch.arange(ids.shape[1])[None]
     with torch.autocast("cpu", torch.bfloat16):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,10 +209,17 @@ def block(layout: Layout, tensors: Tensors, features: Tensor, embedded: Tensor) 
     return norm(x, tensors["norm.weight"])
 
 
+@functools.cache
+def states_of(model: Any, text: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """A shared model's hidden states of a text, which many layouts read."""
+    found: tuple[Tensor, ...] = model(torch.tensor([text]), output_hidden_states=True, use_cache=False).hidden_states
+    return found
+
+
 @torch.no_grad()
 def unary(layout: Layout, tensors: Tensors, model: Any, text: list[int]) -> tuple[Tensor, Tensor]:
     """What guesses read, [K, H], and their logits without edges, after a text whose last token is the root."""
-    states = model(torch.tensor([text[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
+    states = states_of(model, tuple(text[:-1]))
     table = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
     embedded = table[[text[-1]] + [MASK] * (layout.tokens - 1)] * layout.scales[0]
     x = block(layout, tensors, torch.cat([states[layer][0] for layer in layout.read], dim=-1), embedded)[layout.first :]

@@ -67,7 +67,7 @@ def test_each_layout_gives_its_projects_logits(name: str, tmp_path: Path) -> Non
     heads, tensors = loaded(layout, tmp_path)
     found = logits_of(heads, model, ids)
     kept = torch.arange(VOCAB) if "d2t" not in tensors else tensors["d2t"] + torch.arange(N)
-    for root in range(1, len(ids) - layout.tokens):
+    for root in (1, 4, len(ids) - layout.tokens - 1):
         x, logits = unary(layout, tensors, model, ids[: root + 1])
         for guess, at in enumerate(x):
             wanted = logits[guess] + edges(tensors, at, ids[root + guess])
@@ -112,12 +112,15 @@ def lengths_of(drafter: Drafter, session: Session) -> list[int]:
     return [step.lengths[0] for step in run_steps(session, drafter, AcceptanceRule("greedy"))]
 
 
-@pytest.mark.parametrize("name", ["z-lab", "z-lab, windows", "DSpark", "DFlash 2", "speculators, dspark"])
+LEARNED = {"z-lab, windows": 6, "DSpark": 12, "DFlash 2": 7, "speculators, dspark": 24}  # steps: some guesses are right
+
+
+@pytest.mark.parametrize("name", LEARNED)
 def test_a_chain_accepts_what_the_projects_greedy_walk_does_in_every_step(name: str, tmp_path: Path) -> None:
-    layout, model, prompt, new = LAYOUTS[name], shared_model(**MODEL), random_ids(5, seed=8), 40
+    layout, model, prompt, new = LAYOUTS[name], shared_model(**MODEL), random_ids(5, seed=8), 28
     text = plain(model, prompt, max_new_tokens=new, eos_token_id=None)
     heads, _ = loaded(layout, tmp_path)
-    learned(heads, model, prompt + text, 40 if name == "speculators, dspark" else 8)
+    learned(heads, model, prompt + text, LEARNED[name])
     tensors = {name: tensor.detach() for name, tensor in to_dflash(heads.checkpoint()).items()}
     if heads.vocabulary is not None:
         tensors["d2t"] = heads.vocabulary - torch.arange(N)

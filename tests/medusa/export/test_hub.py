@@ -90,7 +90,13 @@ def by_hub(model: Any, folder: str, ids: Any, **kwargs: Any) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------- the shipped decoder
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gemma2", "llama4_text", "gpt2", "cohere"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "gemma3_text", "llama4_text", "gpt2"),
+        *(pytest.param(family, marks=pytest.mark.full) for family in ("mistral", "gemma2", "cohere")),
+    ],
+)
 def test_ids_equal_the_packages_and_plain_decoding(family: str, tmp_path: Path) -> None:
     """Models with windows, chunks, learned positions and scaled logits, on texts longer than the windows.
 
@@ -101,19 +107,19 @@ def test_ids_equal_the_packages_and_plain_decoding(family: str, tmp_path: Path) 
     prompt = random_ids(13, seed=1)
     given: list[dict[str, Any]] = [SAMPLED, {"do_sample": False, "repetition_penalty": 1.4}]
     for settings in ({"do_sample": False}, *given[: 2 * (family == "llama")]):
-        settings, lengths = {"max_new_tokens": 16} | settings, list[int]()
+        settings, lengths = {"max_new_tokens": 12} | settings, list[int]()
         torch.manual_seed(7)
         ours = [step.ids[0] for step in steps(model, heads, torch.tensor([prompt]), **settings)]
         torch.manual_seed(7)
         out = by_hub(model, folder, prompt, medusa_step_lengths=lengths, **settings)
         assert out[0, 13:].tolist() == [token for ids in ours for token in ids]
         assert lengths == [len(ids) for ids in ours]
-        assert len(lengths) <= 8, "each step accepts something"
+        assert len(lengths) <= 6, "each step accepts something"
         torch.manual_seed(7)
         assert out[0, 13:].tolist() == plain(model, prompt, **settings)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "llama4_text"])
+@pytest.mark.parametrize("family", ["gemma3_text", "llama4_text"])
 def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
     """Paths are longer than a window, so a node's ancestors leave the window; kept nodes follow dropped ones."""
     model = tiny_model(family)
@@ -149,15 +155,11 @@ def test_guesses_of_every_kind_equal_the_packages(settings: dict[str, Any], llam
     heads = random_heads(llama, 3, **settings)
     tree = [[rank] for rank in range(20)] + [[a, b] for a in range(6) for b in range(5)] + [[0, 0, 0], [1, 0, 0]]
     folder = repository(heads, tmp_path / "heads", tree)
-    found, expected = [], []
-    for seed in range(2):
-        prompt, lengths = random_ids(9, seed=seed), []
-        by_hub(llama, folder, prompt, max_new_tokens=16, do_sample=False, medusa_step_lengths=lengths)
-        ours = steps(llama, heads, torch.tensor([prompt]), max_new_tokens=16, do_sample=False)
-        found.append(lengths)
-        expected.append([len(step.ids[0]) for step in ours])
-    assert found == expected
-    assert len({length for lengths in found for length in lengths}) > 1, "some guesses are right and some wrong"
+    prompt, found = random_ids(9), list[int]()
+    by_hub(llama, folder, prompt, max_new_tokens=16, do_sample=False, medusa_step_lengths=found)
+    ours = steps(llama, heads, torch.tensor([prompt]), max_new_tokens=16, do_sample=False)
+    assert found == [len(step.ids[0]) for step in ours]
+    assert len(set(found)) > 1, "some guesses are right and some wrong"
 
 
 def test_ragged_rows_several_sequences_and_the_result_type(llama: Any, tmp_path: Path) -> None:
@@ -172,10 +174,10 @@ def test_ragged_rows_several_sequences_and_the_result_type(llama: Any, tmp_path:
     )
     assert torch.equal(theirs.sequences, generate(llama, heads, **inputs, **settings))
     torch.manual_seed(1)
-    copies = by_hub(llama, folder, prompts[0], max_new_tokens=8, num_return_sequences=3, **SAMPLED)
-    assert copies.shape == (3, 12)
+    copies = by_hub(llama, folder, prompts[0], max_new_tokens=6, num_return_sequences=2, **SAMPLED)
+    assert copies.shape == (2, 10)
     torch.manual_seed(1)  # one after the other, from one stream
-    one_by_one = [by_hub(llama, folder, prompts[0], max_new_tokens=8, **SAMPLED) for _ in range(3)]
+    one_by_one = [by_hub(llama, folder, prompts[0], max_new_tokens=6, **SAMPLED) for _ in range(2)]
     assert torch.equal(copies, torch.cat(one_by_one))
 
 
@@ -332,7 +334,7 @@ def alone(jobs: list[dict[str, Any]], results: Path) -> None:
         for settings in job["settings"]:
             torch.manual_seed(3)
             lengths: list[int] = []
-            out = by_hub(model, job["heads"], job["prompt"], **settings, max_new_tokens=24, medusa_step_lengths=lengths)
+            out = by_hub(model, job["heads"], job["prompt"], **settings, max_new_tokens=12, medusa_step_lengths=lengths)
             found.append([out[0, len(job["prompt"]) :].tolist(), lengths])
     assert not {"medusa", "train", "decode"} & set(sys.modules)
     results.write_text(json.dumps(found))
@@ -373,7 +375,7 @@ def test_repositories_run_without_the_packages(demo_heads: str, tmp_path: Path, 
         ours = MedusaHeads.from_pretrained(output, dtype=torch.float32)
         for chosen in settings:
             torch.manual_seed(3)
-            found = [s.ids[0] for s in steps(model, ours, torch.tensor([prompt]), max_new_tokens=24, **chosen)]
+            found = [s.ids[0] for s in steps(model, ours, torch.tensor([prompt]), max_new_tokens=12, **chosen)]
             expected.append([[token for ids in found for token in ids], [len(ids) for ids in found]])
     process = forked(lambda: alone(jobs, tmp_path / "results"), tmp_path / "errors")
     assert os.waitpid(process, 0)[1] == 0, (tmp_path / "errors").read_text()
