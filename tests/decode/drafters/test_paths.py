@@ -40,7 +40,6 @@ from tests.helpers import (
     random_tree,
     run_steps,
     shared_model,
-    tiny_model,
 )
 
 FOLLOWING = ["hydra", "recurrent", "markov", "eagle"]
@@ -188,7 +187,7 @@ def test_a_drawn_tree_holds_its_draft_distributions(llama: Any, kind: str, copie
 )
 def test_a_seed_gives_the_same_text_alone_and_in_a_batch(llama: Any, kind: str, draft: str) -> None:
     heads, prompts = heads_for(llama, kind, scale=0.1), [random_ids(n, seed=n) for n in (5, 9)]
-    settings = Settings(max_new_tokens=12, temperature=1.0, top_k=20, draft=draft)
+    settings = Settings(max_new_tokens=8, temperature=1.0, top_k=20, draft=draft)
     method = medusa_method(llama, heads, settings, tree="topk:2,2")
     both = [result.new_ids for result in method(prompts, seeds=[1, 2])]
     assert both == [method([prompt], seeds=[seed])[0].new_ids for prompt, seed in zip(prompts, (1, 2), strict=True)]
@@ -218,7 +217,7 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
     """
     monkeypatch.setattr(reader, "PIECE_TOKENS", 6)
     monkeypatch.setattr(reader, "MIN_PIECE_ROW", 3)
-    model = tiny_model(family)
+    model = shared_model(family)
     heads = heads_for(model, kind, seed=2 if kind in EAGLE_FORMS else 0, scale=0.5, prefix_layers=prefix_layers)
     layout = resolve_tree(tree, heads)
     prompts = [random_ids(n, seed=n) for n in (5, 9, 1)]
@@ -275,7 +274,7 @@ def test_calibration_decodes_with_dynamic_trees_that_may_be_fastest(
         return [1.0 if isinstance(tree, DynamicTree) == fast else 100.0 for tree in args[3]]
 
     monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", seconds)
-    settings, prompts = Settings(max_new_tokens=12), [random_ids(5, seed=seed) for seed in range(4)]
+    settings, prompts = Settings(max_new_tokens=8), [random_ids(5, seed=seed) for seed in range(4)]
     texts = [(result.input_ids, result.new_ids) for result in plain_method(llama, settings)(prompts)]
     heads = heads_for(llama, kind, scale=0.05)
     found = calibrate(llama, heads, texts, settings, sizes=(1, 4, 6))
