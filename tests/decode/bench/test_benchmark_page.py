@@ -149,6 +149,7 @@ def test_the_page_is_complete_without_a_network(both: tuple[dict[str, Any], str]
     assert set(re.findall(r"var\(--(\w+)\)", drawn)) <= COLORS.keys()
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_one_prompt_and_one_round_give_a_page_without_intervals() -> None:
     result = outcome([0.5])
     for figures in result.methods.values():

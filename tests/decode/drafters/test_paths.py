@@ -236,12 +236,15 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
         without = propose(frontier._replace(context_kv=None) if attends else frontier._replace(hidden=bare))
         for index, (text, hidden) in enumerate(zip(texts, states, strict=True)):
             assert text[0, -1] == frontier.root[index]
-            here = heads.inputs(hidden, text, backbone.embed, place=torch.tensor([hidden.shape[1] - 1]))
-            paths, guesses = [path_to(draft, index, node) for node in range(draft.ids.shape[1])], {}
+            paths = [path_to(draft, index, node) for node in range(draft.ids.shape[1])]
+            before = [*dict.fromkeys(tuple(path[:-1]) for path in paths[1:])]
+            copies = hidden.expand(len(before), -1, -1), text.expand(len(before), -1)
+            ends = torch.arange(1, len(before) + 1) * hidden.shape[1] - 1  # the last position of each copy
+            here = heads.inputs(*copies, backbone.embed, place=ends)
+            padded = torch.tensor([path + (0,) * (3 - len(path)) for path in before])
+            logits = heads(here._replace(following=heads.embed(padded, backbone.embed)), backbone.lm_head)
+            guesses = {path: logits[len(path) - 1, at] for at, path in enumerate(before)}
             for node, (*path, token) in list(enumerate(paths))[1:]:
-                if (*path,) not in guesses:
-                    following = heads.embed(torch.tensor([path]), backbone.embed)
-                    guesses[(*path,)] = heads(here._replace(following=following), backbone.lm_head, len(path))[-1, 0]
                 said = guesses[(*path,)]
                 if isinstance(layout, Tree):  # up to rounding, the guess of this rank
                     wanted = said.sort(descending=True).values[layout.rank[node]]
