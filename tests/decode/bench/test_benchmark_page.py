@@ -44,6 +44,12 @@ def written(result: BenchmarkResult | None, *comparisons: Comparison) -> str:
         return path.read_text(encoding="utf-8")
 
 
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw nothing, for tests of other parts of a page."""
+    monkeypatch.setattr("decode.bench.report.page.themed_svg", lambda *_: "")
+
+
 class TablesAndPictures(HTMLParser):
     """The rows of all tables, and the texts of all pictures."""
 
@@ -143,6 +149,7 @@ def test_the_page_is_complete_without_a_network(both: tuple[dict[str, Any], str]
     assert set(re.findall(r"var\(--(\w+)\)", drawn)) <= COLORS.keys()
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_one_prompt_and_one_round_give_a_page_without_intervals() -> None:
     result = outcome([0.5])
     for figures in result.methods.values():
@@ -151,6 +158,7 @@ def test_one_prompt_and_one_round_give_a_page_without_intervals() -> None:
     assert "No headline: " in written(result)
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_gain_is_shown_as_a_big_number_with_the_next_command() -> None:
     """Options that change nothing are folded."""
     result = outcome([0.5, 0.4])
@@ -167,6 +175,7 @@ def test_a_gain_is_shown_as_a_big_number_with_the_next_command() -> None:
     assert page.count("<pre>") == 2, "the command of the run, and what to type next"
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_no_gain_is_no_big_number_and_no_command_no_empty_box() -> None:
     none = outcome([0.5, 0.4], nodes=1)
     none.settings.command = ""

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.bench.calibration import calibrate
+from decode.bench.calibration import calibrate, recording
 from decode.bench.calibration.calibrate import time_steps
 from decode.bench.calibration.recording import (
     OPENING_TOKENS,
-    OWN_TEXTS,
     TEMPERATURES,
     Recording,
     grow,
@@ -51,9 +50,9 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.files import write_json
 from medusa.heads.guesses import MISSED, accepted
-from tests.helpers import random_heads, random_ids, random_tree
+from tests.helpers import random_heads, random_ids, random_tree, times_of_few_steps
 
-SETTINGS = Settings(max_new_tokens=40)
+SETTINGS = Settings(max_new_tokens=24)
 
 
 @pytest.fixture
@@ -360,8 +359,9 @@ def test_too_few_steps_are_refused(llama: Any) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-def test_one_text_with_steps_is_enough(llama: Any) -> None:
+def test_one_text_with_steps_is_enough(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in one of the two halves, and the other half has no steps."""
+    monkeypatch.setattr(calibrate, "time_steps", times_of_few_steps)
     heads, stopped = random_heads(llama, 3), Settings(stop=("x",))
     texts = [(random_ids(5, seed=seed), random_ids(12 if seed == 2 else 2, seed=seed)) for seed in range(4)]
     found = calibrate.calibrate(llama, heads, texts, stopped, sizes=(1, 4), rounds=1)
@@ -369,11 +369,13 @@ def test_one_text_with_steps_is_enough(llama: Any) -> None:
     assert all(1 <= point.tau <= 4 for point in found.points)
 
 
-def test_calibration_texts_are_the_same_at_every_call(llama: Any) -> None:
+def test_calibration_texts_are_the_same_at_every_call(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "OWN_TEXTS", 8)
+    monkeypatch.setattr(recording, "OWN_TOKENS", 10)
     state = torch.get_rng_state()
     one, other = (own_texts(llama, SETTINGS, bos=None) for _ in range(2))
     assert one == other
-    assert len({tuple(prompt) for prompt, _ in one}) == OWN_TEXTS
+    assert len({tuple(prompt) for prompt, _ in one}) == 8
     assert torch.equal(torch.get_rng_state(), state), "the global random state is unchanged"
     assert all(len(prompt) == 1 + OPENING_TOKENS and new for prompt, new in one)
 

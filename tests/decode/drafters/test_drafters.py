@@ -17,7 +17,7 @@ from decode.drafters.retrieval.datastore import Piece, build
 from medusa.errors import RequestError
 from tests.helpers import left_padded, plain, random_heads, random_ids, shared_model
 
-NEW = 24
+NEW = 20
 PROMPTS = [random_ids(9, seed=1), [4, 5, 6, 7, 4, 5], random_ids(14, seed=3)]
 GUESSERS = {
     # What each test goes through: the drafter, as a user types it.
@@ -25,9 +25,7 @@ GUESSERS = {
     "blockwise": "blockwise",
     "blockwise, short": "blockwise:tokens=2",
     "ngram": "ngram",
-    "ngram, short": "ngram:n=2,tokens=3",
-    "ngram, trie": "ngram:n=2,tokens=4,matches=3",
-    "ngram, small trie": "ngram:n=3,tokens=6,matches=4,nodes=7",
+    "ngram, trie": "ngram:n=3,tokens=6,matches=4,nodes=7",
     "rest": "rest:DIR,min_n=1",
     "rest, chain": "rest:DIR,min_n=1,matches=1,tokens=3",
     "model": "model:",
@@ -90,10 +88,6 @@ def drafter(request: Any, tmp_path: Path) -> Guesser:
     return Guesser(GUESSERS[request.param], tmp_path / "datastore")
 
 
-def test_greedy_equals_plain_greedy(drafter: Guesser, llama: Any) -> None:
-    write_as_plainly(llama, drafter, [])
-
-
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -103,42 +97,30 @@ def test_greedy_equals_plain_greedy(drafter: Guesser, llama: Any) -> None:
 )
 def test_greedy_is_plain_greedy_with_other_backbones(family: str, name: str, tmp_path: Path) -> None:
     """Drafters with a cache or masks of their own: guesses of the others are verified alike."""
-    write_as_plainly(shared_model(family), Guesser(GUESSERS[name], tmp_path / "datastore"), PROMPTS[:1])
-
-
-def write_as_plainly(model: Any, drafter: Guesser, prompts: list[list[int]]) -> None:
-    heads, guesser = random_heads(model), drafter(model)
-    for prompt in (*prompts, repetitive(model, PROMPTS[0])):
-        taken = list(steps(model, heads, torch.tensor([prompt]), drafter=guesser, max_new_tokens=NEW, do_sample=False))
+    model = shared_model(family)
+    guesser = Guesser(GUESSERS[name], tmp_path / "datastore")(model)
+    for prompt in (PROMPTS[0], repetitive(model, PROMPTS[0])):
+        taken = list(steps(model, None, torch.tensor([prompt]), drafter=guesser, max_new_tokens=NEW, do_sample=False))
         text = plain(model, prompt, max_new_tokens=NEW)
         assert [token for step in taken for token in step.ids[0]] == text
-    if not drafter.needs_heads:
-        assert len(taken) < len(text), "nothing was accepted: no power"
+    assert len(taken) < len(text), "nothing was accepted: no power"
 
 
-def test_a_ragged_batch_equals_its_rows_alone(llama: Any, drafter: Guesser) -> None:
-    prompts = [*PROMPTS, repetitive(llama, PROMPTS[2])]
-    texts = [plain(llama, prompt, max_new_tokens=NEW, eos_token_id=9, pad_token_id=0) for prompt in prompts]
+def test_a_ragged_batch_is_plain_greedy(llama: Any, drafter: Guesser) -> None:
+    prompts = [*PROMPTS, repetitive(llama, PROMPTS[0])]
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 9, "pad_token_id": 0}
+    texts = [plain(llama, prompt, **options) for prompt in prompts]
     assert len({len(text) for text in texts}) > 1, "all rows end together: no power"
-    out = generate(
-        llama,
-        random_heads(llama),
-        **left_padded(prompts),
-        drafter=drafter(llama),
-        max_new_tokens=NEW,
-        do_sample=False,
-        eos_token_id=9,
-        pad_token_id=0,
-    )
-    width = max(map(len, prompts))
-    for row, text in zip(out.tolist(), texts, strict=True):
-        assert row[width : width + len(text)] == text
+    taken = list(steps(llama, random_heads(llama), **left_padded(prompts), drafter=drafter(llama), **options))
+    assert [[token for step in taken for token in step.ids.get(row, ())] for row in range(len(prompts))] == texts
+    if not drafter.needs_heads:
+        assert sum(3 in step.ids for step in taken) < len(texts[3]), "nothing was accepted: no power"
 
 
 def test_up_to_the_end_of_the_context(drafter: Guesser) -> None:
     model = shared_model("gpt2", max_position_embeddings=32)
     options = {"drafter": drafter(model), "max_new_tokens": 50, "do_sample": False}
-    for room in (1, 2, 3, 7):
+    for room in (1, 2, 5):
         prompt = ([1, 2, 3] * 11)[: 32 - room]
         out = generate(model, random_heads(model), torch.tensor([prompt]), **options)
         assert out[0, len(prompt) :].tolist() == plain(model, prompt, max_new_tokens=room)

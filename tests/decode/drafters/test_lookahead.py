@@ -30,7 +30,7 @@ from tests.decode.drafters.test_paths import path_to
 from tests.helpers import FIRST_TRANSFORMERS, plain, random_ids, run_steps, tiny_model
 
 CPU = torch.device("cpu")
-NEW = 28
+NEW = 20
 PLAN = LookaheadConfig(window=4, n=4, guesses=3)
 
 

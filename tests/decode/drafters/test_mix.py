@@ -27,6 +27,7 @@ from tests.decode.drafters.test_drafters import PROMPTS, draft_model, repetitive
 from tests.decode.drafters.test_paths import path_to
 from tests.helpers import FORMS, plain, random_heads, tiny_model
 
+NEW = 20
 Path = tuple[int, ...]
 
 
@@ -173,8 +174,8 @@ def test_a_draft_model_with_prompt_lookup() -> None:
     ngram = drafter_factory("ngram:n=2,tokens=6", DrafterContext(model))
     parts = [ngram, DraftModel(draft_model(model), Tree.top_k([2, 1, 1]))]
     for prompt, nodes in ((PROMPTS[1], 0), (repetitive(model, PROMPTS[0]), 5)):
-        text, ids = plain(model, prompt, max_new_tokens=30), torch.tensor([prompt])
-        taken = list(steps(model, None, ids, drafter=Mix(parts, nodes), max_new_tokens=30, do_sample=False))
+        text, ids = plain(model, prompt, max_new_tokens=NEW), torch.tensor([prompt])
+        taken = list(steps(model, None, ids, drafter=Mix(parts, nodes), max_new_tokens=NEW, do_sample=False))
         assert [token for step in taken for token in step.ids[0]] == text
 
 
@@ -183,10 +184,10 @@ def test_mixes_with_every_kind_of_heads(llama: Any, kind: str) -> None:
     """Heads of all kinds, with their own caches; the mix needs fewer steps than the heads alone."""
     heads = random_heads(llama, **FORMS[kind])
     prompt = repetitive(llama, PROMPTS[2])
-    ids, options = torch.tensor([prompt]), {"max_new_tokens": 40, "do_sample": False}
+    ids, options = torch.tensor([prompt]), {"max_new_tokens": NEW, "do_sample": False}
     alone = list(steps(llama, heads, ids, drafter="heads", **options))
     taken = list(steps(llama, heads, ids, drafter="mix:heads+ngram", **options))
-    assert [token for step in taken for token in step.ids[0]] == plain(llama, prompt, max_new_tokens=40)
+    assert [token for step in taken for token in step.ids[0]] == plain(llama, prompt, max_new_tokens=NEW)
     assert len(taken) < len(alone)
 
 
@@ -224,7 +225,7 @@ def test_shared_trees_write_the_same_text(llama: Any, kind: str, sampled: bool) 
     """Greedy and seeded texts of a ragged batch, with steps in which n-grams draft alone."""
     model = llama
     heads, prompts = random_heads(model, **FORMS[kind]), [*PROMPTS, repetitive(model, PROMPTS[2])]
-    settings = Settings(max_new_tokens=40, temperature=0.4 if sampled else 0.0, ignore_eos=True)
+    settings = Settings(max_new_tokens=NEW, temperature=0.4 if sampled else 0.0, ignore_eos=True)
     source = drafter_factory(SHARED, DrafterContext(model, heads, "dynamic:8"))
     seeds = list(range(len(prompts)))
     made = TextGenerator(model, settings, None, source)(prompts, seeds=seeds)
@@ -258,7 +259,7 @@ def test_heads_are_left_out_where_they_add_too_little(llama: Any) -> None:
         mix = drafter_factory(f"mix:nodes=8,least={least},heads+ngram", context)
         assert isinstance(mix, Mix)
         taken = list(
-            steps(llama, None, torch.tensor([prompt]), drafter=Counting(mix.parts, 8, least), max_new_tokens=40)
+            steps(llama, None, torch.tensor([prompt]), drafter=Counting(mix.parts, 8, least), max_new_tokens=NEW)
         )
         assert (len(drafted) == len(taken) - 1 or len(drafted) == len(taken)) == all_steps
         assert least < 100 or not drafted

@@ -96,7 +96,7 @@ def test_shorter_rows_are_padded() -> None:
 def test_ids_of_transformers_prompt_lookup() -> None:
     """Both decode greedily, with the embedded backbone and a text that repeats its prompt."""
     loaded = load_backbone("demo", LoadOptions("float32"))
-    settings = Settings(max_new_tokens=60)
+    settings = Settings(max_new_tokens=30)
     text = "Tom had a red ball. Tom lost the red ball. Tell it again. Tom had a red ball."
     prompts = [loaded.tokenizer(text)["input_ids"]]
     theirs = transformers_method(loaded.model, settings, prompt_lookup_num_tokens=10)(prompts)

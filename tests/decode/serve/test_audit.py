@@ -11,7 +11,7 @@ from tests.decode.serve.server_tools import PROMPTS, ask
 
 def test_the_server_with_heads_passes(url: str, tmp_path: Path) -> None:
     prompts = [word for text in PROMPTS for word in ("--prompt", text)]
-    how = ["--raw", "--max-new-tokens", "12", "--draws", "60", "--sampled-prompts", "2", "--json", str(tmp_path / "f")]
+    how = ["--raw", "--max-new-tokens", "6", "--draws", "24", "--sampled-prompts", "2", "--json", str(tmp_path / "f")]
     assert main(["verify", "--server", url, "--reference", "demo", *prompts, *how]) == 0
     found = read_json(tmp_path / "f")
     assert found["limits"] == []

@@ -29,7 +29,7 @@ from medusa.records.pieces import TextPiece, TextStream
 from tests.decode.serve.server_tools import begin, demo_generator
 from tests.train.templates import CHATML
 
-SHORT = Settings(max_new_tokens=16)
+SHORT = Settings(max_new_tokens=8)
 RECORD = DraftRecord([5, 6], [0, 0], [0, 1])
 
 
@@ -163,7 +163,7 @@ def test_the_worker_stops_on_request(generator: TextGenerator) -> None:
     sides = asyncio.run(ChatWorker(generator).write(begin, lambda looks: None, stopped))
     assert {side.result.finish_reason for side in sides} == {"stopped"}
     assert Snapshot.at(sides[0]).finish_reason == "stopped"
-    assert sum(len(side.result.new_ids) for side in sides) < 16
+    assert sum(len(side.result.new_ids) for side in sides) < 8
 
 
 # --- a simulated reader ----------------------------------------------------------------------------------------------
@@ -297,16 +297,16 @@ def test_the_drafters_of_a_page(generator: TextGenerator) -> None:
 
 
 def test_options_belong_to_a_page_and_wrong_options_are_refused(generator: TextGenerator) -> None:
-    greedy = replace(generator, settings=Settings(max_new_tokens=16, acceptance="greedy"))
+    greedy = replace(generator, settings=Settings(max_new_tokens=8, acceptance="greedy"))
 
     async def scene(user: Any, pages: list[ChatPage]) -> None:
         with user:
-            assert pages[0].options.change(lambda now: replace(now, max_new_tokens=8))
+            assert pages[0].options.change(lambda now: replace(now, max_new_tokens=4))
             assert not pages[0].options.change(lambda now: replace(now, temperature=0.7))
         assert user.notify.messages == [
             "acceptance 'greedy' writes no samples; use temperature 0 (do_sample=False) or 'rejection'"
         ]
-        assert pages[0].options.settings == Settings(max_new_tokens=8, acceptance="greedy")
+        assert pages[0].options.settings == Settings(max_new_tokens=4, acceptance="greedy")
 
     simulated(greedy, scene)
-    assert greedy.settings.max_new_tokens == 16
+    assert greedy.settings.max_new_tokens == 8

@@ -15,7 +15,7 @@ from medusa.records.pieces import TextStream
 from tests.decode.serve.server_tools import begin, demo_generator
 from tests.train.templates import CHATML
 
-SHORT = Settings(max_new_tokens=24)
+SHORT = Settings(max_new_tokens=12)
 PROMPT = "Once upon a time"
 
 
@@ -51,7 +51,7 @@ def answer(
 def test_without_a_template_one_text_is_continued(generator: TextGenerator) -> None:
     conversation = Conversation(generator.tokenizer)
     parts = [answer(generator, conversation, message) for message in (PROMPT, "", "")]
-    whole = answer(generator, Conversation(generator.tokenizer), PROMPT, Settings(max_new_tokens=72))
+    whole = answer(generator, Conversation(generator.tokenizer), PROMPT, Settings(max_new_tokens=36))
     assert "".join(parts) == whole
 
 
@@ -124,7 +124,7 @@ def test_a_stopped_run_keeps_its_tokens(generator: TextGenerator) -> None:
     run.stop()
     result = run.results[0]
     assert result.finish_reason == "stopped"
-    assert 0 < len(result.new_ids) < 24
+    assert 0 < len(result.new_ids) < 12
     assert list(run) == []
 
 

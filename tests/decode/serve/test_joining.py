@@ -22,7 +22,6 @@ from decode.texts import TextGenerator, stepper_for
 from tests.decode.serve.server_tools import PROMPTS, admit, expected, said
 from tests.helpers import plain, random_heads, random_ids, shared_model, tiny_model
 
-WITHOUT_HEADS = ("ngram", "lookahead", "model")
 GREEDY: dict[str, Any] = {"do_sample": False}
 KINDS: list[dict[str, Any]] = [
     GREEDY,
@@ -33,7 +32,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def arrivals(kinds: list[dict[str, Any]], count: int = 10) -> list[dict[str, Any]]:
+def arrivals(kinds: list[dict[str, Any]], count: int = 8) -> list[dict[str, Any]]:
     """Requests of many lengths, each with the step at which it arrives."""
     rng = random.Random(3)
     return [
@@ -41,7 +40,7 @@ def arrivals(kinds: list[dict[str, Any]], count: int = 10) -> list[dict[str, Any
             "prompt": random_ids(rng.randint(1, 30), seed=number),
             "seed": number,
             "at": rng.randint(0, 3 * count // 2),
-            "kwargs": kinds[number % len(kinds)] | {"max_new_tokens": rng.choice([1, 3, 9, 20]), "eos_token_id": 3},
+            "kwargs": kinds[number % len(kinds)] | {"max_new_tokens": rng.choice([1, 3, 8, 14]), "eos_token_id": 3},
         }
         for number in range(count)
     ]
@@ -87,27 +86,28 @@ def alone(model: Any, asked: list[dict[str, Any]]) -> list[list[int]]:
     return [plain(model, one["prompt"], seed=one["seed"], **one["kwargs"]) for one in asked]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "llama4_text", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "gpt2", "deepseek_v3"])
 def test_texts_are_those_of_generate(family: str) -> None:
     """Greedy and sampled texts, and texts with penalties, are decoded in one batch with one tree."""
     model, asked = shared_model(family), arrivals(KINDS)
     factory = drafter_factory(None, DrafterContext(model, random_heads(model), "topk:3,2,2"))
     texts = decode(model, factory, asked)
     assert texts == alone(model, asked)
-    assert len({len(text) for text in texts}) > 3
+    assert len({len(text) for text in texts}) > 2
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["", *WITHOUT_HEADS, "mix", "mix, shared", "eagle", "eagle-3", "prefix", "hydra", "dynamic", "dflash, markov"],
+    ["", "model", "mix", "eagle-3", "hydra", "dflash, markov"],
 )
 def test_every_drafter_goes_on_when_texts_join(kind: str, factory_of: Any) -> None:
+    """With the others, texts join in test_adaptive.py."""
     model, asked = shared_model(), arrivals(KINDS)
     assert decode(model, factory_of(kind) if kind else None, asked) == alone(model, asked)
 
 
 def test_contrastive_texts_join() -> None:
-    model, asked = shared_model(), arrivals([GREEDY], 8)
+    model, asked = shared_model(), arrivals([GREEDY], 5)
     amateur = Amateur(shared_model(seed=5))
     factory = drafter_factory("ngram", DrafterContext(model))
     together = decode(model, factory, asked, amateur=amateur)
@@ -116,7 +116,7 @@ def test_contrastive_texts_join() -> None:
 
 
 def test_drawn_drafts_do_not_depend_on_the_batch() -> None:
-    model, asked = shared_model(), arrivals(KINDS[1:4])
+    model, asked = shared_model(), arrivals(KINDS[1:4], 6)
     factory = drafter_factory(None, DrafterContext(model, random_heads(model), "topk:3,2,2"))
     how = {"rule": AcceptanceRule("rejection", draft="sample")}
     together = decode(model, factory, asked, **how)
@@ -177,7 +177,7 @@ def test_a_short_text_overtakes_a_long_one(generator: TextGenerator) -> None:
     prompt = generator.tokenizer(PROMPTS[0])["input_ids"]
     rows = [
         BatchRow(prompt, Settings(max_new_tokens=count), 0, lambda event, row=row: told.append((row, event)))
-        for row, count in enumerate((60, 12, 12))
+        for row, count in enumerate((30, 3, 3))
     ]
     admit(worker, rows[0])
     worker.step()

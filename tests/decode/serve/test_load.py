@@ -58,7 +58,7 @@ def test_clients_that_join_leave_and_send_nonsense(
 
 def test_a_wrong_text_and_a_wrong_status_are_errors(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check itself: what it must count if texts are mixed, or nonsense is accepted."""
-    body = {"prompt": PROMPTS[0], "max_tokens": 12}
+    body = {"prompt": PROMPTS[0], "max_tokens": 8}
     found = Found()
     client = Client(address_of(url), [Wanted(body, "another text")], found, 0)
     monkeypatch.setattr(client.rng, "randrange", lambda most: most)

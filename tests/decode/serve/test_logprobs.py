@@ -101,7 +101,7 @@ def test_scores_of_new_tokens_ignore_the_temperature(url: str, generator: TextGe
 
 
 def test_a_stream_ends_with_the_scores(url: str, generator: TextGenerator) -> None:
-    body = {"prompt": PROMPTS[:2], "max_tokens": 12, "logprobs": 0, "echo": True}
+    body = {"prompt": PROMPTS[:2], "max_tokens": 8, "logprobs": 0, "echo": True}
     _, whole = ask(url, "/v1/completions", body)
     _, text = ask(url, "/v1/completions", body | {"stream": True})
     for index in (0, 1):

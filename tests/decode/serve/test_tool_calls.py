@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from chat_families import byte_tokenizer
 from medusa.records.replies import FORMATS, ReplyReader, message_of, response_template
-from tests.decode.serve.server_tools import choices_of, demo_generator
+from tests.decode.serve.server_tools import choices_of
+from tests.helpers import shared_model
 
 ADD = [
     {
@@ -86,9 +86,8 @@ def test_text_thoughts_and_several_calls_stand_in_one_answer() -> None:
     assert read(name, "1 < 2 and <tool")["content"] == "1 < 2 and <tool"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_server_answers_with_calls_of_tools(stream: bool) -> None:
-    """The embedded model calls a tool because a grammar makes it."""
+def test_the_server_answers_with_calls_of_tools() -> None:
+    """A grammar makes the model call a tool, in a whole answer and in a stream; tool_choice none makes it text."""
     pytest.importorskip("llguidance", reason="needs the extra structured")
     pytest.importorskip("starlette", reason="needs the extra serve")
     from starlette.testclient import TestClient
@@ -96,29 +95,32 @@ def test_the_server_answers_with_calls_of_tools(stream: bool) -> None:
     from decode.serve.app import CompletionApi
     from decode.serve.worker import BatchWorker
     from decode.settings import Settings
-    from decode.strategies.grammar import lark_source
+    from decode.strategies.grammar import Grammars, lark_source
+    from decode.texts import TextGenerator
 
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> #}"
-    generator = demo_generator(Settings(max_new_tokens=128), template)
+    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> #}")
+    model = shared_model(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     call = WRITTEN["Hermes and Qwen"].removesuffix("<|im_end|>")
-    grammar = generator.grammars.compiled(lark_source(f"start: {json.dumps('Yes.' + call)}"))
-    worker = BatchWorker(replace(generator, settings=replace(generator.settings, grammar=grammar)), 2)
+    grammar = Grammars(model, tokenizer).compiled(lark_source(f"start: {json.dumps('Yes.' + call)}"))
+    worker = BatchWorker(TextGenerator(model, Settings(max_new_tokens=128, grammar=grammar), tokenizer), 2)
     worker.start(lambda: None)
-    api = CompletionApi(worker, "demo")
-    body = {"messages": [{"role": "user", "content": "Add."}], "tools": ADD, "stream": stream}
-    with TestClient(api.app(["testserver"])) as client:
-        reply = client.post("/v1/chat/completions", json=body)
-        assert reply.status_code == 200, reply.text
-        without = client.post("/v1/chat/completions", json=body | {"tool_choice": "none", "stream": False}).json()
-    if stream:
-        choices = choices_of(reply.text)
-        message = message_of([choice["delta"] for choice in choices])
-        reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-    else:
-        (choice,) = reply.json()["choices"]
-        message, reasons = choice["message"], [choice["finish_reason"]]
-    assert message["content"] == "Yes."
-    assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
-    assert reasons == ["tool_calls"]
-    assert without["choices"][0]["message"]["content"] == "Yes." + call
-    assert without["choices"][0]["finish_reason"] == "stop"
+    asked = {"messages": [{"role": "user", "content": "Add."}], "tools": ADD}
+    with TestClient(CompletionApi(worker, "tiny").app(["testserver"])) as client:
+        replies = [
+            client.post("/v1/chat/completions", json=asked | more)
+            for more in ({}, {"stream": True}, {"tool_choice": "none"})
+        ]
+    assert [reply.status_code for reply in replies] == [200] * 3
+    (whole,), (without,) = replies[0].json()["choices"], replies[2].json()["choices"]
+    streamed = choices_of(replies[1].text)
+    for message, reasons in (
+        (whole["message"], [whole["finish_reason"]]),
+        (
+            message_of([choice["delta"] for choice in streamed]),
+            [choice["finish_reason"] for choice in streamed if choice["finish_reason"]],
+        ),
+    ):
+        assert message["content"] == "Yes."
+        assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
+        assert reasons == ["tool_calls"]
+    assert (without["message"]["content"], without["finish_reason"]) == ("Yes." + call, "stop")

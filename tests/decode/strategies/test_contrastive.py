@@ -38,7 +38,7 @@ from tests.helpers import (
     tiny_model,
 )
 
-NEW = 16
+NEW = 10
 PROMPTS = [random_ids(length, seed=length) for length in (5, 2, 9)]
 TREE = random_tree(12, seed=1)
 
@@ -147,7 +147,7 @@ def test_greedy_text_of_two_models_of_any_kind(family: str, other: str) -> None:
     assert texts[0] != plain(expert, PROMPTS[0], max_new_tokens=NEW), "no contrast: no power"
     (alone,) = plain_method(expert, Settings(max_new_tokens=NEW, amateur=amateur))(PROMPTS[:1])
     assert alone.new_ids == texts[0]
-    eos = texts[1][9]
+    eos = texts[1][6]
     texts = [text[: text.index(eos) + 1] if eos in text else text for text in texts]
     drafter = ScriptedDrafter(TREE, texts, lambda step: step % (TREE.max_depth + 1))
     batch = left_padded(PROMPTS)
@@ -189,7 +189,7 @@ def test_every_drafter_and_model_generate_write_the_same(expert: Any, small: Any
         results = method(PROMPTS, seeds=seeds)
         assert [result.new_ids for result in results] == texts
         accepted += sum(length - 1 for result in results for length in result.uncut_lengths)
-    assert accepted > 12, "hardly anything was accepted: no power"
+    assert accepted > 3, "hardly anything was accepted: no power"
     if not settings.do_sample:
         assert [result.new_ids for result in theirs(PROMPTS)] == texts, "padded batches"
         assert texts[0] == obvious(expert, amateur, PROMPTS[0], penalty=settings.repetition_penalty or 1.0)
@@ -249,9 +249,9 @@ def test_a_fault_is_found(expert: Any, small: Any, fault: str, monkeypatch: pyte
             return [self.cache, first]
 
         monkeypatch.setattr(ContrastReader, "caches", property(forgetting))
-        settings = Settings(max_new_tokens=NEW, amateur=amateur)
+        settings = Settings(max_new_tokens=16, amateur=amateur)
         forgetful = medusa_method(expert, random_heads(expert), settings, tree="topk:3,2")
-        texts = [[Result(prompt, obvious(expert, amateur, prompt))] for prompt in PROMPTS]
+        texts = [[Result(prompt, obvious(expert, amateur, prompt, 16))] for prompt in PROMPTS]
         right = iter(texts)
         assert not compare_greedy(expert, lambda *_: next(right), forgetful, PROMPTS, amateur=amateur).passed
         return
@@ -292,7 +292,7 @@ def shorter(model: Any, context: int) -> Any:
 
 def test_a_text_ends_at_the_amateurs_context(expert: Any, small: Any) -> None:
     """The text reaches the last position with a clipped tree and equals plain decoding."""
-    settings = Settings(max_new_tokens=NEW, amateur=Amateur(shorter(small, 20), Contrast(alpha=0.02)))
+    settings = Settings(max_new_tokens=NEW, amateur=Amateur(shorter(small, 14), Contrast(alpha=0.02)))
     unbound = Settings(max_new_tokens=NEW, amateur=Amateur(small, Contrast(alpha=0.02)))
     method = medusa_method(expert, random_heads(expert), settings, tree="topk:3,2")
     whole = plain_method(expert, unbound)(PROMPTS)
@@ -302,10 +302,10 @@ def test_a_text_ends_at_the_amateurs_context(expert: Any, small: Any) -> None:
         transformers_method(expert, settings)(PROMPTS),
     ):
         for prompt, result, free in zip(PROMPTS, results, whole, strict=True):
-            assert result.new_ids == free.new_ids[: 20 - len(prompt)]
+            assert result.new_ids == free.new_ids[: 14 - len(prompt)]
             assert result.finish_reason == "length"
-    with pytest.raises(RequestError, match="the prompt has 21 tokens, but the amateur's context ends at 20"):
-        method([random_ids(21)])
+    with pytest.raises(RequestError, match="the prompt has 15 tokens, but the amateur's context ends at 14"):
+        method([random_ids(15)])
 
 
 def test_unsupported_requests_are_rejected(expert: Any, small: Any) -> None:

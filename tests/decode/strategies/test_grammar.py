@@ -18,6 +18,7 @@ pytest.importorskip("jsonschema", reason="comes with the extra dev")
 
 import jsonschema
 
+from chat_families import byte_tokenizer
 from decode import generate
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
@@ -27,7 +28,6 @@ from decode.serve.batch import RunningBatch
 from decode.strategies.grammar import Grammar, GrammarProcessor, Grammars, json_schema_source, lark_source
 from decode.texts import stepper_for
 from medusa.errors import RequestError
-from medusa.heads.independent import MedusaHeads
 from medusa.loading import load_backbone
 from medusa.records.pieces import text_of
 from tests.helpers import LETTERS, left_padded, random_heads, random_ids, shared_model
@@ -37,9 +37,9 @@ LETTERS_GRAMMAR = "start: /[a-c]{1,3}(x|yz)/"
 SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 12},
+        "name": {"type": "string", "maxLength": 4},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "toys": {"type": "array", "items": {"enum": ["ball", "doll", "red car"]}, "maxItems": 3},
+        "toys": {"type": "array", "items": {"enum": ["a", "b c"]}, "maxItems": 2},
     },
     "required": ["name", "age", "toys"],
     "additionalProperties": False,
@@ -114,10 +114,10 @@ def test_a_grammar_begins_after_the_thought_that_the_prompt_opens(demo: Any, dem
 def test_a_tree_follows_a_grammar_that_begins_in_the_text(letters: Grammars) -> None:
     model, compiled = shared_model(eos_token_id=END), letters.compiled(lark_source(LETTERS_GRAMMAR))
     changed = 0
-    for seed in range(6):
+    for seed in range(3):
         prompt = random_ids(6, seed=seed)
         ids = torch.tensor([prompt])
-        options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": END, "pad_token_id": END}
+        options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": END, "pad_token_id": END}
         free = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
         mark = LETTERS[free[len(prompt) + 3]]  # the text would write it anyway, and the grammar begins there
 
@@ -140,8 +140,8 @@ def test_a_free_text_and_texts_of_two_grammars_share_a_running_batch(letters: Gr
     context = DrafterContext(model) if drafter else DrafterContext(model, random_heads(model), "topk:4,3,2")
     factory = drafter_factory(drafter, context)
     grammars = [letters.compiled(lark_source(text)) for text in (LETTERS_GRAMMAR, "start: /([a-d]{2}x)*[e-h]/")]
-    asked, running, found = list(range(9)), dict[int, int](), dict[int, list[int]]()
-    options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": END, "pad_token_id": END, "temperature": 1.2}
+    asked, running, found = list(range(6)), dict[int, int](), dict[int, list[int]]()
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": END, "pad_token_id": END, "temperature": 1.2}
 
     def kwargs(number: int) -> dict[str, Any]:
         return options | {"do_sample": number % 2 == 1, "top_k": 0}
@@ -164,8 +164,8 @@ def test_a_free_text_and_texts_of_two_grammars_share_a_running_batch(letters: Gr
         torch.manual_seed(number)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=processors, **kwargs(number))
         assert text == out[0, len(prompt) :].tolist(), number
-        assert len(text) == 20 or text[-1] == END
-    assert {len(text) for text in found.values()} >= {20}
+        assert len(text) == 12 or text[-1] == END
+    assert {len(text) for text in found.values()} >= {12}
 
 
 def test_drawn_drafts_follow_the_masked_distribution(letters: Grammars) -> None:
@@ -189,7 +189,7 @@ def test_drawn_drafts_follow_the_masked_distribution(letters: Grammars) -> None:
 
     walk("", 1.0)
     assert sum(exact.values()) == pytest.approx(1)
-    draws = 900
+    draws = 400
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     options |= {"eos_token_id": END, "pad_token_id": END, "num_return_sequences": draws, "seeds": range(draws)}
     heads, inputs = random_heads(model), left_padded([prompt])
@@ -213,16 +213,17 @@ def test_drawn_drafts_follow_the_masked_distribution(letters: Grammars) -> None:
         (0.0, {"acceptance": "distance:9"}),
     ],
 )
-def test_json_is_always_valid(demo: Any, demo_json: Grammar, temperature: float, options: dict[str, Any]) -> None:
-    heads, tokenizer = MedusaHeads.from_pretrained("demo"), demo.tokenizer
-    rows = [tokenizer(text)["input_ids"] for text in ("Once upon a time", "A person as JSON: ")]
+def test_json_is_always_valid(temperature: float, options: dict[str, Any]) -> None:
+    tokenizer = byte_tokenizer()
+    model = shared_model(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    rows = [tokenizer(text)["input_ids"] for text in ("A", "As JSON: ")]
     sampling = {"do_sample": True, "temperature": temperature, "seeds": range(2)} if temperature else {}
     out = generate(
-        demo.model,
-        heads,
+        model,
+        random_heads(model),
         **left_padded(rows, pad=tokenizer.eos_token_id),
-        grammar=demo_json,
-        max_new_tokens=120,
+        grammar=Grammars(model, tokenizer).compiled(json_schema_source(SCHEMA)),
+        max_new_tokens=90,
         **sampling,
         **options,
     )
