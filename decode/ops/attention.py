@@ -26,7 +26,7 @@ slots, D head size, P parts."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ def sdpa_grouped(
     if _HERE.stable and query.dtype != torch.float64:
         wide, keys, values = (part.double() for part in (query, key, value))
         if attention_mask is not None and attention_mask.is_floating_point():
-            attention_mask = attention_mask.double()
+            attention_mask = once(attention_mask, "double", Tensor.double)
         out, _ = sdpa_grouped(module, wide, keys, values, attention_mask, dropout, scaling, **kwargs)
         return out.to(query.dtype), None
     batch, heads, tokens, size = query.shape
@@ -78,7 +78,8 @@ def sdpa_grouped(
         if not (dropout or any(others)) and tree_attention.takes(query, key, value):
             scale = size**-0.5 if scaling is None else scaling
             return tree_attention.attention(query, key, value, attention_mask, scale), None
-        attention_mask = tree_attention.mask_of(attention_mask, key.shape[2], query.dtype)
+        seen, slots, dtype = attention_mask, key.shape[2], query.dtype
+        attention_mask = once(seen, (slots, dtype), lambda seen: tree_attention.mask_of(seen, slots, dtype))
     groups = heads // key.shape[1]
     mask = None if attention_mask is None or attention_mask.shape[1:3] != (1, tokens) else attention_mask
     if mask is None or len(key) != batch or any(others) or torch.is_grad_enabled() or not _HERE.depth:
@@ -89,10 +90,9 @@ def sdpa_grouped(
     if runs and (len(mask) != batch or key.shape[2] != longest(runs)):
         runs = ()
     if groups == parts == 1 and not runs:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    # Kernels on a GPU need rows that are a multiple of 8 elements apart, or copy the mask.
-    slots = mask.shape[-1]
-    mask = torch.cat([F.pad(mask, (0, -slots % 8))] * groups, dim=2)[..., :slots]
+        mask = once(mask, groups, lambda mask: mask)
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+    mask = once(mask, groups, lambda mask: repeated(mask, groups))
     if parts > 1:
         out = attention_in_parts(own, key, value, mask, size**-0.5 if scaling is None else scaling, parts)
     elif runs:
@@ -100,6 +100,30 @@ def sdpa_grouped(
     else:
         out = F.scaled_dot_product_attention(own, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return out.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
+
+
+def repeated(mask: Tensor, groups: int) -> Tensor:
+    """Repeat a mask [B, 1, N, S] for the g heads of a key head; returns [B, 1, Q, S].
+
+    Kernels on a GPU need rows that are a multiple of 8 elements apart, or copy the mask."""
+    slots = mask.shape[-1]
+    return torch.cat([F.pad(mask, (0, -slots % 8))] * groups, dim=2)[..., :slots]
+
+
+def once(mask: Tensor, use: object, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """Give `make(mask)`, which the first layer of a forward with this mask makes for a `use`.
+
+    torch.compile would compute it in each layer again, from its first numbers on, but keeps what was written."""
+    for whole, of_use, made in _HERE.masks:
+        if whole is mask and of_use == use:
+            return made
+    made = make(mask)
+    if torch.compiler.is_compiling():
+        rows = torch.arange(len(made), device=made.device)
+        made = torch.empty_like(made).index_copy(0, rows, made)
+    if _HERE.depth:
+        _HERE.masks = (*_HERE.masks, (mask, use, made))
+    return made
 
 
 class Run(NamedTuple):
@@ -149,6 +173,7 @@ class _Here(threading.local):
 
     depth = stable = 0  # of `grouped` contexts
     runs: tuple[Run, ...] = ()
+    masks: tuple[tuple[Tensor, object, Tensor], ...] = ()  # what `once` has made in this forward
 
 
 _HERE = _Here()
@@ -194,13 +219,14 @@ class grouped:
             _HERE.depth += 1
             _HERE.stable += self.stable
             self.runs, _HERE.runs = _HERE.runs, self.runs
+            self.masks, _HERE.masks = _HERE.masks, ()
 
     def __exit__(self, *error: object) -> None:
         if self.used:
             _CUDNN.count(-1)
             _HERE.depth -= 1
             _HERE.stable -= self.stable
-            _HERE.runs = self.runs
+            _HERE.runs, _HERE.masks = self.runs, self.masks
 
 
 def uses_own_sdpa(config: PretrainedConfig) -> bool:
@@ -239,6 +265,7 @@ def attention_in_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, 
 
     Returns [B, K, Q, D]. S must be a multiple of 8 P, so that each part of the mask is aligned to 16 bytes. Rows are
     computed in turn, because the parts of several rows lie too irregularly in memory for one call without a copy."""
+    mask = once(mask, "parts", lambda mask: mask.clamp_min(hidden_score(mask.dtype)))
     rows = zip(query.split(1), key.split(1), value.split(1), mask.expand(len(query), -1, -1, -1).split(1), strict=True)
     return torch.cat([_of_row(*tensors, scale, parts) for tensors in rows])
 
@@ -247,7 +274,7 @@ def _of_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
     """Compute attention of one row; the parts of its keys become the rows of a batch."""
     heads, queries = query.shape[1:3]
     keys, values = (states[0].unflatten(1, (parts, -1)).transpose(0, 1) for states in (key, value))  # [P, K, S / P, D]
-    masks = mask[0, 0].clamp_min(hidden_score(mask.dtype)).unflatten(1, (parts, -1)).transpose(0, 1)  # [P, Q, S / P]
+    masks = mask[0, 0].unflatten(1, (parts, -1)).transpose(0, 1)  # [P, Q, S / P]
     masks = masks[:, None].expand(-1, heads, -1, -1)
     out, logsumexp = _attention(query.expand(parts, -1, -1, -1), keys, values, masks, scale)
     weights = logsumexp[:, :, :queries].float().softmax(0)[..., None]  # the kernel rounds Q up to a multiple of 32
