@@ -90,7 +90,8 @@ def sdpa_grouped(
     if runs and (len(mask) != batch or key.shape[2] != longest(runs)):
         runs = ()
     if groups == parts == 1 and not runs:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        mask = once(mask, groups, lambda mask: mask)
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     mask = once(mask, groups, lambda mask: repeated(mask, groups))
     if parts > 1:
         out = attention_in_parts(own, key, value, mask, size**-0.5 if scaling is None else scaling, parts)
@@ -112,11 +113,14 @@ def repeated(mask: Tensor, groups: int) -> Tensor:
 def once(mask: Tensor, use: object, make: Callable[[Tensor], Tensor]) -> Tensor:
     """Give `make(mask)`, which the first layer of a forward with this mask makes for a `use`.
 
-    torch.compile does not find out that layers make the same, and would make it in each of them."""
+    torch.compile would compute it in each layer again, from its first numbers on, but keeps what was written."""
     for whole, of_use, made in _HERE.masks:
         if whole is mask and of_use == use:
             return made
     made = make(mask)
+    if torch.compiler.is_compiling():
+        rows = torch.arange(len(made), device=made.device)
+        made = torch.empty_like(made).index_copy(0, rows, made)
     if _HERE.depth:
         _HERE.masks = (*_HERE.masks, (mask, use, made))
     return made

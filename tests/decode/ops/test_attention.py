@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaConfig
 from transformers.integrations import sdpa_attention
@@ -68,6 +69,30 @@ def test_grouped_attention_equals_sdpa_without_copies(family: str, monkeypatch: 
         expected = verify(model)
     assert calls, "nothing was copied in the first place: no power"
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # float32, the same sums in another order at most
+
+
+@pytest.mark.full  # machine code
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_compiled_layers_read_one_mask(key_heads: int) -> None:
+    """torch.compile writes it to memory once, whatever it is computed from."""
+    from torch._inductor.utils import run_and_get_code  # slow to import
+
+    query, key, lengths = torch.randn(1, 4, 5, 8), torch.randn(1, key_heads, 64, 8), torch.tensor([9])
+    config = tiny_model("llama").config
+
+    @torch.no_grad()
+    def layers() -> Tensor:
+        hidden, seen = torch.arange(64) > lengths[:, None], query
+        mask = torch.zeros(1, 1, 5, 64).masked_fill(hidden[:, None, None], -1e30)
+        with grouped(config):
+            for _ in range(3):
+                seen = sdpa_grouped(torch.nn.Module(), seen, key, key, mask)[0].transpose(1, 2)
+        return seen
+
+    with grouped(config):
+        found, (code,) = run_and_get_code(torch.compile(layers, fullgraph=True))
+    torch.testing.assert_close(found, layers())
+    assert sum("masked_fill" in line for line in code.splitlines() if line.startswith("cpp_fused")) == 1
 
 
 @pytest.fixture
