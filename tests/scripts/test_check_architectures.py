@@ -15,7 +15,7 @@ from medusa.errors import RequestError
 from tests.helpers import FAMILIES, FIRST_TRANSFORMERS, random_ids, rename_attention, tiny_model
 from tiny_models import MULTIMODAL, SUPPORTED
 
-FEW = (1, 40)  # two of the script's prompts: within windows at first, and beyond them and the limit of longrope
+FEW = (1, 5, 40)  # three of the script's prompts: within windows at first, beyond them, beyond the limit of longrope
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 

@@ -16,7 +16,7 @@ from medusa.files import ASSETS
 from real_measure import SETS
 from tests.helpers import times_of_few_steps
 
-TINY = real_model.Sizes((0.01, 0.01), 16, (1, 4), (8,), (1, 4, 1), (8, 12), (2, 4, 1), 512)
+TINY = real_model.Sizes((0.01, 0.01), 16, (1, 4), (8,), (1, 4, 1), (8, 12), (2, 4, 1), 256)
 
 
 @pytest.fixture
