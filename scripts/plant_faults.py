@@ -80,7 +80,8 @@ class Outcome(NamedTuple):
 
 def read_faults(path: Path = FAULTS) -> list[Fault]:
     """Read the faults of a YAML file, in its order."""
-    return [Fault(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+    return [Fault(**entry) for entry in yaml.load(path.read_text(encoding="utf-8"), Loader=loader)]
 
 
 def copy_repository(source: Path, target: Path) -> None:

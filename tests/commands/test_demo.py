@@ -1,4 +1,4 @@
-"""The whole demo, shortened: `medusa fit` on the embedded model, and the story."""
+"""The whole demo, shortened: `medusa fit`, with `--full` on the embedded model, and the story."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import pytest
 
 from medusa.__main__ import main
 from medusa.commands import demo
+from medusa.commands.fit.options import FitOptions
+from tests.commands.place import Place
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_fit")
 def test_demo_runs_from_text_to_speedup(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     monkeypatch.setattr(demo, "STORY_TOKENS", 8)
+    if not full:  # tests/scripts/test_real_model.py writes text and trains heads with the embedded model
+        monkeypatch.setattr(demo, "FitOptions", lambda **given: FitOptions(**given | {"model": place.backbone}))
     output, report = tmp_path / "demo", tmp_path / "report.json"
     numbers = "--minutes 0.01 --max-new-tokens 16 --threads 1 --dtype float32"  # given, so that none is measured
     command = f"demo --output {output} {numbers} --json {report}"

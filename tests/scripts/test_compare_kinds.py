@@ -25,7 +25,7 @@ def test_two_kinds_on_the_embedded_backbone(tmp_path: Path) -> None:
     argv = ["--backbone", "demo", "--prompts", "demo", "--max-prompts", "2", "--batch-size", "2"]
     argv += ["--trees", "chain", "topk:2,2"]
     argv += ["--heads", f"one={tmp_path / 'medusa'}", f"two={tmp_path / 'eagle'}", "--threads", "1"]
-    argv += ["--max-new-tokens", "6", "--rounds", "1", "--json", str(tmp_path / "out.json"), "--quiet"]
+    argv += ["--max-new-tokens", "4", "--rounds", "1", "--json", str(tmp_path / "out.json"), "--quiet"]
     script.main(argv)
     rows = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
     assert [(row["heads"], row["tree"], row["nodes"]) for row in rows] == [

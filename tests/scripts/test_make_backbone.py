@@ -302,6 +302,7 @@ def test_shipped_models_name_no_path_and_their_licence(folder: Path) -> None:
     assert "_name_or_path" not in json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not (SHARED / "data" / "tinystories").is_dir(), reason="needs shared/")
 def test_the_backbone_reproduces_the_figures_of_its_card() -> None:
     """The first 20 of the 600 stories give 0.7051 bits a character; all stories give 0.7280.

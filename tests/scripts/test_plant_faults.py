@@ -35,7 +35,10 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_caught_and_missed_faults_are_reported(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_caught_and_missed_faults_are_reported(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # importing plugins would take most of the time
     folder = tmp_path_factory.mktemp("copy") / "repository"
     plant_faults.copy_repository(project, folder)
     caught = plant_faults.Fault("caught", "sums.py", "a + b", "a - b", ["test_sums.py"])
