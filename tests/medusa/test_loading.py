@@ -33,8 +33,8 @@ TREE = Tree.top_k([30, 3])
 def same_text(model: Any, reference: Any, **inputs: Tensor) -> bool:
     """Whether random heads on `model` write the text of `reference.generate`, and some guess is accepted."""
     prompts, heads = [random_ids(1), random_ids(12, seed=1)], random_heads(model, 2)
-    out = generate(model, heads, **left_padded(prompts), tree=TREE, max_new_tokens=8, do_sample=False, **inputs)
-    return out[:, 12:].tolist() == [plain(reference, prompt, max_new_tokens=8) for prompt in prompts]
+    out = generate(model, heads, **left_padded(prompts), tree=TREE, max_new_tokens=5, do_sample=False, **inputs)
+    return out[:, 12:].tolist() == [plain(reference, prompt, max_new_tokens=5) for prompt in prompts]
 
 
 # Models that also read images or sound
@@ -74,11 +74,11 @@ def test_positions_do_not_follow_the_last_image() -> None:
 def test_token_types_of_text_pass_and_others_are_refused(name: str, types: str) -> None:
     model, heads, ids = tiny_model(name), random_heads(tiny_model(name), 2), torch.tensor([random_ids(9)])
     zeros = {"attention_mask": torch.ones_like(ids), types: torch.zeros_like(ids)}
-    expected = model.generate(ids, max_new_tokens=8, do_sample=False, **zeros)
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False, **zeros)
     calls = (
-        lambda **inputs: generate(model, heads, ids, max_new_tokens=8, do_sample=False, **inputs),
+        lambda **inputs: generate(model, heads, ids, max_new_tokens=4, do_sample=False, **inputs),
         lambda **inputs: model.generate(
-            ids, custom_generate=medusa_generate, medusa_heads=heads, max_new_tokens=8, do_sample=False, **inputs
+            ids, custom_generate=medusa_generate, medusa_heads=heads, max_new_tokens=4, do_sample=False, **inputs
         ),
     )
     for call in calls:

@@ -179,11 +179,11 @@ def test_the_backbone_runs_once_and_not_in_training(recipe: Any, monkeypatch: py
         return forward(self, ids, **kwargs)
 
     monkeypatch.setattr(Backbone, "hidden_states", counted)
-    recipe(cache_features=True)
+    recipe(cache_features=True, training={"max_steps": 3})
     planned = 2 * 4  # a probe of two batches of four rows
     assert sum(calls) == 8 + planned
     calls.clear()
-    recipe(cache_features=True, with_={"overwrite": True})
+    recipe(cache_features=True, with_={"overwrite": True}, training={"max_steps": 3})
     assert sum(calls) == planned, "what is there is read, not written again"
 
 

@@ -21,15 +21,15 @@ from tests.train.recipes import recipes, run
 from train.checkpoints import is_whole, whole_checkpoints
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
-STEPS, SAVE_STEPS, LOGGING_STEPS = 24, 4, 3  # a line of the log and a checkpoint seldom fall on one step
+STEPS, SAVE_STEPS, LOGGING_STEPS = 9, 2, 3  # a line of the log and a checkpoint seldom fall on one step
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Recipes with 10 batches an epoch, so that kills fall into two of three epochs."""
-    rows = [{"input_ids": random_ids(20, seed=seed)} for seed in range(40)]
+    """Recipes with 3 batches an epoch, so that kills fall into the second one."""
+    rows = [{"input_ids": random_ids(20, seed=seed)} for seed in range(6)]
     usual = {"max_steps": STEPS, "save_steps": SAVE_STEPS, "logging_steps": LOGGING_STEPS, "seed": 3}
-    return recipes(tmp_path, rows, 20, **usual, per_device_train_batch_size=4)
+    return recipes(tmp_path, rows, 20, **usual, per_device_train_batch_size=2)
 
 
 def test_other_heads_are_refused_and_recipes_of_older_versions_are_resumed(recipe: Any, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_other_heads_are_refused_and_recipes_of_older_versions_are_resumed(recip
         ({"lm_head": "own"}, "lm_head 'shared', not 'own'"),
     ):
         other = once | {"heads": once["heads"] | heads}
-        with pytest.raises(RequestError, match=rf"--resume: .*checkpoint-4 has {said}; ask for the same heads again"):
+        with pytest.raises(RequestError, match=rf"--resume: .*checkpoint-2 has {said}; ask for the same heads again"):
             run(other, resume=True)
     for folder in (tmp_path / "out", tmp_path / "out" / f"checkpoint-{SAVE_STEPS}"):
         stored = json.loads((folder / "provenance.json").read_text())
@@ -61,8 +61,8 @@ def test_a_checkpoint_without_the_optimisers_state_is_not_resumed(recipe: Any, t
     checkpoint = tmp_path / "out" / f"checkpoint-{SAVE_STEPS}"
     (checkpoint / "scheduler.pt").unlink()
     once["training"] |= {"max_steps": SAVE_STEPS + 1}
-    for way in (r"take heads\.start=.*checkpoint-4 with another output_dir", "start again with another output_dir"):
-        message = rf"--resume: .*checkpoint-4 lacks the optimiser's state \(.*save_only_model\); {way}$"
+    for way in (r"take heads\.start=.*checkpoint-2 with another output_dir", "start again with another output_dir"):
+        message = rf"--resume: .*checkpoint-2 lacks the optimiser's state \(.*save_only_model\); {way}$"
         with pytest.raises(RequestError, match=message):
             run(once, resume=True)
         with pytest.raises(RequestError, match=f"holds a checkpoint; {way}, or add --overwrite"):
@@ -112,11 +112,11 @@ def test_a_kill_while_saving_leaves_the_last_good_checkpoint(
 
     process = forked(cut_run)
     assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
-    assert (out / "checkpoint-8").is_dir()
-    assert not is_whole(out / "checkpoint-8")
-    assert whole_checkpoints(out) == [out / "checkpoint-4"]
-    assert MedusaHeads.from_pretrained(out / "checkpoint-4").config.num_heads == 2
-    figures = run(recipe("out", max_steps=9), resume=True)
-    assert figures.steps == 9
-    assert "checkpoint-8 was cut off while it was written; continuing from checkpoint-4" in capsys.readouterr().err
-    assert [path.name for path in whole_checkpoints(out)] == ["checkpoint-8", "checkpoint-9"]
+    assert (out / "checkpoint-4").is_dir()
+    assert not is_whole(out / "checkpoint-4")
+    assert whole_checkpoints(out) == [out / "checkpoint-2"]
+    assert MedusaHeads.from_pretrained(out / "checkpoint-2").config.num_heads == 2
+    figures = run(recipe("out", max_steps=5), resume=True)
+    assert figures.steps == 5
+    assert "checkpoint-4 was cut off while it was written; continuing from checkpoint-2" in capsys.readouterr().err
+    assert [path.name for path in whole_checkpoints(out)] == ["checkpoint-4", "checkpoint-5"]

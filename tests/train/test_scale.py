@@ -30,8 +30,8 @@ from train.build import placement
 from train.checkpoints import whole_checkpoints
 
 ROOT = Path(__file__).parents[2]
-STEPS = 4
-# One process adds the same float32 gradients in another order than two: after four steps of AdamW, which divides by
+STEPS = 2
+# One process adds the same float32 gradients in another order than two: after two steps of AdamW, which divides by
 # their size, weights part by at most a few 1e-5, losses by less. Means of means, on rows of 3 or of 30 taught tokens,
 # part by 1e-2.
 MOST = 2e-4

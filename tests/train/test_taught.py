@@ -93,7 +93,7 @@ def said(random: random.Random) -> str:
 def test_whatever_is_taught_was_written_by_the_model(family: str) -> None:
     tokenizer, taught, end = family_tokenizer(family), 0, ENDS.get(family, "<|im_end|>")
     draw, answers = random.Random(family), 0
-    for number in range(24):
+    for number in range(16):
         row, turns = talk(family, SWITCHES[number % len(SWITCHES)], parses=number % 2 == 0, random=draw)
         examples, _ = to_examples(parse_record(row, "here"), tokenizer)
         answers += len(turns)

@@ -235,7 +235,7 @@ def test_a_text_stops_at_the_end_of_the_context(tmp_path: Path) -> None:
 def test_heads_are_loaded_from_the_given_folder(llama: Any, tmp_path: Path) -> None:
     """Folders with the same name share the code's module, but not the heads."""
     prompt, found = random_ids(9, seed=2), {}
-    settings: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     trees: dict[str, list[list[int]]] = {"a": WIDE, "b": [[0]]}
     for place, tree in trees.items():
         repository(random_heads(llama, 3), tmp_path / place / "heads", tree)
