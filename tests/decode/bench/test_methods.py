@@ -36,11 +36,11 @@ def test_padding_is_on_the_left_and_masked() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_writes_the_backbones_text_with_and_without_a_batch(llama: Any, name: str) -> None:
-    method = methods(llama, Settings(max_new_tokens=15))[name]
+    method = methods(llama, Settings(max_new_tokens=10))[name]
     together, alone = method(PROMPTS, None), [method([prompt], None)[0] for prompt in PROMPTS]
     for result, single, prompt in zip(together, alone, PROMPTS, strict=True):
         assert result.input_ids == prompt
-        assert result.new_ids == single.new_ids == plain(llama, prompt, max_new_tokens=15)
+        assert result.new_ids == single.new_ids == plain(llama, prompt, max_new_tokens=10)
         assert sum(result.step_lengths) == len(result.new_ids)
         assert len(result.step_lengths) == len(result.uncut_lengths)
         assert all(cut <= whole for cut, whole in zip(result.step_lengths, result.uncut_lengths, strict=True))
@@ -64,7 +64,7 @@ def test_each_step_calls_on_step(llama: Any, name: str) -> None:
 def test_kept_hidden_states_equal_those_of_a_forward_over_the_text(family: str, temperature: float, name: str) -> None:
     """The tolerance is rounding: float32, sums of some dozen terms in another order (1e-6), times a few layers."""
     model = tiny_model(family)
-    heads, settings = random_heads(model), Settings(max_new_tokens=15, temperature=temperature)
+    heads, settings = random_heads(model), Settings(max_new_tokens=10, temperature=temperature)
     decode = (
         plain_method(model, settings, keep_hidden=True)
         if name == "plain"

@@ -125,8 +125,7 @@ def require_drawn(
     assert (draft.ids[:, first] != draft.ids[:, second]).all(), "siblings differ"
 
 
-@pytest.mark.parametrize("lm_head", ["shared", "own"])
-@pytest.mark.parametrize("kind", FOLLOWING)
+@pytest.mark.parametrize(("kind", "lm_head"), [*((kind, "shared") for kind in FOLLOWING), ("hydra", "own")])
 def test_nodes_of_a_static_tree(llama: Any, kind: str, lm_head: str) -> None:
     heads, tree, start = heads_for(llama, kind, lm_head=lm_head), random_tree(14, 1, max_depth=3), frontier(llama)
     with torch.no_grad():
@@ -139,8 +138,7 @@ def test_nodes_of_a_static_tree(llama: Any, kind: str, lm_head: str) -> None:
             assert token == int(said.argsort(descending=True, stable=True)[tree.rank[node]])
 
 
-@pytest.mark.parametrize("kind", FOLLOWING)
-@pytest.mark.parametrize("nodes", [2, 6, 15])
+@pytest.mark.parametrize(("kind", "nodes"), [*((kind, 15) for kind in FOLLOWING), ("hydra", 2), ("eagle", 6)])
 def test_a_dynamic_tree_holds_the_most_probable_paths(
     llama: Any, kind: str, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,8 +166,9 @@ def test_shallow_dynamic_trees_are_filled(llama: Any, nodes: int) -> None:
         assert len({tuple(path_to(draft, row, node)) for node in range(nodes)}) == nodes
 
 
-@pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("kind", FOLLOWING)
+@pytest.mark.parametrize(
+    ("kind", "copies"), [*((kind, False) for kind in FOLLOWING), ("markov", True), ("eagle", True)]
+)
 @torch.no_grad()
 def test_a_drawn_tree_holds_its_draft_distributions(llama: Any, kind: str, copies: bool) -> None:
     scale = 1.0 if kind == "markov" else 2.0  # with 2.0, the root gives one token all probability

@@ -135,7 +135,7 @@ def test_a_smaller_tree_is_a_part_of_the_tree() -> None:
 def test_the_server_adapts_if_texts_do_not_depend_on_drafts(
     generator: TextGenerator, how: dict[str, Any], adapts: bool
 ) -> None:
-    worker, settings = BatchWorker(generator, 2, adapts=True), Settings(max_new_tokens=12, **how)
+    worker, settings = BatchWorker(generator, 2, adapts=True), Settings(max_new_tokens=12 if adapts else 4, **how)
     rows = [
         BatchRow(generator.tokenizer(prompt)["input_ids"], settings, seed, lambda event: None)
         for seed, prompt in enumerate(PROMPTS[:2])
