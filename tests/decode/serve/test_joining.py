@@ -32,7 +32,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def arrivals(kinds: list[dict[str, Any]], count: int = 8) -> list[dict[str, Any]]:
+def arrivals(kinds: list[dict[str, Any]], count: int = 10) -> list[dict[str, Any]]:
     """Requests of many lengths, each with the step at which it arrives."""
     rng = random.Random(3)
     return [
@@ -89,7 +89,7 @@ def alone(model: Any, asked: list[dict[str, Any]]) -> list[list[int]]:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "gpt2", "deepseek_v3"])
 def test_texts_are_those_of_generate(family: str) -> None:
     """Greedy and sampled texts, and texts with penalties, are decoded in one batch with one tree."""
-    model, asked = shared_model(family), arrivals(KINDS)
+    model, asked = shared_model(family), arrivals(KINDS)  # with fewer, no penalised text is left by others
     factory = drafter_factory(None, DrafterContext(model, random_heads(model), "topk:3,2,2"))
     texts = decode(model, factory, asked)
     assert texts == alone(model, asked)
@@ -102,7 +102,7 @@ def test_texts_are_those_of_generate(family: str) -> None:
 )
 def test_every_drafter_goes_on_when_texts_join(kind: str, factory_of: Any) -> None:
     """With the others, texts join in test_adaptive.py."""
-    model, asked = shared_model(), arrivals(KINDS)
+    model, asked = shared_model(), arrivals(KINDS, 8)
     assert decode(model, factory_of(kind) if kind else None, asked) == alone(model, asked)
 
 
