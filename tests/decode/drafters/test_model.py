@@ -108,7 +108,9 @@ def test_drawn_drafts_have_the_targets_distribution(llama: Any, widths: str, top
 def test_sampled_experiments_draw_among_the_best_candidates(llama: Any) -> None:
     source = DraftModel(draft_model(llama), Tree.top_k([2]), topk=5)
     made = Experiment(llama, source, PROMPTS[0], Settings(temperature=2.0), torch.Generator().manual_seed(0))
-    draft, _ = made._sampled(None)(2_000)
+    context = made.context
+    drafter = made.source.start(context.session, drawn=True)
+    draft = drafter.draw(context.frontier, context.session.target, made.draws, 2_000)
     assert len(draft.ids[:, 1:].unique()) == 5
 
 
