@@ -275,15 +275,12 @@ def test_samples_have_the_target_distribution() -> None:
     assert passes([made.run(Rule("rejection", draft), 0, 20_000) for draft in ("topk", "sample")])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "lm_head", "tree"),
-    [
-        ("medusa", "shared", "topk:2,1"),
-        pytest.param("recurrent", "own", "dynamic:4", marks=pytest.mark.full),
-    ],
+    ("kind", "lm_head", "tree"), [("medusa", "own", "topk:3,2,1"), ("recurrent", "shared", "dynamic:4")]
 )
 def test_whole_steps_can_be_compiled(kind: str, lm_head: str, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are captured without a graph break, as in tests/decode/compiled/test_compiled.py."""
+    """Steps are captured without a graph break, as one is in tests/decode/compiled/test_compiled.py."""
 
     def traced(step: Any, *how: Any) -> Any:
         torch._dynamo.reset()

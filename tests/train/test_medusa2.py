@@ -218,19 +218,18 @@ def test_the_teacher_is_tilted_towards_what_the_first_head_predicted_a_token_bef
 def test_a_tilted_teacher_makes_the_text_easier_to_predict(recipe: Any, seen: Any) -> None:
     """The heads are frozen, so the backbone changes: it gives more probability to their guesses."""
     settings = {"max_steps": 5, "save_strategy": "no", "learning_rate": 1e-9, "lr_scheduler_type": "constant"}
-    still = {"training": settings, "heads": {"num": 2, "lm_head": "shared"}}
-    recipe("upright", adapter={"lambda_0": 1e-9, "learning_rate": 3e-2}, **still)
-    recipe("tilt", adapter={"lambda_0": 1e-9, "learning_rate": 3e-2, "teacher_tilt": 0.5}, **still)
-    expected = []
-    for trainer in seen:
-        ids = torch.tensor([random_ids(LENGTH, seed=seed) for seed in range(8)])
+    tilted = {"lambda_0": 1e-9, "learning_rate": 3e-2, "teacher_tilt": 0.5}
+    recipe(training=settings, heads={"num": 2, "lm_head": "shared"}, adapter=tilted)
+    (trainer,) = seen
+    ids, expected = torch.tensor([random_ids(LENGTH, seed=seed) for seed in range(8)]), []
+    for backbone in (Backbone(tiny_model("llama")), trainer.backbone):
         with torch.no_grad():
-            hidden = trainer.backbone.hidden_states(ids, use_cache=False)
-            guess = trainer.heads(HeadInputs(hidden[:, :-1]), trainer.backbone.lm_head)[0].log_softmax(-1)
-            chosen = trainer.backbone.lm_head(hidden[:, 1:]).softmax(-1)
+            hidden = backbone.hidden_states(ids, use_cache=False)
+            guess = trainer.heads(HeadInputs(hidden[:, :-1]), backbone.lm_head)[0].log_softmax(-1)
+            chosen = backbone.lm_head(hidden[:, 1:]).softmax(-1)
         expected.append(float((chosen * guess).sum(-1).mean()))
-    assert [trainer.trained.teacher_tilt for trainer in seen] == [0, 0.5]
-    assert rates_of(seen[1]) == ({1e-9}, {3e-2})
+    assert trainer.trained.teacher_tilt == 0.5
+    assert rates_of(trainer) == ({1e-9}, {3e-2})
     assert expected[1] > expected[0] + 0.3, "nats"
 
 
