@@ -163,9 +163,9 @@ def test_text_equals_plain_decoding_and_the_backbone_is_unchanged(model: Any, tm
     heads = read(model, tmp_path, tensors, prefix)
     prompts = [random_ids(n, seed=n) for n in (5, 9)]
     for tree in ("topk:3,2,2", "dynamic:9"):
-        out = generate(model, heads, **left_padded(prompts), tree=tree, max_new_tokens=12)
+        out = generate(model, heads, **left_padded(prompts), tree=tree, max_new_tokens=6)
         for row, prompt in enumerate(prompts):
-            assert out[row, 9:].tolist() == plain(model, prompt, max_new_tokens=12)
+            assert out[row, 9:].tolist() == plain(model, prompt, max_new_tokens=6)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
