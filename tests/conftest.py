@@ -135,6 +135,28 @@ def llama() -> Any:
     return shared_model()
 
 
+_CHECKED: dict[Any, Any] = {}  # results of self-tests
+
+
+@pytest.fixture(scope="module")
+def one_tree_check() -> Iterator[None]:
+    """Let the self-test of trees run once for all models of one configuration, instead of for each that is loaded."""
+    from decode import tree_check
+    from medusa.backbone import by_value
+
+    check = tree_check._check
+
+    def once(model: Any, **how: bool) -> Any:
+        key = (type(model), model.dtype, by_value(model.config), *how)
+        if key not in _CHECKED:
+            _CHECKED[key] = check(model, **how)
+        return _CHECKED[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_check, "_check", once)
+        yield
+
+
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """Token i is the i-th character of `LETTERS`, so texts can be read off ids."""

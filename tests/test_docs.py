@@ -194,6 +194,7 @@ def one_cache(caches: Iterator[Path]) -> Path:
     return next(caches)
 
 
+@pytest.mark.usefixtures("one_tree_check")
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # seconds on a free machine
 @pytest.mark.parametrize(

@@ -18,6 +18,11 @@ from tests.commands.place import Distilled, Outcome, Place, build, lines_of, wit
 from tests.helpers import times_of_few_steps
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_tree_checks(one_tree_check: None) -> None:
+    """Commands load the same models again and again."""
+
+
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return build(tmp_path_factory.mktemp("place"))

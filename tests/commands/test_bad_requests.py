@@ -127,9 +127,9 @@ def test_a_damaged_backbone(refused: Any, place: Place, copied: Path, name: str,
 
 def test_a_backbone_with_a_missing_tensor_is_rejected(refused: Any, place: Place, copied: Path) -> None:
     tensors = load_file(copied / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    assert "model.layers.1.mlp.up_proj.weight" in refused(*generate(place, **{"--backbone": str(copied)}))
+    assert "model.layers.0.mlp.up_proj.weight" in refused(*generate(place, **{"--backbone": str(copied)}))
 
 
 # --- training and distillation ---------------------------------------------------------------------------------------

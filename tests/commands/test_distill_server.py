@@ -377,7 +377,8 @@ def test_ctrl_c_while_requests_are_queued_ends_the_run(
 
 def test_failures_between_answers_do_not_end_the_run(by_server: Any, server: FakeServer) -> None:
     server.trouble = lambda number, body: (400, {}, "no") if body["prompt"][0] % 2 else False
-    done = by_server("--concurrency", "1", prompts=[{"text": letter * 2} for letter in LETTERS[:50]])
+    prompts = [{"text": LETTERS[number % 26] * (2 + number // 26)} for number in range(50)]
+    done = by_server("--concurrency", "1", prompts=prompts)
     assert "25 of 50 texts could not be generated" in done.err
     assert by_key(done.lines).keys() == {(n, 0) for n in range(0, 50, 2)}
 

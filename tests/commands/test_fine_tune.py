@@ -87,7 +87,7 @@ def test_continued_heads_begin_with_the_loss_of_the_heads_that_they_continue(
     new = train(recipe("new", {"num": 2, "kind": "markov"}, **FROZEN))
     continued = train(recipe("continued", start, **FROZEN))
     assert same(base, tmp_path / "continued")
-    assert continued.heads["head1_top1"] > 10 * new.heads["head1_top1"], "most of what was learnt holds"
+    assert continued.heads["head1_top1"] > 5 * new.heads["head1_top1"], "most of what was learnt holds"
     assert continued.loss < new.loss
 
 

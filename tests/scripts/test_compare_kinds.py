@@ -18,6 +18,7 @@ from medusa.loading import load_backbone
 from tests.helpers import random_heads
 
 
+@pytest.mark.usefixtures("one_tree_check")
 def test_two_kinds_on_the_embedded_backbone(tmp_path: Path) -> None:
     model = load_backbone("demo").model
     for kind in ("medusa", "eagle"):

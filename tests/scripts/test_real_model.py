@@ -49,6 +49,7 @@ def data(tmp_path: Path, short: None) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("one_tree_check")
 def test_every_stage_runs_once_and_is_reported(data: Path, capsys: pytest.CaptureFixture[str], full: bool) -> None:
     """Without `--full`, one kind of heads is trained instead of two, and there are fewer prompts and temperatures."""
     kinds = ["markov", "eagle"][: 1 + full]
