@@ -96,7 +96,7 @@ def decoded(llama: Any) -> tuple[Any, Any, list[tuple[list[int], list[int]]]]:
 
 
 TREES = {"chain": Tree.chain(3), "4,3,2": Tree.top_k([4, 3, 2])}
-TREES |= {f"dynamic {nodes}": DynamicTree.over_heads(nodes, 3, (0.7, 1.0, 1.5)) for nodes in (2, 20)}
+TREES |= {"dynamic 20": DynamicTree.over_heads(20, 3, (0.7, 1.0, 1.5))}
 
 
 @pytest.mark.parametrize("name", [*TREES, "sampled"])
@@ -146,7 +146,7 @@ def test_no_random_tree_of_the_size_beats_the_grown_one(nodes: int) -> None:
     best = grow(recording, nodes)
     assert best.num_nodes == nodes
     tau = predicted_tau(best, recording)
-    others = [random_tree(nodes - 1, seed, max_rank=3, max_depth=4) for seed in range(80)]
+    others = [random_tree(nodes - 1, seed, max_rank=3, max_depth=4) for seed in range(40)]
     assert tau >= max(predicted_tau(tree, recording) for tree in others)
     if nodes <= 5:
         assert tau >= predicted_tau(Tree.chain(nodes - 1), recording)
@@ -170,7 +170,7 @@ def test_no_tree_of_a_size_exceeds_the_highest_tau(nodes: int) -> None:
     recording = Recording([random_ranks(seed, 300) for seed in range(5)])
     highest = highest_tau(nodes, recording)
     rng = random.Random(0)
-    for _ in range(60):
+    for _ in range(30):
         paths: list[tuple[int, ...]] = []
         while len(paths) < nodes - 1:
             above = rng.choice([(), *(path for path in paths if len(path) < 4)])

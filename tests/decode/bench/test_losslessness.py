@@ -316,11 +316,11 @@ def test_ties_are_distinguished_from_errors(model: Any) -> None:
     assert not compare_greedy(twin.double(), methods(twin)[0], swapped, [prompt]).divergences[0].bound
 
 
-@pytest.mark.parametrize("scale", [1, 30, 1000])
+@pytest.mark.parametrize("scale", [1, 1000])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_rounding_is_told_from_errors_at_any_scale_of_the_logits(dtype: torch.dtype, error: float, scale: int) -> None:
     """Rounding: a text read token by token. The error, a share of the largest logit, is one of the masks or caches."""
-    model, ids = tiny_model("llama", initializer_range=0.15), torch.tensor([random_ids(60)])
+    model, ids = tiny_model("llama", initializer_range=0.15), torch.tensor([random_ids(24)])
     with torch.no_grad():
         model.lm_head.weight.mul_(scale / model(ids).logits.abs().max())
         model.to(dtype)

@@ -98,7 +98,7 @@ def test_texts_are_those_of_generate(family: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["", "model", "mix", "eagle-3", "hydra", "dflash, markov"],
+    ["", "eagle-3", "hydra", "dflash, markov"],
 )
 def test_every_drafter_goes_on_when_texts_join(kind: str, factory_of: Any) -> None:
     """With the others, texts join in test_adaptive.py."""

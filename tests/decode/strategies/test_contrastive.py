@@ -175,10 +175,11 @@ def test_every_drafter_and_model_generate_write_the_same(expert: Any, small: Any
     seeds = [1, 2, 3]
     methods = {
         "heads": medusa_method(expert, random_heads(expert), settings, tree="topk:6,3"),
-        "ngram": medusa_method(expert, None, settings, drafter="ngram:n=1"),
-        "lookahead": medusa_method(expert, None, settings, drafter="lookahead"),
         "mix": medusa_method(expert, random_heads(expert), settings, drafter="mix:heads+ngram:n=1"),
     }
+    if not settings.do_sample:  # the same steps with other drafts
+        for spec in ("ngram:n=1", "lookahead"):
+            methods[spec] = medusa_method(expert, None, settings, drafter=spec)
     texts = [result.new_ids for result in plain_method(expert, settings)(PROMPTS, seeds=seeds)]
     theirs = transformers_method(expert, settings)
     assert texts == [theirs([p], seeds=[seed])[0].new_ids for p, seed in zip(PROMPTS, seeds, strict=True)]
