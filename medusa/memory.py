@@ -96,8 +96,9 @@ def bytes_of(module: nn.Module) -> int:
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that a quantised tensor consists of; of any other tensor, itself."""
-    if hasattr(type(tensor), "__tensor_flatten__"):  # asking the tensor itself takes ten times as long
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    flatten = getattr(type(tensor), "__tensor_flatten__", None)  # asking the tensor itself takes ten times as long
+    if flatten is not None:
+        names, _ = flatten(tensor)
         for name in names:
             yield from plain_tensors(getattr(tensor, name))
     else:

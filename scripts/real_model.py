@@ -58,8 +58,10 @@ from medusa.records.record import Record
 from real_measure import methods_of, read_prompts, taus, text_speeds
 from real_report import write_report
 from script_tools import run_script, script_parser
+from train.config import HeadsConfig
 from train.recipe import parse_recipe
 from train.run import train
+from train.sections import validated
 
 STAGES = ("text", "train", "calibrate", "tau", "speed", "engine", "curve", "report")
 TEMPERATURES = (0.7, 1.0)  # of samples whose speed is measured, beside greedy texts
@@ -320,7 +322,9 @@ def kind_and_settings(text: str) -> tuple[str, Json]:
     pairs = [setting.partition("=") for setting in settings]
     if not all(key and value for key, _, value in pairs):
         raise RequestError(f"--kinds has {text!r}; write KIND:KEY=VALUE, with keys of `heads` in a recipe")
-    return kind, {key: yaml.safe_load(value) for key, _, value in pairs}
+    given = {key: yaml.safe_load(value) for key, _, value in pairs}
+    validated(HeadsConfig, {"kind": kind, **given}, f"--kinds has {text!r}: ", "heads.")
+    return kind, given
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -99,8 +99,9 @@ def quiet_and_on_one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def looked_up_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what each command looks up: entry points (0.02 s; a test's own packages come first in sys.path), and configs
-    as text, which transformers makes for a log that nobody reads."""
+    """Look up entry points once (0.02 s), unless a test has put packages of its own first in sys.path.
+
+    And do not write configs as text, which transformers does for its log whenever it loads one."""
     from transformers import PreTrainedConfig
 
     from medusa import registry

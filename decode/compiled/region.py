@@ -34,6 +34,7 @@ KEPT = 32
 SHARE = 1 / 8
 """Part of the device's memory that the caches of kept regions may fill; the least recently used are freed first."""
 COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
+"""What each module has and the key need not hold as it is. Two are left, so that `_settings` gives tuples."""
 PLAIN = (bool, int, float, str, type(None))
 ARE_PLAIN = frozenset(PLAIN).issuperset
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)

@@ -169,7 +169,7 @@ def why_too_long(model: PreTrainedModel, prompt: int, new: int) -> str:
     boundary = longrope_boundary(model)
     if boundary is None or prompt + new <= boundary:
         return ""
-    told = f"a prompt of {prompt} tokens and {new} new ones may pass them; write fewer new tokens"
+    told = f"a prompt of {prompt} tokens and {new} new ones may be longer; write fewer new tokens"
     return f"longrope rotates texts of more than {boundary} tokens differently, and {told}"
 
 

@@ -85,6 +85,11 @@ def test_every_stage_runs_once_and_is_reported(data: Path, capsys: pytest.Captur
 def test_kinds_come_with_settings() -> None:
     assert real_model.kind_and_settings("markov") == ("markov", {})
     assert real_model.kind_and_settings("dflash:edges=none:layers=2") == ("dflash", {"edges": "none", "layers": 2})
-    for wrong, told in (("dfash", "dflash"), ("dflash:edges", "KIND:KEY=VALUE"), ("dflash:=2", "KIND:KEY=VALUE")):
+    for wrong, told in (
+        ("dfash", "dflash"),
+        ("dflash:edges", "KIND:KEY=VALUE"),
+        ("dflash:=2", "KIND:KEY=VALUE"),
+        ("dflash:edgs=none", "unknown key heads.edgs"),
+    ):
         with pytest.raises(RequestError, match=told):
             real_model.kind_and_settings(wrong)

@@ -2,7 +2,7 @@
 
 `as_written` runs a region's step without compiling it, which shows that fixed shapes decide as the eager loop does;
 `traced` lets torch.compile capture it whole (`fullgraph` raises at a graph break) without making machine code, which
-takes most of the time. Both are fixtures of conftest.py. Tests go all the way with `--full`."""
+takes most of the time. Both are fixtures of conftest.py. Tests that make machine code run with `--full`."""
 
 from __future__ import annotations
 

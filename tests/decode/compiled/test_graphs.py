@@ -165,10 +165,16 @@ CPU = torch.device("cpu")
 OWN: dict[str, Any] = {"compile": True, "cuda_graphs": "own"}
 
 
+def ids_of(*given: Any, **options: Any) -> Tensor:
+    """What `generate` returns, as ids."""
+    out = generate(*given, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
 def texts(model: Any, heads: Any, prompts: list[list[int]], tree: Any, **options: Any) -> list[list[int]]:
     inputs = left_padded(prompts)
-    out = generate(model, heads, **inputs, tree=tree, eos_token_id=None, **options)
-    assert isinstance(out, Tensor)
+    out = ids_of(model, heads, **inputs, tree=tree, eos_token_id=None, **options)
     return out[:, inputs["input_ids"].shape[1] :].tolist()
 
 
@@ -284,15 +290,15 @@ def test_texts_are_equal_though_their_ends_are_seen_a_step_late(
     monkeypatch.setattr(Region, "__call__", with_room)
     model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
     batch = left_padded([random_ids(length, seed=length) for length in (3, 9, 6)])
-    call = partial(generate, model, random_heads(model), **batch, tree="chain", max_new_tokens=26, **options)
+    call = partial(ids_of, model, random_heads(model), **batch, tree="chain", max_new_tokens=26, **options)
     width, every = batch["input_ids"].shape[1], call(compile=True, cuda_graphs="off", eos_token_id=None)
-    eos, stop = int(every[0, width + 5]), int(every[1, width + 13])  # type: ignore[index]
+    eos, stop = int(every[0, width + 5]), int(every[1, width + 13])
     ends: dict[str, Any] = {"eos_token_id": eos, "pad_token_id": 0, "stopping_criteria": [After(stop)]}
     expected = call(compile=True, cuda_graphs="off", **ends)
-    assert not torch.equal(expected[:, : width + 26], every[:, : expected.shape[1]])  # type: ignore[index, union-attr, arg-type]
+    assert not torch.equal(expected[:, : width + 26], every[:, : expected.shape[1]])
     assert not FakeEvent.log
     for _ in range(2):
-        assert torch.equal(expected, call(**OWN, **ends))  # type: ignore[arg-type]
+        assert torch.equal(expected, call(**OWN, **ends))
     assert "sent sent read" in " ".join(FakeEvent.log)
 
 
@@ -304,8 +310,8 @@ def test_a_step_starts_before_the_host_reads_the_one_before(ends: bool, fake_cud
     end = next(at for at in range(20, 60) if written[at] not in written[:at]) if ends else 59
     options: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": written[end] if ends else None}
     ids, heads = torch.tensor([prompt]), random_heads(model)
-    found = generate(model, heads, ids, tree=Tree.chain(0), do_sample=False, **OWN, **options)
-    assert found[0, 5:].tolist() == written[: end + 1]  # type: ignore[index]
+    found = ids_of(model, heads, ids, tree=Tree.chain(0), do_sample=False, **OWN, **options)
+    assert found[0, 5:].tolist() == written[: end + 1]
     log, steps = FakeEvent.log, end  # the last token needs no step
     assert log.count("sent") == log.count("read") == steps + ends
     unread = [log[:at].count("sent") - log[:at].count("read") for at in range(len(log))]

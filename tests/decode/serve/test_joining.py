@@ -96,10 +96,7 @@ def test_texts_are_those_of_generate(family: str) -> None:
     assert len({len(text) for text in texts}) > 2
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["", "eagle-3", "hydra", "dflash, markov"],
-)
+@pytest.mark.parametrize("kind", ["", "markov", "eagle-3", "hydra", "dflash, markov"])
 def test_every_drafter_goes_on_when_texts_join(kind: str, factory_of: Any) -> None:
     """With the others, texts join in test_adaptive.py."""
     model, asked = shared_model(), arrivals(KINDS, 8)
