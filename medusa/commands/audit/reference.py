@@ -7,7 +7,7 @@ the number of tokens in a text."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ NEAREST = 8  # the most probable tokens whose logits' rounding is measured
 MEASURED = 3  # prompts that are decoded to measure it
 BINS = 20  # of the places of tokens in their distributions
 CLEAR = 1e-3  # p-values from here on need no other explanation
+TOGETHER = 256  # tokens of sampled texts that are read together
 REPAIRS = 64  # places of a text where its tokens are found by the reference's guess
 
 
@@ -77,13 +78,17 @@ class ModelReference:
         """A unit in the last place of the largest logit."""
         return torch.finfo(self.model.dtype).eps * self.scale
 
-    def _tensor(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor([list(ids)], device=Backbone(self.model).device)
+    def _tensor(self, *texts: Sequence[int]) -> Tensor:
+        return torch.tensor([list(ids) for ids in texts], device=Backbone(self.model).device)
 
-    @torch.inference_mode()
     def _logits(self, ids: Sequence[int]) -> Tensor:
         """Return the logits [L, V] of a forward over a text."""
-        return self.model(input_ids=self._tensor(ids), use_cache=False).logits[0].float().cpu()
+        return self._logits_of([ids])[0]
+
+    @torch.inference_mode()
+    def _logits_of(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits [B, L, V] of a forward over B texts of one length."""
+        return self.model(input_ids=self._tensor(*texts), use_cache=False).logits.float().cpu()
 
     @torch.inference_mode()
     def _last_by_cache(self, ids: Sequence[int]) -> Tensor:
@@ -208,25 +213,41 @@ class ModelReference:
         If the tokens at a place are laid side by side from 0 to 1, the most probable first, each as wide as it is
         probable, then a random point in the width of the written token is uniform, whatever the distribution is."""
         generator, points, impossible = torch.Generator().manual_seed(0), list[Tensor](), 0
-        for prompt, text in texts:
-            assert isinstance(prompt, list)
-            ids = list(text.ids or [])
-            if text.ended and self.eos and (not ids or ids[-1] not in self.eos):
-                ids.append(self.eos[0])
-            if ids:
-                logits = self._logits(prompt + ids)[len(prompt) - 1 : -1]
-                if len(ids) > len(text.ids or []):  # the server does not tell which of several EOS it wrote
-                    ids[-1] = max(self.eos, key=lambda token: float(logits[-1, token]))
-                found, missed = self._points(logits, ids, setting, warps_last, generator)
-                points.append(found)
-                impossible += missed
-            advance()
+        for ids, logits in self._read(texts, advance):
+            found, missed = self._points(logits, ids, setting, warps_last, generator)
+            points.append(found)
+            impossible += missed
         if not points:
             return GoodnessOfFit()
         counts = torch.cat(points).mul(BINS).long().clamp(0, BINS - 1).bincount(minlength=BINS)
         error = (self.unit / setting.temperature) ** 2 / 6
         fit = goodness_of_fit(counts, torch.full((BINS,), 1 / BINS), error)
         return fit._replace(impossible=impossible, p_value=0.0) if impossible else fit
+
+    def _read(
+        self, texts: Sequence[tuple[Prompt, Text]], advance: Callable[[], object]
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield the ids of each text that has any, and the logits [L, V] before them; texts of one length together.
+
+        Texts of different lengths would need padding, which some models do not read as if it were not there."""
+        by_length: dict[int, list[tuple[list[int], list[int], bool]]] = {}
+        for prompt, text in texts:
+            assert isinstance(prompt, list)
+            ids = list(text.ids or [])
+            unnamed = text.ended and bool(self.eos) and (not ids or ids[-1] not in self.eos)
+            ids += self.eos[:1] if unnamed else []
+            by_length.setdefault(len(prompt) + len(ids), []).append((prompt, ids, unnamed))
+        for length, alike in by_length.items():
+            rows = max(TOGETHER // length, 1)
+            for some in (alike[start : start + rows] for start in range(0, len(alike), rows)):
+                read = self._logits_of([prompt + ids for prompt, ids, _ in some])
+                for (prompt, ids, unnamed), logits in zip(some, read, strict=True):
+                    before = logits[len(prompt) - 1 : -1]
+                    if unnamed:  # the server does not tell which of several EOS it wrote
+                        ids[-1] = self.eos[int(before[-1, self.eos].argmax())]
+                    if ids:
+                        yield ids, before
+                    advance()
 
     def _points(
         self, logits: Tensor, ids: Sequence[int], setting: Setting, warps_last: bool, generator: torch.Generator
