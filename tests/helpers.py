@@ -102,6 +102,11 @@ FIRST_TRANSFORMERS = Version(transformers.__version__) < Version("5.18")
 """Whether this is transformers 5.17, the lower bound, which does a few things in another way than later versions."""
 
 
+def weekly(*rows: Any) -> list[Any]:
+    """Rows of a list of parameters that run with `--full` only: further examples of what other rows show."""
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.full) for row in rows]
+
+
 def tiny_model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A random model, small enough for thousands of forwards; `family` as in FAMILIES or in docs/architectures.md."""
     return tiny_models.tiny_model(FAMILIES.get(family, family), seed, dtype, **overrides)

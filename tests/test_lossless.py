@@ -37,6 +37,7 @@ from tests.helpers import (
     random_tree,
     shared_model,
     tiny_model,
+    weekly,
 )
 
 TREES = {
@@ -46,7 +47,7 @@ TREES = {
     "deep": Tree.from_paths([[0] * d for d in range(1, 6)] + [[0] * d + [1] for d in range(5)]),
     "root alone": Tree.chain(0),
 }
-NEW = 24
+NEW = 16
 PROMPTS = [random_ids(9, seed=1), random_ids(4, seed=2), random_ids(6, seed=3)]
 
 
@@ -79,7 +80,7 @@ def ids_of(taken: list[Any], row: int = 0) -> list[int]:
 def test_greedy_equals_plain_greedy(family: str, name: str, dtype: torch.dtype) -> None:
     """The drafts hold a random number of correct tokens in every step, at random nodes of the tree."""
     model, tree, rng = shared_model(family, dtype=dtype), TREES[name], random.Random(0)
-    session, taken, text = scripted(model, random_ids(7), tree, lambda step: rng.randint(0, tree.max_depth), new=30)
+    session, taken, text = scripted(model, random_ids(7), tree, lambda step: rng.randint(0, tree.max_depth), new=18)
     assert session.sequences.new_ids[0] == text
     assert ids_of(taken) == text
     if tree.max_depth > 1:
@@ -186,7 +187,7 @@ def change(model: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(type(model), "forward", tilted)
 
 
-@pytest.mark.parametrize("how", ["forward hook", "pre-hook", "forward of the model", "forward of the class"])
+@pytest.mark.parametrize("how", ["forward hook", "pre-hook", *weekly("forward of the model"), "forward of the class"])
 def test_changes_of_the_whole_model_are_honoured(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In most models the base and the LM head run apart, which would leave out hooks on the whole model."""
     model, prompts = tiny_model("llama"), [random_ids(9, seed=1), random_ids(4, seed=2)]
@@ -222,15 +223,14 @@ SAMPLING = {
 def test_one_seed_gives_the_same_text_as_plain_sampling(llama: Any, options: dict) -> None:
     """With one draw per token, in order, the sample itself equals that of `model.generate`."""
     options = {"do_sample": True, "top_k": 0} | options
-    for seed in range(2):
-        prompt = random_ids(6, seed)
-        torch.manual_seed(seed)
-        text = plain(llama, prompt, max_new_tokens=NEW, **options)
-        drafter = ScriptedDrafter(TREES["random"], [text], lambda step: step % 4, seed=seed)
-        torch.manual_seed(seed)
-        session, taken = decode_with(llama, drafter, [prompt], max_new_tokens=NEW, **options)
-        assert ids_of(taken) == text == session.sequences.new_ids[0]
-        assert len(taken) < len(text) or len(text) == 1, "nothing was accepted: no power"
+    prompt = random_ids(6)
+    torch.manual_seed(0)
+    text = plain(llama, prompt, max_new_tokens=NEW, **options)
+    drafter = ScriptedDrafter(TREES["random"], [text], lambda step: step % 4)
+    torch.manual_seed(0)
+    session, taken = decode_with(llama, drafter, [prompt], max_new_tokens=NEW, **options)
+    assert ids_of(taken) == text == session.sequences.new_ids[0]
+    assert len(taken) < len(text), "nothing was accepted: no power"
 
 
 @pytest.mark.parametrize(("kind", "draft"), [("medusa", "topk"), ("medusa", "sample"), ("markov", "sample")])
@@ -292,9 +292,9 @@ def test_sampled_texts_have_the_models_distribution(kind: str, draft: str, monke
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3"])
 def test_each_row_of_a_ragged_batch_equals_its_text_alone(family: str) -> None:
     model, tree, rng = shared_model(family), TREES["random"], random.Random(0)
-    texts = [plain(model, prompt, max_new_tokens=30) for prompt in PROMPTS]
+    texts = [plain(model, prompt, max_new_tokens=18) for prompt in PROMPTS]
     drafter = ScriptedDrafter(tree, texts, lambda step: rng.randint(0, 4))
-    session, taken = decode_with(model, drafter, max_new_tokens=30, do_sample=False, **left_padded(PROMPTS))
+    session, taken = decode_with(model, drafter, max_new_tokens=18, do_sample=False, **left_padded(PROMPTS))
     assert session.sequences.new_ids == texts
     assert [ids_of(taken, row) for row in range(3)] == texts
 
@@ -324,7 +324,7 @@ def test_a_seeded_row_is_the_same_in_every_batch(llama: Any, draft: str) -> None
 
     alone = [cut(texts([row])[0]) for row in range(8)]
     assert len({len(text) for text in alone}) > 2, "all rows end together: no power"
-    for rows in ([0, 1, 2], [5, 3, 7], list(range(8)), list(reversed(range(8)))):
+    for rows in ([5, 3, 7], list(reversed(range(8)))):
         assert [cut(text) for text in texts(rows)] == [alone[row] for row in rows]
     if draft == "topk":  # one draw a token, in order: the sample is that of `model.generate`
         torch.manual_seed(104)
@@ -390,7 +390,7 @@ def test_the_drafter_gets_the_hidden_state_before_each_root() -> None:
     so the other tests would not detect the error. The rows are ragged, and one ends early; then one decodes alone.
     """
     model = tiny_model("llama", dtype=torch.float64)
-    texts = [plain(model, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+    texts = [plain(model, prompt, max_new_tokens=24) for prompt in PROMPTS]
     seen: list[tuple[int, int, torch.Tensor]] = []
 
     class Watching(ScriptedDrafter):
@@ -402,9 +402,9 @@ def test_the_drafter_gets_the_hidden_state_before_each_root() -> None:
 
     drafter = Watching(TREES["random"], texts, lambda step: step % 4)
     eos = next(token for token in texts[1][5:] if token not in texts[0] + texts[2])
-    decode_with(model, drafter, max_new_tokens=NEW, eos_token_id=eos, do_sample=False, **left_padded(PROMPTS))
+    decode_with(model, drafter, max_new_tokens=24, eos_token_id=eos, do_sample=False, **left_padded(PROMPTS))
     drafter = Watching(TREES["random"], texts, lambda step: step % 4)
-    decode_with(model, drafter, PROMPTS[:1], max_new_tokens=NEW, do_sample=False)
+    decode_with(model, drafter, PROMPTS[:1], max_new_tokens=24, do_sample=False)
     hidden = [model.model(torch.tensor([p + t])).last_hidden_state[0] for p, t in zip(PROMPTS, texts, strict=True)]
     assert len(seen) > 15
     for row, written, state in seen:
@@ -551,12 +551,12 @@ def test_rotary_scaling_that_depends_on_the_longest_position(scaling: dict) -> N
     In a tree that crosses the boundary (here 16), all nodes would be rotated differently than in plain decoding.
     """
     model = tiny_model("llama", rope_parameters=scaling, max_position_embeddings=32)
-    for seed in range(5):
+    for seed in range(2):
         _, taken, text = scripted(model, random_ids(10, seed), TREES["chain"], lambda step: step % 3, new=22)
         assert ids_of(taken) == text, f"prompt {seed}"
 
 
-@pytest.mark.parametrize("family", ["phi3, longrope", "phimoe, longrope"])
+@pytest.mark.parametrize("family", ["phi3, longrope", *weekly("phimoe, longrope")])
 def test_models_that_read_the_text_again_at_the_longrope_boundary(family: str) -> None:
     """Phi-3's own `generate` drops its cache at the boundary, since its keys were rotated by the short factors."""
     model = tiny_model(family)  # boundary 32

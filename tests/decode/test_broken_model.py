@@ -17,7 +17,7 @@ from decode.serve.batch import UNDEFINED, RunningBatch
 from decode.texts import stepper_for
 from medusa.backbone import Backbone
 from medusa.errors import RunError
-from tests.helpers import left_padded, random_heads, random_ids, run_as_written, tiny_model
+from tests.helpers import left_padded, random_heads, random_ids, run_as_written, tiny_model, weekly
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 20, "eos_token_id": None}
 MODES: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def read(taken: Iterator[Step], rows: list[list[int]], breaking: Breaking | None
             breaking.broken = number >= 2
 
 
-@pytest.mark.parametrize(("rows", "waits"), [(1, False), (3, True)])
+@pytest.mark.parametrize(("rows", "waits"), [(3, True), *weekly((1, False))])
 @pytest.mark.parametrize("mode", MODES)
 def test_sampling_ends_with_an_error(
     breaking: Breaking, monkeypatch: pytest.MonkeyPatch, mode: str, rows: int, waits: bool

@@ -46,7 +46,7 @@ from decode.target import Target
 from decode.topology import Topology
 from medusa import Tree
 from medusa.backbone import Backbone
-from tests.helpers import BLOCK_FORMS, random_heads, shared_model
+from tests.helpers import BLOCK_FORMS, random_heads, shared_model, weekly
 
 WORDS, TOKENS, DRAWS = 6, 3, 100_000
 FALSE_ALARM = 1e-5
@@ -226,8 +226,13 @@ def other_paths(draft: Draft, target: Any, noise: Any) -> Acceptance:
     return accept_sampled(draft._replace(proposal=Proposal(q.roll(1, 0), of_children)), target, noise)
 
 
-@pytest.mark.parametrize("shortlist", [4, WORDS])
-@pytest.mark.parametrize("name", BLOCK_FORMS)
+@pytest.mark.parametrize(
+    ("name", "shortlist"),
+    [
+        *[("dflash", WORDS), ("dflash, markov", 4), ("dflash, pairwise", 4), ("dflash, pairwise", WORDS)],
+        *weekly(("dflash", 4), ("dflash, markov", WORDS)),
+    ],
+)
 def test_texts_of_block_drafters_have_the_targets_distribution(name: str, shortlist: int) -> None:
     """With edges of each kind, and with all words or only some of them as candidates."""
     language = BlockDrafted(name, shortlist)

@@ -42,6 +42,7 @@ from tests.helpers import (
     run_as_written,
     shared_model,
     tiny_model,
+    weekly,
 )
 
 ANY_TOKEN: dict[str, Any] = {"do_sample": True, "temperature": 1e3, "top_k": 0}  # all are about as probable
@@ -107,7 +108,8 @@ def test_double_precision() -> None:
     [
         *((form, "static", 0) for form in FORMS),
         *((form, "dynamic", 0) for form in GROWN),
-        *((kind, "static", 1) for kind in RESIDUAL),
+        ("recurrent", "static", 1),
+        *weekly(*((kind, "static", 1) for kind in RESIDUAL if kind != "recurrent")),
     ],
 )
 def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(

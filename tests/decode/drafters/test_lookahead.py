@@ -27,7 +27,7 @@ from medusa.tree_support import LayerKind
 from tests.decode.drafters.test_drafters import PROMPTS
 from tests.decode.drafters.test_ngram import Request
 from tests.decode.drafters.test_paths import path_to
-from tests.helpers import FIRST_TRANSFORMERS, plain, random_ids, run_steps, tiny_model
+from tests.helpers import FIRST_TRANSFORMERS, plain, random_ids, run_steps, tiny_model, weekly
 
 CPU = torch.device("cpu")
 NEW = 20
@@ -125,7 +125,7 @@ class Jacobi:
         self.levels = [*self.levels[1:], answers]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral, window", "gpt2"])
+@pytest.mark.parametrize("family", ["mistral, window", "gpt2", *weekly("llama")])
 def test_drafts_equal_plain_jacobi_iteration(family: str) -> None:
     """Compare every step of a text, with cache, masks and positions, for two rows of different length."""
     model = tiny_model(family, dtype=torch.float64)

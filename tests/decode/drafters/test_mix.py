@@ -25,7 +25,7 @@ from medusa.errors import RequestError
 from medusa.tree import Tree
 from tests.decode.drafters.test_drafters import PROMPTS, draft_model, repetitive
 from tests.decode.drafters.test_paths import path_to
-from tests.helpers import FORMS, plain, random_heads, tiny_model
+from tests.helpers import FORMS, plain, random_heads, tiny_model, weekly
 
 NEW = 20
 Path = tuple[int, ...]
@@ -179,7 +179,7 @@ def test_a_draft_model_with_prompt_lookup() -> None:
         assert [token for step in taken for token in step.ids[0]] == text
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "eagle-3, variants", "mtp", "dflash, markov"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle-3, variants", "mtp", "dflash, markov", *weekly("hydra", "eagle")])
 def test_mixes_with_every_kind_of_heads(llama: Any, kind: str) -> None:
     """Heads of all kinds, with their own caches; the mix needs fewer steps than the heads alone."""
     heads = random_heads(llama, **FORMS[kind])

@@ -27,7 +27,7 @@ from medusa.errors import RequestError
 from medusa.loading import LoadOptions, load_backbone
 from tests.decode.drafters.test_drafters import draft_model
 from tests.decode.drafters.test_paths import path_to
-from tests.helpers import VOCAB, random_ids, run_steps, tiny_model
+from tests.helpers import VOCAB, random_ids, run_steps, tiny_model, weekly
 
 PROMPTS = [random_ids(5, seed=1), random_ids(9, seed=2), random_ids(7, seed=3)]
 SHAPES: dict[str, Any] = {
@@ -46,7 +46,7 @@ def said(model: Any, text: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        *(("llama", shape) for shape in SHAPES),
+        *weekly(*(("llama", shape) for shape in SHAPES)),
         *(("mistral, window", "tree"), ("gemma3_text", "dynamic"), ("llama4_text", "chain"), ("gpt2", "tree")),
     ],
 )

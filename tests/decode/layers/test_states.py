@@ -70,14 +70,13 @@ def scripted(model: Any, prompts: list[list[int]], tree: Tree) -> None:
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_every_type_writes_the_text_of_generate(name: str) -> None:
-    """In a ragged batch; with a static tree and a dynamic tree. Each kind of states: also alone, a chain, and plain."""
+    """In a ragged batch with a static tree. Each kind of states: also a dynamic tree, alone, a chain, and plain."""
     model, prompts = shared_model(name), prompts_of(*(LENGTHS if name in KINDS else LENGTHS[1:3]))
     scripted(model, prompts, random_tree(10, seed=1, max_depth=4))
-    settings, heads = Settings(max_new_tokens=NEW), random_heads(model, 3)
-    dynamic = medusa_method(model, heads, settings, tree=DynamicTree.over_heads(8, 3))
-    expected = texts_of(model, prompts)
-    assert [result.new_ids for result in dynamic(prompts[:2])] == expected[:2]
     if name in KINDS:
+        settings, heads, expected = Settings(max_new_tokens=NEW), random_heads(model, 3), texts_of(model, prompts)
+        dynamic = medusa_method(model, heads, settings, tree=DynamicTree.over_heads(8, 3))
+        assert [result.new_ids for result in dynamic(prompts[:2])] == expected[:2]
         scripted(model, prompts[2:3], Tree.chain(3))
         assert [result.new_ids for result in plain_method(model, settings)(prompts)] == expected
 
@@ -87,7 +86,7 @@ def test_prompts_longer_than_a_piece(name: str, monkeypatch: pytest.MonkeyPatch)
     """The padding of shorter rows, and whole pieces of it, change no state."""
     monkeypatch.setattr(decode.reader, "PIECE_TOKENS", 8)
     monkeypatch.setattr(decode.reader, "MIN_PIECE_ROW", 3)
-    model, prompts = shared_model(name), prompts_of(3, 40, 12, 1)
+    model, prompts = shared_model(name), prompts_of(3, 20, 12, 1)
     scripted(model, prompts, Tree.top_k([2, 1]))
 
 

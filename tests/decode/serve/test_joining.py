@@ -20,7 +20,7 @@ from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
 from decode.texts import TextGenerator, stepper_for
 from tests.decode.serve.server_tools import PROMPTS, admit, expected, said
-from tests.helpers import plain, random_heads, random_ids, shared_model, tiny_model
+from tests.helpers import plain, random_heads, random_ids, shared_model, tiny_model, weekly
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 KINDS: list[dict[str, Any]] = [
@@ -86,7 +86,7 @@ def alone(model: Any, asked: list[dict[str, Any]]) -> list[list[int]]:
     return [plain(model, one["prompt"], seed=one["seed"], **one["kwargs"]) for one in asked]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "llama4_text", "gpt2", *weekly("gemma3_text", "deepseek_v3")])
 def test_texts_are_those_of_generate(family: str) -> None:
     """Greedy and sampled texts, and texts with penalties, are decoded in one batch with one tree."""
     model, asked = shared_model(family), arrivals(KINDS)  # with fewer, no penalised text is left by others

@@ -13,7 +13,7 @@ from decode.serve.logprobs import LOWEST, PIECE, scored
 from decode.texts import TextGenerator
 from medusa.backbone import Backbone
 from tests.decode.serve.server_tools import PROMPTS, ask, choices_of, expected
-from tests.helpers import random_ids, shared_model
+from tests.helpers import random_ids, shared_model, weekly
 
 
 def of_forward(model: Any, ids: list[int]) -> torch.Tensor:
@@ -22,7 +22,7 @@ def of_forward(model: Any, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "cohere", "llama4_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", *weekly("mistral", "gpt2", "llama4_text")])
 def test_scores_are_those_of_the_models_own_forward(family: str) -> None:
     """The text has three pieces, and the models include those that scale or cap their logits."""
     model, ids = shared_model(family, max_position_embeddings=1024), random_ids(2 * PIECE + 40)
