@@ -46,7 +46,7 @@ def test_ids_and_steps_equal_the_originals(
     name: str, original: dict[str, Any], pair: tuple[Any, MedusaHeads], full: bool
 ) -> None:
     assert set(original["runs"]) == set(TREES)
-    run, new, prompts = original["runs"][name], 128 if full else 64, range(0, len(original["prompts"]), 2 - full)
+    run, new, prompts = original["runs"][name], 128 if full else 32, range(0, len(original["prompts"]), 2 - full)
     options = {"tree": Tree.from_paths(run["tree_paths"]), "max_new_tokens": new, "eos_token_id": None}
     batch = left_padded([original["prompts"][prompt] for prompt in prompts])
     taken = list(steps(*pair, **batch, **options, do_sample=False))

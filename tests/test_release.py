@@ -22,6 +22,13 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
+def test_every_package_is_listed() -> None:
+    found = {path.parent for name in ("medusa", "train", "decode") for path in (ROOT / name).rglob("*.py")}
+    names = {".".join(folder.relative_to(ROOT).parts) for folder in found}
+    assert names == {*PROJECT["tool"]["setuptools"]["packages"]}
+
+
+@pytest.mark.full
 def test_the_wheel_holds_every_file(tmp_path: Path) -> None:
     """Every package and every data file is listed. `.ci/check_wheel.py` also builds the sdist, and uses the wheel."""
     check_wheel = module_of(ROOT / ".ci" / "check_wheel.py")

@@ -11,6 +11,9 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.timeout(900)  # the site takes seconds on a free machine
 
 
+built = pytest.mark.full  # links between pages are tested daily (test_docs.py)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material", reason="needs mkdocs-material, of the docs extra")
@@ -25,6 +28,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@built
 def test_every_page_is_built_and_in_the_menu(site: Path) -> None:
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     sources = [*(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
@@ -35,6 +39,7 @@ def test_every_page_is_built_and_in_the_menu(site: Path) -> None:
         assert f": {name}.md\n" in menu, f"{name} is in no menu of mkdocs.yml"
 
 
+@built
 def test_the_site_fetches_nothing_from_other_hosts(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
@@ -44,6 +49,7 @@ def test_the_site_fetches_nothing_from_other_hosts(site: Path) -> None:
         assert not re.findall(r"url\(\s*['\"]?https?:|@import", style.read_text(encoding="utf-8")), style.name
 
 
+@built
 def test_links_out_of_docs_resolve_on_the_site(site: Path) -> None:
     """README becomes the first page, and recipes named in pages are copied as files."""
     home = (site / "index.html").read_text(encoding="utf-8")
@@ -55,12 +61,14 @@ def test_links_out_of_docs_resolve_on_the_site(site: Path) -> None:
     assert (site / recipe).read_bytes() == (ROOT / "configs" / "medusa2.yaml").read_bytes()
 
 
+@built
 def test_saved_tables_of_notebooks_are_shown(site: Path) -> None:
     page = (site / "notebooks" / "train.html").read_text(encoding="utf-8")
     assert re.search(r"<th>times plain decoding</th>\s*<th>times <code>model.generate</code></th>", page)
     assert "IPython.core.display" not in page
 
 
+@built
 def test_the_api_page_has_docstrings(site: Path) -> None:
     page = (site / "api.html").read_text(encoding="utf-8")
     for name in ("decode.generate", "medusa.MedusaHeads", "medusa.Tree", "train.MedusaTrainer"):

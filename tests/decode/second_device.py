@@ -82,7 +82,7 @@ RULES: dict[str, tuple[bool, list[Any], AcceptanceRule]] = {
     "topk": (False, [], AcceptanceRule("topk", limit=3)),
     "distance": (False, [], AcceptanceRule("distance", limit=3)),
 }
-DRAWN = ("markov", "recurrent", "eagle-3, variants")
+DRAWN = ("markov", "recurrent")
 SIMILAR = ("eagle-1,", "eagle-3, topk", "eagle-3, compiled", *(f"{kind}, compiled" for kind in ("vocabulary", "hydra")))
 SIMILAR = (*SIMILAR, "cascade, compiled", "mtp, compiled", "independent, compiled")
 SIMILAR = (*SIMILAR, "ngram,", "model,", "distance,", "greedy, penalties,")  # to a trie, a tree, topk and samples
@@ -270,10 +270,13 @@ def other(drafter: str, rule: str, rows: int) -> tuple[Session, Stepper]:
 
 
 def is_repeated(name: str) -> bool:
-    """Whether another case has the same rule or drafter for three rows, or draws from heads of a similar form."""
+    """Whether another case has the same rule, drafter or heads for three rows, or draws from heads of a similar form."""
     kind = name.removesuffix(", drawn, 3 rows")
     if kind != name:
         return kind not in DRAWN
+    kind = name.removesuffix(", topk:3,2,1, 1 rows")
+    if kind in HEADS and not f"{kind}, compiled".startswith(SIMILAR):
+        return True
     return (", 1 rows" in name and name.partition(",")[0] in {*RULES, *OTHERS}) or name.startswith(SIMILAR)
 
 
