@@ -270,7 +270,7 @@ def other(drafter: str, rule: str, rows: int) -> tuple[Session, Stepper]:
 
 
 def is_repeated(name: str) -> bool:
-    """Whether another case has the same rule, drafter or heads for three rows, or draws from heads of a similar form."""
+    """Whether another case has the same rule, drafter or heads for three rows, or draws from similar heads."""
     kind = name.removesuffix(", drawn, 3 rows")
     if kind != name:
         return kind not in DRAWN

@@ -494,12 +494,11 @@ def test_unsupported_options_are_rejected(family: str, options: dict[str, Any], 
         )
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("traced")
-def test_longrope_up_to_its_boundary() -> None:
+def test_longrope_up_to_its_boundary(request: pytest.FixtureRequest, full: bool) -> None:
     """Also after a longer text, which was decoded eagerly. Of the last drafts, nodes lie beyond the boundary."""
+    request.getfixturevalue("traced" if full else "as_written")
     model, prompt, limits = tiny_model("phi3, longrope"), random_ids(5), {"do_sample": False, "eos_token_id": None}
-    heads, tree = random_heads(model), Tree.chain(1)
+    heads, tree = random_heads(model), Tree.chain(2)
     for _ in range(2):
         expected = plain(model, prompt, max_new_tokens=27, eos_token_id=None)
         assert texts(model, heads, [prompt], tree, max_new_tokens=27, **limits) == [expected]
