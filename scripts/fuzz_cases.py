@@ -166,6 +166,7 @@ def _block_drafter(rng: random.Random) -> dict[str, Any]:
     settings["feature_layers"] = rng.choice([None, [1, 0], [0, 1, 2]])
     offered = {"mask_token": rng.randrange(VOCAB), "conv": [rng.randint(1, 3), 4], "causal": True}
     offered["windows"] = [rng.choice([None, rng.randint(1, 12)]) for _ in range(layers)]
+    offered |= {"confidence": True} if settings["edges"] == "markov" else {}
     return settings | {name: value for name, value in offered.items() if rng.random() < 0.4}
 
 

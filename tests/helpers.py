@@ -92,7 +92,7 @@ FORMS |= {"eagle, window": WINDOW_FORM}
 BLOCK_FORM = {"kind": "dflash", "block": "gated", "lm_head": "shared", "feature_layers": [1, 0], "mask_token": 5}
 BLOCK_FORMS: dict[str, dict[str, Any]] = {
     "dflash": {"edges": "none"},
-    "dflash, markov": {"layout": "shifted", "edges": "markov", "rank": 6, "windows": [9], "causal": [True]},
+    "dflash, markov": {"edges": "markov", "rank": 6, "windows": [9], "causal": [True], "confidence": True},
     "dflash, pairwise": {"edges": "pairwise", "rank": 6, "conv": [2, 4]},
 }
 BLOCK_FORMS = {name: BLOCK_FORM | settings for name, settings in BLOCK_FORMS.items()}

@@ -257,18 +257,20 @@ class MedusaTrainer(InterruptibleTrainer):
             logs |= self.figures(self._over_processes(sums), "eval_") | self._guess_figures()
         elif "loss" in logs and (taken := self.log_sums.take()) is not None:
             loss, steps, *_ = sums = self._over_processes(taken)
-            logs |= {"loss": (loss / steps).item()} | self.figures(sums[2:].view(3, -1), "")
+            logs |= {"loss": (loss / steps).item()} | self.figures(sums[2:].view(3 + self.heads.is_confident, -1), "")
         super().log(logs, start_time)
 
     def _over_processes(self, sums: Tensor) -> Tensor:
         return self.accelerator.reduce(sums.to(self.args.device), "sum").cpu()
 
     def figures(self, sums: Tensor, prefix: str) -> dict[str, float]:
-        """Mean loss and top-1 accuracy of K heads for the log, from sums [3, K]: losses, right guesses and labels."""
+        """Mean losses and top-1 accuracy of K heads for the log, from `HeadLosses.sums`."""
         figures = {}
-        for head, (loss, correct, count) in enumerate(sums.T.tolist(), 1):
+        for head, (loss, correct, count, *confidence) in enumerate(sums.T.tolist(), 1):
             figures[f"{prefix}head{head}_loss"] = round(loss / max(count, 1.0), 4)
             figures[f"{prefix}head{head}_top1"] = round(correct / max(count, 1.0), 4)
+            for sure in confidence:
+                figures[f"{prefix}head{head}_confidence_loss"] = round(sure / max(count, 1.0), 4)
         return figures
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:

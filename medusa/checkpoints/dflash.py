@@ -13,7 +13,7 @@ MLP width E, A heads of queries and G of keys with size D. i is the index of a l
     layers.i.{attention,mlp}_conv.kernel_projection.weight [2 taps groups, H]
     candidate_selector.{predecessor,successor}_codebook [V, r]
     candidate_selector.hidden_projection.weight [r, H]
-    confidence_head.proj.{weight,bias}                                                    DSpark; not read
+    confidence_head.proj.weight [1, H + r or H], confidence_head.proj.bias [1]            DSpark
     embed_tokens.weight [V, H], lm_head.weight [N, H], d2t [N], t2d [V]                   as in EAGLE's files
 
 A file `mask_embedding.pt` in the folder has a vector [H] that takes the place of the mask token's embedding."""
@@ -57,8 +57,9 @@ EDGE_NAMES = {
         "project.weight": "candidate_selector.hidden_projection.weight",
     },
 }
+CONFIDENCE = {f"confidence_head.{part}": f"confidence_head.proj.{part}" for part in ("weight", "bias")}
 PARTS = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")  # parts of `pair` of a layer
-NOT_READ = re.compile(r"t2d|confidence_head\..*|layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rotary_emb\.inv_freq")
+NOT_READ = re.compile(r"t2d|layers\.\d+\.self_attn\.rotary_emb\.inv_freq|rotary_emb\.inv_freq")
 
 
 def recognises(stored: Stored) -> bool:
@@ -128,7 +129,7 @@ def _names(config: MedusaConfig) -> dict[str, str]:
             names |= {f"layers.{index}.{part}": f"layers.{index}.{part}" for part in CONVOLUTIONS}
     own = DflashSettings.of(config)
     names |= {"embedding.weight": "embed_tokens.weight"} if own.embeddings == "own" else {}
-    return names | EDGE_NAMES[own.edges]
+    return names | EDGE_NAMES[own.edges] | (CONFIDENCE if own.confidence else {})
 
 
 FORM = Form(recognises, from_dflash)

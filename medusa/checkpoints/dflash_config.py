@@ -13,6 +13,7 @@ at top level, and speculators' has the description in `transformer_layer_config`
     sliding_window_non_causal           speculators' key says otherwise
     sample_from_anchor                  speculators: the layout, true for `shifted`
     markov_rank, markov_head_type       of DSpark; rank 0: no edges
+    enable_confidence_head, confidence_head_with_markov                    of DSpark; read from the tensors
     conv_kernel_size, conv_group_size, selector_rank, selector_top_k       of DFlash 2; read from the tensors
     input_embedding_scale, output_multiplier, final_logit_softcapping
 
@@ -36,9 +37,11 @@ LAYOUT_OF = {"DFlashDraftModel": "fill", "DFlash2DraftModel": "fill", "Qwen3DSpa
 SPECULATORS = ("dflash", "dflash2", "dspark")
 EDGES_BY = {"markov": "markov_head.markov_w1.weight", "pairwise": "candidate_selector.predecessor_codebook"}
 """The tensor that shows each kind of edges."""
+CONFIDENCE = "confidence_head.proj.weight"
 BLOCK_SIZE = 16  # of z-lab, if a file names none
 NOT_READABLE = {  # parts that `medusa.heads.dflash` does not have, by the names of their tensors
     r"markov_head\.(?!markov_w[12]\.weight$).*": "Markov edges of another type than vanilla",
+    r"confidence_(?!head\.proj\.(weight|bias)$).*": "a confidence of another form than DSpark's",
     r".*self_attn\.[a-z]+_proj\.bias": "attention with biases",
     r".*self_attn\.(kv_a|kv_b|q_a|q_b)\w*\..*": "multi-head latent attention (MLA)",
     r".*self_attn\.sinks.*": "attention sinks",
@@ -57,6 +60,8 @@ def require_readable(tensors: Mapping[str, Tensor], published: Json, source: str
     for pattern, what in NOT_READABLE.items():
         if name := next((name for name in tensors if re.fullmatch(pattern, name)), None):
             raise RequestError(f"{source} holds {name}: {what} cannot be loaded")
+    if CONFIDENCE in tensors and EDGES_BY["markov"] not in tensors:
+        raise RequestError(f"{source} holds {CONFIDENCE}: a confidence without Markov edges cannot be loaded")
     if "layers.0.self_attn.q_norm.weight" not in tensors:
         raise RequestError(f"{source} misses layers.0.self_attn.q_norm.weight: only layers of Qwen3's shape are loaded")
     kind, names = published.get("speculators_model_type"), published.get("architectures") or ["DFlashDraftModel"]
@@ -86,6 +91,7 @@ def read_dflash_config(
     block_size = _whole(keys, "block_size", source, BLOCK_SIZE)
     edges = next((name for name, table in EDGES_BY.items() if table in tensors), "none")
     base = tensors.get("layers.0.attention_conv.base_kernel")
+    confidence = tensors.get(CONFIDENCE)
     offsets, vocab_size = tensors.get("d2t"), given.get("vocab_size")
     fewer = offsets is not None and (len(offsets) != vocab_size or bool(offsets.any()))
     cap = keys.get("final_logit_softcapping")
@@ -108,6 +114,8 @@ def read_dflash_config(
         layer=sizes,
         windows=windows,
         causal=causal,
+        confidence=confidence is not None,
+        confidence_edges=confidence is None or confidence.shape[-1] != sizes["hidden_size"],
         embeddings="own" if "embed_tokens.weight" in tensors else "shared",
         embedding_scale=keys.get("input_embedding_scale", 1.0),
         logit_scale=keys.get("output_multiplier", 1.0),

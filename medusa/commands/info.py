@@ -45,9 +45,12 @@ def run(options: InfoOptions) -> None:
     tree = Tree.from_paths(config.tree) if config.tree else None
     inner = class_of(config.kind).inner_width(config)
     width = f", {inner} wide" if inner else ""
+    own = {name: getattr(config, name) for name in class_of(config.kind).setting_names(recipe=True)}
+    own = {name: value for name, value in own.items() if value is not None and value is not False}
     about: dict[str, object] = {
         "folder": str(find_folder(options.heads)),
         "kind": config.kind + (f", {config.prefix_layers} prefix layers" if config.prefix_layers else ""),
+        "settings of the kind": ", ".join(f"{name} {value}" for name, value in own.items()) or "none",
         "heads": config.num_heads,
         "blocks per head": f"{config.num_layers} {config.block}{width}",
         "reads": config.reads,

@@ -80,10 +80,14 @@ class Drafter:
         return describe_layers(block_sizes(self.heads.config), self.backbone, "qwen3") | layers
 
     def settings(self) -> Json:
-        """The keys for edges and convolutions, which both forms have."""
+        """The keys for edges, confidence and convolutions, which both forms have."""
         own = self.own
         if own.edges == "markov":
-            return {"markov_rank": own.rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
+            confidence = {
+                "enable_confidence_head": own.confidence,
+                "confidence_head_with_markov": own.confidence and own.confidence_edges,  # vLLM takes false without it
+            }
+            return {"markov_rank": own.rank, "markov_head_type": "vanilla"} | confidence
         if own.edges == "none" or own.conv is None:
             return {}
         sizes = {"conv_kernel_size": own.conv[0], "conv_group_size": own.conv[1]}

@@ -19,6 +19,9 @@ the token a before it, by tables of rank r: <W1[a], W2[b]> is added to the logit
 pairwise` it is <W1[a] * Q x, W2[b]>, where x is what the LM head reads (DFlash 2). So features [x ; code] have H + r
 numbers, and W2 is r more columns of the LM head.
 
+With `confidence`, heads with Markov edges also predict the probability that guess k is accepted after the token a:
+sigmoid(<w, [x ; W1[a]]> + b) (DSpark), or without W1[a] in some files.
+
 With `conv`, convolutions surround attention and MLP (DFlash 2): y_t = sum over j of (base_j + d_tj) * x_{t - j}, with
 zeros before the block. A product of the sublayer's normed input gives d, which the channels of a group share.
 
@@ -118,6 +121,11 @@ class DflashHeads(MedusaHeads, AttendsToText):
         if self.rank:
             self.before = nn.Parameter(torch.zeros(vocab_size, self.rank))  # W1
             self.after = nn.Parameter(torch.zeros(config.draft_vocab_size(vocab_size), self.rank))  # W2
+        self.confidence_head = None
+        if own.confidence:
+            self.confidence_head = nn.Linear(size + self.rank * own.confidence_edges, 1)
+            for parameter in self.confidence_head.parameters():
+                nn.init.zeros_(parameter)
 
     @torch.no_grad()
     def start_from_model(self, model: PreTrainedModel) -> None:
@@ -201,6 +209,22 @@ class DflashHeads(MedusaHeads, AttendsToText):
     @property
     def edge_rows(self) -> Tensor | None:
         return self.after
+
+    @property
+    def is_confident(self) -> bool:
+        return self.confidence_head is not None
+
+    def confidence(self, features: Tensor) -> Tensor:
+        assert self.confidence_head is not None
+        found: Tensor = self.confidence_head(features[..., : self.confidence_head.in_features])
+        return found[..., 0]
+
+    def confidence_weights(self, features: Tensor) -> Tensor:
+        # Where path dropout hides the token before, guesses are worse than in drafting.
+        shown = features[..., self.config.hidden_size :].any(-1).float()
+        if self.training:
+            shown[1:] /= 1 - self.path_dropout
+        return shown
 
     def unary(self, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
         """Compute logits [k, ..., N] without edges, from features [k, ..., H] of the first k heads."""

@@ -41,6 +41,8 @@ class DflashSettings(KindSettings):
     """Kind dflash: number of last tokens that a token sees, for all layers or each; default: all."""
     causal: bool | list[bool] | None = None
     """Kind dflash: whether tokens see only earlier ones of their block, for all layers or each; default: false."""
+    confidence: bool = False
+    """Kind dflash with markov edges: also learn how probably each guess is accepted, for --stop-drafting."""
     layer: LayerSizes | None = field(default=None, metadata=FILES_ONLY)
     """The sizes of the decoder layers; `None`: `heads.layers` layers with default sizes."""
     embeddings: str = field(default="shared", metadata=FILES_ONLY)
@@ -51,6 +53,8 @@ class DflashSettings(KindSettings):
     """The factor of the LM head's logits."""
     logit_cap: float | None = field(default=None, metadata=FILES_ONLY)
     """The soft cap c of the LM head's logits, c tanh(x / c), after their factor; `None`: no cap."""
+    confidence_edges: bool = field(default=True, metadata=FILES_ONLY)
+    """Whether the confidence also reads the token before the guess."""
 
     @property
     def is_causal(self) -> bool:
@@ -83,6 +87,11 @@ def check_dflash(config: MedusaConfig) -> None:
         require_whole("rank", own.rank, 1)
         if own.edges == "none":
             raise RequestError(f"heads.rank is {own.rank}, and there are no edges; leave it out, or heads.edges=none")
+    if type(own.confidence) is not bool:
+        raise RequestError(f"heads.confidence is {own.confidence!r}; it must be true or false")
+    if own.confidence and own.edges != "markov":
+        needs = f"heads.confidence needs heads.edges=markov, not {own.edges}"
+        raise RequestError(f"{needs}; change the edges, or leave heads.confidence out")
     if own.mask_token is not None:
         require_whole("mask_token", own.mask_token, 0, (config.vocab_size or 2**24) - 1)
     for name, of_layer in {"windows": own.windows, "causal": own.causal}.items():

@@ -169,6 +169,21 @@ class MedusaHeads(PretrainedHeads, Kind):
         The logits are then [x ; code] times [LM head row ; edge row], for features [x ; code]."""
         return None
 
+    @property
+    def is_confident(self) -> bool:
+        """Whether the heads also predict how probably their guesses are accepted (`confidence`)."""
+        return False
+
+    def confidence(self, features: Tensor) -> Tensor:
+        """Compute the logit [...] of the probability that a guess from features [..., H + r] is accepted.
+
+        Only for heads that predict it (`is_confident`), as `confidence_weights`."""
+        raise NotImplementedError
+
+    def confidence_weights(self, features: Tensor) -> Tensor:
+        """Return how much a confidence learns [...] from features [..., H + r]; on average 1."""
+        raise NotImplementedError
+
     def forward(self, inputs: HeadInputs, lm_head: LMHead | None = None, num_heads: int | None = None) -> Tensor:
         """Compute the logits [k, ..., V] of the first k = `num_heads` heads (all by default) at positions [...].
 

@@ -152,6 +152,7 @@ def test_values_of_the_wrong_kind_are_refused_by_name(read: Any, override: str) 
         ),
         ("heads.window=256", "heads.window belongs to kind eagle, not medusa; leave it out"),
         ("heads={kind: eagle, window: 0}", "at least 1"),
+        ("heads={kind: dflash, edges: none, confidence: true}", "confidence needs heads.edges=markov, not none"),
         ("heads.vocabulary=5", "at least 32, or 0 for all tokens"),
         ("heads.feature_layers=usual", "heads.feature_layers belongs to kind eagle or dflash, not medusa"),
         ("heads={kind: eagle, block: gated, feature_layers: last}", r"or usual"),

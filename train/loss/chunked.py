@@ -25,9 +25,10 @@ class ChunkedLoss(torch.autograd.Function):
 
     Its inputs are features [K, R, H] of hidden size H at R positions, LM head weights and bias, labels [K, R], the
     numbers [K], not 0, by which each head's sums are divided, the rule for loss weights, the teacher for distillation,
-    whether the gradient of `weight` is added to `weight.grad`, and `edges`: r further columns of the LM head that
-    learn, for features [K, R, H + r]. It returns the objective, a scalar, and for each
-    head [K] the plain loss and the number of right guesses (`train.loss.heads.HeadLosses`).
+    whether the gradient of `weight` is added to `weight.grad`, whether overlaps are wanted, and `edges`: r further
+    columns of the LM head that learn, for features [K, R, H + r]. It returns the objective, a scalar, for each head [K]
+    the plain loss and the number of right guesses (`train.loss.heads.HeadLosses`), and the overlaps [K, R], if wanted:
+    1 minus the total variation distance between guess and target, 0 without a label that the heads can guess.
 
     The forward also computes the gradients, and applies the loss weights to them, because it sums those of the heads'
     own LM heads over the positions: a sum cannot be weighted by position. For the same reason the objective is a
@@ -47,8 +48,9 @@ class ChunkedLoss(torch.autograd.Function):
         weighting: Weighting,
         teacher: BackboneTeacher | None,
         in_place: bool,
+        overlapping: bool,
         edges: Tensor | None = None,  # [V, r]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         device = x_KRH.device.type
         # Products use the LM head's dtype, which may be bfloat16 with heads in float32, or autocast's dtype.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -68,6 +70,7 @@ class ChunkedLoss(torch.autograd.Function):
             if grad_weight is None:
                 grad_weight = torch.zeros_like(weight)
         figures = x_KRH.new_zeros(3, num_heads, dtype=torch.float)
+        overlaps = x_KRH.new_zeros(num_heads, positions, dtype=torch.float)
         grad_edges = torch.zeros_like(edges.T)[None] if edges is not None and ctx.needs_input_grad[-1] else None  # type: ignore[attr-defined]
         step = chunk_rows(num_heads, matrix.shape[-1], device, own)
         with torch.autocast(device, enabled=False):
@@ -79,14 +82,15 @@ class ChunkedLoss(torch.autograd.Function):
                     target = soft.labels
                 mean = (target != IGNORE) / counts[:, None]
                 grads = (None if grad_x is None else grad_x[:, rows], grad_weight, grad_edges)
-                figures += _chunk(x_KCH, (matrix, columns), bias_V, target, soft, mean, weighting, grads)
+                wanted = overlaps[:, rows] if overlapping else None
+                figures += _chunk(x_KCH, (matrix, columns), bias_V, target, soft, mean, weighting, grads, wanted)
                 del soft  # otherwise two chunks' distributions would be in memory at once
         objective, loss, correct = figures[0].sum(), figures[1].clone(), figures[2].long()
         if in_place and grad_weight is not None:
             weight.grad, grad_weight = grad_weight, None
         ctx.save_for_backward(grad_x, grad_weight, grad_edges)  # type: ignore[arg-type]
-        ctx.mark_non_differentiable(loss, correct)
-        return objective, loss, correct
+        ctx.mark_non_differentiable(loss, correct, overlaps)
+        return objective, loss, correct, overlaps
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,7 +100,7 @@ class ChunkedLoss(torch.autograd.Function):
         scaled_weight = None if grad_weight is None else grad_weight.mul_(scale)
         scaled_x = None if grad_x is None else grad_x * scale.to(grad_x.dtype)
         scaled_edges = None if grad_edges is None else grad_edges[0].T * scale
-        return scaled_x, scaled_weight, None, None, None, None, None, None, scaled_edges
+        return scaled_x, scaled_weight, None, None, None, None, None, None, None, scaled_edges
 
 
 def _chunk(
@@ -108,6 +112,7 @@ def _chunk(
     mean_KC: Tensor,
     weighting: Weighting,
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    overlaps: Tensor | None,
 ) -> Tensor:
     """Compute weighted loss, plain loss and right guesses [3, K] of K heads in a chunk of C positions, and gradients.
 
@@ -116,7 +121,7 @@ def _chunk(
     indices into the logits, or `IGNORE`. If the heads learn distributions, these are `soft`. `mean_KC` is each label's
     factor in its head's mean loss: 1 / number of labels. Of `grads`, the first gets
     the gradient of the features, and those of LM heads and edges that learn are added to the others [K or 1, ..., V],
-    unless these are `None`."""
+    unless these are `None`. `overlaps` [K, C] gets those of `ChunkedLoss`, unless it is `None`."""
     (matrix, columns), (grad_x, grad_weight, grad_edges) = matrices, grads
     x_KCH, codes = x_KCH.tensor_split([matrix.shape[-2]], dim=-1)
     logits = _times(x_KCH, matrix)  # [K, C, V]; becomes the gradient, in place
@@ -128,8 +133,11 @@ def _chunk(
         logits /= temperature
     labelled = target_KC != IGNORE
     # Head by head, to use less memory.
-    parts = [_to_gradient(logits[head], target, soft, head) for head, target in enumerate(target_KC.clamp_min(0))]
-    loss_KC, accepted_KC, best_KC = (torch.stack(part) for part in zip(*parts, strict=True))
+    every, wanted = enumerate(target_KC.clamp_min(0)), overlaps is not None
+    parts = [_to_gradient(logits[head], target, soft, head, wanted) for head, target in every]
+    loss_KC, accepted_KC, best_KC, shared_KC = (torch.stack(part) for part in zip(*parts, strict=True))
+    if overlaps is not None:
+        overlaps.copy_(shared_KC * labelled)
     correct = ((best_KC == target_KC) & labelled).sum(1)
     weights = weighting(accepted_KC, labelled) * mean_KC
     if temperature != 1:
@@ -147,12 +155,13 @@ def _chunk(
 
 
 def _to_gradient(
-    logits_CV: Tensor, target_C: Tensor, soft: SoftTargets | None, head: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace a head's logits at C positions by the gradient of its loss; return loss, probability and best guess [C].
+    logits_CV: Tensor, target_C: Tensor, soft: SoftTargets | None, head: int, overlapping: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Replace a head's logits at C positions by the gradient of its loss.
 
-    The probability is that of acceptance, with which dpace weights the loss. Unless the objective is one of acceptance,
-    that is the probability of the label `target_C`."""
+    Return [C] the loss, the probability of acceptance, the best guess, and what guess and target have in common. With
+    the probability, dpace weights the loss. Unless the objective is one of acceptance, it is the probability of the
+    label `target_C`. The last one is sum_x min(p(x), q(x)), computed only if `overlapping`."""
     best, label = argmax(logits_CV), target_C[:, None]
     if soft is None:
         # In place, with one exponential for each logit, where `log_softmax` and `exp` take two. None exceeds 1.
@@ -162,19 +171,21 @@ def _to_gradient(
         logits_CV /= total
         logits_CV.scatter_add_(1, label, torch.full_like(at_label, -1.0))
         loss = (total.log() - at_label)[:, 0]
-        return loss, loss.neg().exp(), best
+        at_label = loss.neg().exp()  # also the overlap with a target of one token
+        return loss, at_label, best, at_label
     log_q = logits_CV.log_softmax(-1)
     at_label = log_q.gather(1, label)[:, 0]
     q = torch.clamp_min(log_q, NO_LESS, out=logits_CV).exp_()
     p = soft.distributions[soft.which[head]]
     cross_entropy = -torch.linalg.vecdot(p, log_q)
     del log_q
+    overlap = torch.minimum(p, q).sum(-1) if overlapping else cross_entropy
     if soft.acceptance is None:
         q -= p
-        return cross_entropy, at_label.exp(), best
+        return cross_entropy, at_label.exp(), best, overlap
     accepted = soft.acceptance.probability(p, q)
     soft.acceptance.gradient_(q, p, accepted)
-    return soft.acceptance.loss(accepted, cross_entropy), accepted, best
+    return soft.acceptance.loss(accepted, cross_entropy), accepted, best, overlap
 
 
 def _times(x_KCA: Tensor, matrix: Tensor) -> Tensor:

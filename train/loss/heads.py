@@ -7,6 +7,10 @@ Shapes: K heads, R positions at which heads have labels, H hidden size, V vocabu
     argmax      the backbone's most probable token                                  labels (`backbone_choices`)
     distill     the backbone's distribution, softmax(logits / temperature)          `BackboneTeacher`, chunk by chunk
     tv, ...     the same, by how often the guess is accepted (`objectives.py`)      the same, with `acceptance`
+
+Heads that predict a confidence c learn from one more term, as in DSpark: the cross-entropy between c and a, the share
+that the guess q and its target p have in common, a = sum_x min(p(x), q(x)) = 1 - TV(p, q). A label is a p of one token.
+a is held fixed. The features also learn from this term. It has no part where path dropout hides the token before.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ BACKENDS = ("auto", "chunked", "plain", "liger")
 
 class HeadLosses(NamedTuple):
     """Weighted loss of all heads, and plain loss, right guesses and labels of each: [K]; in Medusa-2 [K + 1], the LM
-    loss last."""
+    loss last. Only heads that predict a confidence have its loss [K], which Medusa-2 does not train."""
 
     objective: Tensor
     """The loss to minimise, a scalar with gradients: the sum over heads of the weighted loss's mean. The mean is over
@@ -41,11 +45,16 @@ class HeadLosses(NamedTuple):
     correct: Tensor
     """Number of labels that are the head's best guess. With a teacher, a label is the backbone's best token."""
     total: Tensor  # number of labels of each head
+    confidence: Tensor | None = None
+    """Mean loss of the confidences over each head's labels in nats, also over labels outside the vocabulary."""
 
     @property
     def sums(self) -> Tensor:
-        """The sums of losses, right guesses and labels of each head, which can be added up over batches."""
-        return torch.stack([self.loss * self.total, self.correct, self.total])
+        """The sums [3, K] of losses, right guesses and labels of each head, which can be added up over batches.
+
+        With confidences [4, K], the last sum is that of their losses."""
+        further = [] if self.confidence is None else [self.confidence * self.total]
+        return torch.stack([self.loss * self.total, self.correct, self.total, *further])
 
 
 def head_losses(
@@ -76,21 +85,26 @@ def head_losses(
     places = _places(heads, labels, teacher)
     weight, bias = _lm_heads(heads, lm_head)
     # Float16 has no room for factors of 1 / the labels of a large step, so the batch's share in them is applied last.
-    part = labelled.max().clamp_min(1) / counts.max()
+    part, asked = labelled.max().clamp_min(1) / counts.max(), counts
     share = 1.0 if in_place else part / part.frexp().mantissa  # a power of two, by which a product is exact
     counts = counts * share
     edges = heads.edge_rows
     if backend == "liger":
-        if edges is not None:
+        if edges is not None:  # heads without edges have no confidence
             raise RequestError("training.loss_backend liger has no edges; take auto")
         objective, loss, correct = _head_losses_liger(features, places, weight, bias, counts, weighting)
     else:
         if not torch.is_grad_enabled():
             weight, edges = weight.detach(), None if edges is None else edges.detach()  # autograd functions cannot tell
-        objective, loss, correct = ChunkedLoss.apply(
-            features, weight, bias, places, counts, weighting, teacher, in_place, edges
-        )
-    return HeadLosses(objective * share, loss * counts / labelled.clamp_min(1), correct, labelled)
+        settings = (weighting, teacher, in_place, heads.is_confident)
+        objective, loss, correct, overlaps = ChunkedLoss.apply(features, weight, bias, places, counts, *settings, edges)
+    found = HeadLosses(objective * share, loss * counts / labelled.clamp_min(1), correct, labelled)
+    if not heads.is_confident:
+        return found
+    sure = heads.confidence(features).float()
+    each = nn.functional.binary_cross_entropy_with_logits(sure, overlaps, reduction="none")  # [K, R]
+    each = each * heads.confidence_weights(features)
+    return _with_confidence(found, each, labels, asked, weighting)
 
 
 def head_losses_plain(
@@ -104,7 +118,8 @@ def head_losses_plain(
 ) -> HeadLosses:
     """Compute the same as `head_losses` in the simplest way, for tests: all logits at once, and autograd."""
     weight, bias = _lm_heads(heads, lm_head)  # a shared LM head may be in bfloat16, and the heads in float32
-    logits = heads(inputs, lambda features: nn.functional.linear(features.to(weight.dtype), weight, bias))
+    features = heads.features(inputs)
+    logits = heads.logits(features, lambda x: nn.functional.linear(x.to(weight.dtype), weight, bias))
     soft = None if teacher is None else teacher.targets(slice(None), labels)
     log_p = (logits.float() / (1.0 if soft is None else soft.temperature)).log_softmax(-1)  # [K, R, V]
     places = _places(heads, labels, teacher) if soft is None else soft.labels
@@ -118,10 +133,29 @@ def head_losses_plain(
             each = soft.acceptance.loss(accepted, each)
     labelled, total = places != IGNORE, (labels != IGNORE).sum(1)
     weighted = (each * weighting(accepted, labelled) * labelled).sum(1)
-    objective = (weighted / (total if counts is None else counts).clamp_min(1)).sum()
+    counts = (total if counts is None else counts).clamp_min(1)
     loss = (each * labelled).sum(1) / total.clamp_min(1)
     correct = ((log_p.argmax(-1) == places) & labelled).sum(1)
-    return HeadLosses(objective, loss.detach(), correct, total)
+    found = HeadLosses((weighted / counts).sum(), loss.detach(), correct, total)
+    if not heads.is_confident:
+        return found
+    if soft is None:
+        wanted = nn.functional.one_hot(places.clamp_min(0), log_p.shape[-1]).float()
+    missing = 1 - wanted.sum(-1)  # the probability of tokens that the heads do not guess among
+    variation = ((log_p.exp() - wanted).abs().sum(-1) + missing) / 2
+    target, sure = ((1 - variation) * labelled).detach(), heads.confidence(features).float().sigmoid()
+    each = (-target * sure.log() - (1 - target) * (1 - sure).log()) * heads.confidence_weights(features)
+    return _with_confidence(found, each, labels, counts, weighting)
+
+
+def _with_confidence(
+    found: HeadLosses, each: Tensor, labels: Tensor, counts: Tensor, weighting: Weighting
+) -> HeadLosses:
+    """Add the loss of confidences [K, R] at each position to the losses of guesses; `counts` as in `head_losses`."""
+    sums = (each * (labels != IGNORE)).sum(1)
+    weights = head_weights(len(sums), weighting.decay).to(sums.device)  # dpace weights are those of guesses
+    objective = found.objective + (weights * sums / counts).sum()
+    return found._replace(objective=objective, confidence=sums.detach() / found.total.clamp_min(1))
 
 
 def _places(heads: MedusaHeads, labels: Tensor, teacher: BackboneTeacher | None) -> Tensor:

@@ -95,7 +95,8 @@ class HeadsAndAdapter(HeadsOnBackbone):
         heads = super().forward(None if counts is None else counts[:-1], in_place, **batch, hidden=hidden)
         share = 1 if counts is None else lm_labels / counts[-1].clamp_min(1)
         figures = (lm.detach(), torch.zeros_like(lm_labels), lm_labels)
-        with_lm = (torch.cat([values, value[None]]) for values, value in zip(heads[1:], figures, strict=True))
+        of_heads = (heads.loss, heads.correct, heads.total)
+        with_lm = (torch.cat([values, value[None]]) for values, value in zip(of_heads, figures, strict=True))
         return HeadLosses(heads.objective + lm * share, *with_lm)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ class Layout:
         if "markov" in self.parts:
             out["markov_head.markov_w1.weight"] = random(VOCAB, RANK) * 3
             out["markov_head.markov_w2.weight"] = random(rows, RANK) * 3
-            out["confidence_head.proj.weight"], out["confidence_head.proj.bias"] = random(1, H + RANK), random(1)
+            size = H if "states alone" in self.parts else H + RANK
+            out["confidence_head.proj.weight"], out["confidence_head.proj.bias"] = random(1, size), random(1)
         if "pairwise" in self.parts:
             out |= {f"candidate_selector.{part}_codebook": random(VOCAB, RANK) for part in ("predecessor", "successor")}
             out["candidate_selector.hidden_projection.weight"] = random(RANK, H) * 3
@@ -107,6 +109,7 @@ NAMED = {"target_layer_ids": [0, 3, 4], "mask_token_id": MASK}
 SELECTOR = {"conv_kernel_size": 2, "conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": 16}
 DSPARK = QWEN | NAMED | {"architectures": ["Qwen3DSparkModel"], "block_size": 4, "layer_types": 2 * ["full_attention"]}
 DSPARK |= {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True, "num_anchors": 1}
+DSPARK |= {"confidence_head_with_markov": True}
 SPECULATORS = {
     "transformer_layer_config": QWEN,
     "block_size": 4,
@@ -147,7 +150,7 @@ LAYOUTS = {
         SPECULATORS | {"speculators_model_type": "dspark", "sample_from_anchor": True, "markov_rank": RANK},
         [1, 3],
         shifted=True,
-        parts=frozenset({"markov", "vocabulary", "lm_head"}),
+        parts=frozenset({"markov", "states alone", "vocabulary", "lm_head"}),
     ),
 }
 MODEL = {"num_hidden_layers": LAYERS}
@@ -235,6 +238,14 @@ def edges(tensors: Tensors, x: Tensor, before: int) -> Tensor | float:
         project = tensors["candidate_selector.hidden_projection.weight"]
         return tensors["candidate_selector.successor_codebook"] @ (codes[before] * (project @ x))
     return 0.0
+
+
+def confidence(tensors: Tensors, x: Tensor, before: int) -> float:
+    """The probability that a guess, which reads x [H], is accepted after the token before it."""
+    code, weight = tensors["markov_head.markov_w1.weight"][before], tensors["confidence_head.proj.weight"][0].tolist()
+    read = x.tolist() + (code.tolist() if len(weight) > H else [])
+    logit = sum(w * value for w, value in zip(weight, read, strict=True)) + float(tensors["confidence_head.proj.bias"])
+    return 1 / (1 + math.exp(-logit))
 
 
 def walk(layout: Layout, tensors: Tensors, model: Any, text: list[int]) -> list[int]:

@@ -38,6 +38,7 @@ from tests.medusa.checkpoints.block_layouts import (
     Layout,
     N,
     Tensors,
+    confidence,
     edges,
     unary,
     walk,
@@ -73,6 +74,22 @@ def test_each_layout_gives_its_projects_logits(name: str, tmp_path: Path) -> Non
             wanted = logits[guess] + edges(tensors, at, ids[root + guess])
             torch.testing.assert_close(found[root - 1, guess, kept], wanted, rtol=1e-4, atol=2e-4)
     assert (found.isfinite().sum(-1) == len(kept)).all()
+
+
+@pytest.mark.parametrize("name", ["DSpark", "speculators, dspark"])
+@torch.no_grad()
+def test_confidences_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
+    layout, model, ids = LAYOUTS[name], shared_model(**MODEL), random_ids(12, seed=3)
+    heads, tensors = loaded(layout, tmp_path)
+    assert heads.config.confidence_edges == (name == "DSpark")
+    backbone, text = Backbone(model, heads.config.feature_layers), torch.tensor([ids])
+    inputs = heads.inputs(backbone.hidden_states(text, use_cache=False), text, backbone.embed)
+    found = heads.confidence(heads.features(inputs)).sigmoid()[:, 0]
+    for root in (1, 4, len(ids) - layout.tokens - 1):
+        x, _ = unary(layout, tensors, model, ids[: root + 1])
+        wanted = [confidence(tensors, at, ids[root + guess]) for guess, at in enumerate(x)]
+        torch.testing.assert_close(found[:, root - 1], torch.tensor(wanted), rtol=1e-4, atol=1e-5)
+    assert found.std() > 0.02, "nearly equal: no power"
 
 
 def test_wrong_layouts_layers_and_masks_give_other_logits(tmp_path: Path) -> None:
@@ -219,6 +236,9 @@ ADDED: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "layout": ({}, {"speculators_model_type": "dspark"}, "no sample_from_anchor"),
     "mask": ({}, {"dflash_config": {"target_layer_ids": [0, 3, 4]}}, "mask_token_id is None"),
     "layers": ({}, {"dflash_config": {"target_layer_ids": [0, 3], "mask_token_id": 1}}, "fc.weight joins"),
+    "confidence of gates": ({"confidence_head.gate.weight": torch.ones(1, H)}, {}, "another form than DSpark's"),
+    "confidence at top level": ({"confidence_proj.weight": torch.ones(1, H)}, {}, "another form than DSpark's"),
+    "confidence alone": ({"confidence_head.proj.weight": torch.ones(1, H)}, {}, "confidence without Markov edges"),
     "unknown": ({"layers.0.extra.weight": torch.ones(H)}, {}, "layers.0.extra.weight"),
     "layer types": ({}, {"layer_types": 2 * ["chunked_attention"]}, "chunked_attention"),
 }
@@ -236,8 +256,11 @@ def test_what_is_not_read_is_refused_by_name(case: str, tmp_path: Path) -> None:
 
 def test_heads_are_saved_and_loaded_in_our_format(tmp_path: Path) -> None:
     for name in ("DSpark", "DFlash 2"):
-        heads, _ = loaded(LAYOUTS[name], tmp_path / name)
+        heads, tensors = loaded(LAYOUTS[name], tmp_path / name)
         heads.save_pretrained(tmp_path / "ours")
         again = MedusaHeads.from_pretrained(tmp_path / "ours")
+        for back, tensor in to_dflash(again.checkpoint()).items():
+            assert torch.equal(tensor, tensors.pop(back)), back
+        assert not tensors, "read and lost"
         assert again.config.to_dict() == heads.config.to_dict()
         assert load_file(tmp_path / "ours" / "medusa_lm_head.safetensors").keys() == heads.state_dict().keys()

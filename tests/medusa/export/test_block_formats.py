@@ -27,7 +27,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "dflash, windows": {"edges": "none", "num_layers": 2, "windows": [None, 7]},
     "dflash, causal windows": {"edges": "none", "windows": 7, "causal": True, "vocabulary": 40},
     "dspark": {},
-    "dspark, own mask": {"mask_token": None, "vocabulary": 40},
+    "dspark, own mask": {"mask_token": None, "vocabulary": 40, "confidence": True},
+    "dspark, confidence": {"confidence": True, "confidence_edges": False},
     "dflash2": {"edges": "pairwise", "conv": [2, 4], "mask_token": None},
     "dflash2, no conv": {"edges": "pairwise", "windows": 9, "num_layers": 2},
 }
@@ -76,7 +77,10 @@ def test_an_export_says_what_its_readers_assume(name: str, to: str, exported: Ca
         load_file(folder / "model.safetensors"),
         kind == "dspark",
     )
-    torch.testing.assert_close(logits_of(MedusaHeads.from_pretrained(folder)), logits_of(heads))
+    again = MedusaHeads.from_pretrained(folder)
+    torch.testing.assert_close(logits_of(again), logits_of(heads))
+    if kind == "dspark":
+        require_confidence(form, about, heads, again)
     assert about["block_size"] == K + (not shifted)
     masked = form.get("mask_token", 5) is None
     assert about["mask_token_id"] == (VOCAB - 1 if masked else 5)
@@ -108,6 +112,17 @@ def test_an_export_says_what_its_readers_assume(name: str, to: str, exported: Ca
     if "vocabulary" in form:
         assert tensors["lm_head.weight"].shape == (40, HIDDEN)
         assert tensors["t2d"].sum() == 40
+
+
+def require_confidence(form: dict[str, Any], about: dict[str, Any], heads: MedusaHeads, again: MedusaHeads) -> None:
+    """Keys that vLLM takes for false where they are missing, and the same tensors."""
+    confident = form.get("confidence", False)
+    assert about["enable_confidence_head"] is confident
+    assert about["confidence_head_with_markov"] is (confident and form.get("confidence_edges", True))
+    names = [name for name in heads.state_dict() if name.startswith("confidence_head.")]
+    assert len(names) == 2 * confident
+    for name in names:
+        assert torch.equal(again.state_dict()[name], heads.state_dict()[name])
 
 
 @pytest.mark.parametrize(

@@ -306,6 +306,13 @@ def test_wrong_settings_of_eagles_published_layers_are_refused(settings: dict[st
         fresh(**({"kind": "eagle"} | settings))
 
 
+def test_confidences_that_published_drafters_do_not_have_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"needs heads.edges=markov, not pairwise; change the edges"):
+        fresh("dflash", edges="pairwise", confidence=True)
+    with pytest.raises(RequestError, match=r"heads.confidence is 1; it must be true or false"):
+        fresh("dflash", confidence=1)
+
+
 def test_config_files_without_the_newer_keys_are_read_as_before(tmp_path: Path) -> None:
     heads = fresh("eagle", 3, block="gated", lm_head="shared")
     heads.save_pretrained(tmp_path)

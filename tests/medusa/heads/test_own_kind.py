@@ -136,7 +136,9 @@ def test_it_trains_saves_loads_and_decodes_exactly(tmp_path: Path, capsys: pytes
     with pytest.raises(RequestError, match="draw"):
         generate(model, heads, ids, max_new_tokens=4, do_sample=True, draft="sample")
     assert main(["info", str(folder)]) == 0
-    assert "kind of heads lowrank (low-rank 0.1)" in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "kind of heads lowrank (low-rank 0.1)" in told
+    assert "settings of the kind width 5 " in told
 
 
 def test_its_published_form_is_read(tmp_path: Path) -> None:
