@@ -28,7 +28,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # matplotlib keeps what it reads about fonts in a cache; with each test's own, each process would read all fonts again.
 os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
-# transformers would load the weights of a tiny model in threads, which takes half as long again.
+# transformers would load the weights of a tiny model in threads, which takes a third longer.
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 
@@ -103,7 +103,7 @@ def quiet_and_on_one_thread() -> None:
 def no_numbers_without_storage() -> Iterator[None]:
     """Initialise nothing on the device `meta`, where transformers makes each model that it loads.
 
-    This would take a third of the time to load a tiny one."""
+    This would take an eighth of the time to load a tiny one."""
     from torch import nn
 
     with pytest.MonkeyPatch.context() as patch:
