@@ -105,7 +105,7 @@ def test_heads_of_a_projecting_backbone_continue_and_decode(recipe: Any, tmp_pat
     assert main(["generate", *words, "--max-new-tokens", "3", "--quiet"]) == 0
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gguf"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("gguf", marks=pytest.mark.full)])
 def test_heads_of_a_model_with_an_encoder_or_from_a_gguf_file(recipe: Any, tmp_path: Path, kind: str) -> None:
     """Heads learn the same from the model and from stored features; the next command finds the model that they record.
 
