@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +19,16 @@ from medusa.records.record import Record
 from tests.commands.place import Place
 
 
+@pytest.mark.usefixtures("short_calibrations")
 def test_the_story_is_the_same_with_heads(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With heads that `medusa fit` has finished; test_fit.py has its whole run."""
+    """With heads as `medusa fit` leaves them, but for a calibration; test_fit.py has its whole run."""
+    heads = shutil.copytree(place.heads, tmp_path / "heads")  # where the calibration is kept
     monkeypatch.setattr(demo, "STORY_TOKENS", 8)
     write_prompts(tmp_path / TEST, [Record("mine:1", text="abc", is_prompt=True)])
     finished: Any = SimpleNamespace(work=tmp_path)
-    demo.show_story(FitOptions(model=place.backbone, out=place.heads, plan=True), finished)
+    demo.show_story(FitOptions(model=place.backbone, out=str(heads), plan=True), finished)
     told = capsys.readouterr().out
     assert "The same story" in told
     assert "Equal texts: yes" in told
