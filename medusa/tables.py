@@ -30,26 +30,27 @@ def print_table(
         styles: the rich style of each row; empty: no styles."""
     if title is not None:
         console.print(title, style="italic", highlight=False)
-    for part in _parts(console, columns, rows, keys):
-        console.print(_table(columns, rows, part, keys, justify, styles, wraps=not _fits(console, columns, rows, part)))
+    widths = [_width(console, columns, rows, index) for index in range(len(columns))]
+    for part in _parts(widths, console.width, keys):
+        wraps = sum(widths[index] for index in part) > console.width
+        console.print(_table(columns, rows, part, keys, justify, styles, wraps))
 
 
-def _parts(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], keys: int) -> Iterator[list[int]]:
-    """Yield the indices of the columns of each part: the keys, and as many other columns as fit."""
+def _parts(widths: Sequence[int], most: int, keys: int) -> Iterator[list[int]]:
+    """Yield the indices of the columns of each part: the keys, and as many other columns as fit into `most`."""
     part = list(range(keys))
-    for index in range(keys, len(columns)):
-        if len(part) > keys and not _fits(console, columns, rows, [*part, index]):
+    for index in range(keys, len(widths)):
+        if len(part) > keys and sum(widths[place] for place in [*part, index]) > most:
             yield part
             part = list(range(keys))
         part.append(index)
     yield part
 
 
-def _fits(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], part: Sequence[int]) -> bool:
-    """Whether the columns with the indices `part` fit next to each other without wrapping."""
-    table = _table(columns, rows, part, len(part), "left", (), wraps=False)
-    unlimited = console.options.update(width=10_000)
-    return Measurement.get(console, unlimited, table).maximum <= console.width
+def _width(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], index: int) -> int:
+    """The width of a table of one column, without wrapping. A table is as wide as its columns, each by itself."""
+    table = _table(columns, rows, [index], 1, "left", (), wraps=False)
+    return Measurement.get(console, console.options.update(width=10_000), table).maximum
 
 
 def _table(

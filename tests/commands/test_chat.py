@@ -22,7 +22,7 @@ from medusa.commands.network import Network
 from medusa.errors import RequestError, require_extra
 from tests.commands.place import Outcome
 
-CHAT = ("chat", "--backbone", "demo", "--max-new-tokens", "16", "--threads", "1")
+CHAT = ("chat", "--backbone", "demo", "--max-new-tokens", "8", "--threads", "1")
 WITH_HEADS = (*CHAT, "--heads", "demo", "--tree", "eight")
 
 
@@ -50,7 +50,7 @@ def test_a_conversation_through_a_pipe(say: Any, tmp_path: Path) -> None:
     assert "no command /frobnicate" in done.err
     assert "/quit    leave" in done.err
     assert "the prompt is empty" in done.err
-    told = [line for line in done.err.splitlines() if line.startswith("16 tokens, ")]
+    told = [line for line in done.err.splitlines() if line.startswith("8 tokens, ")]
     assert [line.endswith("1.00 a step") for line in told] == [False, False, True]
     content = json.loads(kept.read_text(encoding="utf-8"))
     assert [result["text"] for result in content["results"]] == [first, second, again]
@@ -70,9 +70,10 @@ def test_another_drafter_and_the_options_of_generate(say: Any) -> None:
     assert "." not in done.out
 
 
+@pytest.mark.full
 def test_contrastive_text_is_the_same_with_heads(say: Any) -> None:
     lines = "Once upon a time\n/plain\n/reset\nOnce upon a time\n"
-    done = say(*WITH_HEADS, "--amateur", "demo", "--contrast-beta", "0.5", "--max-new-tokens", "8", lines=lines)
+    done = say(*WITH_HEADS, "--amateur", "demo", "--contrast-beta", "0.5", lines=lines)
     assert done.status == 0, done.err
     first, second = done.out.splitlines()
     assert first == second
@@ -94,7 +95,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(say: Any, monkeypatch: pytes
     assert done.status == 0
     assert len(done.out.splitlines()) == 2
     assert done.err.count("(stopped)") == 2
-    assert "16 tokens" not in done.err
+    assert "8 tokens" not in done.err
     assert signal.getsignal(signal.SIGINT) is before
 
 

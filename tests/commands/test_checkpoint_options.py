@@ -106,6 +106,7 @@ def test_generate_and_its_ways_out(run: Callable[..., Any], own: Own, mixed: str
     assert [result["new_ids"] for result in content["results"]] == own.free
 
 
+@pytest.mark.full
 def test_plain_decoding_and_model_generate_agree_in_a_benchmark(run: Callable[..., Any], own: Own, mixed: str) -> None:
     content, _ = run("benchmark", "--rounds", "1", "--skip-long", prompts=mixed)
     found = content["methods"]

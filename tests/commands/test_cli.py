@@ -32,7 +32,6 @@ from decode.texts import Result
 from medusa.__main__ import main
 from medusa.backbone import Backbone
 from medusa.commands import generate as generate_command
-from medusa.commands.datastore import PIECE
 from medusa.commands.speed import warn_if_useless
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
@@ -44,11 +43,11 @@ from train.features.files import shards
 
 @pytest.fixture
 def generate(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., Any]:
-    """`medusa generate` with --json; gives its results."""
+    """`medusa generate` with --json, of three prompts at a time; gives its results."""
 
     def run(*argv: Any, prompts: tuple[str, ...] = ("--prompts", place.prompts), heads: bool = True) -> Any:
         path, chosen = tmp_path / "generated.json", place.models if heads else place.models[:2]
-        done = medusa("generate", *chosen, *prompts, *GENERATION, "--json", path, *argv)
+        done = medusa("generate", *chosen, *prompts, *GENERATION, "--batch-size", "3", "--json", path, *argv)
         assert done.status == 0, done.err
         return json.loads(path.read_text(encoding="utf-8"))
 
@@ -104,7 +103,7 @@ def test_the_library_leaves_attention_by_cudnn_alone() -> None:
     "argv",
     [
         ("--batch-size", "2", "--attention", "eager"),
-        ("--tree", "topk:3,2", "--threads", "1", "--dtype", "float64", "--quiet"),
+        ("--batch-size", "1", "--tree", "topk:3,2", "--threads", "1", "--dtype", "float64", "--quiet"),
     ],
     ids=" ".join,
 )
@@ -486,7 +485,7 @@ def test_compiled_steps_have_their_own_calibration(
 
 
 @pytest.mark.usefixtures("short_calibrations")
-@pytest.mark.parametrize("fastest", ["mix", "ngram"])
+@pytest.mark.parametrize("fastest", ["mix", pytest.param("ngram", marks=pytest.mark.full)])
 def test_auto_drafts_with_ngrams_where_they_are_fastest(
     medusa: Any, own_place: Place, eight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fastest: str
 ) -> None:
@@ -619,14 +618,14 @@ def test_bad_requests_are_refused_before_a_tree_is_calibrated(
 
 @pytest.fixture
 def verify(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., tuple[Outcome, str, Any]]:
-    """`medusa verify`; gives its outcome, its report and its results."""
+    """`medusa verify`; gives its outcome, its report and its results. Most of the time goes into the report."""
 
-    def run(*argv: str) -> tuple[Outcome, str, Any]:
+    def run(*argv: str, reports: bool = True) -> tuple[Outcome, str, Any]:
         report, told = tmp_path / "report.html", tmp_path / "v.json"
-        small = ("--draws", "500", "--sampled-prompts", "1", "--json", told, "--report", report)
-        done = medusa("verify", *place.asked, *small, *argv)
+        small = ("--draws", "500", "--sampled-prompts", "1", "--json", told)
+        done = medusa("verify", *place.asked, *small, *(("--report", report) if reports else ()), *argv)
         content = json.loads(told.read_text(encoding="utf-8"), parse_constant=pytest.fail)
-        return done, report.read_text(encoding="utf-8"), content
+        return done, report.read_text(encoding="utf-8") if reports else "", content
 
     return run
 
@@ -684,10 +683,9 @@ def test_verify_reports_a_text_that_ends_early(verify: Any, tmp_path: Path, monk
     assert [found["gap"] for found in content["greedy"]["divergences"]] == [None] * 3
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_verify_in_full_tries_more_temperatures(verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    done, _, content = verify("--full", "--draws", "50", "--max-prompts", "1")
+    done, _, content = verify("--full", "--draws", "50", "--max-prompts", "1", reports=False)
     assert done.status == 0, done.out
     complete_in_60_columns(done.out, "top-p", path=tmp_path)
     pairs = {(case["temperature"], case["top_p"]) for case in content["sampling"]["cases"]}
@@ -697,8 +695,9 @@ def test_verify_in_full_tries_more_temperatures(verify: Any, tmp_path: Path, mon
 @pytest.mark.parametrize("draft", ["topk", "sample"])
 def test_a_prompts_sample_depends_on_the_seed_and_not_on_the_batch(generate: Any, draft: str) -> None:
     sampling = ("--temperature", "1", "--top-k", "50", "--top-p", "0.99", "--seed", "5", "--draft", draft)
-    alone = [result["new_ids"] for result in generate(*sampling)["results"]]
-    assert [result["new_ids"] for result in generate(*sampling, "--batch-size", "3")["results"]] == alone
+    sampling += ("--max-new-tokens", "6")
+    alone = [result["new_ids"] for result in generate(*sampling, "--batch-size", "1")["results"]]
+    assert [result["new_ids"] for result in generate(*sampling)["results"]] == alone
     assert [result["new_ids"] for result in generate(*sampling, "--seed", "6")["results"]] != alone
 
 
@@ -892,19 +891,26 @@ def amateur(place: Place, tmp_path: Path) -> str:
     return str(tmp_path / "small")
 
 
-@pytest.mark.usefixtures("no_pictures")
-def test_contrastive_decoding(generate: Any, medusa: Any, place: Place, tmp_path: Path, amateur: str) -> None:
-    """Texts with and without heads are equal, and `verify` and `benchmark` work."""
-    asked = ("--amateur", amateur, "--contrast-alpha", "0.05", "--contrast-beta", "2", "--amateur-temperature", "0.7")
-    said = {"model": amateur, "alpha": 0.05, "beta": 2.0, "temperature": 0.7}
+CONTRAST = ("--contrast-alpha", "0.05", "--contrast-beta", "2", "--amateur-temperature", "0.7")
+CONTRASTED = {"alpha": 0.05, "beta": 2.0, "temperature": 0.7}
+
+
+def test_contrastive_decoding(generate: Any, place: Place, amateur: str) -> None:
+    """Texts with and without heads are equal."""
+    asked = ("--amateur", amateur, *CONTRAST)
     plain_text = generate("--plain", *asked)
-    assert plain_text["settings"]["amateur"] == said
+    assert plain_text["settings"]["amateur"] == {"model": amateur} | CONTRASTED
     texts = [result["new_ids"] for result in plain_text["results"]]
     assert texts != until_eos(place)
     with_heads = generate("--tree", "topk:4,2", "--batch-size", "3", *asked)
     assert [result["new_ids"] for result in with_heads["results"]] == texts
 
-    models = (*place.asked, *asked, "--max-prompts", "1", "--max-new-tokens", "6")
+
+@pytest.mark.full
+@pytest.mark.usefixtures("no_pictures")
+def test_verify_and_benchmark_of_contrastive_decoding(medusa: Any, place: Place, tmp_path: Path, amateur: str) -> None:
+    said = {"model": amateur} | CONTRASTED
+    models = (*place.asked, "--amateur", amateur, *CONTRAST, "--max-prompts", "1", "--max-new-tokens", "6")
     report, path = tmp_path / "verify.html", tmp_path / "out.json"
     done = medusa("verify", *models, "--draws", "200", "--report", report, "--json", path)
     assert done.status == 0, done.err
@@ -922,12 +928,12 @@ def test_searches(generate: Any, medusa: Any, place: Place) -> None:
     for options in (("--num-beams", "3"), ("--num-beams", "3", "--length-penalty", "1", "--ignore-eos")):
         options = (*options, "--max-new-tokens", "8")
         beam = generate("--strategy", "beam", "--batch-size", "2", *options, heads=False)
-        best = generate("--strategy", "best-first-beam", *options, heads=False)
+        best = generate("--strategy", "best-first-beam", "--batch-size", "1", *options, heads=False)
         assert [r["new_ids"] for r in best["results"]] == [r["new_ids"] for r in beam["results"]]
         assert [r["finish_reason"] for r in best["results"]] == [r["finish_reason"] for r in beam["results"]]
         assert best["settings"]["num_beams"] == 3
         assert all(r["search"]["calls"] > 0 == r["search"]["dropped"] for r in best["results"])
-    greedy = generate("--strategy", "best-first-beam", "--num-beams", "1", heads=False)
+    greedy = generate("--strategy", "best-first-beam", "--batch-size", "1", "--num-beams", "1", heads=False)
     assert [r["new_ids"] for r in greedy["results"]] == until_eos(place)
     models = ("--backbone", place.backbone, "--prompt", "abc", "--max-new-tokens", "2")
     assert "hypotheses scored" in medusa("generate", *models, "--strategy", "best-first-beam").err
@@ -962,11 +968,12 @@ def test_a_datastore_of_text_from_the_backbone(datastore: Any, generate: Any, pl
     assert min(len(result["new_ids"]) / result["steps"] for result in content["results"]) > 1.5
 
 
-def test_a_datastore_of_files(datastore: Any, place: Place, tmp_path: Path) -> None:
+def test_a_datastore_of_files(datastore: Any, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are read in the order of their names; files that are not UTF-8 are skipped and counted."""
+    monkeypatch.setattr("medusa.commands.datastore.PIECE", 400)  # of which the first file is two
     sources = tmp_path / "sources"
     (sources / "b").mkdir(parents=True)
-    long = ("abcdefg\n" * (PIECE // 4))[:-1]
+    long = ("abcdefg\n" * 100)[:-1]
     (sources / "b" / "one.py").write_text("defg", encoding="utf-8")
     (sources / "a.py").write_text(long, encoding="utf-8")
     (sources / "c.py").write_bytes(b"\xff\xfe")

@@ -13,6 +13,7 @@ from medusa.commands.options import Output, RuntimeOptions
 from medusa.errors import RequestError
 from medusa.loading import BackboneFiles, load_backbone
 from medusa.options import LoadOptions
+from tests.helpers import tiny_model
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 
@@ -57,9 +58,17 @@ def test_one_core_leaves_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 Load = Callable[..., Tuned]
 
 
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny backbone on disk, in bfloat16 as most are published."""
+    folder = str(tmp_path_factory.mktemp("backbone"))
+    tiny_model("llama", dtype=HALF).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Load the embedded backbone as if it were large, where bfloat16 is `gain` times as fast as float32."""
+def load(backbone: str, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Load a backbone as if it were large, where bfloat16 is `gain` times as fast as float32."""
 
     def load(dtype: str | None, gain: float, fast: bool = True, threads: int | None = None, **output: Any) -> Tuned:
         def timer(sample: object, tokens: int, dtype: torch.dtype | None = None, *clock: object) -> Callable[[], float]:
@@ -71,7 +80,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Load:
         monkeypatch.setattr(cpu.Sample, "timer", timer)
         for module in (cpu, loading):
             monkeypatch.setattr(module, "has_fast_bfloat16", lambda: fast)
-        return load_tuned(BackboneFiles("demo", LoadOptions(dtype, "cpu")), threads, Output(**output))
+        return load_tuned(BackboneFiles(backbone, LoadOptions(dtype, "cpu")), threads, Output(**output))
 
     return load
 
@@ -120,9 +129,10 @@ def test_nothing_is_chosen_without_a_word(load: Load, capsys: pytest.CaptureFixt
     assert (torch.get_num_threads(), capsys.readouterr().err) == (1, "")
 
 
-def test_a_trial_leaves_the_model_as_it_was() -> None:
+def test_a_trial_leaves_the_model_as_it_was(backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real times of both dtypes, and of a model whose layers do not run alone."""
-    model, ids = load_backbone("demo", LoadOptions("float32", "cpu")).model, torch.arange(8)[None]
+    monkeypatch.setattr(cpu, "SECONDS", 0.01)
+    model, ids = load_backbone(backbone, LoadOptions("float32", "cpu")).model, torch.arange(8)[None]
     before = model(ids).logits
     sample = sampled(model)
     assert sample is not None

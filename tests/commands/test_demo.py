@@ -1,28 +1,47 @@
-"""The whole demo, shortened: `medusa fit`, with `--full` on the embedded model, and the story."""
+"""The demo: `medusa fit` on the embedded model, shortened and with `--full` only, and the story."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from medusa.__main__ import main
 from medusa.commands import demo
 from medusa.commands.fit.options import FitOptions
+from medusa.commands.fit.prompts import write_prompts
+from medusa.commands.fit.stages import TEST
+from medusa.records.record import Record
 from tests.commands.place import Place
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("short_calibrations")
+def test_the_story_is_the_same_with_heads(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With heads as `medusa fit` leaves them, but for a calibration; test_fit.py has its whole run."""
+    heads = shutil.copytree(place.heads, tmp_path / "heads")  # where the calibration is kept
+    monkeypatch.setattr(demo, "STORY_TOKENS", 8)
+    write_prompts(tmp_path / TEST, [Record("mine:1", text="abc", is_prompt=True)])
+    finished: Any = SimpleNamespace(work=tmp_path)
+    demo.show_story(FitOptions(model=place.backbone, out=str(heads), plan=True), finished)
+    told = capsys.readouterr().out
+    assert "The same story" in told
+    assert "Equal texts: yes" in told
+
+
+@pytest.mark.full
 @pytest.mark.usefixtures("short_fit")
 def test_demo_runs_from_text_to_speedup(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, full: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "STORY_TOKENS", 8)
-    if not full:  # tests/scripts/test_real_model.py writes text and trains heads with the embedded model
-        monkeypatch.setattr(demo, "FitOptions", lambda **given: FitOptions(**given | {"model": place.backbone}))
     output, report = tmp_path / "demo", tmp_path / "report.json"
-    numbers = "--minutes 0.01 --max-new-tokens 16 --threads 1 --dtype float32"  # given, so that none is measured
+    numbers = "--minutes 0.004 --max-new-tokens 16 --threads 1 --dtype float32"  # given, so that none is measured
     command = f"demo --output {output} {numbers} --json {report}"
     assert main(command.split()) == 0
     told = capsys.readouterr().out

@@ -322,7 +322,7 @@ def killed_after(lines: int, argv: list[str], output: Path) -> bool:
     return alive
 
 
-@pytest.mark.parametrize("temperature", ["0", "1"])
+@pytest.mark.parametrize("temperature", [pytest.param("0", marks=pytest.mark.full), "1"])
 def test_a_killed_distillation_resumes_without_loss_or_repetition(
     distill: Any, talking: str, tmp_path: Path, temperature: str
 ) -> None:
@@ -343,7 +343,7 @@ def test_a_killed_distillation_resumes_without_loss_or_repetition(
     assert done.figures["finish_reasons"] == whole.figures["finish_reasons"], "of all texts, not of the last run's"
 
 
-@pytest.mark.parametrize("temperature", ["0", "1"])
+@pytest.mark.parametrize("temperature", [pytest.param("0", marks=pytest.mark.full), "1"])
 def test_answers_do_not_depend_on_the_number_of_texts_at_a_time(distill: Any, temperature: str) -> None:
     runs = [
         distill("--temperature", temperature, *width, prompts=MANY, output=f"{number}.jsonl")

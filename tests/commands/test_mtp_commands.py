@@ -73,7 +73,10 @@ def said(medusa: Callable[..., Outcome]) -> Callable[..., str]:
     return run
 
 
-@pytest.mark.parametrize("models", [NATIVE, TUNED])
+IN_BOTH_PLACES = pytest.mark.parametrize("models", [NATIVE, pytest.param(TUNED, marks=pytest.mark.full)])
+
+
+@IN_BOTH_PLACES
 def test_generate_chat_and_serve(said: Any, native: Native, monkeypatch: pytest.MonkeyPatch, models: str) -> None:
     """All three write the model's own text."""
     chosen, replies = (*native.models[models], *GENERATION), []
@@ -90,6 +93,7 @@ def test_generate_chat_and_serve(said: Any, native: Native, monkeypatch: pytest.
     assert replies[0]["choices"][0]["text"] == native.text
 
 
+@pytest.mark.full
 def test_verify_and_benchmark(said: Any, native: Native, tmp_path: Path) -> None:
     chosen = (*native.models[NATIVE], "--prompts", native.prompts, "--quiet", "--max-prompts")
     said("verify", *chosen, "1", *SHORT, "--draws", "200", "--json", tmp_path / "verified.json")
@@ -110,7 +114,7 @@ def test_evaluate_gives_the_same_for_the_layer_in_both_places(said: Any, native:
 
 
 @pytest.mark.usefixtures("short_calibrations")
-@pytest.mark.parametrize("models", [NATIVE, TUNED])
+@IN_BOTH_PLACES
 def test_a_calibrated_layer_needs_no_further_calibration(
     said: Any, native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: str
 ) -> None:

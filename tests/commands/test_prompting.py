@@ -79,12 +79,13 @@ def run(medusa: Callable[..., Outcome], tmp_path: Path) -> Callable[..., Said]:
 
 @pytest.fixture
 def generate(run: Callable[..., Said], models: Models, tmp_path: Path) -> Callable[..., Said]:
-    """Run `medusa generate` on rows of a JSONL file."""
+    """Run `medusa generate` on rows of a JSONL file, on all of them together."""
 
     def generate(*words: Any, rows: list[Any], backbone: str = models.chat) -> Said:
         path = write_rows(tmp_path / "prompts.jsonl", rows)
         words += () if "--heads" in words else ("--plain",)
-        return run("generate", "--backbone", backbone, "--prompts", path, "--max-new-tokens", "2", *words)
+        how = ("--max-new-tokens", "2", "--batch-size", "8")
+        return run("generate", "--backbone", backbone, "--prompts", path, *how, *words)
 
     return generate
 
@@ -165,7 +166,10 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=[pytest.mark.full] * (name in ("calibrate", "verify"))) for name in COMMANDS],
+)
 def test_every_command_says_which_form_prompts_have(
     run: Any, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

@@ -9,6 +9,7 @@ that do not exist are tried in test_missing_inputs.py.
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 import shutil
@@ -20,7 +21,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from medusa.__main__ import main
+from medusa.__main__ import build_parser, main
 from medusa.places import hub_is_reachable
 from tests.commands.place import Place
 
@@ -596,7 +597,15 @@ def content(*folders: Path) -> dict[str, tuple[int, int]]:
     return {path: (at.st_size, at.st_mtime_ns) if S_ISREG(at.st_mode) else (0, 0) for path, at in found.items()}
 
 
-@pytest.mark.usefixtures("no_loading", "at_home")
+@pytest.fixture(scope="module")
+def one_parser_for_each_command() -> Iterator[None]:
+    """Make the parser of a command once for all of its lines: this takes longer than everything else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("medusa.__main__.build_parser", functools.cache(build_parser))
+        yield
+
+
+@pytest.mark.usefixtures("no_loading", "at_home", "one_parser_for_each_command")
 @pytest.mark.parametrize("command", CALLS)
 def test_a_wrong_call_is_one_line_with_status_2(command: str, home: Path, place: Place, medusa: Any) -> None:
     """A refused call changes nothing."""

@@ -20,7 +20,8 @@ from medusa.fingerprint import differs, fingerprint
 from medusa.loading import LoadOptions, load_backbone
 from medusa.memory import bytes_of
 from medusa.quantization import PROBE, quantization_of, quantized_layers
-from tests.helpers import plain, random_ids, tiny_model
+from tests.commands.place import tokenizer_of_letters
+from tests.helpers import VOCAB, plain, random_ids, tiny_model
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 KINDS = pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -188,15 +189,17 @@ def test_every_command_runs_on_a_quantised_backbone(
 
     The backbone's name and its quantisation come from the heads."""
     monkeypatch.setattr("train.run.draw_curves", lambda log, path: path.touch())  # imported here first
-    kind = "int4"
+    kind, place = "int4", str(tmp_path / "backbone")
+    tiny_model("llama", intermediate_size=64).save_pretrained(place)  # int4 groups 32 inputs
+    tokenizer_of_letters(VOCAB - 2, VOCAB - 1).save_pretrained(place)
     text, heads, prompts = tmp_path / "text.jsonl", tmp_path / "heads", tmp_path / "prompts.jsonl"
-    words = ("Once upon a time", "Tom and Mia")
+    words = ("abcd", "hgf")
     prompts.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in words), encoding="utf-8")
     decode = ("--prompts", prompts, "--max-new-tokens", "6")
-    recipe = ("backbone=demo", f"data={text}", f"output_dir={heads}", f"quantization={kind}")
+    recipe = (f"backbone={place}", f"data={text}", f"output_dir={heads}", f"quantization={kind}")
     short = ("data.sequence_length=16", "heads.num=4", "training.max_steps=1", "cache_features=true")
     for argv in (
-        ("distill", "--backbone", "demo", *decode, "--output", text, "--quantization", kind),
+        ("distill", "--backbone", place, *decode, "--output", text, "--quantization", kind),
         ("train", "medusa1", *recipe, *short),
         ("generate", heads, "--tree", "eight", *decode, "--json", tmp_path / "out.json"),
     ):
@@ -204,13 +207,13 @@ def test_every_command_runs_on_a_quantised_backbone(
     assert "quantization" not in capsys.readouterr().err  # no warning
     recorded = json.loads((heads / "config.json").read_text(encoding="utf-8"))["backbone"]
     assert recorded["quantization"] == kind
-    loaded = load_backbone("demo", LoadOptions(quantization=kind))
+    loaded = load_backbone(place, LoadOptions(quantization=kind))
     assert loaded.tokenizer is not None
     results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["results"]
     for result, word in zip(results, words, strict=True):
         prompt = loaded.tokenizer(word)["input_ids"]
         assert result["input_ids"][-len(prompt) :] == prompt
         assert result["new_ids"] == plain(loaded.model, result["input_ids"], max_new_tokens=6)
-    assert main(["generate", str(heads), "--backbone", "demo", "--tree", "eight", "--max-new-tokens", "1", "A"]) == 0
-    warning = f"trained for demo with quantization {kind}, and demo is loaded with none"
+    assert main(["generate", str(heads), "--backbone", place, "--tree", "eight", "--max-new-tokens", "1", "A"]) == 0
+    warning = f"trained for {place} with quantization {kind}, and {place} is loaded with none"
     assert warning in capsys.readouterr().err

@@ -15,7 +15,7 @@ from medusa.errors import RequestError
 from tests.helpers import FIRST_TRANSFORMERS, random_ids, rename_attention, tiny_model
 from tiny_models import MULTIMODAL, SUPPORTED
 
-FEW = (1, 5, 40)  # three of the script's prompts: within windows at first, beyond them, beyond the limit of longrope
+FEW = (5, 40)  # two of the script's prompts: within windows at first, and beyond them and the limit of longrope
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 
@@ -25,6 +25,7 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "NEW", 8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gemma2", "phi3, longrope"])
 def test_a_supported_row(name: str) -> None:
     row = script.check_supported(name)
@@ -92,7 +93,7 @@ def test_a_wrong_mask_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     by_slot = reader.by_slot
     monkeypatch.setattr(reader, "by_slot", lambda *nodes: (by_slot(*nodes)[0] | True, *by_slot(*nodes)[1:]))
     monkeypatch.setattr("decode.texts.require_tree_forward", lambda model: None)  # or decoding would refuse
-    assert script.main(["--only", "llama", "mpt"]) == 1
+    assert script.main(["--only", "llama"]) == 1
     shown = capsys.readouterr()
     assert "FAILS" in shown.out
     assert "DIFFERS" in shown.out
@@ -104,6 +105,9 @@ def test_a_row_and_its_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert "opt" in capsys.readouterr().out
     told = json.loads((tmp_path / "out.json").read_text())
     opt, bloom = told["rows"]
+    assert [*opt["checks"]] == [*script.ATTENTIONS]
+    assert all({*checks} == {*script.CHECKED} for checks in opt["checks"].values())
+    assert opt["tau"] > 1.2, "the texts are the same, so nothing follows tau"
     assert (opt["name"], opt["model"], opt["same"]) == ("opt", "OPTForCausalLM", {"sdpa": True, "eager": True})
     assert opt["checks"]["sdpa"]["float32"]["error"] < 1e-5
     assert "ALiBi" in bloom["refusal"]

@@ -17,6 +17,6 @@ def test_a_picture_of_each_kind(kind: str) -> None:
 
 
 def test_the_pictures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_kinds, "KINDS", {kind: draw_kinds.KINDS[kind] for kind in ("medusa", "eagle")})
+    monkeypatch.setattr(draw_kinds, "KINDS", {"eagle": draw_kinds.KINDS["eagle"]})
     draw_kinds.main([str(tmp_path)])
-    assert {path.name for path in tmp_path.iterdir()} == {"medusa.png", "eagle.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"eagle.png"}

@@ -22,9 +22,10 @@ from tiny_models import RECURRENT, SUPPORTED
 COMMAND = re.compile(r"^python scripts/fuzz\.py (--seed \d+ --case \d+)$", re.MULTILINE)
 
 
-def test_random_cases_equal_generate(capsys: pytest.CaptureFixture, full: bool) -> None:
+@pytest.mark.full
+def test_random_cases_equal_generate(capsys: pytest.CaptureFixture) -> None:
     """The number of cases is fixed, so that the test takes the same time everywhere; CI runs more for two minutes."""
-    count = 30 if full else 10
+    count = 30
     assert script.main(["--cases", str(count), "--seed", "5"]) == 0
     shown = capsys.readouterr().out
     counted = re.search(rf"seed 5: {count} cases, (\d+) equal", shown)

@@ -12,8 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -38,37 +37,43 @@ def rehearsing(words: Sequence[str]) -> int:
     return exit_status("gpu_battery", lambda: battery.main(["--rehearse", *words]))
 
 
-@pytest.mark.slow
-def test_the_rehearsal_runs_every_stage(tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a copy of this process, as the battery changes its environment.
-
-    Without `--full`, one kind of heads is trained instead of all. What then measures the same again is left out, as is
-    `medusa fit`, which takes two minutes."""
-    told, kinds = tmp_path / "told", [kind for kind in KINDS if full or kind == bench.MAIN_KIND]
-    left = {f"train {kind}" for kind in KINDS if kind not in kinds} | (
-        set() if full else {"GQA", "8B", "kinds", "chat"}
-    )
-    stages = {name: replace(of, needs=tuple({*of.needs} - left)) for name, of in STAGES.items() if name not in left}
-    monkeypatch.setattr(battery, "STAGES", stages)
-    monkeypatch.setattr(bench, "KINDS", kinds)
+def rehearsed(output: Path, monkeypatch: pytest.MonkeyPatch, stages: Collection[str]) -> dict[str, list[run.Figure]]:
+    """Rehearse some stages, in a copy of this process, as the battery changes its environment; return their figures."""
     monkeypatch.setattr("decode.bench.report.page.themed_svg", lambda *picture: "")  # which take longer than the rest
     sources = {"stdlib": REPO / "decode", "purelib": Path(torch.__file__).parent / "nn"}  # of all those of this machine
     monkeypatch.setattr("sysconfig.get_paths", lambda: sources)
-    with told.open("w") as file:
-        process = forked_command(["--output", str(tmp_path)], file.fileno(), file.fileno(), rehearsing)
+    with (output / "told").open("w") as file:
+        words = ["--output", str(output), "--stage", *stages]
+        process = forked_command(words, file.fileno(), file.fileno(), rehearsing)
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    figures = run.read_figures(tmp_path)
+    figures = run.read_figures(output)
     states = {name: (figures[name][-1]["status"], figures[name][-1].get("error")) for name in stages}
-    assert states == dict.fromkeys(stages, ("done", None)), told.read_text()
+    assert states == dict.fromkeys(stages, ("done", None)), (output / "told").read_text()
     assert status == 0
     assert [figure["error"] for kept in figures.values() for figure in kept if "error" in figure] == []
-
-    for name in {*TOY.shapes} - left:
+    for name in {*TOY.shapes} & {*stages}:
         timed = [figure for figure in figures[name] if "ms" in figure]
         assert [(figure["how"], figure["batch"], figure["nodes"]) for figure in timed] == [
             *[("compiled", 2, 8), ("compiled", 2, 1), ("eager", 2, 8), ("eager", 2, 1)],
         ]
         assert all(figure["launches"] > 0 and "attention" in figure["attention"] for figure in timed)
+    page = (output / REPORT).read_text()
+    assert all(f"## {name}\n" in page for name in stages)
+    assert ("T(n)/T(1)" in page) == bool({*TOY.shapes} & {*stages})
+    return figures
+
+
+def test_the_first_stages_time_steps_and_make_a_backbone_and_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What trains heads on the text and measures them is rehearsed with `--full`."""
+    figures = rehearsed(tmp_path, monkeypatch, ["backbone", "MHA", "text"])
+    assert figures["text"][1]["texts"] == TOY.texts
+
+
+@pytest.mark.full
+def test_the_rehearsal_runs_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = rehearsed(tmp_path, monkeypatch, STAGES)
     methods = {figure["method"]: figure for figure in figures["benchmark"] if "method" in figure}
     assert {"plain, compiled", "generate, eager", "generate, static cache", "generate, compiled"} < set(methods)
     assert all(figure["equal_texts"] == "1 of 1" for figure in methods.values())
@@ -83,16 +88,11 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path, full: bool, monkeypatch:
         with gzip.open(place) as file:
             assert len(json.load(file)["traceEvents"]) > 100
     assert [figure["passed"] for figure in figures["verify"] if "passed" in figure] == [True, True]
-    if full:
-        assert {figure.get("temperature") for figure in figures["chat"]} == {None, 0.7}
-        assert {figure["made"] for figure in figures["chat"] if "made" in figure} > {"text", "benchmark"}
-    for kind in kinds if full else []:
+    assert {figure.get("temperature") for figure in figures["chat"]} == {None, 0.7}
+    assert {figure["made"] for figure in figures["chat"] if "made" in figure} > {"text", "benchmark"}
+    for kind in KINDS:
         assert any(figure.get("method", "").startswith(f"{kind}, ") for figure in figures["kinds"])
-
-    page = (tmp_path / REPORT).read_text()
-    assert all(f"## {name}\n" in page for name in stages)
-    assert "T(n)/T(1)" in page
-    assert f"{methods['markov, 7 nodes, compiled']['tau']:.4g}" in page
+    assert f"{methods['markov, 7 nodes, compiled']['tau']:.4g}" in (tmp_path / REPORT).read_text()
 
 
 def test_the_battery_starts_from_the_sources(tmp_path: Path) -> None:

@@ -16,17 +16,15 @@ from medusa.files import ASSETS
 from real_measure import SETS
 from tests.helpers import times_of_few_steps
 
+KINDS = ["markov", "eagle"]
 TINY = real_model.Sizes((0.01, 0.01), 16, (1, 4), (8,), (1, 4, 1), (8, 12), (2, 4, 1), 512)
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make probe and calibration short: no figure of these tests is a measurement."""
-    if not full:
-        monkeypatch.delitem(SETS, "HumanEval")
-        monkeypatch.setattr(real_model.RealModel, "curve_tokens", lambda self, read: [64])  # however fast this machine
     few: dict[Any, dict[str, Any]] = {
-        real_model: {"QUICK": TINY, "TEMPERATURES": (1.0,) if full else ()},
+        real_model: {"QUICK": TINY, "TEMPERATURES": (1.0,)},
         plan: {"FEWEST_TEXTS": 12},
         probe: {"ANSWERED": 4, "READ": 2, "ROWS": 1, "LENGTH": 64, "STEPS": 1},
         stored: {"MIN_STEPS": 60},
@@ -49,24 +47,41 @@ def data(tmp_path: Path, short: None) -> Path:
     return tmp_path
 
 
-@pytest.mark.usefixtures("one_tree_check")
-def test_every_stage_runs_once_and_is_reported(data: Path, capsys: pytest.CaptureFixture[str], full: bool) -> None:
-    """Without `--full`, one kind of heads is trained instead of two, and there are fewer prompts and temperatures."""
-    kinds = ["markov", "eagle"][: 1 + full]
-    argv = ["demo", "--data", str(data), "--output", str(data / "out"), "--quick", "--kinds", ",".join(kinds)]
-    argv += ["--dtypes", "float32"]
-    with pytest.raises(RequestError, match="stage train markov is not finished, and others need it"):
-        real_model.main([*argv, "--only", "text"])
+@pytest.fixture
+def command(data: Path) -> list[str]:
+    words = ["demo", "--data", str(data), "--output", str(data / "out"), "--quick", "--dtypes", "float32"]
+    return [*words, "--kinds", ",".join(KINDS)]
+
+
+def test_a_stage_that_others_need_must_be_asked_for(
+    command: list[str], data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other stages run with `--full`."""
+    command[-1] = "markov"
+    with pytest.raises(RequestError, match="stage calibrate markov float32 is not finished, and others need it"):
+        real_model.main([*command, "--only", "text", "train"])
     assert "text ..." in capsys.readouterr().err
-    real_model.main(argv)
+    stages = json.loads((data / "out" / "fit.json").read_text())["stages"]
+    assert {*stages} == {"plan", "text", "train markov"}
+    assert stages["text"]["texts"] > 0
+    with pytest.raises(RequestError, match="--minutes-of-text"):
+        real_model.main([*command, "--minutes-of-text", "1"])
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("one_tree_check")
+def test_every_stage_runs_once_and_is_reported(
+    command: list[str], data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real_model.main(command)
     page = capsys.readouterr().out
     content = json.loads((data / "out" / "fit.json").read_text())
     stages = content["stages"]
-    each = {f"{stage} {kind}" for stage in ("train", "tau") for kind in kinds}
-    assert {"text", "engine", *(f"speed float32 1 {t}.0" for t in range(1 + full))} | each <= {*stages}
+    each = {f"{stage} {kind}" for stage in ("train", "tau") for kind in KINDS}
+    assert {"text", "engine", "speed float32 1 0.0", "speed float32 1 1.0"} | each <= {*stages}
     assert all(its["equal_to_plain"] == 1 for its in stages["speed float32 1 0.0"]["methods"].values())
-    assert {"plain", "transformers", "prompt lookup", "n-grams", *kinds} <= {*stages["speed float32 1 0.0"]["methods"]}
-    assert all(1 <= its["8"][0] <= 8 for its in stages[f"tau {kinds[-1]}"]["tau"].values())
+    assert {"plain", "transformers", "prompt lookup", "n-grams", *KINDS} <= {*stages["speed float32 1 0.0"]["methods"]}
+    assert all(1 <= its["8"][0] <= 8 for its in stages[f"tau {KINDS[-1]}"]["tau"].values())
     for title in (
         "The plan, and what happened",
         "Speed in float32, 1 thread, temperature 0",
@@ -75,11 +90,9 @@ def test_every_stage_runs_once_and_is_reported(data: Path, capsys: pytest.Captur
     ):
         assert f"## {title}" in page
     assert (data / "out" / "curve.png").stat().st_size > 1000
-    real_model.main(argv)
+    real_model.main(command)
     assert capsys.readouterr().err == ""
     assert json.loads((data / "out" / "fit.json").read_text())["stages"] == stages
-    with pytest.raises(RequestError, match="--minutes-of-text"):
-        real_model.main([*argv, "--minutes-of-text", "1"])
 
 
 def test_kinds_come_with_settings() -> None:

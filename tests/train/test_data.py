@@ -181,7 +181,7 @@ def test_documents_longer_than_a_row(
 @pytest.mark.parametrize("whole", [False, True])
 def test_no_head_is_taught_across_documents_or_from_padding(whole: bool) -> None:
     """Every label of a head is the token at the head's distance in the same document."""
-    documents = [random_ids(3 + 5 * n % 12, seed=n) for n in range(60)]
+    documents = [random_ids(3 + 5 * n % 12, seed=n) for n in range(30)]
     marks = [[bool(i) for i in random_ids(len(ids), seed=n, vocab=2)] for n, ids in enumerate(documents)]
     packed = PackedDataset(map(Example, documents, marks), 16, whole)
     labels = head_labels(packed.input_ids.long(), packed.loss_mask, packed.document_ids, num_heads=4)

@@ -145,7 +145,7 @@ SEVERAL = {"kind": "eagle", "block": "gated", "feature_layers": [0, 1]}
 
 @pytest.mark.parametrize(
     ("objective", "kind"),
-    [("text", {}), ("distill", SEVERAL), ("tv", {"kind": "dflash"})],
+    [("text", {}), ("distill", SEVERAL), pytest.param("tv", {"kind": "dflash"}, marks=pytest.mark.full)],
     ids=str,
 )
 def test_training_from_features_equals_online_training(

@@ -85,7 +85,9 @@ def most_at_once(sizes: list[int], size: int) -> int:
     return most
 
 
-@pytest.mark.parametrize(("asked", "rows"), [(OWN, 1), (ONE, 3)], ids=["own-1", "one-3"])
+@pytest.mark.parametrize(
+    ("asked", "rows"), [pytest.param(OWN, 1, marks=pytest.mark.full), (ONE, 3)], ids=["own-1", "one-3"]
+)
 def test_gradients_added_in_place_equal_those_of_one_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: HeadsConfig, rows: int
 ) -> None:

@@ -158,7 +158,7 @@ def test_a_signal_outside_training_ends_at_once_and_the_run_continues(
         if "FeatureCache" in place:
             content["cache_features"] = True
         if "perplexities" in place:
-            content["adapter"] = {"rank": 2}
+            content["adapter"] = {"rank": 2, "modules": ["v_proj"]}
         return content
 
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

@@ -45,6 +45,7 @@ def recipe(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     rows = [{"input_ids": random_ids(LENGTH, seed=seed)} for seed in range(8)]
     content = recipes(tmp_path, rows, LENGTH, max_steps=STEPS, logging_steps=1, save_steps=2, seed=1)
     usual = {"rank": 4, "alpha": 16, "heads_first": 0.0, "lambda_0": 0.2, "teacher_tilt": 0.0}
+    usual["modules"] = ["v_proj", "down_proj"]  # two of the seven linear layers: to make an adapter takes its time
 
     def run_with(
         output: str = "out", with_: Any = None, training: Any = None, adapter: Any = None, **overrides: Any
@@ -218,7 +219,7 @@ def test_the_teacher_is_tilted_towards_what_the_first_head_predicted_a_token_bef
 def test_a_tilted_teacher_makes_the_text_easier_to_predict(recipe: Any, seen: Any) -> None:
     """The heads are frozen, so the backbone changes: it gives more probability to their guesses."""
     settings = {"max_steps": 5, "save_strategy": "no", "learning_rate": 1e-9, "lr_scheduler_type": "constant"}
-    tilted = {"lambda_0": 1e-9, "learning_rate": 3e-2, "teacher_tilt": 0.5}
+    tilted = {"lambda_0": 1e-9, "learning_rate": 3e-2, "teacher_tilt": 0.5, "modules": "all-linear"}
     recipe(training=settings, heads={"num": 2, "lm_head": "shared"}, adapter=tilted)
     (trainer,) = seen
     ids, expected = torch.tensor([random_ids(LENGTH, seed=seed) for seed in range(8)]), []
@@ -268,8 +269,9 @@ def test_the_teacher_is_the_untouched_backbone(llama: Any) -> None:
 
 def test_kl_keeps_the_backbone_unchanged_and_text_does_not(recipe: Any) -> None:
     settings = {"max_steps": 8, "save_strategy": "no", "learning_rate": 2e-2}
-    kept = recipe("kl", training=settings, adapter={"lambda_0": 1e-4})
-    learned = recipe("text", training=settings, adapter={"lambda_0": 1e-4, "lm_loss": "text"})
+    adapter = {"lambda_0": 1e-4, "modules": "all-linear"}
+    kept = recipe("kl", training=settings, adapter=adapter)
+    learned = recipe("text", training=settings, adapter=adapter | {"lm_loss": "text"})
     assert kept["perplexity_before"] == learned["perplexity_before"]
     assert kept["perplexity_after"] == pytest.approx(kept["perplexity_before"], rel=0.02)
     assert learned["perplexity_after"] < 0.8 * learned["perplexity_before"], "it learns these very texts by heart"
@@ -320,7 +322,7 @@ def test_accumulation_and_memory_saving_change_nothing(recipe: Any, seen: Any, t
 def test_adapter_and_heads_are_saved_and_decode_together(
     recipe: Any, seen: Any, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    recipe(training={"learning_rate": 5e-2}, adapter={"lm_loss": "text", "merge": True})
+    recipe(training={"learning_rate": 5e-2}, adapter={"lm_loss": "text", "merge": True, "modules": "all-linear"})
     out = tmp_path / "out"
     loaded = load_backbone(str(out / "adapter"), LoadOptions(device="cpu"))
     heads, ids = MedusaHeads.from_pretrained(out), torch.tensor([random_ids(9)])
@@ -379,7 +381,8 @@ def test_two_stages_start_from_trained_heads(recipe: Any, seen: Any, tmp_path: P
 
 def test_the_lm_head_can_be_adapted_too(recipe: Any, seen: Any, tmp_path: Path) -> None:
     faster = {"learning_rate": 2e-2, "lm_loss": "text"}
-    figures = recipe(heads={"num": 2, "lm_head": "own"}, adapter={"lm_head": True} | faster)
+    short = {"max_steps": 2, "save_strategy": "no"}
+    figures = recipe(heads={"num": 2, "lm_head": "own"}, adapter={"lm_head": True} | faster, training=short)
     assert any("lm_head.lora_B" in name and tensor.any() for name, tensor in adapter_of(tmp_path / "out").items())
     ids = torch.tensor([random_ids(9)])
     loaded = load_backbone(str(tmp_path / "out" / "adapter"), LoadOptions(device="cpu")).model

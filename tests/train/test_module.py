@@ -351,7 +351,7 @@ def test_path_dropout_is_rejected_for_other_kinds() -> None:
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle", pytest.param("dflash", marks=pytest.mark.full)])
 def test_a_resumed_run_with_one_seed_equals_an_uninterrupted_run(tmp_path: Path, kind: str) -> None:
     def weights(heads: MedusaHeads) -> torch.Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in heads.parameters()])

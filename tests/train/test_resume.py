@@ -100,7 +100,7 @@ def cut_off(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("stage", ["weights", "optimizer", "state"])
+@pytest.mark.parametrize("stage", ["weights", pytest.param("optimizer", marks=pytest.mark.full), "state"])
 def test_a_kill_while_saving_leaves_the_last_good_checkpoint(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, stage: str
 ) -> None:

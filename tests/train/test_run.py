@@ -105,11 +105,12 @@ def test_heads_of_a_projecting_backbone_continue_and_decode(recipe: Any, tmp_pat
     assert main(["generate", *words, "--max-new-tokens", "3", "--quiet"]) == 0
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gguf"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("gguf", marks=pytest.mark.full)])
 def test_heads_of_a_model_with_an_encoder_or_from_a_gguf_file(recipe: Any, tmp_path: Path, kind: str) -> None:
     """Heads learn the same from the model and from stored features; the next command finds the model that they record.
 
-    An adapter changes the text decoder only, and is merged into a model of the same kind."""
+    An adapter changes the text decoder only, and is merged into a model of the same kind. Features do not depend on the
+    file that a model came from."""
     prompts, place = tmp_path / "p.jsonl", tmp_path / "model"
     prompts.write_text(json.dumps({"input_ids": random_ids(5)}) + "\n")
     if kind == "gguf":
@@ -118,11 +119,15 @@ def test_heads_of_a_model_with_an_encoder_or_from_a_gguf_file(recipe: Any, tmp_p
         write_gguf(place, tiny_models.tiny_model("qwen2"))
     else:
         tiny_model(kind).save_pretrained(place)
-    for output, more in {"live": {}, "stored": {"cache_features": True}, "both": {"adapter": {"merge": True}}}.items():
+    runs = {"live": {}, "stored": {"cache_features": True}, "both": {"adapter": {"merge": True, "modules": ["v_proj"]}}}
+    if kind == "gguf":
+        del runs["stored"]
+    for output, more in runs.items():
         content = json.loads(recipe(output, max_steps=2).read_text()) | {"backbone": str(place)} | more
         run_recipe(content)
     # Two steps move weights by 6e-3. Features come from batches of other sizes, which some CPUs round otherwise.
-    assert_close(tmp_path / "live", tmp_path / "stored", 1e-5)
+    if "stored" in runs:
+        assert_close(tmp_path / "live", tmp_path / "stored", 1e-5)
     changed = load_file(tmp_path / "both" / "adapter" / "adapter_model.safetensors")
     assert changed
     assert not any("visual" in name for name in changed)
@@ -132,7 +137,7 @@ def test_heads_of_a_model_with_an_encoder_or_from_a_gguf_file(recipe: Any, tmp_p
 
 
 def test_a_stream_may_end_with_the_time(recipe: Any) -> None:
-    assert run(recipe(data_with={"streaming": True}, max_steps=-1, max_minutes=0.01))["steps"] > 0
+    assert run(recipe(data_with={"streaming": True}, max_steps=-1, max_minutes=0.001))["steps"] > 0
 
 
 @pytest.mark.parametrize(

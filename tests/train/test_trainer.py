@@ -294,7 +294,7 @@ def test_evaluation_gives_accuracies_and_the_trees_tau(model: Any, texts: list[O
         ({"kind": "medusa"}, "plain"),
         ({"kind": "hydra", "prefix_layers": 1}, "chunked"),
         ({"kind": "eagle", "block": "gated", "feature_layers": [0, 1]}, "chunked"),
-        ({"kind": "eagle", "block": "gated", "feature_layers": [0, 1]}, "plain"),
+        pytest.param({"kind": "eagle", "block": "gated", "feature_layers": [0, 1]}, "plain", marks=pytest.mark.full),
     ],
     ids=str,
 )

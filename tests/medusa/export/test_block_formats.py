@@ -65,12 +65,16 @@ def logits_of(heads: MedusaHeads) -> Tensor:
     return over_all(heads, heads(inputs, lm_head_for(heads, read)), VOCAB)
 
 
-@pytest.mark.parametrize("to", ["speculators", "z-lab"])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        *((name, "speculators") for name in FORMS),
+        *((name, "z-lab") for name in ("dflash, windows", "dspark")),
+        *(pytest.param(name, "z-lab", marks=pytest.mark.full) for name in ("dflash", "dflash2", "dflash2, no conv")),
+    ],
+)
 def test_an_export_says_what_its_readers_assume(name: str, to: str, exported: Callable) -> None:
     form, kind = FORMS[name], name.partition(",")[0]
-    if to == "z-lab" and "vocabulary" in form:
-        pytest.skip("z-lab's form has no reduced vocabulary")
     heads, folder = exported(to, **form)
     about, tensors, shifted = (
         read_json(folder / "config.json"),
