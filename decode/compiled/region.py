@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from decode.cache import TreeCache
 from decode.compiled.graphs import GraphedStep
 from decode.compiled.keys import Key, modules_of
-from decode.compiled.prompts import PromptGraphs
+from decode.compiled.prompts import BUCKETS, PromptGraphs
 from decode.compiled.sampling import Kind, Sampler
 from decode.draft import Drafter, KeepsProducts
 from decode.drafters.layouts import Layout
@@ -77,7 +77,9 @@ class Region:
         self.step: CompiledStep | None = None  # that of the live rows, if it is chosen already
         own = graphs == "own"
         self.graphed = GraphedStep(self._graphed, self.backbone.device) if own else None
-        self.prompts = PromptGraphs(state.reader, state.heads_cache) if own and len(sizes) == 1 else None
+        # Prompts are read into the rows of the texts, or, if texts join, each into a cache of its own.
+        self.reads = state if len(sizes) == 1 else state.like(1, BUCKETS[-1])
+        self.prompts = PromptGraphs(self.reads.reader, self.reads.heads_cache) if own else None
 
     def __call__(self) -> Tensor:
         """Run one decoding step, after `open`; returns `Decided.packed`."""
@@ -177,6 +179,14 @@ class Region:
         if keep_in_place(cache):
             self.forget_graphs()
 
+    def lend(self, lengths: Sequence[int]) -> State | None:
+        """Lend caches for prompts of `lengths` that join, into which a CUDA graph can `read` them; `None`: none can."""
+        if self.prompts is None or len(lengths) > 1 or self.prompts.bucket(lengths) is None:
+            return None
+        for cache in self.reads.caches:
+            cache.restart(cache.capacity or BUCKETS[-1])
+        return self.reads
+
     def attach(self, backbone: Backbone) -> None:
         """Let another session take the region; its `backbone` is that of the region's model."""
         vars(self.backbone).update(vars(backbone))
@@ -194,8 +204,13 @@ class Region:
         """Read prompts `ids` [B, T] by a CUDA graph; `None` if none can hold them (`PromptGraphs`)."""
         if self.prompts is None or (bucket := self.prompts.bucket(lengths)) is None:
             return None
-        for cache in self.caches:
-            self._open(cache, bucket)
+        for cache in self.reads.caches:
+            if self.reads is self.state:
+                self._open(cache, bucket)
+            else:
+                cache.open(bucket)
+                if keep_in_place(cache):
+                    self.prompts.clear()
         return self.prompts(bucket, ids, lengths)
 
     def detach(self) -> None:
@@ -206,7 +221,7 @@ class Region:
     def release(self) -> None:
         """Free the memory of the KV caches. The compiled code stays."""
         self.forget_graphs()
-        for cache in self.caches:
+        for cache in self._all_caches:
             cache.release()
 
     def _addresses(self) -> list[int]:
@@ -224,7 +239,11 @@ class Region:
     @property
     def num_bytes(self) -> int:
         """The memory of all KV caches in bytes."""
-        return sum(cache.num_bytes for cache in self.caches)
+        return sum(cache.num_bytes for cache in self._all_caches)
+
+    @property
+    def _all_caches(self) -> list[TreeCache]:
+        return [*self.caches, *([] if self.reads is self.state else self.reads.caches)]
 
 
 def nothing(stage: str) -> None:

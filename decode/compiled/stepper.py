@@ -84,12 +84,13 @@ class CompiledStepper(Stepper):
         self.region: Region | None = None
         self.ahead: Launched | None = None  # the step that runs while the host handles the one before
         self.is_awaited = False  # whether texts wait until no step runs
+        self.lender: Region | None = None  # the region of the batch that these texts are to join
 
     def start(self) -> None:
         """Read the prompts, into the caches of a region or, if texts may join, into those of the session."""
         self.graphs = graphs_for(self.graphs, self.session.backbone.device)
         if self.joins:
-            super().start()
+            self._start_alone()
             return
         session = self.session
         region = self._taken()
@@ -101,6 +102,18 @@ class CompiledStepper(Stepper):
             region = self._made(State(session.reader, session.heads_cache, root.clone(), hidden.clone()))
         self.state, self.roots = region.state, root.tolist()
         region.begin(session, root, hidden)
+
+    def _start_alone(self) -> None:
+        """Read the prompts into caches from which their texts can join a region."""
+        session = self.session
+        region = self._taken() if self.lender is None else self.lender
+        lent = None if region is None else region.lend([len(prompt) for prompt in session.sequences.prompts])
+        if lent is None or region is None:
+            super().start()
+            return
+        session.reader, session.heads_cache = lent.reader, lent.heads_cache
+        root, hidden = self._prefill(region.read)
+        self.state, self.roots = State(lent.reader, lent.heads_cache, root, hidden), root.tolist()
 
     def _taken(self) -> Region | None:
         """Take a region that is kept for such texts, if there is one."""
@@ -134,10 +147,10 @@ class CompiledStepper(Stepper):
 
     def _enter(self) -> Region:
         """Let the texts join the rows of a region, if they have not; returns it."""
-        if self.region is not None:
-            return self.region
-        region, texts = self._taken(), self.state
-        if region is None:
+        region, texts = self.region, self.state
+        if region is not None and region.state is texts:
+            return region
+        if region is None:  # none was kept
             region = self._made(texts.like(self.sizes[-1], self.session.capacity))
         region.start()
         region.state.empty()
@@ -207,6 +220,7 @@ class CompiledStepper(Stepper):
         if len(self.rows) + len(other.kinds) > self.sizes[-1] or not self.joins:
             raise RuntimeError("texts cannot join a full batch of compiled steps, or one whose rows are fixed")
         functools.reduce(Kind.joined, other.kinds, self.kinds[0])
+        other.lender = self._enter()
         self.is_awaited = self.ahead is not None
         return self.ahead is None
 

@@ -341,6 +341,10 @@ def test_no_graph_is_captured_again_when_texts_join(fake_cuda: type[FakeGraph]) 
     assert len(fake_cuda.made) == before > 4
     assert sum(one.replays for one in fake_cuda.made) > replays + 20
     assert "sent sent read" in " ".join(FakeEvent.log), "steps started ahead"
+    batch.clear()
+    [prompts_of] = [one.prompts for _, one in Regions.of(model) if len(one.sizes) > 1]
+    assert prompts_of is not None
+    assert any(prompts_of.graphed.graphs.values()), "prompts that join alone are read by graphs, too"
 
 
 def test_one_graph_for_each_window(fake_cuda: type[FakeGraph]) -> None:

@@ -123,6 +123,7 @@ def test_a_text_that_leaves_changes_no_other() -> None:
     assert batch.stepper is not None
     batch.end(rows[0])
     batch.step()
+    batch.step()
     assert batch.rows == [rows[2], rows[1]]
     caches = batch.stepper.state.caches
     assert [one.all_filled.tolist()[2:] for one in caches] == [[0, 0]] * 2
