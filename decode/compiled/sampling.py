@@ -204,7 +204,7 @@ class Sampler:
         keep_rows(self.of_rows[:3], left)
 
     def __call__(self, draft: Draft, logits: Tensor, state: State) -> Acceptance:
-        """Decide on a draft from the `logits` [B, N, V] after its nodes; rows that have ended are among the B."""
+        """Decide on a draft from the `logits` [B, N, V] after its nodes; rows without a text are among the B."""
         return self.decide(draft, logits, state.reader.cache.filled, state.reader.depth_limit(draft))
 
     def decide(self, draft: Draft, logits: Tensor, filled: Tensor, depth_limit: Tensor | None) -> Acceptance:

@@ -115,7 +115,7 @@ class BatchWorker:
     def warm_up(self, prompt: Sequence[int]) -> None:
         """Decode a few tokens after `prompt`, so that the first answers are as fast as later ones.
 
-        Steps that are compiled are so for each number of texts, with the default settings."""
+        Compiled steps are compiled here for each number of texts, with the default settings."""
         generator = self.generator
         if not generator.settings.compile or self.room == 1:
             generator.warm_up(prompt)
