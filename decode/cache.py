@@ -39,7 +39,6 @@ BLOCK = 256
 """Slots by which the windows and buffers of compiled steps grow. So the compiler knows that rows of masks, and of their
 parts (`decode.ops.attention`), are aligned."""
 
-
 Index = tuple[Tensor, Tensor, Tensor]
 """Indices of rows [B, 1, 1], KV heads [1, H, 1] and slots [B, 1, N]."""
 
@@ -246,8 +245,9 @@ class TreeCache(Cache):
         needed = layers * per_layer * states[:, :, :1].numel() * states.element_size() * self.capacity
         if needed > SMALL_BYTES:
             left = min(left, max(1, int(layers * SHARE)))
-        rows = len(self.all_filled if self.fixed else self.lengths)
-        self.buffers.append(self._buffer(per_layer * left, rows, states))
+        self.buffers.append(
+            self._buffer(per_layer * left, len(self.all_filled if self.fixed else self.lengths), states)
+        )
         self.used.append(1)
         return Place(len(self.buffers) - 1, 0)
 
@@ -312,9 +312,7 @@ class TreeCache(Cache):
         self.slots = None
 
     def join(self, other: TreeCache) -> None:
-        """Append the rows of another cache of the same model, as new texts join; the other cache is used up.
-
-        A fixed cache must have as many empty rows. It is on the device of the other one."""
+        """Append the rows of another cache of the same model, which is used up; a fixed one must have empty rows."""
         for layer, of_other in zip(self.tree_layers, other.tree_layers, strict=True):
             if not layer.is_initialized and of_other.is_initialized:
                 layer.lazy_initialization(*(other.buffers[place.buffer][place.part] for place in of_other.places))
@@ -322,7 +320,7 @@ class TreeCache(Cache):
         end = start + len(other.lengths)
         if held > self.capacity or any(buffer.shape[1] < end for buffer in self.buffers):
             self.make_room(other.capacity, end)
-        self.lengths = [*self.lengths, *other.lengths]
+        self.lengths, self.slots = [*self.lengths, *other.lengths], None
         for layer, of_other in zip(self.tree_layers, other.tree_layers, strict=True):
             for (number, part), place in zip(layer.places, of_other.places, strict=True):
                 own = self.buffers[number][part, start:end]
@@ -330,7 +328,6 @@ class TreeCache(Cache):
                 own[:, :, held:] = 0  # of an ended text, whose keys may be NaN (`_buffer`)
         for mine, theirs in zip(self.state_layers, other.state_layers, strict=True):
             mine.join(theirs, start, end - start)
-        self.slots = None
         if self.fixed:
             self.all_filled[start:end] = other.filled
         else:

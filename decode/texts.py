@@ -142,6 +142,8 @@ def stepper_for(
         amateur.require_fitting(model, requests, bool(compile))
     for some in [model, *([] if amateur is None else [amateur.model])] if stable else ():
         require_stable(some)
+    if room == 1:
+        room = None  # none can join, and the prompt is read into its place
     fixed = bool(compile) and room is None
     if factory is None:
         rule = AcceptanceRule("rejection" if config.do_sample else "greedy")

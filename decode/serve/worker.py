@@ -108,8 +108,7 @@ class BatchWorker:
         self.thread: threading.Thread | None = None
 
     def _stepper_for(self, requests: Sequence[Request]) -> Stepper:
-        room = self.room if self.room > 1 else None  # the rows of one text are fixed, so that graphs read its prompt
-        made = stepper_for(self.generator.model, self.generator.source, requests, *self.how, room=room)
+        made = stepper_for(self.generator.model, self.generator.source, requests, *self.how, room=self.room)
         return self.adapting(made)
 
     def warm_up(self, prompt: Sequence[int]) -> None:
