@@ -298,9 +298,7 @@ class TreeCache(Cache):
             layer.release()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only the rows with the indices `rows`, in this order, because the texts of the other rows have ended.
-
-        The memory of the others stays, for those that `join`. In a fixed cache they become empty rows."""
+        """Keep only the texts of `rows`, in this order. Memory of other rows stays, in a fixed cache as empty rows."""
         keep_rows(self.buffers, rows, dim=1)
         keep_rows(self.states, rows)
         if self.fixed:
