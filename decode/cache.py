@@ -27,7 +27,7 @@ from decode.layers.attention import BothLayer, Place, TreeLayer
 from decode.layers.reading import Reading
 from decode.layers.recurrent import StateLayer
 from decode.ops.attention import Run, runs_of
-from decode.ops.transfer import on_device
+from decode.ops.transfer import keep_rows, on_device
 from decode.topology import Topology
 from medusa.tree_support import LayerTypes
 
@@ -38,7 +38,6 @@ SMALL_BYTES, SHARE = 2**26, 0.1
 BLOCK = 256
 """Slots by which the windows and buffers of compiled steps grow. So the compiler knows that rows of masks, and of their
 parts (`decode.ops.attention`), are aligned."""
-
 
 Index = tuple[Tensor, Tensor, Tensor]
 """Indices of rows [B, 1, 1], KV heads [1, H, 1] and slots [B, 1, N]."""
@@ -55,14 +54,15 @@ class TreeCache(Cache):
         """Make an empty cache of `capacity` slots per row; it is copied to larger tensors when a text needs more.
 
         The numbers of slots are on `device`, as the tokens are. Layers may be on other devices. A `fixed` cache is for
-        compiled steps: after `for_steps`, its windows are whole blocks, and never as wide as its buffers."""
+        compiled steps: after `for_steps`, its windows are whole blocks, and never as wide as its buffers. It keeps all
+        rows in memory: those of texts come first, and the others are empty."""
         self.buffers: list[Tensor] = []  # [parts, B or more, H, S, D]; a part is one layer's keys or values
         self.used: list[int] = []  # parts of each buffer that a layer has taken
         self.capacity, self.fixed, self.block = rounded(capacity) if fixed else capacity, fixed, 1
         self.lengths = [0] * batch_size
-        """Slots of each row that hold text, as far as the host knows: `commit` does not change them, `count` does."""
-        self.filled = torch.zeros(batch_size, dtype=torch.long, device=device)
-        """The same on the device [B], always with what was committed."""
+        """Slots that the text of each row fills, as the host knows: `commit` does not change them, `count` does."""
+        self.filled = self.all_filled = torch.zeros(batch_size, dtype=torch.long, device=device)
+        """The same on the device [B], always with what was committed; 0 for empty rows. `all_filled`: see `show`."""
         self.window = torch.empty(0, device=device)
         """An element for each block of the window. Only their number counts: compiled code reads the width from it."""
         self.room = 0  # nodes after each text, for which `open` made room last
@@ -117,19 +117,17 @@ class TreeCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return super().get_mask_sizes(query_length, layer_idx) if self.tree_layers else (self.width, 0)
 
-    def open(self, count: int, rows: Sequence[int] | None = None) -> None:
+    def open(self, count: int) -> None:
         """Make room for `count` nodes after each text, and let attention see them; call it before `append`.
 
-        Buffers that are too small grow, which moves them. Compiled steps see whole blocks. `rows` are those
-        that still grow, by default all; what is written to the others does not matter."""
-        lengths = self.lengths if rows is None else [self.lengths[row] for row in rows]
-        longest, self.room = max(lengths, default=0), count
+        Buffers that are too small grow, which moves them. Compiled steps see whole blocks."""
+        longest, self.room = self.longest, count
         end = rounded(longest + count) if self.is_compiled else longest + count
         if end > self.capacity:
             self.make_room(max(end + MIN_GROWTH, self.capacity + min(self.capacity, MAX_GROWTH)))
         if end != self.width:
             self.window = torch.empty(end // self.block, device=self.window.device)
-        self.even = longest if not self.is_compiled and longest == min(lengths, default=0) else None
+        self.even = longest if not self.is_compiled and longest == min(self.lengths, default=0) else None
 
     def append(self, count: int, topology: Topology | None = None, own: Tensor | None = None) -> Tensor:
         """Reserve the `count` slots after each text for the next forward; returns their positions [B, count].
@@ -141,10 +139,8 @@ class TreeCache(Cache):
             self.reading = Reading(count, topology, own)
             for layer in self.state_layers:
                 layer.begin()
-        positions = self.filled[:, None] + torch.arange(count, device=self.filled.device)
-        # Rows that have ended can be longer than the window.
-        self.slots = positions if self.even is not None else positions.clamp_max(self.width - 1)
-        return positions
+        self.slots = self.filled[:, None] + torch.arange(count, device=self.filled.device)
+        return self.slots
 
     def runs(self) -> tuple[Run, ...]:
         """The runs of rows for attention of the next forward; none on a GPU, and in compiled steps."""
@@ -173,10 +169,9 @@ class TreeCache(Cache):
         self.filled.add_(counts)
         self.slots = None  # a tensor that a compiled step leaves in an attribute is one more result of its code
 
-    def count(self, counts: Sequence[int], rows: Sequence[int] | None = None) -> None:
-        """Tell how many nodes `counts` of each row were committed; of all rows, or only of `rows`."""
-        for row, number in zip(range(len(self.lengths)) if rows is None else rows, counts, strict=True):
-            self.lengths[row] += number
+    def count(self, counts: Sequence[int]) -> None:
+        """Tell how many nodes `counts` of each text were committed."""
+        self.lengths = [length + number for length, number in zip(self.lengths, counts, strict=True)]
 
     def keep(self, counts: Sequence[int], path: Sequence[Sequence[int]] | None = None) -> None:
         """Commit and count what the host has decided: the first `counts[b]` nodes of row b, or those of its path."""
@@ -198,7 +193,7 @@ class TreeCache(Cache):
 
     def read(self, place: Place) -> Tensor:
         """The keys or values [B, H, W, D] of one layer in the window."""
-        return self.buffers[place.buffer][place.part, : len(self.lengths), :, : self.width]
+        return self.buffers[place.buffer][place.part, : len(self.filled), :, : self.width]
 
     def write(self, place: Place, states: Tensor) -> None:
         """Write keys or values [B, H, N, D] of one layer to the slots reserved last."""
@@ -220,8 +215,8 @@ class TreeCache(Cache):
         """Copy the first `counts[b]` nodes of each row's path [B, C] to the slots right after its text."""
         # Padding repeats the last node: slots of its own could lie beyond the window.
         column = torch.arange(path.shape[1], device=path.device).minimum(counts[:, None] - 1).clamp_min(0)
-        source = (self.filled[:, None] + path.gather(1, column).clamp_min(0)).clamp_max(self.width - 1)
-        self.slots = (self.filled[:, None] + column).clamp_max(self.width - 1)
+        source = self.filled[:, None] + path.gather(1, column).clamp_min(0)
+        self.slots = self.filled[:, None] + column
         for buffer in self.buffers:
             parts = torch.arange(len(buffer), device=buffer.device)[:, None, None, None]
             rows, heads, slots = self._index(buffer.shape[2], buffer.device)
@@ -250,7 +245,9 @@ class TreeCache(Cache):
         needed = layers * per_layer * states[:, :, :1].numel() * states.element_size() * self.capacity
         if needed > SMALL_BYTES:
             left = min(left, max(1, int(layers * SHARE)))
-        self.buffers.append(self._buffer(per_layer * left, len(self.lengths), states))
+        self.buffers.append(
+            self._buffer(per_layer * left, len(self.all_filled if self.fixed else self.lengths), states)
+        )
         self.used.append(1)
         return Place(len(self.buffers) - 1, 0)
 
@@ -268,20 +265,30 @@ class TreeCache(Cache):
             new[:, :live, :, :kept] = old[:, :live, :, :kept]
             self.buffers[number] = new
 
-    def make_room(self, capacity: int) -> None:
-        """Move all keys and values, buffer after buffer, to buffers of at least `capacity` slots."""
+    def make_room(self, capacity: int, rows: int = 0) -> None:
+        """Move all keys and values, buffer after buffer, to buffers of at least `capacity` slots and so many `rows`."""
         self.capacity = max(rounded(capacity) if self.fixed else capacity, self.capacity)
-        self._enlarge(len(self.lengths))
+        self._enlarge(max(rows, len(self.lengths)))
 
     def restart(self, capacity: int) -> None:
         """Begin with empty rows, for other texts; buffers that have `capacity` slots stay where they are.
 
         No earlier text may remain in them: a masked NaN would still reach the output, as 0 x NaN."""
-        self.cut([0] * len(self.lengths))
+        self.show(len(self.all_filled))
+        self.cut([0] * len(self.all_filled))
         for buffer in self.buffers:
             buffer.zero_()
         if capacity > self.capacity:
             self.make_room(capacity)
+
+    def empty(self) -> None:
+        """Drop all texts of a fixed cache, as others `join`, which overwrite the rows that they take."""
+        self.lengths = []
+        self.all_filled.zero_()
+
+    def show(self, rows: int) -> None:
+        """Let forwards read and write so many rows of a fixed cache, its first ones."""
+        self.filled = self.all_filled[:rows]
 
     def release(self) -> None:
         """Free the memory of all keys and values, until the next forward."""
@@ -291,30 +298,27 @@ class TreeCache(Cache):
             layer.release()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only the rows with the indices `rows`, in this order, because the texts of the other rows have ended.
-
-        Only rows that change their places are copied. The memory of the others stays, for those that `join`."""
-        moved = [row for row, source in enumerate(rows) if row != source]
-        for buffer in self.buffers if moved else ():
-            to, source = (on_device(places, buffer.device) for places in (moved, [rows[row] for row in moved]))
-            buffer.index_copy_(1, to, buffer.index_select(1, source))
-        for layer in self.state_layers if moved else ():
-            layer.select(moved, [rows[row] for row in moved])
-        self.filled = self.filled[on_device(rows, self.filled.device).long()]
+        """Keep only the texts of `rows`, in this order. Memory of other rows stays, in a fixed cache as empty rows."""
+        keep_rows(self.buffers, rows, dim=1)
+        keep_rows(self.states, rows)
+        if self.fixed:
+            keep_rows((self.all_filled,), rows)
+            self.all_filled[len(rows) :] = 0
+        else:
+            self.filled = self.filled[on_device(rows, self.filled.device).long()]
         self.lengths = [self.lengths[row] for row in rows]
         self.slots = None
 
     def join(self, other: TreeCache) -> None:
-        """Append the rows of another cache of the same model, as new texts join; the other cache is used up."""
+        """Append the rows of another cache of the same model, which is used up; a fixed one must have empty rows."""
         for layer, of_other in zip(self.tree_layers, other.tree_layers, strict=True):
             if not layer.is_initialized and of_other.is_initialized:
                 layer.lazy_initialization(*(other.buffers[place.buffer][place.part] for place in of_other.places))
         start, held = len(self.lengths), other.longest
         end = start + len(other.lengths)
         if held > self.capacity or any(buffer.shape[1] < end for buffer in self.buffers):
-            self.capacity = max(self.capacity, other.capacity)
-            self._enlarge(end)
-        self.lengths = [*self.lengths, *other.lengths]
+            self.make_room(other.capacity, end)
+        self.lengths, self.slots = [*self.lengths, *other.lengths], None
         for layer, of_other in zip(self.tree_layers, other.tree_layers, strict=True):
             for (number, part), place in zip(layer.places, of_other.places, strict=True):
                 own = self.buffers[number][part, start:end]
@@ -322,7 +326,10 @@ class TreeCache(Cache):
                 own[:, :, held:] = 0  # of an ended text, whose keys may be NaN (`_buffer`)
         for mine, theirs in zip(self.state_layers, other.state_layers, strict=True):
             mine.join(theirs, start, end - start)
-        self.filled, self.slots = torch.cat([self.filled, other.filled]), None
+        if self.fixed:
+            self.all_filled[start:end] = other.filled
+        else:
+            self.filled = torch.cat([self.filled, other.filled])
 
 
 def rounded(slots: int) -> int:

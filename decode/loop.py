@@ -111,10 +111,14 @@ class Stepper:
         self.roots = [self.roots[place] for place in left]
         self.state.select(left)
 
+    def takes(self, other: Stepper) -> bool:
+        """Whether the texts of `other`, which has not started, can join before the next step."""
+        return True
+
     def join(self, other: Stepper, places: Sequence[int]) -> None:
         """Take over the texts of `other`, which has just started, as the rows `places` (`Session.join`).
 
-        `other` is used up. Raise a RuntimeError if the steps are compiled."""
+        `other` is used up."""
         self.session.join(other.session, places, self.rows)
         self.state.join(other.state, places)
         self.roots = [*self.roots, *other.roots]

@@ -208,10 +208,10 @@ class HeadsCache:
             self.chains[columns] = chain(columns, self.device)
         return self.chains[columns]
 
-    def count(self, counts: Sequence[int], rows: Sequence[int] | None = None) -> None:
+    def count(self, counts: Sequence[int]) -> None:
         """Tell how many nodes were committed; see `TreeCache.count`."""
         for cache in self.caches:
-            cache.count(counts, rows)
+            cache.count(counts)
 
     def cut(self, lengths: Sequence[int]) -> None:
         """Shorten each row b of the caches to its first `lengths[b]` tokens, because the later tokens were padding."""

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from decode.accept import Acceptance, accept_greedy, accept_longest, accept_sampled, accept_walk, at_end, pack
+from decode.cache import TreeCache
 from decode.draft import Draft, Drafter, Frontier
 from decode.ops.draws import Draws
 from decode.ops.fast_topk import most_probable
-from decode.ops.transfer import on_device
+from decode.ops.transfer import keep_rows, on_device
 from decode.reader import Reader
 from decode.rules import AcceptanceRule
 from decode.sequences import Sequences
@@ -61,7 +62,7 @@ def decode_step(
 class State:
     """What a step reads and changes: the caches of the live rows, and what follows their texts.
 
-    In compiled steps the tensors stay at their addresses, and rows that have ended stay in the batch."""
+    In compiled steps the tensors stay at their addresses, as those of a fixed cache do. Their first rows are live."""
 
     def __init__(self, reader: Reader, heads_cache: HeadsCache | None, root: Tensor, hidden: Tensor) -> None:
         """Begin after prompts: `root` [B] are the first tokens, `hidden` [B, H] the states that heads read."""
@@ -69,11 +70,41 @@ class State:
         self.root, self.hidden = root, hidden
         self.rows = list(range(len(root)))
         """The session's index of each live row."""
-        self.alive = torch.ones_like(root)  # [B], 0 for rows that have ended
+        self.alive = torch.ones_like(root)  # [B], 0 for rows without a text
+        self.of_rows = self.root, self.hidden, self.alive
+        """In compiled steps: the tensors of all rows in memory, of which a step sees the first ones (`show`)."""
 
     @property
-    def is_compiled(self) -> bool:
-        return self.reader.cache.is_compiled
+    def is_fixed(self) -> bool:
+        """Whether compiled steps run on this state."""
+        return self.reader.cache.fixed
+
+    @property
+    def caches(self) -> list[TreeCache]:
+        """All caches, of the models that read the texts and of heads."""
+        return [*self.reader.caches, *([] if self.heads_cache is None else self.heads_cache.caches)]
+
+    def show(self, rows: int) -> None:
+        """Let compiled steps see so many rows: the live ones, and others that do nothing."""
+        self.root, self.hidden, self.alive = (tensor[:rows] for tensor in self.of_rows)
+        for cache in self.caches:
+            cache.show(rows)
+
+    def like(self, rows: int, capacity: int) -> State:
+        """Make a state of compiled steps for up to so many `rows` like these, with caches of `capacity` slots each."""
+        reader, cache = self.reader, self.heads_cache
+        backbone, device = reader.backbone, reader.cache.filled.device
+        caches = TreeCache(backbone.model.config, rows, capacity, device, fixed=True)
+        of_heads = None if cache is None else HeadsCache(cache.heads, backbone, rows, capacity, fixed=True)
+        hidden = self.hidden.new_zeros(rows, *self.hidden.shape[1:])
+        return State(Reader(backbone, caches), of_heads, self.root.new_zeros(rows), hidden)
+
+    def empty(self) -> None:
+        """Drop all texts of compiled steps, before others join."""
+        self.rows = []
+        self.of_rows[-1].zero_()
+        for cache in self.caches:
+            cache.empty()
 
     def frontier(self) -> Frontier:
         """What drafters read: the last decided tokens, and the hidden states before them."""
@@ -97,7 +128,7 @@ class State:
 
     def begin(self, root: Tensor, hidden: Tensor) -> None:
         """Set the last decided tokens [B], and the hidden states [B, H] before them."""
-        if self.is_compiled:
+        if self.is_fixed:
             self.root.copy_(root.clamp_min(0))  # NO_TOKEN has no embedding; its row ends before it is read
             self.hidden.copy_(hidden)
         else:
@@ -105,36 +136,38 @@ class State:
 
     def count(self, lengths: Sequence[int]) -> None:
         """Tell the caches how many nodes of each live row a step has committed, which the host knows now."""
-        places = self.rows if self.is_compiled else None
-        for cache in self.reader.caches:
-            cache.count(lengths, places)
-        if self.heads_cache is not None:
-            self.heads_cache.count(lengths, places)
+        for cache in self.caches:
+            cache.count(lengths)
 
     def select(self, left: Sequence[int]) -> None:
         """Keep only the live rows at the places `left`, because the texts of the others have ended."""
         self.rows = [self.rows[place] for place in left]
-        if self.is_compiled:  # all rows stay in the batch, and some no longer grow
-            alive = [row in self.rows for row in range(len(self.alive))]
-            self.alive.copy_(on_device(alive, self.alive.device))  # no wait, as a step may be running
+        if self.is_fixed:  # no wait, as a step may be running
+            keep_rows(self.of_rows, left)
+            self.of_rows[-1][len(left) :] = 0
+        elif not left:  # nothing follows
             return
-        if not left:  # nothing follows
-            return
-        index = on_device(left, self.root.device)
-        self.root, self.alive = self.root[index], self.alive[index]
-        self.hidden = self.hidden[index.to(self.hidden.device)]
-        for cache in (*self.reader.caches, *([] if self.heads_cache is None else self.heads_cache.caches)):
+        else:
+            index = on_device(left, self.root.device)
+            self.root, self.alive = self.root[index], self.alive[index]
+            self.hidden = self.hidden[index.to(self.hidden.device)]
+        for cache in self.caches:
             cache.select(left)
 
     def join(self, other: State, places: Sequence[int]) -> None:
         """Append the rows of `other`, whose texts become the rows `places` of the session; `other` is used up."""
-        for mine, theirs in zip(self.reader.caches, other.reader.caches, strict=True):
+        for mine, theirs in zip(self.caches, other.caches, strict=True):
             mine.join(theirs)
-        if self.heads_cache is not None and other.heads_cache is not None:
-            for mine, theirs in zip(self.heads_cache.caches, other.heads_cache.caches, strict=True):
-                mine.join(theirs)
-        self.root, self.hidden = torch.cat([self.root, other.root]), torch.cat([self.hidden, other.hidden])
-        self.alive, self.rows = torch.cat([self.alive, other.alive]), [*self.rows, *places]
+        tensors = other.root, other.hidden, other.alive
+        if self.is_fixed:
+            start = len(self.rows)
+            for own, new in zip(self.of_rows, tensors, strict=True):
+                own[start : start + len(places)] = new
+            self.of_rows[0].clamp_min_(0)  # as in `begin`
+        else:
+            pairs = zip((self.root, self.hidden, self.alive), tensors, strict=True)
+            self.root, self.hidden, self.alive = map(torch.cat, pairs)
+        self.rows = [*self.rows, *places]
 
 
 class Judge:

@@ -364,7 +364,7 @@ class Cell:
         self.model.generation_config = GenerationConfig(**{"eos_token_id": EOS} | rest)
         asked = Settings(**settings).of_checkpoint(self.model.generation_config)
         generator = TextGenerator(self.model, asked, place.tokenizer, source)
-        worker = BatchWorker(generator, 1 if settings.get("compile") else 2)
+        worker = BatchWorker(generator, 2)
         worker.start(lambda: None)
         try:
             answer = asyncio.run(post(CompletionApi(worker, "tiny").app(["here"]), body))

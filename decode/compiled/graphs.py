@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 import torch
 
+Size = TypeVar("Size", bound=Hashable)
 Result = TypeVar("Result")
 CAPTURING = threading.Lock()
 """Held while a graph is captured, because PyTorch's memory and random numbers know one capture of a process only."""
@@ -33,20 +34,20 @@ def possible(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class GraphedStep(Generic[Result]):
+class GraphedStep(Generic[Size, Result]):
     """Runs a step as CUDA graphs, one for each of its sizes. Its state, and its results, have fixed addresses.
 
     A captured step does not run: its graph is replayed instead. The first step of a size is not captured, because it
     may still compile, choose kernels and allocate workspaces. A step that cannot be captured runs without a graph."""
 
-    def __init__(self, step: Callable[[int], Result], device: torch.device, what: str = "steps run") -> None:
+    def __init__(self, step: Callable[[Size], Result], device: torch.device, what: str = "steps run") -> None:
         """Wrap `step`, all tensors of which are on `device`; warnings begin with `what`."""
         self.step, self.device, self.what = step, device, what
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Result] | None] = {}  # `None`: its first step ran
+        self.graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Result] | None] = {}  # `None`: its first step ran
         self.stream: torch.cuda.Stream | None = None  # of all captures; PyTorch's own belongs to one device
         self.possible = True  # until a capture fails, which may have a cause that passes, such as memory
 
-    def __call__(self, size: int) -> Result:
+    def __call__(self, size: Size) -> Result:
         """Run the step of this size, such as a window of the cache; its result stays valid until the next step."""
         captured = self.graphs.get(size)
         if size not in self.graphs or not (captured or self.possible):
@@ -65,7 +66,7 @@ class GraphedStep(Generic[Result]):
         graph.replay()
         return result
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Result]:
+    def _capture(self, size: Size) -> tuple[torch.cuda.CUDAGraph, Result]:
         # Graphs never run at the same time and keep nothing between steps, so they can share their working memory.
         pool = next((kept[0].pool() for kept in self.graphs.values() if kept is not None), None)
         with CAPTURING, torch.cuda.device(self.device):

@@ -6,141 +6,222 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from threading import Lock
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, cast
-from weakref import WeakKeyDictionary, WeakMethod, ref
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.compiled.graphs import GraphedStep
-from decode.compiled.prompts import PromptGraphs
-from decode.compiled.sampling import Sampler
+from decode.compiled.keys import Key, modules_of
+from decode.compiled.prompts import BUCKETS, PromptGraphs
+from decode.compiled.sampling import Kind, Sampler
 from decode.draft import Drafter, KeepsProducts
 from decode.drafters.layouts import Layout
 from decode.ops.attention import grouped
 from decode.ops.fast_linear import fast_linear
 from decode.session import Session
 from decode.step import State, decode_step
-from medusa.backbone import Backbone, Readout, by_value
+from medusa.backbone import Backbone, Readout
 from medusa.memory import plain_tensors, total_memory
 
 KEPT = 32
 """Maximum number of compiled regions that a model keeps; the least recently used region is dropped first."""
 SHARE = 1 / 8
 """Part of the device's memory that the caches of kept regions may fill; the least recently used are freed first."""
-COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
-"""What each module has and the key need not hold as it is. Two are left, so that `_settings` gives tuples."""
-PLAIN = (bool, int, float, str, type(None))
-ARE_PLAIN = frozenset(PLAIN).issuperset
-FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
-Key = tuple[object, ...]
-"""Everything that a region was compiled for; a session reuses a compiled region with an equal key."""
+
+
+class CompiledStep(NamedTuple):
+    """A step that is compiled for a number of rows and a kind of sampling."""
+
+    number: int  # among the steps of its region
+    kind: Kind
+    rows: int
+    run: Callable[[], Tensor]
 
 
 class Region:
-    """A step (`decode.step`) compiled for a batch size, a tree and a kind of sampling, with the state of its rows."""
+    """Compiled steps (`decode.step`) for a tree, with the state of their rows.
+
+    A region of a running batch has a step for each number of rows and each kind of sampling that was needed. All of
+    them read and write the first rows of the same tensors, so that texts can join and leave, and nothing moves."""
 
     def __init__(
-        self, state: State, drafter: Drafter, sampler: Sampler, tree: Layout, graphs: str, heads: nn.Module | None
+        self,
+        state: State,
+        drafter: Drafter,
+        sampler: Sampler,
+        tree: Layout,
+        graphs: str,
+        heads: nn.Module | None,
+        sizes: Sequence[int],
     ) -> None:
-        """Compile steps on `state`, whose prompts are read, with drafts that fill `tree`; `sampler` decides on them.
+        """Compile steps on `state`, with drafts that fill `tree`; `sampler` decides on them.
 
-        `graphs` is one of `CUDA_GRAPHS`. `heads` are those of the drafter, if it has any."""
-        self.state, self.drafter, self.sampler = state, drafter, sampler
-        self.backbone = state.reader.backbone
-        heads_caches = [] if state.heads_cache is None else state.heads_cache.caches
-        self.caches = [*state.reader.caches, *heads_caches]
+        `graphs` is one of `CUDA_GRAPHS`. `heads` are those of the drafter, if it has any. `sizes` are the numbers of
+        rows that steps may have, in ascending order; the last one is that of the rows of `state`."""
+        self.state, self.drafter, self.sampler, self.sizes = state, drafter, sampler, sizes
+        self.backbone, self.caches = state.reader.backbone, state.caches
         self.nodes, self.longest = tree.num_nodes, tree.max_depth + 1  # caches of heads read no more of a path
-        device = self.backbone.device
-        state.root, state.hidden, state.alive = map(static, (state.root, state.hidden, state.alive))
-        for buffer in sampler.buffers:
-            static(buffer)
-        if state.heads_cache is not None:
-            state.heads_cache.chain(self.longest)  # torch.compile cannot trace its first call
-        drafter.propose(state.frontier())  # fills tables that a tree keeps, for the same reason
         self.heads = heads
         self.addresses = self._addresses()
         # Torch 2.13 may write a result into part of a finished `cat`, and still reuse that memory. A recurrent head
         # then read the next token's embedding instead of its state.
-        settings = {"inplace_buffers": False, "triton.cudagraphs": graphs == "torch"}
-        self.compiled = compiled(self._step, settings)
-        self.graphed = GraphedStep(lambda window: self._as_compiled(), device) if graphs == "own" else None
-        self.prompts = PromptGraphs(state.reader, state.heads_cache) if graphs == "own" else None
+        self.settings = {"inplace_buffers": False, "triton.cudagraphs": graphs == "torch"}
+        self.kind = sampler.kind  # of the live rows together
+        self.steps: list[CompiledStep] = []
+        self.step: CompiledStep | None = None  # that of the live rows, if it is chosen already
+        own = graphs == "own"
+        self.graphed = GraphedStep(self._graphed, self.backbone.device) if own else None
+        # Prompts are read into the rows of the texts, or, if texts join, each into a cache of its own.
+        self.reads = state if len(sizes) == 1 else state.like(1, BUCKETS[-1])
+        self.prompts = PromptGraphs(self.reads.reader, self.reads.heads_cache) if own else None
 
     def __call__(self) -> Tensor:
-        """Run one decoding step; returns `Decided.packed`."""
-        return self._as_compiled() if self.graphed is None else self.graphed(self.caches[0].width)
+        """Run one decoding step, after `open`; returns `Decided.packed`."""
+        step = self._chosen()
+        return self._as_compiled(step) if self.graphed is None else self.graphed((step.number, self.caches[0].width))
 
-    def _as_compiled(self) -> Tensor:
+    def _graphed(self, size: tuple[int, int]) -> Tensor:
+        return self._as_compiled(self.steps[size[0]])
+
+    def _as_compiled(self, step: CompiledStep) -> Tensor:
         # torch.compile cannot enter the contexts of this thread, so they are open before.
         reader = self.state.reader
-        linear = fast_linear(self.backbone.head_weight, 2 * len(self.state.root))
+        linear = fast_linear(self.backbone.head_weight, 2 * step.rows)
         with grouped(self.backbone.config), linear, reader.backbone.watched():
-            return self.compiled()
+            return step.run()
 
     def _step(self) -> Tensor:
         return decode_step(self.state, self.drafter, self.sampler, nothing).packed
 
-    def begin(self, session: Session, root: Tensor, hidden: Tensor) -> None:
-        """Decode the texts of another session, whose prompts the caches hold; for `root` and `hidden` see `State`."""
-        self.sampler.begin(session.target, session.sequences)
-        state = self.state
+    def _chosen(self) -> CompiledStep:
+        """The step for the live rows and their kind. It is compiled if no compiled one of as many rows decides for all.
+
+        So few steps are compiled: each stops all texts for seconds to minutes."""
+        if self.step is None:
+            rows = next(size for size in self.sizes if size >= len(self.state.rows))
+            fitting = [one for one in self.steps if one.rows == rows and one.kind.joined(self.kind) == one.kind]
+            self.step = min(fitting, key=lambda one: one.kind.work, default=None)
+            self._show(self.kind if self.step is None else self.step.kind, rows)
+        if self.step is None:
+            self._fill_tables()
+            self.step = CompiledStep(len(self.steps), self.kind, rows, compiled(self._step, self.settings))
+            self.steps.append(self.step)
+        return self.step
+
+    def _show(self, kind: Kind, rows: int) -> None:
+        """Let steps see so many rows, and decide by the code of `kind`."""
+        self.state.show(rows)
+        self.sampler.show(kind, rows)
+        for tensor in (self.state.root, self.state.hidden, self.state.alive, *self.sampler.buffers):
+            static(tensor)
+
+    def _fill_tables(self) -> None:
+        """Fill tables that a tree keeps, and others, because torch.compile cannot trace their first use."""
+        if self.state.heads_cache is not None:
+            self.state.heads_cache.chain(self.longest)
+        self._for_steps(False)
+        self.drafter.propose(self.state.frontier())
+        self._for_steps(True)
+
+    def _for_steps(self, compiled: bool) -> None:
         for cache in self.caches:
-            cache.for_steps(compiled=True)
+            cache.for_steps(compiled)
+
+    def begin(self, session: Session, root: Tensor, hidden: Tensor) -> None:
+        """Decode the texts of a session, whose prompts the caches hold; for `root` and `hidden` see `State`."""
+        self.sampler.begin(session.target, session.sequences)
+        self.start()
+        state = self.state
         state.rows = list(range(len(root)))
         state.alive.fill_(1)
         state.begin(root, hidden)
+
+    def start(self) -> None:
+        """Prepare for steps of other texts."""
+        self._for_steps(True)
+        self.step = None
         if isinstance(self.drafter, KeepsProducts):
             self.drafter.refresh()
 
+    def join(self, texts: State, session: Session, places: Sequence[int]) -> None:
+        """Let the texts of `session` join as `places`; its `texts` have read the prompts in caches of their own."""
+        self.sampler.begin(session.target, session.sequences, len(self.state.rows))
+        self.state.join(texts, places)
+
+    def select(self, left: Sequence[int]) -> None:
+        """Keep only the live rows at the places `left`, because the texts of the others have ended."""
+        self.state.select(left)
+        self.sampler.select(left)
+
+    def decide_by(self, kinds: Sequence[Kind]) -> None:
+        """Decide by a kind that does for the live rows, which have `kinds`, from the next step on."""
+        self.kind, self.step = functools.reduce(Kind.joined, kinds, kinds[0] if kinds else self.kind), None
+
     def end(self, unread: int = 0) -> int:
         """The slots that the next step needs, if the host has not read the results of `unread` steps."""
-        return self.nodes + unread * self.longest + max(self.caches[0].lengths[row] for row in self.state.rows)
+        return self.nodes + unread * self.longest + max(self.caches[0].lengths)
 
     def open(self, unread: int = 0) -> None:
         """Make room for the next step, and let it see all texts; for `unread` see `end`."""
-        rows, end = self.state.rows, self.end(unread)
+        self._chosen()
+        end = self.end(unread)
         for cache in self.caches:  # all have the same window, as a graph is recorded for one
-            self._open(cache, end - max(cache.lengths[row] for row in rows), rows)
+            self._open(cache, end - max(cache.lengths))
 
-    def _open(self, cache: TreeCache, count: int, rows: Sequence[int] | None = None) -> None:
-        cache.open(count, rows)
+    def _open(self, cache: TreeCache, count: int) -> None:
+        cache.open(count)
         if keep_in_place(cache):
             self.forget_graphs()
 
-    def attach(self, backbone: Backbone, capacity: int) -> None:
-        """Empty the caches for the prompts of another session, whose `backbone` is that of the region's model."""
+    def lend(self, lengths: Sequence[int]) -> State | None:
+        """Lend caches for prompts of `lengths` that join, into which a CUDA graph can `read` them; `None`: none can."""
+        if self.prompts is None or len(lengths) > 1 or self.prompts.bucket(lengths) is None:
+            return None
+        for cache in self.reads.caches:
+            cache.restart(cache.capacity or BUCKETS[-1])
+        return self.reads
+
+    def attach(self, backbone: Backbone) -> None:
+        """Let another session take the region; its `backbone` is that of the region's model."""
         vars(self.backbone).update(vars(backbone))
-        for cache in self.caches:
-            cache.restart(capacity)
         # `model.to` and some adapters move weights to other memory without a change of the key.
         if (now := self._addresses()) != self.addresses:
             self.forget_graphs()
             self.addresses = now
 
+    def restart(self, capacity: int) -> None:
+        """Empty the caches for the prompts of other texts, and make room for so many slots of each."""
+        for cache in self.caches:
+            cache.restart(capacity)
+
     def read(self, ids: Tensor, lengths: Sequence[int]) -> Readout | None:
         """Read prompts `ids` [B, T] by a CUDA graph; `None` if none can hold them (`PromptGraphs`)."""
         if self.prompts is None or (bucket := self.prompts.bucket(lengths)) is None:
             return None
-        for cache in self.caches:
-            self._open(cache, bucket)
+        for cache in self.reads.caches:
+            if self.reads is self.state:
+                self._open(cache, bucket)
+            else:
+                cache.open(bucket)
+                if keep_in_place(cache):
+                    self.prompts.clear()
         return self.prompts(bucket, ids, lengths)
 
     def detach(self) -> None:
         """Keep nothing of the texts that were decoded, and no reference to the model, which may end before the code."""
-        for cache in self.caches:
-            cache.for_steps(compiled=False)
+        self._for_steps(False)
         vars(self.backbone).clear()
 
     def release(self) -> None:
         """Free the memory of the KV caches. The compiled code stays."""
         self.forget_graphs()
-        for cache in self.caches:
+        for cache in self._all_caches:
             cache.release()
 
     def _addresses(self) -> list[int]:
@@ -158,7 +239,11 @@ class Region:
     @property
     def num_bytes(self) -> int:
         """The memory of all KV caches in bytes."""
-        return sum(cache.num_bytes for cache in self.caches)
+        return sum(cache.num_bytes for cache in self._all_caches)
+
+    @property
+    def _all_caches(self) -> list[TreeCache]:
+        return [*self.caches, *([] if self.reads is self.state else self.reads.caches)]
 
 
 def nothing(stage: str) -> None:
@@ -237,72 +322,6 @@ class Regions(list[tuple[Key, Region]]):
                 if held.num_bytes > left:
                     held.release()
                 left -= held.num_bytes
-
-
-def modules_key(module: nn.Module) -> Key:
-    """A module's part of the key of a compiled region: the hooks, parameters, settings and configs of its submodules.
-
-    Settings are attributes such as train mode or active adapters. Parameters enter the key by identity (because tied
-    parameters are one input of compiled code), dtype and device, but not by value. Configs enter it by value, and each
-    of them once, although most submodules hold it."""
-    configs: dict[int, object] = {}
-    parts = tuple(_part(part, configs) for part in modules_of(module))
-    return parts, tuple(configs.values())
-
-
-def modules_of(module: nn.Module) -> list[nn.Module]:
-    """List a module and its submodules, each of them once, in a fixed order; `modules()` takes three times as long."""
-    found, todo = dict[int, nn.Module](), [module]
-    while todo:
-        part = todo.pop()
-        if id(part) not in found:
-            found[id(part)] = part
-            todo += [child for child in part._modules.values() if child is not None]
-    return [*found.values()]
-
-
-def _part(part: nn.Module, configs: dict[int, object]) -> Key:
-    """The part of a region's key that belongs to a module without its submodules; for `configs` see `_plain`."""
-    names = tuple(vars(part))
-    values = _settings(names)(vars(part))
-    if not ARE_PLAIN(map(type, values)):
-        values = tuple([_plain(value, configs) for value in values])
-    states = [(id(p), p.dtype, p.device) for p in part._parameters.values() if p is not None]
-    hooks = map(_function, (*part._forward_pre_hooks.values(), *part._forward_hooks.values()))
-    return (type(part), type(part).forward, *states, *hooks, names, values)
-
-
-@functools.cache
-def _settings(names: tuple[str, ...]) -> Callable[[dict[str, object]], tuple[object, ...]]:
-    """Make a function that reads the settings of modules whose attributes have these `names`."""
-    return itemgetter(*(name for name in names if name not in COMMON_ATTRIBUTES))
-
-
-def _plain(value: object, configs: dict[int, object]) -> object:
-    """Convert a value for a region's key: numbers and strings stay; containers become tuples; others `None`.
-
-    A config is added to `configs`, and is converted to its number among them."""
-    kind = type(value)  # a config answers `isinstance` in Python, slowly
-    if issubclass(kind, PLAIN):
-        return value
-    if issubclass(kind, FUNCTIONS):
-        return _function(cast(FunctionType, value))
-    if issubclass(kind, PretrainedConfig):
-        if id(value) not in configs:
-            configs[id(value)] = by_value(value)
-        return list(configs).index(id(value))
-    if type(value) is dict:
-        value = list(value.items())
-    elif type(value) is set:
-        value = sorted(value, key=repr)
-    if type(value) is list or type(value) is tuple:
-        return tuple(part for part in (_plain(part, configs) for part in value) if part not in (None, ()))
-    return None
-
-
-def _function(function: Callable[..., object]) -> object:
-    """A function or hook in a region's key: a reference that keeps neither the function nor its model alive."""
-    return WeakMethod(function) if isinstance(function, MethodType) else ref(function)
 
 
 _KEPT: WeakKeyDictionary[PreTrainedModel, Regions] = WeakKeyDictionary()  # nothing is stored on a user's model

@@ -10,6 +10,8 @@ Shapes: B rows of the batch, N nodes of a draft, D its depth, V vocabulary, K ca
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from decode.draft import Draft
 from decode.ops.draws import NO_TOKEN
 from decode.ops.fast_topk import most_probable
 from decode.ops.fast_topk import top_k as most_probable_ones
-from decode.ops.transfer import on_device
+from decode.ops.transfer import keep_rows, on_device
 from decode.rules import AcceptanceRule
 from decode.sequences import Sequences
 from decode.step import PART, State
@@ -84,7 +86,7 @@ def _is_usual(processor: LogitsProcessor) -> bool:
 class Kind(NamedTuple):
     """What the code of decisions is compiled for; the numbers of `RowOptions` are no part of it."""
 
-    rule: AcceptanceRule
+    rule: AcceptanceRule | None  # one that tests all nodes at once; `None`: one that walks
     is_argmax: bool  # whether an argmax over raw logits decides
     draws: bool
     candidates: int  # among which tokens are cut off; 0: no row cuts
@@ -92,7 +94,12 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, target: Target, rule: AcceptanceRule, vocab: int) -> Kind:
-        """Find out what the texts of `target` need.
+        """Find out what the texts of `target` need together, by `rule`; for errors see `of_rows`."""
+        return functools.reduce(cls.joined, cls.of_rows(target, rule, vocab))
+
+    @classmethod
+    def of_rows(cls, target: Target, rule: AcceptanceRule, vocab: int) -> list[Kind]:
+        """Find out what each text of `target` needs.
 
         Raise a `RequestError` if another logits processor reads the text, or differs between rows, or if scores are
         requested."""
@@ -103,35 +110,62 @@ class Kind(NamedTuple):
             raise OptionError("compile", f"cannot be combined with {others[0]}, which reads the text; {way_out}")
         if any(isinstance(p, EtaLogitsWarper) for _, rest in rows for p in rest):
             raise OptionError("compile", "cannot be combined with eta_cutoff; use epsilon_cutoff, or leave it out")
-        kinds = [settings_of(rest) for _, rest in rows]
-        if any(kind != kinds[0] for kind in kinds):
-            raise OptionError("compile", "needs the same typical_p and epsilon_cutoff in all rows of a batch")
         if target.kept_scores is not None or target.kept_logits is not None:
             raise NotCompilableError("a compiled step gives no output_scores or output_logits")
-        candidates = 0
-        if any(options.cuts for options, _ in rows):
-            # Others read all scores, and ties with the last of k tokens are kept.
-            enough = not kinds[0] and rule.kind.walks and all(o.top_k < CANDIDATES or o.top_k >= vocab for o, _ in rows)
-            candidates = min(CANDIDATES, vocab) if enough else vocab
-        return cls(rule, target.is_argmax, target.do_sample and rule.kind.walks, candidates, kinds[0])
+        kinds = []
+        for request, (options, rest) in zip(target.of_rows, rows, strict=True):
+            candidates, walks = 0, rule.kind.walks
+            if options.cuts:
+                # Others read all scores, and ties with the last of k tokens are kept.
+                enough = not rest and walks and (options.top_k < CANDIDATES or options.top_k >= vocab)
+                candidates = min(CANDIDATES, vocab) if enough else vocab
+            is_argmax = walks and not request.do_sample and not request.processors
+            how = is_argmax, request.do_sample and walks, candidates, settings_of(rest)
+            kinds.append(cls(None if walks else rule, *how))
+        functools.reduce(cls.joined, kinds)  # whether they fit together
+        return kinds
+
+    def joined(self, other: Kind) -> Kind:
+        """The kind that decides for the texts of both, each as its own kind does; for errors see `of_rows`."""
+        if self.rest != other.rest:
+            raise OptionError("compile", "needs the same typical_p and epsilon_cutoff in all rows of a batch")
+        draws, candidates = self.draws or other.draws, max(self.candidates, other.candidates)
+        return Kind(self.rule, self.is_argmax and other.is_argmax, draws, candidates, self.rest)
+
+    @property
+    def work(self) -> tuple[bool, bool, int]:
+        """What grows with the work of a decision, to compare kinds that decide for the same texts."""
+        return not self.is_argmax, self.draws, self.candidates
 
 
 class Sampler:
     """Decides which nodes of drafts are accepted; its tensors stay at their addresses (`Sampler.buffers`)."""
 
-    def __init__(self, kind: Kind, target: Target, rows: int, max_depth: int, vocab: int, device: torch.device) -> None:
-        """Make a sampler of texts like those of `target`, with drafts of depth `max_depth`."""
+    def __init__(
+        self,
+        kind: Kind,
+        target: Target,
+        rows: int,
+        max_depth: int,
+        vocab: int,
+        device: torch.device,
+        all_kinds: bool = False,
+    ) -> None:
+        """Make a sampler of texts like those of `target`, with drafts of depth `max_depth`.
+
+        With `all_kinds` it can later take any kind with the same `Kind.rest` (`show`)."""
         self.kind, self.vocab = kind, vocab
         self.rest = RowOptions.read(target.of_rows[0].processors)[1]
-        width = 0 if kind.is_argmax else vocab
+        width = vocab if all_kinds or not kind.is_argmax else 0
         self.numbers = torch.zeros(rows, len(RowOptions._fields) + 1, dtype=torch.float64, device=device)
         """[B, 6]: the `RowOptions` of each row, and 1 if it samples."""
         self.seeds = torch.zeros(rows, 2, dtype=torch.long, device=device)  # two words of 32 bits
         self.seen = torch.zeros(rows, width, dtype=torch.bool, device=device)  # the tokens of each text, without root
-        self.noise = torch.zeros(rows, max_depth + 1 if kind.draws else 0, width, device=device)
+        self.noise = torch.zeros(rows, max_depth + 1 if all_kinds or kind.draws else 0, width, device=device)
         # Of the last node on each path, for decisions of the host.
-        self.last_scores = torch.zeros(rows, vocab if self.may_miss else 0, device=device)
+        self.last_scores = torch.zeros(rows, vocab if all_kinds or self.may_miss else 0, device=device)
         self.last_position = torch.zeros(rows, dtype=torch.long, device=device)
+        self.of_rows = self.buffers  # of all rows, of which a step sees the first ones (`show`)
 
     @property
     def may_miss(self) -> bool:
@@ -143,23 +177,34 @@ class Sampler:
         """All that steps read and change."""
         return [self.numbers, self.seeds, self.seen, self.noise, self.last_scores, self.last_position]
 
-    def begin(self, target: Target, sequences: Sequences) -> None:
-        """Decide for the texts `sequences`, whose prompts are read, as `target` asks."""
-        device = self.seeds.device
-        if self.kind.is_argmax:
+    def show(self, kind: Kind, rows: int) -> None:
+        """Decide on so many rows, the first ones in memory, by the code of `kind`."""
+        self.kind = kind
+        self.numbers, self.seeds, self.seen, self.noise, self.last_scores, self.last_position = (
+            tensor[:rows] for tensor in self.of_rows
+        )
+
+    def begin(self, target: Target, sequences: Sequences, start: int = 0) -> None:
+        """Decide for the texts `sequences`, whose prompts are read, as `target` asks, in the rows from `start` on."""
+        numbers, seeds, seen, *_ = (tensor[start : start + len(sequences)] for tensor in self.of_rows)
+        if not seen.shape[1]:  # it only takes argmaxes
             return
         options = [RowOptions.read(request.processors)[0] for request in target.of_rows]
         samples = [float(request.do_sample) for request in target.of_rows]
-        self.numbers.copy_(on_device([[*o, s] for o, s in zip(options, samples, strict=True)], device))
-        self.seen.zero_()
+        numbers.copy_(on_device([[*o, s] for o, s in zip(options, samples, strict=True)], numbers.device))
+        seen.zero_()
         for row, one in enumerate(options):
             if one.penalty != 1:
-                self.seen[row, sequences.prefix(row)[0]] = True
-        if self.kind.draws:
-            self.seeds.copy_(target.draws.block(2, device) * 2**32)
+                seen[row, sequences.prefix(row)[0]] = True
+        if target.do_sample and self.kind.rule is None:
+            seeds.copy_(target.draws.block(2, seeds.device) * 2**32)
+
+    def select(self, left: Sequence[int]) -> None:
+        """Keep only the rows at the places `left`, in this order, because the texts of the others have ended."""
+        keep_rows(self.of_rows[:3], left)
 
     def __call__(self, draft: Draft, logits: Tensor, state: State) -> Acceptance:
-        """Decide on a draft from the `logits` [B, N, V] after its nodes; rows that have ended are among the B."""
+        """Decide on a draft from the `logits` [B, N, V] after its nodes; rows without a text are among the B."""
         return self.decide(draft, logits, state.reader.cache.filled, state.reader.depth_limit(draft))
 
     def decide(self, draft: Draft, logits: Tensor, filled: Tensor, depth_limit: Tensor | None) -> Acceptance:
@@ -168,7 +213,7 @@ class Sampler:
             return accept_greedy(draft, most_probable(logits), depth_limit)
         scores = self._penalised(draft, logits) / self._number("temperature")
         position = filled[:, None] + torch.arange(draft.topology.max_depth + 1, device=filled.device)
-        if self.kind.rule.kind.walks:
+        if self.kind.rule is None:
             noise = None
             if self.kind.draws:
                 self.noise.copy_(self._noise(position))  # else torch.compile computes it again for each node

@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import PretrainedConfig, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from decode.compiled.graphs import graphs_for
-from decode.compiled.region import Key, Region, Regions, modules_key
+from decode.compiled.keys import Key, modules_key
+from decode.compiled.region import Region, Regions
 from decode.compiled.sampling import UNDECIDED, Kind, Sampler
 from decode.draft import NoDraft
 from decode.drafters.base import DrafterFactory
@@ -39,13 +41,28 @@ COMPILED = (*SCORES_ONLY, RepetitionPenaltyLogitsProcessor)
 """Processors that compiled steps may have (`decode.compiled.sampling`)."""
 
 
+class Launched(NamedTuple):
+    """A step that was started: its `Decided.packed`, and where in it the rows are that are live now."""
+
+    packed: Tensor | Sent
+    places: list[int]
+
+
 class CompiledStepper(Stepper):
     """Decodes the texts of a session by compiled steps."""
 
-    def __init__(self, session: Session, rule: AcceptanceRule, factory: DrafterFactory | None, graphs: str) -> None:
+    def __init__(
+        self,
+        session: Session,
+        rule: AcceptanceRule,
+        factory: DrafterFactory | None,
+        graphs: str,
+        room: int | None = None,
+    ) -> None:
         """Make a stepper for the texts of `session`, with drafts by `factory`; `None`: drafts of the root alone.
 
-        `graphs`, one of `CUDA_GRAPHS`, says how steps on a GPU use CUDA graphs. The thread that reads the prompts must
+        `graphs`, one of `CUDA_GRAPHS`, says how steps on a GPU use CUDA graphs. `room`: texts may join, until there are
+        so many; the caches of `session` are then not fixed. `None`: none joins. The thread that reads the prompts must
         also run the steps. Raise a `RequestError` if this drafter, model, machine or set of options does not allow
         compiled steps."""
         if factory is not None and not isinstance(factory, TrainedHeads):
@@ -55,101 +72,180 @@ class CompiledStepper(Stepper):
         _require_compilable(session)
         super().__init__(session, NoDraft(session.backbone.device), rule)
         self.factory = factory
-        heads = None if factory is None else factory.heads
         self.tree: Layout = Tree.chain(0) if factory is None else factory.tree
-        tree = self.tree
-        if tree.min_probability:
+        if self.tree.min_probability:
             raise OptionError("compile", ONE_SHAPE, "stop_drafting")
+        self.graphs, self.joins = graphs, room is not None
+        self.sizes = (len(session.sequences),) if room is None else sizes_of(room)
+        self.kinds = Kind.of_rows(session.target, rule, session.backbone.vocab_size)  # of the live rows
+        if not self.joins:  # no row that ends makes another kind do
+            self.kinds = [functools.reduce(Kind.joined, self.kinds)] * len(self.kinds)
         self.regions = Regions.of(session.backbone.model)
-        self.taken: Region | None = None
-        self.ahead: Tensor | Sent | None = None  # the step that runs while the host handles the one before
-        nodes = tree.candidates
+        self.region: Region | None = None
+        self.ahead: Launched | None = None  # the step that runs while the host handles the one before
+        self.is_awaited = False  # whether texts wait until no step runs
+        self.lender: Region | None = None  # the region of the batch that these texts are to join
+
+    def start(self) -> None:
+        """Read the prompts, into the caches of a region or, if texts may join, into those of the session."""
+        self.graphs = graphs_for(self.graphs, self.session.backbone.device)
+        if self.joins:
+            self._start_alone()
+            return
+        session = self.session
+        region = self._taken()
+        if region is not None:  # the prompts go into its caches
+            region.restart(session.capacity)
+            session.reader, session.heads_cache = region.state.reader, region.state.heads_cache
+        root, hidden = self._prefill(None if region is None else region.read)
+        if region is None:
+            region = self._made(State(session.reader, session.heads_cache, root.clone(), hidden.clone()))
+        self.state, self.roots = region.state, root.tolist()
+        region.begin(session, root, hidden)
+
+    def _start_alone(self) -> None:
+        """Read the prompts into caches from which their texts can join a region."""
+        session = self.session
+        region = self._taken() if self.lender is None else self.lender
+        lent = None if region is None else region.lend([len(prompt) for prompt in session.sequences.prompts])
+        if lent is None or region is None:
+            super().start()
+            return
+        session.reader, session.heads_cache = lent.reader, lent.heads_cache
+        root, hidden = self._prefill(region.read)
+        self.state, self.roots = State(lent.reader, lent.heads_cache, root, hidden), root.tolist()
+
+    def _taken(self) -> Region | None:
+        """Take a region that is kept for such texts, if there is one."""
+        nodes, tree, backbone = self.tree.candidates, self.tree, self.session.backbone
         shape = (tree.num_nodes, nodes.shortlist, tree.temperatures if isinstance(tree, DynamicTree) else None)
-        backbone, device = session.backbone, session.backbone.device.type
-        self.graphs = graphs
-        self.kind = Kind.of(session.target, rule, backbone.vocab_size)
+        device, heads = backbone.device.type, None if self.factory is None else self.factory.heads
         self.key: Key = (
-            len(session.sequences),
+            self.graphs,
+            (self.joins, self.sizes),
             (*shape, *nodes.parent.tolist(), *nodes.rank.tolist()),
-            self.kind,
+            self.kinds[0].rest if self.joins else self.kinds[0],
             torch.get_num_threads(),
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             modules_key(backbone.model),
             (heads, modules_key(heads)) if heads is not None else (),  # with the heads, so that no others get their id
         )
+        self.region = self.regions.take(self.key)
+        if self.region is not None:
+            self.region.attach(backbone)
+        return self.region
 
-    def start(self) -> None:
-        session = self.session
-        self.graphs = graphs_for(self.graphs, session.backbone.device)
-        self.key = (self.graphs, *self.key)
-        region = self.taken = self.regions.take(self.key)
-        if region is not None:  # the prompts go into its caches
-            region.attach(session.backbone, session.capacity)
-            session.reader, session.heads_cache = region.state.reader, region.state.heads_cache
-        root, hidden = self._prefill(None if region is None else region.read)
-        if region is None:
-            state = State(session.reader, session.heads_cache, root.clone(), hidden.clone())
-            drafter = self.drafter if self.factory is None else self.factory.start(session)
-            heads = None if self.factory is None else self.factory.heads
-            vocab, device = session.backbone.vocab_size, session.backbone.device
-            sampler = Sampler(self.kind, session.target, len(root), self.tree.max_depth, vocab, device)
-            region = self.taken = Region(state, drafter, sampler, self.tree, self.graphs, heads)
-        self.region, self.state, self.roots = region, region.state, root.tolist()
-        region.begin(session, root, hidden)
+    def _made(self, state: State) -> Region:
+        """Make a region of `state`."""
+        session, kind = self.session, self.kinds[0]
+        drafter = self.drafter if self.factory is None else self.factory.start(session)
+        heads = None if self.factory is None else self.factory.heads
+        size = self.sizes[-1], self.tree.max_depth, session.backbone.vocab_size, session.backbone.device
+        sampler = Sampler(kind, session.target, *size, self.joins)
+        self.region = Region(state, drafter, sampler, self.tree, self.graphs, heads, self.sizes)
+        return self.region
+
+    def _enter(self) -> Region:
+        """Let the texts join the rows of a region, if they have not; returns it."""
+        region, texts = self.region, self.state
+        if region is not None and region.state is texts:
+            return region
+        if region is None:  # none was kept
+            region = self._made(texts.like(self.sizes[-1], self.session.capacity))
+        region.start()
+        region.state.empty()
+        region.join(texts, self.session, texts.rows)
+        region.decide_by(self.kinds)
+        self.state = region.state
+        return region
 
     def step(self, timer: Timer) -> StepOutcome:
         """Run one compiled step; `timer` books all its time, drafting included, as the stage `verify`.
 
         Raise a `NotCompilableError` if torch.compile fails on this model."""
-        region = self.region
+        region = self._enter()
         try:
-            packed = self._launched() if self.ahead is None else self.ahead
-            self.ahead = self._launched(1) if self._goes_ahead() else None
+            packed, places = self.ahead or self._launched(region)
+            self.ahead = self._launched(region, 1) if self._goes_ahead(region) else None
         except TorchDynamoException as error:
-            self.taken = None
+            self.region = None
             name, cause = type(self.session.backbone.model).__name__, getattr(error, "inner_exception", error)
             reason = f"{type(cause).__name__}: {str(cause).strip()}".split("\n")[0]
             raise NotCompilableError(f"torch.compile fails on {name} ({reason})") from error
+        self.is_awaited = False
         found = packed.tolist()
-        if isinstance(packed, Tensor) and any(found[row][1] == UNDECIDED for row in self.rows):
+        if isinstance(packed, Tensor) and any(found[place][1] == UNDECIDED for place in places):
             roots = region.sampler.finish(packed[:, 1])
             region.state.root.copy_(roots.clamp_min(0))
             found = [[length, root, *ids] for (length, _, *ids), root in zip(found, roots.tolist(), strict=True)]
         timer.lap("verify")
-        outcome = unpack([found[row] for row in self.rows])
+        outcome = unpack([found[place] for place in places])
         self.state.count(outcome.lengths)
         self.roots = outcome.roots
         return outcome
 
-    def _launched(self, unread: int = 0) -> Tensor | Sent:
-        """Start a step, when the results of `unread` steps are not read yet; returns its `Decided.packed`."""
-        self.region.open(unread)
-        packed = self.region()
-        return packed if self.region.graphed is None or self.region.sampler.may_miss else Sent(packed)
+    def _launched(self, region: Region, unread: int = 0) -> Launched:
+        """Start a step, when the results of `unread` steps are not read yet."""
+        region.open(unread)
+        packed = region()
+        sent = packed if region.graphed is None or region.sampler.may_miss else Sent(packed)
+        return Launched(sent, list(range(len(self.rows))))
 
-    def _goes_ahead(self) -> bool:
+    def _goes_ahead(self, region: Region) -> bool:
         """Whether the next step starts before the host has read this one, so that the GPU need not wait for the host.
 
         The host then sees a step too late that a text has ended, and drops what that step decides. So no step starts
-        ahead where this one may end all texts by their lengths. Nor does it while the host decides on tokens, or where
-        buffers would move under the running step."""
-        region, sequences = self.region, self.session.sequences
-        if region.graphed is None or region.sampler.may_miss or region.end(1) > region.caches[0].capacity:
+        ahead where this one may end all texts by their lengths. Nor does it while texts wait to join, while the host
+        decides on tokens, or where buffers would move under the running step."""
+        sequences = self.session.sequences
+        if self.is_awaited or region.graphed is None or region.sampler.may_miss:
             return False
-        return any(sequences.tokens_left(row) > region.longest for row in self.rows)
+        fits = region.end(1) <= region.caches[0].capacity
+        return fits and any(sequences.tokens_left(row) > region.longest for row in self.rows)
+
+    def select(self, left: Sequence[int]) -> None:
+        """Keep only the live rows at the places `left`; also those of a step that runs."""
+        region = self._enter()
+        self.roots, self.kinds = [self.roots[place] for place in left], [self.kinds[place] for place in left]
+        if self.ahead is not None:
+            self.ahead = self.ahead._replace(places=[self.ahead.places[place] for place in left])
+        region.select(left)
+        region.decide_by(self.kinds)
+
+    def takes(self, other: Stepper) -> bool:
+        """Whether the texts of `other` can join now; if a step runs, they can after the next one.
+
+        Raise a RuntimeError if there is no room for them, and a RequestError if their options do not go together."""
+        assert isinstance(other, CompiledStepper)
+        if len(self.rows) + len(other.kinds) > self.sizes[-1] or not self.joins:
+            raise RuntimeError("texts cannot join a full batch of compiled steps, or one whose rows are fixed")
+        functools.reduce(Kind.joined, other.kinds, self.kinds[0])
+        other.lender = self._enter()
+        self.is_awaited = self.ahead is not None
+        return self.ahead is None
 
     def join(self, other: Stepper, places: Sequence[int]) -> None:
-        """Compiled steps have a fixed number of rows, so that no text can join."""
-        raise RuntimeError("texts cannot join a compiled batch, whose number of rows is fixed")
+        """Take over the texts of `other`, which has just started, as the rows `places`; for errors see `takes`."""
+        assert isinstance(other, CompiledStepper)
+        region = self._enter()
+        self.session.join(other.session, places, self.rows)
+        region.join(other.state, other.session, places)
+        self.roots, self.kinds = [*self.roots, *other.roots], [*self.kinds, *other.kinds]
+        region.decide_by(self.kinds)
 
     def close(self) -> None:
         """Give the compiled region of this session back, which is kept for reuse as long as the model lives."""
         if self.ahead is not None:
-            self.ahead.tolist()  # the step is done before other texts take its region, maybe in another thread
-        if self.taken is not None:
-            self.taken.detach()
-            self.regions.put_back(self.key, self.taken)
-            self.taken = None
+            self.ahead.packed.tolist()  # the step is done before other texts take its region, maybe in another thread
+        if self.region is not None:
+            self.region.detach()
+            self.regions.put_back(self.key, self.region)
+            self.region = None
+
+
+def sizes_of(room: int) -> tuple[int, ...]:
+    """The numbers of rows of compiled steps for up to `room` texts: the powers of two below it, and itself."""
+    return (*(size for size in (1 << n for n in range(room.bit_length())) if size < room), room)
 
 
 def why_rope_not_compiled(config: PretrainedConfig) -> str:

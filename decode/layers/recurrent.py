@@ -7,7 +7,6 @@ Shapes: B rows, R >= B rows in memory, N nodes of a forward, C channels, W width
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from decode.layers.functions import Update
 from decode.layers.reading import Reading, current
-from decode.ops.transfer import on_device
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
@@ -103,12 +101,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.begin()
         self.convolved.clear()
         self.states.clear()
-
-    def select(self, to: Sequence[int], source: Sequence[int]) -> None:
-        """Copy the states of the rows `source` to the rows `to`."""
-        for tensor in self.tensors:
-            places = on_device(source, tensor.device)
-            tensor.index_copy_(0, on_device(to, tensor.device), tensor.index_select(0, places))
 
     def join(self, other: StateLayer, start: int, count: int) -> None:
         """Take over the `count` rows of another cache, from row `start` on."""

@@ -5,7 +5,7 @@ until the host asks for more. A copy from ordinary (pageable) memory to the GPU 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,16 @@ Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[S
 def on_device(numbers: Numbers, device: torch.device) -> Tensor:
     """Make a tensor on `device` of numbers on the host; on a GPU from pinned memory, so that the host does not wait."""
     return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def keep_rows(tensors: Iterable[Tensor], rows: Sequence[int], dim: int = 0) -> None:
+    """Move the rows with the indices `rows` to the beginning of each tensor, in this order; the host does not wait.
+
+    `dim` is the dimension of rows. Only rows that change their places are copied."""
+    moved = [row for row, source in enumerate(rows) if row != source]
+    for tensor in tensors if moved else ():
+        to, source = (on_device(places, tensor.device) for places in (moved, [rows[row] for row in moved]))
+        tensor.index_copy_(dim, to, tensor.index_select(dim, source))
 
 
 class Sent:

@@ -30,9 +30,7 @@ class RunningBatch:
     """Texts that are decoded together, each of which is the text of its request alone."""
 
     def __init__(self, stepper_for: Callable[[Sequence[Request]], Stepper]) -> None:
-        """Make an empty batch; `stepper_for` makes the steppers of new texts, all with the same models and options.
-
-        If it makes compiled ones, texts must not join before all running texts have ended."""
+        """Make an empty batch; `stepper_for` makes the steppers of new texts, all with the same models and options."""
         self.stepper_for = stepper_for
         self.stepper: Stepper | None = None
 
@@ -51,13 +49,16 @@ class RunningBatch:
     def join(self, requests: Sequence[Request]) -> list[int]:
         """Read the prompts of new texts; returns the row of each of them in all later steps, until it has ended.
 
-        An error while prompts are read changes nothing for the running texts; a later error drops all texts."""
+        An empty list means that nothing was done, as a step runs already: the texts can join after the next one. An
+        error while prompts are read changes nothing for the running texts; a later error drops all texts."""
         new = None
         try:
             if not self.rows:
                 self.clear()  # before the new stepper starts, so that it can use the compiled step of the last one
             with joining(bool(self.rows)):
                 new = self.stepper_for(requests)
+                if self.stepper is not None and not self.stepper.takes(new):
+                    return []
                 new.start()
         except BaseException:
             if new is not None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from transformers import StoppingCriteriaList
 
+from decode.compiled.stepper import sizes_of
 from decode.loop import NOT_DEFINED, Stepper
 from decode.request import prepare
 from decode.sequences import Request
@@ -26,6 +27,8 @@ from medusa.backbone import Backbone
 from medusa.errors import RunError
 from medusa.records.pieces import StopStrings, TextStream, joined
 
+WARM_UP_TOKENS = 256
+"""The length of texts of the warm-up, which do not end in it."""
 COMPANY = 4
 """A text that could join lets one step pass for each so many running texts, so that the next texts are read with it.
 
@@ -105,7 +108,29 @@ class BatchWorker:
         self.thread: threading.Thread | None = None
 
     def _stepper_for(self, requests: Sequence[Request]) -> Stepper:
-        return self.adapting(stepper_for(self.generator.model, self.generator.source, requests, *self.how))
+        made = stepper_for(self.generator.model, self.generator.source, requests, *self.how, room=self.room)
+        return self.adapting(made)
+
+    def warm_up(self, prompt: Sequence[int]) -> None:
+        """Decode a few tokens after `prompt`, so that the first answers are as fast as later ones.
+
+        Compiled steps are compiled here for each number of texts, with the default settings."""
+        generator = self.generator
+        if not generator.settings.compile or self.room == 1:
+            generator.warm_up(prompt)
+            return
+        settings = replace(generator.settings, max_new_tokens=WARM_UP_TOKENS, ignore_eos=True, stop=())
+        kwargs = settings.generate_kwargs(generator.tokenizer)
+        try:
+            for rows in sizes_of(self.room):
+                count = rows - len(self.batch.rows)
+                texts = prepare(generator.model, [prompt] * count, [0] * count, **kwargs)
+                while not self.batch.join(texts):
+                    self.batch.step()
+                for _ in range(2):  # the second step may be captured as a CUDA graph
+                    self.batch.step()
+        finally:
+            self.batch.clear()
 
     def start(self, warm_up: Callable[[], object]) -> None:
         """Start the thread, and wait until it has called `warm_up`. An error in `warm_up` is raised to the caller."""
@@ -153,7 +178,6 @@ class BatchWorker:
         if self.waiting and self.waited < len(self.running) // COMPANY:
             self.waited += 1
             return
-        self.waited = 0
         joining: dict[BatchRow, Request] = {}
         while self.waiting and len(self.running) + len(joining) < self.room:
             row = self.waiting.pop(0)
@@ -165,6 +189,7 @@ class BatchWorker:
             except Exception as error:
                 row.tell(RowEvent(error=error))
         if not joining:
+            self.waited = 0
             return
         if not self.running:
             self.how = next(iter(joining)).settings.how
@@ -173,6 +198,10 @@ class BatchWorker:
         except Exception as error:
             self._fail(joining, error)
             return
+        if not places:  # a step runs already
+            self.waiting[:0] = joining
+            return
+        self.waited = 0
         self.running |= dict(zip(places, joining, strict=True))
 
     def step(self) -> None:

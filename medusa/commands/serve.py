@@ -63,11 +63,6 @@ class ServeOptions(CommandOptions):
         for origin in self.cors:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise RequestError(f"--cors is {origin!r}; give an origin such as http://localhost:3000, or *")
-        if self.settings.compile and self.batch_size > 1:
-            raise RequestError(
-                f"--compile takes half a minute or more for each batch size, and --batch-size is {self.batch_size}; "
-                "add --batch-size 1, or leave out --compile"
-            )
 
 
 def run(options: ServeOptions) -> None:
@@ -83,7 +78,7 @@ def run(options: ServeOptions) -> None:
     opened.structure(options.structured, "the API")
     worker = BatchWorker(opened.generator, options.batch_size, options.adapt)
     with options.warming_up():
-        worker.start(lambda: opened.generator.warm_up([opened.loaded.bos_token_id or 0]))
+        worker.start(lambda: worker.warm_up([opened.loaded.bos_token_id or 0]))
     name = options.name or options.models.backbone
     api = CompletionApi(worker, name, options.runtime.seed, opened.form.options)
     app = api.app(network.allowed_hosts, options.cors)

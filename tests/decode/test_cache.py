@@ -91,8 +91,6 @@ class Checked:
 
     def __init__(self, rng: random.Random, rows: int, fixed: bool = False) -> None:
         self.rng, self.texts = rng, [list[Token]() for _ in range(rows)]
-        self.live = list(range(rows))
-        """Rows that still grow; the others are no longer looked at."""
         config = LlamaConfig(num_hidden_layers=len(SHAPES))
         self.cache = TreeCache(config, rows, rng.choice([1, 6, 40]), CPU, fixed)
         self.forward(rng.randint(1, 9))
@@ -103,23 +101,23 @@ class Checked:
         """Write `count` nodes to each row, and check what attention then reads."""
         cache, compiled = self.cache, self.cache.is_compiled
         before, room = [buffer.data_ptr() for buffer in cache.buffers], cache.capacity
-        cache.open(count, self.live if compiled else None)
+        cache.open(count)
         assert cache.capacity > room or before == [buffer.data_ptr() for buffer in cache.buffers]
         positions = cache.append(count)
         self.nodes: list[list[Token]] = [[[] for _ in range(count)] for _ in self.texts]
         for index, shape in enumerate(SHAPES):
             if shape is None:
                 continue
-            keys, values = (torch.randn(len(self.texts), shape.heads, count, size) for size in shape[1:])
+            keys, values = (torch.randn(len(cache.filled), shape.heads, count, size) for size in shape[1:])
             read = cache.update(keys, values, index)
             for row, nodes in enumerate(self.nodes):
                 for node, token in enumerate(nodes):
                     token.append((keys[row, :, node], values[row, :, node]))
-            for row in self.live:
-                self.check_row(row, len(self.nodes[row][0]) - 1, read, self.texts[row] + self.nodes[row])
-        for row in self.live:
-            assert positions[row].tolist() == list(range(len(self.texts[row]), len(self.texts[row]) + count))
-        longest = max(len(self.texts[row]) for row in self.live)
+            for row, nodes in enumerate(self.nodes):
+                self.check_row(row, len(nodes[0]) - 1, read, self.texts[row] + nodes)
+        for row, text in enumerate(self.texts):
+            assert positions[row].tolist() == list(range(len(text), len(text) + count))
+        longest = max(map(len, self.texts))
         assert cache.width == (rounded(longest + count) if compiled else longest + count)
         if compiled:
             assert cache.width % BLOCK == 0
@@ -134,35 +132,35 @@ class Checked:
             text += [nodes[node] for node in path]
 
     def commit(self) -> None:
-        """Keep a random path in each live row, in one of the ways to say which."""
+        """Keep a random path in each row, in one of the ways to say which."""
         cache, count = self.cache, len(self.nodes[0])
-        lengths = [self.rng.randint(1, count) if row in self.live else 0 for row in range(len(self.texts))]
+        lengths = [self.rng.randint(1, count) for _ in self.texts]
         way = self.rng.choice(["tensor", "chain", "host"])
         paths = [self.path(length, count, way == "chain") for length in lengths]
         if way == "host" and not cache.is_compiled:
             cache.keep(lengths, paths)
         else:
             most = self.rng.choice([max(lengths), count, count + 3])  # paths may have more columns than nodes
-            padded = torch.tensor([path + [-1] * (most - len(path)) for path in paths])
-            cache.commit(None if way == "chain" else padded, torch.tensor(lengths))
-            cache.count([lengths[row] for row in self.live], self.live)
+            empty = len(cache.filled) - len(self.texts)
+            padded = torch.tensor([path + [-1] * (most - len(path)) for path in paths + [[]] * empty])
+            cache.commit(None if way == "chain" else padded, torch.tensor(lengths + [0] * empty))
+            cache.count(lengths)
         self.grow(paths)
 
     def path(self, length: int, count: int, is_chain: bool) -> list[int]:
-        if is_chain or not length:
+        if is_chain:
             return list(range(length))
         return [0, *sorted(self.rng.sample(range(1, count), length - 1))]
 
     def select(self) -> None:
         rows = self.rng.sample(range(len(self.texts)), self.rng.randint(1, len(self.texts)))
         self.cache.select(rows)
-        self.texts, self.live = [self.texts[row] for row in rows], list(range(len(rows)))
+        self.texts = [self.texts[row] for row in rows]
 
-    def join(self) -> None:
-        other = Checked(self.rng, self.rng.randint(1, 2))
+    def join(self, most: int = 2) -> None:
+        other = Checked(self.rng, self.rng.randint(1, most))
         self.cache.join(other.cache)
         self.texts += other.texts
-        self.live = list(range(len(self.texts)))
 
     def cut(self) -> None:
         self.texts = [text[: self.rng.randint(1, len(text))] for text in self.texts]
@@ -170,12 +168,13 @@ class Checked:
 
     def check(self) -> None:
         lengths = [len(text) for text in self.texts]
-        assert self.cache.lengths == self.cache.filled.tolist() == lengths
-        self.cache.open(0, self.live)
+        assert self.cache.lengths == lengths
+        assert self.cache.filled.tolist() == lengths + [0] * (len(self.cache.filled) - len(lengths))
+        self.cache.open(0)
         layers = [layer for layer, shape in zip(self.cache.tree_layers, SHAPES, strict=True) if shape is not None]
         for index, layer in enumerate(layers):
-            for row in self.live:
-                self.check_row(row, index, layer.read(), self.texts[row])
+            for row, text in enumerate(self.texts):
+                self.check_row(row, index, layer.read(), text)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -193,30 +192,37 @@ def test_random_operations_do_what_lists_of_tokens_do(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_compiled_steps_do_what_lists_of_tokens_do(seed: int) -> None:
-    """Windows are whole blocks, and rows that have ended stay in the batch, also beyond the window."""
+    """Windows are whole blocks. Rows whose texts have ended stay as empty rows, which others take."""
     rng = random.Random(seed)
-    both = Checked(rng, 3, fixed=True)
+    both, seen = Checked(rng, 4, fixed=True), set[tuple[int, int]]()
     both.cache.for_steps(compiled=True)
-    for _ in range(25):
+    for _ in range(40):
         both.forward(rng.choice([1, 7, 7, 90]))
         both.commit()
+        if rng.random() < 0.3:
+            both.select()
+        elif len(both.texts) < 4 and rng.random() < 0.5:
+            both.join(4 - len(both.texts))
+        both.cache.show(rng.randint(len(both.texts), 4))
         both.check()
-        if len(both.live) > 1 and rng.random() < 0.15:
-            both.live.remove(rng.choice(both.live))
+        seen.add((len(both.texts), len(both.cache.filled)))
+        assert all(buffer.shape[1] == 4 for buffer in both.cache.buffers), "no other number of rows in memory"
+    assert len(seen) > 5
 
 
-def test_a_row_that_has_ended_writes_inside_the_buffer() -> None:
-    """It is much longer than the rows that still grow, whose window ends before its text."""
+def test_a_fixed_cache_drops_its_texts() -> None:
     cache = TreeCache(LlamaConfig(num_hidden_layers=1), 2, 1, CPU, fixed=True)
-    append(cache, [[0.0] * 600] * 2)
-    cache.keep([3, 600])
-    cache.for_steps(compiled=True)
-    cache.open(700, [0])
-    cache.append(700)
-    nodes = torch.arange(700.0).expand(2, 1, 700)[..., None]
-    keys, _ = cache.update(nodes, -nodes, 0)
-    assert keys.shape[2] < 600 + 700
-    assert torch.equal(keys[0, 0, 3:703], nodes[0, 0])
+    append(cache, [[1.0] * 6] * 2)
+    cache.keep([3, 6])
+    cache.show(1)
+    cache.empty()
+    assert (cache.lengths, cache.all_filled.tolist()) == ([], [0, 0])
+    other = cache_of(1, 1, 2)
+    append(other, [[5, 7]])
+    other.keep([2])
+    cache.join(other)
+    assert (cache.lengths, cache.all_filled.tolist()) == ([2], [2, 0])
+    assert cache.buffers[0][0, 0, 0, :3, 0].tolist() == [5, 7, 0], "nothing of the text before"
 
 
 def test_a_cache_starts_again_without_what_it_held() -> None:

@@ -29,6 +29,7 @@ from decode.reader import Reader
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
 from decode.texts import TextGenerator
 from medusa import Tree
+from tests.decode.compiled.test_running import KINDS, ROOM, alone, batch_of, come_and_go, requests_of
 from tests.helpers import (
     FORMS,
     left_padded,
@@ -327,6 +328,33 @@ def test_a_step_starts_before_the_host_reads_the_one_before(ends: bool, fake_cud
     unread = [log[:at].count("sent") - log[:at].count("read") for at in range(len(log))]
     assert max(unread) == 2
     assert unread.count(0) < 10, "only where buffers grow, and at the end, the GPU waits"
+
+
+def test_no_graph_is_captured_again_when_texts_join(fake_cuda: type[FakeGraph]) -> None:
+    """Texts join and leave while steps start ahead; numbers of rows change, and nothing moves."""
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
+    heads, sizes = (
+        random_heads(model, **FORMS["eagle"]),
+        [(3, 12), (20, 30), (9, 5), (30, 21), (5, 24), (12, 1), (7, 9)],
+    )
+
+    def asked() -> list[list[Any]]:
+        return [requests_of(model, at, KINDS[at % len(KINDS)], *size) for at, size in enumerate(sizes)]
+
+    expected = [alone(model, heads, requests) for requests in asked()]
+    assert not fake_cuda.made
+    batch = batch_of(model, heads)
+    for _ in range(4):  # caches grow at first, and some numbers of rows have one step only
+        assert come_and_go(batch, asked(), ROOM) == expected
+    before, replays = len(fake_cuda.made), sum(one.replays for one in fake_cuda.made)
+    assert come_and_go(batch, asked(), ROOM) == expected
+    assert len(fake_cuda.made) == before > 4
+    assert sum(one.replays for one in fake_cuda.made) > replays + 20
+    assert "sent sent read" in " ".join(FakeEvent.log), "steps started ahead"
+    batch.clear()
+    [prompts_of] = [one.prompts for _, one in Regions.of(model) if len(one.sizes) > 1]
+    assert prompts_of is not None
+    assert any(prompts_of.graphed.graphs.values()), "prompts that join alone are read by graphs, too"
 
 
 def test_one_graph_for_each_window(fake_cuda: type[FakeGraph]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra serve")
 
 from decode.compiled.region import Regions
+from decode.compiled.stepper import CompiledStepper
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.request import prepare
@@ -20,6 +22,7 @@ from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
 from decode.texts import TextGenerator, stepper_for
 from tests.decode.serve.server_tools import PROMPTS, admit, expected, said
+from tests.decode.serve.server_tools import decode as decode_rows
 from tests.helpers import plain, random_heads, random_ids, shared_model, tiny_model, weekly
 
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -167,6 +170,37 @@ def test_texts_that_come_after_each_other_join_together(generator: TextGenerator
         running.append(len(worker.running))
         worker.step()
     assert running == [1, 4, 4, 6, 6, 6]
+
+
+def test_compiled_texts_join_and_wait_while_a_step_runs(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each text is that of the eager server. The warm-up compiles the steps of each number of texts."""
+    made, refused = list[Any](), list[int]()
+    monkeypatch.setattr("decode.compiled.region.compiled", lambda step, *how: made.append(step) or step)
+    stock = CompiledStepper.takes
+
+    def takes(self: CompiledStepper, other: Any) -> bool:
+        refused.append(len(self.rows))
+        return len(refused) % 2 == 0 and stock(self, other)
+
+    settings = replace(generator.settings, compile=True)
+    worker = BatchWorker(replace(generator, settings=settings), 3)
+    worker.warm_up(generator.tokenizer("One")["input_ids"])
+    assert (len(made), worker.batch.rows) == (3, [])
+    monkeypatch.setattr(CompiledStepper, "takes", takes)
+    kinds = [replace(settings, max_new_tokens=count) for count in (9, 3, 5, 12, 7)]
+    rows = [
+        BatchRow(generator.tokenizer(PROMPTS[at % 3])["input_ids"], kind, at, lambda event: None)
+        for at, kind in enumerate(kinds)
+    ]
+    events = decode_rows(worker, *rows)
+    assert len(refused) > 1
+    eager = [replace(kind, compile=False) for kind in kinds]
+    assert [said(one) for one in events] == [
+        expected(generator, PROMPTS[at % 3], kind) for at, kind in enumerate(eager)
+    ]
+    assert len(made) == 3
 
 
 def test_a_short_text_overtakes_a_long_one(generator: TextGenerator) -> None:

@@ -327,7 +327,6 @@ def test_a_closed_http_connection_stops_the_row(url: str, api: CompletionApi, st
     ("words", "told"),
     [
         ([], "there are no heads; give --heads H"),
-        (["--heads", "demo", "--compile"], "--compile takes half a minute or more for each batch size"),
         (["--plain", "--no-adapt"], "--no-adapt always drafts, and --plain never does; leave one of them out"),
         (["--heads", "demo", "--port", "99999"], "port is 99999"),
         (["--heads", "demo", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1"),
