@@ -3,8 +3,6 @@
 One pass gives the logits of all heads without edges. The M best tokens of each head are its candidates, and the edges
 between them make the trellis of `TrellisDrafter`. The first head's edges begin at the root. Markov edges change its
 logits before the candidates are chosen, and pairwise edges those of the candidates, as the published drafters do.
-Where the heads predict how probably a guess is accepted, a tree that drops improbable nodes takes this for the
-probability of the best candidate after each other one, and the softmax only for the odds between candidates.
 
 Shapes: B texts, K heads (as many as the tree is deep), M candidates of a head, H hidden size, R rank of the edges, V
 the heads' vocabulary."""
@@ -58,16 +56,6 @@ class BlockTrellisDrafter(TrellisDrafter):
             return best.values[0]
         guesses = F.embedding(best.indices[0].to(self.heads.device), self.after)  # [B, M, R]
         return best.values[0] + (guesses @ known.root[:, :, None])[..., 0]
-
-    def sure(self, known: Pass, ids: Tensor) -> Tensor | None:
-        if not self.heads.is_confident:
-            return None
-        assert self.heads.before is not None
-        after = F.embedding(ids[:-1].to(self.heads.device), self.heads.before)  # [K - 1, B, M, R]
-        root = known.root[None, :, None].expand(-1, -1, ids.shape[-1], -1)  # the code of Markov edges is W1[a]
-        x = known.x[:, :, None].expand(-1, -1, ids.shape[-1], -1)
-        logits = self.heads.confidence(torch.cat([x, torch.cat([root, after])], dim=-1))
-        return F.logsigmoid(logits.float())[..., None]
 
     def edges(self, known: Pass, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         assert self.heads.before is not None

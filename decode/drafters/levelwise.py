@@ -49,7 +49,6 @@ class Guesses(NamedTuple):
     state: State  # for the next step
     ids: Tensor | None = None  # [C], or [B, C] for each text, the ids of the C tokens; `None`: all V tokens in order
     held: Tensor | None = None  # [B, 1, 1] the log probability of all C tokens together in a dynamic tree; `None`: 0
-    sure: Tensor | None = None  # [B, W, 1] that of the best token's acceptance; `None`: the one that the logits give it
 
     def tokens(self, places: Tensor) -> Tensor:
         """Convert indices [B, ...] among the C tokens to token ids of the same shape."""
@@ -156,10 +155,7 @@ class LevelwiseDrafter(ABC):
         for depth in range(tree.max_depth):
             guesses = self.step(depth, state, of_nodes, tokens, frontier.context_kv)
             state, confidences = guesses.state, tree.log_confidences(guesses.logits, depth)
-            if guesses.sure is not None:  # other tokens keep their odds to the best one
-                confidences = confidences - confidences.amax(-1, keepdim=True) + guesses.sure
-            elif guesses.held is not None:
-                confidences = confidences + guesses.held
+            confidences = confidences if guesses.held is None else confidences + guesses.held
             best = top_k(confidences, min(TOP, tree.num_nodes - 1, confidences.shape[-1]))  # [B, W, R]
             log_p = (bounded(best.values.to(root.device)) - STEEPNESS + log_p_above[:, :, None]).flatten(1)
             log_p, indices = log_p.topk(min(tree.num_nodes - 1, log_p.shape[1]), dim=-1)  # [B, M], the best first

@@ -39,21 +39,15 @@ class Trellis(NamedTuple):
     first: Tensor  # [B, 1, M] of the candidates of the first head
     tables: Tensor  # [K - 1, B, M, M] of each head's candidates (last) after each candidate of the head before it
     held: Tensor | None  # [K, B, 1, 1] the log probability of each head's candidates together, for dynamic trees
-    sure: Tensor | None
-    """[K, B, M, 1] log probability that each head's best guess is accepted after each candidate of the head before it,
-    where the heads predict it; for the first head all are that after the root."""
 
     def children(self, depth: int, tokens: Tensor) -> Guesses:
         """Look up what follows W nodes at `depth` in each text: their tokens [B, W] are candidates of that depth."""
-        logits, sure = self.first, None if self.sure is None else self.sure[depth]
+        logits = self.first
         if depth:
             same = self.ids[depth - 1][:, None] == tokens[:, :, None].to(self.ids.device)  # [B, W, M]
             place = same.int().argmax(-1, keepdim=True)
             logits = self.tables[depth - 1].gather(1, place.expand_as(same))
-            sure = None if sure is None else sure.gather(1, place)
-        elif sure is not None:
-            sure = sure[:, :1]
-        return Guesses(logits, self, self.ids[depth], None if self.held is None else self.held[depth], sure)
+        return Guesses(logits, self, self.ids[depth], None if self.held is None else self.held[depth])
 
 
 class TrellisDrafter(UsesHeads, LevelwiseDrafter):
@@ -70,24 +64,19 @@ class TrellisDrafter(UsesHeads, LevelwiseDrafter):
     def begin(self, frontier: Frontier) -> Trellis:
         """Choose the candidates by the heads' independent parts, and compute their tables."""
         logits, known = self.alone(frontier)
-        best, held, sure = top_k(logits, self.shortlist), None, None
-        ids = token_ids(self.heads, best.indices)
+        best, held = top_k(logits, self.shortlist), None
         if isinstance(self.tree, DynamicTree):
             # The candidates hold the same probability after every token. Two other rules accepted less (docs/log.md).
             confidences = self.tree.log_confidences(logits).gather(-1, best.indices)
             held = confidences.exp().sum(-1).log()[..., None, None]  # `logsumexp` starts four times as much
-            sure = self.sure(known, ids) if self.tree.min_probability else None
-        return Trellis(ids, self.first(known, ids, best)[:, None], self.tables(known, ids, best), held, sure)
+        ids = token_ids(self.heads, best.indices)
+        return Trellis(ids, self.first(known, ids, best)[:, None], self.tables(known, ids, best), held)
 
     def alone(self, frontier: Frontier) -> tuple[Tensor, Any]:
         """Compute the logits [K, B, V] of the heads' independent parts, and what the edges read, here h [B, H]."""
         hidden, heads = self.hidden(frontier), slice(self.tree.max_depth)
         features = self.heads.independent(hidden, self.heads.known(self.embed(frontier.root), heads), heads)
         return self.heads.logits(features, self.lm_head), hidden
-
-    def sure(self, known: Any, ids: Tensor) -> Tensor | None:
-        """Compute `Trellis.sure`, for heads that predict how probably a guess is accepted; arguments as of `tables`."""
-        return None
 
     def step(self, depth: int, state: State, parent: Tensor, tokens: Tensor, context_kv: ContextKV | None) -> Guesses:
         trellis: Trellis = state

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from decode import generate, steps
+from decode import generate
 from decode.bench.calibration.calibrate import calibrate
 from decode.draft import Frontier
 from decode.drafters import levelwise
@@ -59,17 +58,6 @@ def heads_of(name: str, model: Any) -> MedusaHeads:
     return heads
 
 
-def confident_heads(model: Any) -> DflashHeads:
-    """Heads whose best guesses and confidences differ by the path."""
-    heads = heads_of("dflash, markov", model)
-    assert isinstance(heads, DflashHeads)
-    assert heads.confidence_head is not None
-    with torch.no_grad():
-        heads.norm.weight.mul_(8)
-        heads.confidence_head.weight[:, -heads.rank :].mul_(20)
-    return heads
-
-
 def start_of(model: Any, heads: MedusaHeads, prompts: list[list[int]] = PROMPTS) -> Frontier:
     """What a drafter reads after the prompts, which have different lengths."""
     session = Session(model, prepare(model, prompts, max_new_tokens=4, do_sample=False), slack=40, heads=heads)
@@ -83,20 +71,6 @@ def logits_after(model: Any, heads: MedusaHeads, prompt: list[int], path: list[i
     hidden = backbone.hidden_states(ids[:, : len(prompt)], use_cache=False)
     inputs = heads.inputs(hidden, ids, backbone.embed, place=torch.tensor([len(prompt) - 1]))
     return over_all(heads, heads(inputs, lm_head_for(heads, backbone)), VOCAB)[len(path) - 1, 0]
-
-
-@torch.no_grad()
-def confidence_after(model: Any, heads: MedusaHeads, prompt: list[int], path: list[int]) -> Tensor:
-    """The probability that the guess after the tokens of `path` is accepted, from whole texts without a cache."""
-    backbone, ids = Backbone(model, heads.config.feature_layers), torch.tensor([prompt + path])
-    hidden = backbone.hidden_states(ids[:, : len(prompt)], use_cache=False)
-    inputs = heads.inputs(hidden, ids, backbone.embed, place=torch.tensor([len(prompt) - 1]))
-    return heads.confidence(heads.features(inputs))[len(path) - 1, 0].sigmoid()
-
-
-def path_worth(worth_after: Any, path: tuple[int, ...]) -> float:
-    """The sum of the log probabilities of a path's tokens, root first."""
-    return sum(float(worth_after([*path[:end]])[path[end]]) for end in range(1, len(path)))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -133,49 +107,6 @@ def test_a_dynamic_tree_holds_the_most_probable_paths(name: str, monkeypatch: py
 
         found = {tuple(path_to(draft, row, node)) for node in range(9)}
         assert found == best_paths(tempered, int(draft.ids[row, 0]), 9, K)
-
-
-@torch.no_grad()
-def test_a_threshold_keeps_paths_by_the_product_of_confidences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best guess after a path counts as much as the confidence there, and others in proportion."""
-    monkeypatch.setattr(levelwise, "width_of", lambda tree: tree.num_nodes)
-    model, nodes = shared_model(dtype=torch.float64), 9
-    heads, candidates = confident_heads(model), DynamicTree.over_heads(nodes, K).candidates
-    lengths = set[int]()
-    for prompt in PROMPTS:
-
-        def worth(path: list[int], prompt: list[int] = prompt) -> Tensor:
-            log_p = logits_after(model, heads, prompt, path).log_softmax(-1)
-            return log_p - log_p.max() + confidence_after(model, heads, prompt, path).log()
-
-        start = start_of(model, heads, [prompt])
-        best = {path: path_worth(worth, path) for path in best_paths(worth, int(start.root), nodes, K)}
-        ordered = sorted(best.values(), reverse=True)
-        for kept in (3, 6):
-            least = math.exp((ordered[kept - 1] + ordered[kept]) / 2)
-            tree = with_shortlist(DynamicTree(nodes, candidates, min_probability=least), VOCAB)
-            draft = heads_drafter(heads, Backbone(model, [1, 0]), tree).propose(start)
-            found = {tuple(path_to(draft, 0, node)) for node in range(draft.topology.num_nodes)}
-            assert found == {path for path, log_p in best.items() if log_p > ordered[kept]}
-            lengths |= {*map(len, found)}
-    assert lengths == {1, 2, 3, 4}, "paths of few lengths: no power"
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_texts_with_a_threshold_are_those_without_drafts(do_sample: bool) -> None:
-    """Sampled texts too: the seed decides on a token, whatever was drafted."""
-    model, texts, sizes = shared_model(), list[list[list[int]]](), list[int]()
-    heads, batch = confident_heads(model), left_padded(PROMPTS)
-    for least in (0.0, 0.05, 0.4, 1.0):
-        torch.manual_seed(3)
-        options: dict[str, Any] = {"stop_drafting": least, "do_sample": do_sample, "keep_drafts": True}
-        taken = list(steps(model, heads, **batch, tree="dynamic:9", max_new_tokens=8, eos_token_id=None, **options))
-        texts.append([[token for step in taken for token in step.ids.get(row, [])] for row in (0, 1)])
-        sizes.append(sum(len(draft.ids) for step in taken for draft in step.drafts.values()))
-    assert texts[1:] == texts[:1] * 3
-    if not do_sample:
-        assert texts[0] == [plain(model, prompt, max_new_tokens=8, eos_token_id=None) for prompt in PROMPTS]
-    assert sizes == sorted(set(sizes), reverse=True), "higher thresholds drop more nodes"
 
 
 @pytest.mark.parametrize("name", FORMS)
