@@ -42,7 +42,7 @@ class DflashSettings(KindSettings):
     causal: bool | list[bool] | None = None
     """Kind dflash: whether tokens see only earlier ones of their block, for all layers or each; default: false."""
     confidence: bool = False
-    """Kind dflash with markov edges: also learn how probably each guess is accepted, for --stop-drafting."""
+    """Kind dflash with markov edges: also learn how probably each guess is accepted, for exports."""
     layer: LayerSizes | None = field(default=None, metadata=FILES_ONLY)
     """The sizes of the decoder layers; `None`: `heads.layers` layers with default sizes."""
     embeddings: str = field(default="shared", metadata=FILES_ONLY)
