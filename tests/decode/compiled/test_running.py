@@ -242,14 +242,18 @@ def test_no_graph_break(traced: list[tuple[int, ...]]) -> None:
 @pytest.mark.full
 @pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler")
 def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greedy text joins a sampled one, and goes on in the same code when that has ended; two steps are compiled."""
     model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
     heads, tree = random_heads(model, **FORMS["eagle"]), Tree.chain(2)
-    options, lengths = [*SAMPLED, GREEDY], [(4, 30), (20, 12), (9, 24)]
-    expected = []
+    first, second = (SAMPLED[1], 24, 20), (GREEDY, 20, 40)
     with monkeypatch.context() as patch:
-        patch.setattr(region, "compiled", lambda step, *how: step)
-        for at, sizes in enumerate(lengths):
-            expected.append(alone(model, heads, requests_of(model, at, options[at], *sizes), tree))
+        counted(patch)
+        expected = [alone(model, heads, requests_of(model, at, *one), tree) for at, one in enumerate((first, second))]
     batch = batch_of(model, heads, 2, tree)
-    asked = [requests_of(model, at, options[at], *sizes) for at, sizes in enumerate(lengths)]
-    assert come_and_go(batch, asked, 2) == expected
+    rows = batch.join(requests_of(model, 0, *first))
+    batch.step()
+    rows += batch.join(requests_of(model, 1, *second))
+    assert written(batch, rows) == expected
+    assert isinstance(batch.stepper, CompiledStepper)
+    assert batch.stepper.region is not None
+    assert [step.rows for step in batch.stepper.region.steps] == [1, 2]
