@@ -115,23 +115,23 @@ def test_a_text_that_leaves_changes_no_other() -> None:
     """The last text takes its place. A text that joins finds NaN in the row of another one."""
     model = tiny_model("llama", num_hidden_layers=1)
     heads = random_heads(model, **FORMS["eagle"])
-    asked = [requests_of(model, at, KINDS[at], 5 + at, 24) for at in range(4)]
-    expected = [alone(model, heads, requests_of(model, at, KINDS[at], 5 + at, 24)) for at in range(4)]
+    asked, again = ([requests_of(model, at, KINDS[at % 4], 5 + at, 24) for at in range(5)] for _ in range(2))
+    expected = [alone(model, heads, requests) for requests in again]
     batch = batch_of(model, heads)
-    rows = batch.join([request for requests in asked[:3] for request in requests])
+    rows = batch.join([request for requests in asked[:4] for request in requests])
     batch.step()
     assert batch.stepper is not None
     batch.end(rows[0])
     batch.step()
     batch.step()
-    assert batch.rows == [rows[2], rows[1]]
+    assert batch.rows == [rows[3], rows[1], rows[2]]
     caches = batch.stepper.state.caches
-    assert [one.all_filled.tolist()[2:] for one in caches] == [[0, 0]] * 2
+    assert [one.filled.tolist()[3:] for one in caches] == [[0]] * 2, "the step has seen a row without a text"
     with torch.inference_mode():
         for buffer in (buffer for one in caches for buffer in one.buffers):
-            buffer[:, 2:] = torch.nan
-    (last,) = batch.join(asked[3])
-    assert written(batch, [rows[1], rows[2], last]) == expected[1:]
+            buffer[:, 3] = torch.nan
+    (last,) = batch.join(asked[4])
+    assert written(batch, [*rows[1:], last]) == expected[1:]
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
