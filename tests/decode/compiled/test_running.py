@@ -115,23 +115,23 @@ def test_a_text_that_leaves_changes_no_other() -> None:
     """The last text takes its place. A text that joins finds NaN in the row of another one."""
     model = tiny_model("llama", num_hidden_layers=1)
     heads = random_heads(model, **FORMS["eagle"])
-    asked = [requests_of(model, at, KINDS[at], 5 + at, 24) for at in range(4)]
-    expected = [alone(model, heads, requests_of(model, at, KINDS[at], 5 + at, 24)) for at in range(4)]
+    asked, again = ([requests_of(model, at, KINDS[at % 4], 5 + at, 24) for at in range(5)] for _ in range(2))
+    expected = [alone(model, heads, requests) for requests in again]
     batch = batch_of(model, heads)
-    rows = batch.join([request for requests in asked[:3] for request in requests])
+    rows = batch.join([request for requests in asked[:4] for request in requests])
     batch.step()
     assert batch.stepper is not None
     batch.end(rows[0])
     batch.step()
     batch.step()
-    assert batch.rows == [rows[2], rows[1]]
+    assert batch.rows == [rows[3], rows[1], rows[2]]
     caches = batch.stepper.state.caches
-    assert [one.all_filled.tolist()[2:] for one in caches] == [[0, 0]] * 2
+    assert [one.filled.tolist()[3:] for one in caches] == [[0]] * 2, "the step has seen a row without a text"
     with torch.inference_mode():
         for buffer in (buffer for one in caches for buffer in one.buffers):
-            buffer[:, 2:] = torch.nan
-    (last,) = batch.join(asked[3])
-    assert written(batch, [rows[1], rows[2], last]) == expected[1:]
+            buffer[:, 3] = torch.nan
+    (last,) = batch.join(asked[4])
+    assert written(batch, [*rows[1:], last]) == expected[1:]
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -242,14 +242,18 @@ def test_no_graph_break(traced: list[tuple[int, ...]]) -> None:
 @pytest.mark.full
 @pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler")
 def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greedy text joins a sampled one, and goes on in the same code when that has ended; two steps are compiled."""
     model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
     heads, tree = random_heads(model, **FORMS["eagle"]), Tree.chain(2)
-    options, lengths = [*SAMPLED, GREEDY], [(4, 30), (20, 12), (9, 24)]
-    expected = []
+    first, second = (SAMPLED[1], 24, 20), (GREEDY, 20, 40)
     with monkeypatch.context() as patch:
-        patch.setattr(region, "compiled", lambda step, *how: step)
-        for at, sizes in enumerate(lengths):
-            expected.append(alone(model, heads, requests_of(model, at, options[at], *sizes), tree))
+        counted(patch)
+        expected = [alone(model, heads, requests_of(model, at, *one), tree) for at, one in enumerate((first, second))]
     batch = batch_of(model, heads, 2, tree)
-    asked = [requests_of(model, at, options[at], *sizes) for at, sizes in enumerate(lengths)]
-    assert come_and_go(batch, asked, 2) == expected
+    rows = batch.join(requests_of(model, 0, *first))
+    batch.step()
+    rows += batch.join(requests_of(model, 1, *second))
+    assert written(batch, rows) == expected
+    assert isinstance(batch.stepper, CompiledStepper)
+    assert batch.stepper.region is not None
+    assert [step.rows for step in batch.stepper.region.steps] == [1, 2]
