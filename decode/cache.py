@@ -64,7 +64,7 @@ class TreeCache(Cache):
         self.filled = self.all_filled = torch.zeros(batch_size, dtype=torch.long, device=device)
         """The same on the device [B], always with what was committed; 0 for empty rows. `all_filled`: see `show`."""
         self.window = torch.empty(0, device=device)
-        """An element for each `block` of the window. Only their number counts: compiled code reads the width from it."""
+        """An element for each `block` of the window. Only their number counts: compiled code reads the width off it."""
         self.room = 0  # nodes after each text, for which `open` made room last
         self.even: int | None = 0  # where all rows write next, if the host knows one slot for all
         self.slots: Tensor | None = None  # during a forward: the slots [B, N] to which its N nodes are written

@@ -233,7 +233,7 @@ def test_one_seed_gives_the_same_text_as_plain_sampling(llama: Any, options: dic
     assert len(taken) < len(text), "nothing was accepted: no power"
 
 
-@pytest.mark.parametrize(("kind", "draft"), [("medusa", "topk"), ("medusa", "sample"), ("markov", "sample")])
+@pytest.mark.parametrize(("kind", "draft"), [("medusa", "topk"), ("markov", "sample"), *weekly(("medusa", "sample"))])
 def test_sampled_texts_have_the_models_distribution(kind: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare all texts of three tokens (vocabulary of seven) with the model, for both forms of rejection.
 

@@ -97,10 +97,12 @@ def together(drafter: str, options: tuple[str, ...], way: str) -> Iterator[Key]:
 
 
 def pairs(key: Key) -> Iterator[tuple[str, str]]:
-    """What meets in a cell: an option and a way; each of them and a kind of drafter; a drafter and a way of Python."""
+    """What meets in a cell: an option and a way; a kind of drafter and a way; a drafter and a way of Python.
+
+    Each drafter also meets a third of the groups of options (`cover`), and in the weekly run each option."""
     kinds = DRAFTERS[key.drafter].kinds
     for option in key.options:
-        yield from ((option, key.way), *((kind, option) for kind in kinds))
+        yield option, key.way
     yield from ((kind, key.way) for kind in (kinds if key.way in PROGRAMS else {key.drafter}))
 
 

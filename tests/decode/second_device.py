@@ -82,10 +82,6 @@ RULES: dict[str, tuple[bool, list[Any], AcceptanceRule]] = {
     "topk": (False, [], AcceptanceRule("topk", limit=3)),
     "distance": (False, [], AcceptanceRule("distance", limit=3)),
 }
-DRAWN = ("markov", "recurrent")
-SIMILAR = ("eagle-1,", "eagle-3, topk", "eagle-3, compiled", *(f"{kind}, compiled" for kind in ("vocabulary", "hydra")))
-SIMILAR = (*SIMILAR, "cascade, compiled", "mtp, compiled", "independent, compiled")
-SIMILAR = (*SIMILAR, "ngram,", "model,", "distance,", "greedy, penalties,")  # to a trie, a tree, topk and samples
 OTHERS = ("plain", "ngram", "trie", "lookahead", "model", "model tree", "mix")  # drafters
 MODELS: dict[str, dict[str, Any]] = {"MHA": {"num_key_value_heads": 4}, "GQA": {"num_key_value_heads": 2}}
 PLANTED: dict[str, Callable[[Tensor], object]] = {
@@ -269,21 +265,22 @@ def other(drafter: str, rule: str, rows: int) -> tuple[Session, Stepper]:
     return eager(model, factories[drafter](), rule, rows)
 
 
-def is_repeated(name: str) -> bool:
-    """Whether another case has the same rule, drafter or heads for three rows, or draws from similar heads."""
-    kind = name.removesuffix(", drawn, 3 rows")
-    if kind != name:
-        return kind not in DRAWN
-    kind = name.removesuffix(", topk:3,2,1, 1 rows")
-    if kind in HEADS and not f"{kind}, compiled".startswith(SIMILAR):
-        return True
-    return (", 1 rows" in name and name.partition(",")[0] in {*RULES, *OTHERS}) or name.startswith(SIMILAR)
+DAILY = (
+    *("greedy, compiled, dynamic:8, 3 rows", "sampled, penalties, dynamic:8, 3 rows", "drawn, topk:3,2,1, 3 rows"),
+    *(
+        "mix, 3 rows",
+        "eagle, compiled, dynamic:8, 3 rows",
+        "markov, drawn, 3 rows",
+        "lookahead, 3 rows",
+        "plain, 3 rows",
+    ),
+)
 
 
 def outcomes(full: bool) -> dict[str, dict[str, Any]]:
     """The faults of each case, and how many values the host read from the device; changes the process for good.
 
-    Cases that repeat another one run only if `full`."""
+    All cases run only if `full`."""
     _setup_privateuseone_for_python_backend("gpu")
     for name, module in list(sys.modules.items()):
         if name.startswith("decode.") and hasattr(module, "on_device") and module is not transfer:
@@ -291,7 +288,7 @@ def outcomes(full: bool) -> dict[str, dict[str, Any]]:
     decode.loop.host_waits = lambda device: True
     region.compiled = lambda step, *how: step
     mode = FakeTensorMode()
-    outcome = {name: outcome_of(make, mode) for name, make in cases() if full or not is_repeated(name)}
+    outcome = {name: outcome_of(make, mode) for name, make in cases() if name in DAILY or full}
     pack = decode.step.pack
     for name, fault in PLANTED.items():
         decode.step.pack = lambda draft, accepted, fault=fault: (fault(draft.ids), pack(draft, accepted))[1]

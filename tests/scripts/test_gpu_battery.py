@@ -63,6 +63,7 @@ def rehearsed(output: Path, monkeypatch: pytest.MonkeyPatch, stages: Collection[
     return figures
 
 
+@pytest.mark.full
 def test_the_first_stages_time_steps_and_make_a_backbone_and_its_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,7 @@ def pairs(count: int, seed: int) -> list[list[int]]:
     return torch.stack([drawn, drawn + VOCAB // 2], dim=-1).flatten(1).tolist()
 
 
+@pytest.mark.full
 def test_learned_confidences_predict_on_other_texts_which_guesses_are_right() -> None:
     module = module_of("dflash, markov", objective="text").train()
     torch.manual_seed(0)

@@ -86,6 +86,7 @@ def masks(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [node for node, value in made if isinstance(value, Tensor) and value.dim() == 4 and value.shape[3] == 256]
 
 
+@pytest.mark.full
 def test_the_kernel_reads_the_cache_in_place_and_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph calls it once in each layer; Triton is not needed for this."""
     model = tiny_model("llama", num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64)

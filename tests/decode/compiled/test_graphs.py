@@ -190,7 +190,8 @@ def texts(model: Any, heads: Any, prompts: list[list[int]], tree: Any, **options
 
 
 @pytest.mark.parametrize(
-    ("kind", "tree"), [("medusa", "dynamic:6"), ("recurrent", random_tree(6, max_depth=3)), ("eagle", "chain")]
+    ("kind", "tree"),
+    [("recurrent", random_tree(6, max_depth=3)), ("eagle", "dynamic:6"), *weekly(("medusa", "dynamic:6"))],
 )
 def test_replayed_steps_write_the_same_text(kind: str, tree: Any, fake_cuda: type[FakeGraph]) -> None:
     """Texts outgrow windows and caches, rows end one after the other, and other texts follow in the same region."""

@@ -19,7 +19,7 @@ from decode.serve.batch import RunningBatch
 from decode.settings import CUDA_GRAPHS
 from decode.texts import stepper_for
 from medusa import Tree
-from tests.helpers import FORMS, plain, random_heads, random_ids, random_tree, tiny_model
+from tests.helpers import FORMS, plain, random_heads, random_ids, random_tree, tiny_model, weekly
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: list[dict[str, Any]] = [
@@ -86,7 +86,7 @@ def come_and_go(batch: RunningBatch, asked: list[list[Any]], room: int, seed: in
 @pytest.mark.usefixtures("as_written")
 @pytest.mark.parametrize(
     ("kind", "prefix_layers", "family"),
-    [("medusa", 0, "gemma3_text"), ("medusa", 1, "llama"), ("eagle", 0, "llama"), ("eagle-3", 0, "llama")],
+    [("medusa", 1, "gemma3_text"), ("eagle-3", 0, "llama"), *weekly(("medusa", 0, "llama"), ("eagle", 0, "llama"))],
 )
 def test_texts_that_come_and_go_are_those_alone(kind: str, prefix_layers: int, family: str) -> None:
     """Their lengths, windows and caches differ, and greedy, penalised and sampled texts are in one batch."""
@@ -220,6 +220,7 @@ def test_numbers_of_rows(room: int, sizes: tuple[int, ...]) -> None:
     assert sizes_of(room) == sizes
 
 
+@pytest.mark.full
 def test_no_graph_break(traced: list[tuple[int, ...]]) -> None:
     """Each number of rows is traced once, and all of them read and write the same memory."""
     model = tiny_model("llama", num_hidden_layers=1)

@@ -24,7 +24,7 @@ from decode.drafters.retrieval.rest import RestConfig, looked_up, most_frequent
 from decode.drafters.retrieval.suffix_array import DEPTH, first_groups, sorted_places
 from decode.settings import Settings
 from medusa.errors import RequestError
-from tests.helpers import VOCAB, plain, random_ids
+from tests.helpers import VOCAB, plain, random_ids, weekly
 
 NEW = 40
 PROMPTS = [random_ids(9, seed=1), [4, 5, 6, 7, 4, 5], random_ids(14, seed=3)]
@@ -55,7 +55,7 @@ def documents_of(seed: int, words: int = 4, count: int = 30) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(5, np.uint16), (65535, np.uint16), (200_000, np.uint32)])
-@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("size", [7, 10_000, *weekly(1)])
 @pytest.mark.parametrize("words", [1, 3, 5])
 def test_positions_are_sorted_by_their_suffixes(vocab_size: int, dtype: Any, size: int, words: int) -> None:
     """This includes texts of one repeated token, and groups larger than the limit."""

@@ -41,6 +41,7 @@ from tests.helpers import (
     random_ids,
     random_tree,
     shared_model,
+    weekly,
 )
 from tiny_models import MULTIMODAL, RECURRENT, tiny_model
 
@@ -68,7 +69,15 @@ def scripted(model: Any, prompts: list[list[int]], tree: Tree) -> None:
     assert len({step.lengths[row] for step in taken for row in step.lengths}) > 1, "all steps were alike: no power"
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *KINDS,
+        "bailing_hybrid",
+        "zamba2",
+        *weekly(*(name for name in RECURRENT if name not in (*KINDS, "bailing_hybrid", "zamba2"))),
+    ],
+)
 def test_every_type_writes_the_text_of_generate(name: str) -> None:
     """In a ragged batch with a static tree. Each kind of states: also a dynamic tree, alone, a chain, and plain."""
     model, prompts = shared_model(name), prompts_of(*(LENGTHS if name in KINDS else LENGTHS[1:3]))

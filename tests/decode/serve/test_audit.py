@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from medusa.__main__ import main
 from medusa.files import read_json
 from tests.decode.serve.server_tools import PROMPTS, ask
 
 
+@pytest.mark.full
 def test_the_server_with_heads_passes(url: str, tmp_path: Path) -> None:
     prompts = [word for text in PROMPTS[:2] for word in ("--prompt", text)]
     how = ["--raw", "--max-new-tokens", "6", "--draws", "24", "--sampled-prompts", "1", "--json", str(tmp_path / "f")]

@@ -36,6 +36,7 @@ def address_of(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
+@pytest.mark.full
 def test_clients_that_join_leave_and_send_nonsense(
     url: str, generator: TextGenerator, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
