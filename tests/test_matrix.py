@@ -64,7 +64,7 @@ def cover() -> list[Key]:
     """Cells that hold each of the `pairs` at least once.
 
     Each option is alone in some cells: by the command or by the server in turn, or else by the first way that offers
-    it. Options of a group are tried together with every third drafter, and by the command and the server. A few cells
+    it. Options of a group are tried together with every fourth drafter, and by the command and the server. A few cells
     are added for pairs that are still missing."""
     names, cells = list(DRAFTERS), list[Key]()
     for number, option in enumerate(OPTIONS):
@@ -72,8 +72,8 @@ def cover() -> list[Key]:
         cells.append(Key(names[7 * number % len(names)], (option,), alone[number % len(alone)]))
     for (row, drafter), (column, options) in itertools.product(enumerate(names), enumerate(GROUPS)):
         ways = [way for way in CHEAP if all(way in ways_of(option) for option in options)]
-        if (row + column) % 3 == 0:
-            cells += together(drafter, options, ways[(row + column) // 3 % len(ways)])
+        if (row + column) % 4 == 0:
+            cells += together(drafter, options, ways[(row + column) // 4 % len(ways)])
     cells += (Key(drafter, ("return_dict_in_generate",), "steps") for drafter in names)  # shows what is accepted
     for (row, options), (at, way) in itertools.product(enumerate(GROUPS), enumerate(("custom batch", *PROGRAMS))):
         offered = tuple(option for option in options if way in ways_of(option))
@@ -99,7 +99,7 @@ def together(drafter: str, options: tuple[str, ...], way: str) -> Iterator[Key]:
 def pairs(key: Key) -> Iterator[tuple[str, str]]:
     """What meets in a cell: an option and a way; a kind of drafter and a way; a drafter and a way of Python.
 
-    Each drafter also meets a third of the groups of options (`cover`), and in the weekly run each option."""
+    Each drafter also meets a fourth of the groups of options (`cover`), and in the weekly run each option."""
     kinds = DRAFTERS[key.drafter].kinds
     for option in key.options:
         yield option, key.way

@@ -36,6 +36,7 @@ def cells(path: Path) -> Iterator[NotebookNode]:
 LONG = ("train", "trellis")  # five CPU seconds or more: they run with --full only
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=[pytest.mark.full] * (path.stem in LONG)) for path in NOTEBOOKS],

@@ -683,6 +683,7 @@ def test_verify_reports_a_text_that_ends_early(verify: Any, tmp_path: Path, monk
     assert [found["gap"] for found in content["greedy"]["divergences"]] == [None] * 3
 
 
+@pytest.mark.full
 def test_verify_in_full_tries_more_temperatures(verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     done, _, content = verify("--full", "--draws", "50", "--max-prompts", "1", reports=False)

@@ -18,7 +18,7 @@ from decode.reader import tree_masks, visible_slots
 from decode.topology import Topology
 from medusa import Tree
 from medusa.tree_support import FULL_LAYER, LayerKind, LayerKinds
-from tests.helpers import left_padded, random_heads, random_ids, random_tree, tiny_model
+from tests.helpers import left_padded, random_heads, random_ids, random_tree, tiny_model, weekly
 
 T, F = True, False
 # root 0 with children 1 and 2; node 3 hangs under 1
@@ -198,8 +198,10 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [(family, {}) for family in ("gpt2", "gemma3_text", "llama4_text", "deepseek_v3")]
-    + [("llama", {"prefix_layers": 1}), ("llama", {"kind": "eagle"})],
+    [
+        *[("gemma3_text", {}), ("deepseek_v3", {}), ("llama", {"kind": "eagle"})],
+        *weekly(("gpt2", {}), ("llama4_text", {}), ("llama", {"prefix_layers": 1})),
+    ],
 )
 def test_steps_hand_aligned_masks_to_attention(family: str, settings: Any, attended: list[Tensor]) -> None:
     """With and without grouped queries, windows and chunks; one row, and rows of different lengths."""

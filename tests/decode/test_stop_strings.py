@@ -15,7 +15,7 @@ from transformers.generation import StopStringCriteria
 
 from chat_families import byte_tokenizer
 from medusa.records.pieces import StopStrings, TextPiece, TextStream, TokenBytes, joined, text_of
-from tests.helpers import FIRST_TRANSFORMERS, left_padded
+from tests.helpers import FIRST_TRANSFORMERS, left_padded, weekly
 from tests.train.templates import merging_tokenizer, sentencepiece_tokenizer
 
 LINES = ["hello bye yes no", " def f():\n    return 1", "You are Qwen.", "\n\nsystem: a curious user\n"]
@@ -38,7 +38,7 @@ TOKENIZERS: list[Callable[[], Any]] = [
     byte_tokenizer,
     merging_tokenizer,
     sentencepiece_tokenizer,
-    byte_fallback_tokenizer,
+    *weekly(byte_fallback_tokenizer),
 ]
 
 

@@ -19,7 +19,7 @@ from decode.tree_check import TreeCheck, check_tree_forward, require_tree_forwar
 from medusa import RequestError, tree_support
 from medusa.backbone import Backbone
 from medusa.tree_support import LayerKind, LayerKinds, additive
-from tests.helpers import FAMILIES, REFUSED, random_heads, random_ids, rename_attention, tiny_model
+from tests.helpers import FAMILIES, REFUSED, random_heads, random_ids, rename_attention, tiny_model, weekly
 
 WINDOWED = ["mistral", "qwen2", "gemma3_text", "gemma2", "llama4_text"]
 PROMPT = torch.tensor([random_ids(6)])
@@ -35,8 +35,9 @@ def long_windows(family: str, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, dtype) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)),
+        *((family, (torch.float32, torch.bfloat16)[number % 2]) for number, family in enumerate(FAMILIES)),
         *(("llama", dtype) for dtype in (torch.float64, torch.float16)),
+        *weekly(*((family, (torch.bfloat16, torch.float32)[number % 2]) for number, family in enumerate(FAMILIES))),
     ],
 )
 def test_models_with_tree_support_pass(family: str, dtype: torch.dtype) -> None:

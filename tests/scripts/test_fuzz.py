@@ -35,6 +35,7 @@ def test_random_cases_equal_generate(capsys: pytest.CaptureFixture) -> None:
     assert taus[0] > 1.2, "hardly any guess was accepted: no power"
 
 
+@pytest.mark.full
 def test_a_planted_fault_is_found_again_by_the_printed_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -53,6 +53,7 @@ def command(data: Path) -> list[str]:
     return [*words, "--kinds", ",".join(KINDS)]
 
 
+@pytest.mark.full
 def test_a_stage_that_others_need_must_be_asked_for(
     command: list[str], data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -212,6 +212,7 @@ def test_other_threads_get_no_handlers(recipe: Any, tmp_path: Path) -> None:
     assert figures[0].steps == 1
 
 
+@pytest.mark.full
 def test_two_processes_end_at_the_same_step(recipe: Any, at: Any, tmp_path: Path) -> None:
     """Only one of them gets the signal."""
     out = tmp_path / "out"

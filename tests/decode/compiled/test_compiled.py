@@ -73,8 +73,6 @@ TREES: dict[str, Any] = {
     "shallow": Tree.top_k([3, 2]),
     "shallow, grown": DynamicTree.over_heads(12, 2, (0.7, 1.1)),
 }
-# Kinds that follow the path grow their trees by the same code; these call each drafter, and each cache of heads.
-GROWN = ("medusa", "recurrent", "markov", "eagle", "mtp", "dflash", "dflash, pairwise")
 READ = [(family, "static") for family in ("llama", "llama4_text", "gpt2", "deepseek_v3", "gemma4_text")]
 READ += [("llama", "dynamic"), ("llama", "root"), ("gemma2", "with temperatures")]
 READ += weekly(
@@ -109,7 +107,8 @@ def test_double_precision() -> None:
     ("kind", "tree", "prefix_layers"),
     [
         *((form, "static", 0) for form in FORMS),
-        *((form, "dynamic", 0) for form in GROWN),
+        *((form, "dynamic", 0) for form in ("medusa", "markov", "eagle", "dflash, pairwise")),
+        *weekly(*((form, "dynamic", 0) for form in ("recurrent", "mtp", "dflash"))),
         ("recurrent", "static", 1),
         *weekly(*((kind, "static", 1) for kind in RESIDUAL if kind != "recurrent")),
     ],
@@ -158,8 +157,8 @@ def replace_data(states: Iterable[Tensor]) -> None:
         state.data = torch.randn_like(state)
 
 
-@pytest.mark.usefixtures("traced")
-def test_a_kept_region_follows_changes_of_weights() -> None:
+def test_a_kept_region_follows_changes_of_weights(request: pytest.FixtureRequest, full: bool) -> None:
+    request.getfixturevalue("traced" if full else "as_written")
     model, prompt = tiny_model("llama", num_hidden_layers=1), random_ids(5)
     heads, options = random_heads(model), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     rotary, found = model.model.rotary_emb, []
@@ -284,8 +283,7 @@ RULES: dict[str, dict[str, Any]] = {
 # The rule reads the draft, whatever drafted it: each test of tokens and each form of tree is met once, here or by
 # `test_a_longer_text_compiles_nothing`. Machine code is made of `MACHINE`.
 TRACED = [
-    ("typical-sampled", "with temperatures", "medusa"),
-    *weekly(("typical", "shallow", "mtp")),
+    *weekly(("typical-sampled", "with temperatures", "medusa"), ("typical", "shallow", "mtp")),
 ]
 
 

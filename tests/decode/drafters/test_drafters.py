@@ -15,7 +15,7 @@ from decode.drafters import DRAFTERS, parse
 from decode.drafters.model import DraftModel, DraftModelConfig
 from decode.drafters.retrieval.datastore import Piece, build
 from medusa.errors import RequestError
-from tests.helpers import left_padded, plain, random_heads, random_ids, shared_model
+from tests.helpers import left_padded, plain, random_heads, random_ids, shared_model, weekly
 
 NEW = 20
 PROMPTS = [random_ids(9, seed=1), [4, 5, 6, 7, 4, 5], random_ids(14, seed=3)]
@@ -83,7 +83,10 @@ class Guesser:
         return self.folder
 
 
-@pytest.fixture(params=GUESSERS)
+FURTHER = ("blockwise, short", "rest, chain", "model, sure", "mix, window")  # options of drafters that others try
+
+
+@pytest.fixture(params=[*(name for name in GUESSERS if name not in FURTHER), *weekly(*FURTHER)])
 def drafter(request: Any, tmp_path: Path) -> Guesser:
     return Guesser(GUESSERS[request.param], tmp_path / "datastore")
 

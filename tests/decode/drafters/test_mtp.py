@@ -22,10 +22,14 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.mtp import new_layers
 from medusa.native_layers import native_config, native_heads
-from tests.helpers import FIRST_TRANSFORMERS, left_padded, plain, random_ids, tiny_model
+from tests.helpers import FIRST_TRANSFORMERS, left_padded, plain, random_ids, tiny_model, weekly
 from tests.native_models import needs_forward_layer, save_native
 
-FAMILIES = ["deepseek_v3", "glm4_moe", "mellum"]  # latent attention, several queries for a key, and a window of 4
+FAMILIES = [
+    "deepseek_v3",
+    "glm4_moe",
+    *weekly("mellum"),
+]  # latent attention, several queries for a key, and a window of 4
 
 
 class Native(NamedTuple):

@@ -15,7 +15,7 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.heads.mtp import new_layers
 from medusa.native_layers import native_config, native_heads
-from tests.helpers import left_padded, plain, random_ids, tiny_model
+from tests.helpers import left_padded, plain, random_ids, tiny_model, weekly
 from tests.native_models import add_tensors
 from tests.published_mtp import PublishedLayer, save_published
 
@@ -34,7 +34,7 @@ class Found(NamedTuple):
     layer: PublishedLayer
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=["qwen3_5_moe", "mimo_v2_flash", *weekly("qwen3_next", "qwen3_5_text")])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp(request.param)
     layer = save_published(request.param, folder, **CASES[request.param])

@@ -356,6 +356,7 @@ def demo_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.full
 def test_repositories_run_without_the_packages(
     demo_heads: str, tmp_path: Path, request: pytest.FixtureRequest, full: bool
 ) -> None:
