@@ -194,9 +194,7 @@ def audit(
 ) -> Callable[..., tuple[Outcome, Any]]:
     """Audit a server of the small model; gives what the command did and its --json."""
     monkeypatch.setattr("medusa.commands.audit.reference.MEASURED", 1)
-    monkeypatch.setattr(
-        "medusa.commands.audit.asked.TOGETHER", 128
-    )  # texts of a request, so that there are few of them
+    monkeypatch.setattr("medusa.commands.audit.asked.TOGETHER", 128)  # texts of a request: few requests
 
     def run(writer: Writer, *more: Any, reference: str = sharp.backbone) -> tuple[Outcome, Any]:
         server.trouble = writer.reply  # type: ignore[assignment]
