@@ -159,6 +159,12 @@ class Region:
         self.state.select(left)
         self.sampler.select(left)
 
+    @property
+    def may_miss(self) -> bool:
+        """Whether the host may have to decide on tokens of the next step."""
+        self._chosen()  # texts that left may have had another kind
+        return self.sampler.may_miss
+
     def decide_by(self, kinds: Sequence[Kind]) -> None:
         """Decide by a kind that does for the live rows, which have `kinds`, from the next step on."""
         self.kind, self.step = functools.reduce(Kind.joined, kinds, kinds[0] if kinds else self.kind), None

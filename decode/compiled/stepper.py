@@ -188,7 +188,8 @@ class CompiledStepper(Stepper):
         """Start a step, when the results of `unread` steps are not read yet."""
         region.open(unread)
         packed = region()
-        sent = packed if region.graphed is None or region.sampler.may_miss else Sent(packed)
+        sent = packed if region.graphed is None or region.may_miss else Sent(packed)
+        assert not unread or isinstance(sent, Sent), "rows may move while the step runs"
         return Launched(sent, list(range(len(self.rows))))
 
     def _goes_ahead(self, region: Region) -> bool:
@@ -198,9 +199,9 @@ class CompiledStepper(Stepper):
         ahead where this one may end all texts by their lengths. Nor does it while texts wait to join, while the host
         decides on tokens, or where buffers would move under the running step."""
         sequences = self.session.sequences
-        if self.is_awaited or region.graphed is None or region.sampler.may_miss:
+        if self.is_awaited or region.graphed is None or region.may_miss:
             return False
-        fits = region.end(1) <= region.caches[0].capacity
+        fits = region.end(1) <= min(cache.capacity for cache in region.caches)
         return fits and any(sequences.tokens_left(row) > region.longest for row in self.rows)
 
     def select(self, left: Sequence[int]) -> None:

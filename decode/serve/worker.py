@@ -99,7 +99,10 @@ class BatchWorker:
         self.running: dict[int, BatchRow] = {}  # by the row of the batch
         self.how = generator.settings.how  # of the running batch: acceptance rule, compiled or not, amateur
         self.batch = RunningBatch(self._stepper_for)
-        self.room = 1 if must_be_alone(generator.models) else batch_size  # texts that may be decoded together
+        own, compiled = generator.model.generation_config, bool(generator.settings.compile)
+        # These apply to sampled texts alone, and all rows of a compiled step have the same.
+        differ = compiled and any(value not in (None, 0, 1) for value in (own.typical_p, own.epsilon_cutoff))
+        self.room = 1 if differ or must_be_alone(generator.models) else batch_size  # texts that are decoded together
         self.metrics = Metrics(
             running=lambda: len(self.running),
             waiting=lambda: self.arrivals.qsize() + len(self.waiting),

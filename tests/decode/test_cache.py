@@ -210,6 +210,16 @@ def test_random_compiled_steps_do_what_lists_of_tokens_do(seed: int) -> None:
     assert len(seen) > 5
 
 
+def test_the_padding_of_a_path_reserves_no_slots() -> None:
+    """The path has more columns than the cache has slots."""
+    cache = TreeCache(LlamaConfig(num_hidden_layers=1), 1, 4, CPU)
+    append(cache, [[1, 2, 3, 4]])
+    cache.keep([2], [[0, 2]])
+    append(cache, [[5, 6]])
+    cache.commit(torch.tensor([[0, 1, -1, -1, -1, -1]]), torch.tensor([2]))
+    assert cache.buffers[0][0, 0, 0, :4, 0].tolist() == [1, 3, 5, 6]
+
+
 def test_a_fixed_cache_drops_its_texts() -> None:
     cache = TreeCache(LlamaConfig(num_hidden_layers=1), 2, 1, CPU, fixed=True)
     append(cache, [[1.0] * 6] * 2)

@@ -236,7 +236,10 @@ class ModelReference:
             ids = list(text.ids or [])
             unnamed = text.ended and bool(self.eos) and (not ids or ids[-1] not in self.eos)
             ids += self.eos[:1] if unnamed else []
-            by_length.setdefault(len(prompt) + len(ids), []).append((prompt, ids, unnamed))
+            if ids:
+                by_length.setdefault(len(prompt) + len(ids), []).append((prompt, ids, unnamed))
+            else:
+                advance()
         for length, alike in by_length.items():
             rows = max(TOGETHER // length, 1)
             for some in (alike[start : start + rows] for start in range(0, len(alike), rows)):
@@ -245,8 +248,7 @@ class ModelReference:
                     before = logits[len(prompt) - 1 : -1]
                     if unnamed:  # the server does not tell which of several EOS it wrote
                         ids[-1] = self.eos[int(before[-1, self.eos].argmax())]
-                    if ids:
-                        yield ids, before
+                    yield ids, before
                     advance()
 
     def _points(
