@@ -74,8 +74,8 @@ def scripted(model: Any, prompts: list[list[int]], tree: Tree) -> None:
     [
         *KINDS,
         "bailing_hybrid",
-        "zamba2",
-        *weekly(*(name for name in RECURRENT if name not in (*KINDS, "bailing_hybrid", "zamba2"))),
+        "zamba",
+        *weekly(*(name for name in RECURRENT if name not in (*KINDS, "bailing_hybrid", "zamba"))),
     ],
 )
 def test_every_type_writes_the_text_of_generate(name: str) -> None:
