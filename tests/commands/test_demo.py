@@ -23,7 +23,7 @@ from tests.commands.place import Place
 def test_the_story_is_the_same_with_heads(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With heads as `medusa fit` leaves them, but for a calibration; test_fit.py has its whole run."""
+    """The heads are like those of `medusa fit`, whose own run is in test_fit.py; only the calibration is short."""
     heads = shutil.copytree(place.heads, tmp_path / "heads")  # where the calibration is kept
     monkeypatch.setattr(demo, "STORY_TOKENS", 8)
     write_prompts(tmp_path / TEST, [Record("mine:1", text="abc", is_prompt=True)])

@@ -280,8 +280,8 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-# The rule reads the draft, whatever drafted it: each test of tokens and each form of tree is met once, here or by
-# `test_a_longer_text_compiles_nothing`. Machine code is made of `MACHINE`.
+# The rule reads the draft, whatever drafted it: each test of tokens and each form of tree is met once, here (weekly) or
+# by `test_a_longer_text_compiles_nothing`. Machine code is made of `MACHINE`.
 TRACED = [
     *weekly(("typical-sampled", "with temperatures", "medusa"), ("typical", "shallow", "mtp")),
 ]

@@ -241,6 +241,16 @@ def test_batches_of_an_amateur_with_longrope_hold_one_row(generator: TextGenerat
     assert BatchWorker(generator, 3).room == 3
 
 
+@pytest.mark.parametrize(("options", "room"), [({"typical_p": 0.9}, 1), ({"epsilon_cutoff": 1e-3}, 1), ({}, 3)])
+def test_options_of_sampled_texts_alone_leave_one_row_to_compiled_steps(
+    generator: TextGenerator, options: dict[str, float], room: int
+) -> None:
+    model = tiny_model("llama")
+    model.generation_config.update(**options)
+    made = replace(generator, model=model, source=None, settings=Settings(compile=True))
+    assert BatchWorker(made, 3).room == room
+
+
 def test_a_prompt_that_does_not_fit_the_amateur_is_refused_alone(generator: TextGenerator) -> None:
     """In a batch, the check of its rows together would fail all of them."""
     amateur = Amateur(tiny_model("llama", vocab_size=4096, max_position_embeddings=32))
