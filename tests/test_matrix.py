@@ -1,7 +1,7 @@
 """Every drafter with every option of generation by every way in: the text of `model.generate`, or one refusal.
 
 A new drafter, kind of heads, option of transformers or option of ours fails here until `matrix_axes.py` has a row for
-it. `pytest --full tests/test_matrix.py` runs all cells instead of a cover of all pairs."""
+it. `pytest --full tests/test_matrix.py` runs all cells instead of a cover of the pairs of `pairs`."""
 
 from __future__ import annotations
 

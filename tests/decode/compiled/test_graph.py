@@ -66,7 +66,7 @@ def copies(graph: torch.fx.Graph, size: int) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("tree", "batch"),
     [
-        pytest.param(random_tree(6, max_depth=2), 1, id="tree-1", marks=pytest.mark.full),
+        pytest.param(random_tree(6, max_depth=2), 1, id="tree-1"),
         pytest.param(Tree.chain(0), 4, id="plain-4", marks=pytest.mark.full),
         pytest.param(random_tree(6, max_depth=2), 4, id="tree-4", marks=pytest.mark.full),
         pytest.param(Tree.chain(0), 1, id="plain-1", marks=pytest.mark.full),
