@@ -37,6 +37,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from decode.ops import tree_attention
+from medusa.attention import attention
 
 SDPA = "sdpa"
 PIECES = 256
@@ -82,14 +83,17 @@ def sdpa_grouped(
         attention_mask = once(seen, (slots, dtype), lambda seen: tree_attention.mask_of(seen, slots, dtype))
     groups = heads // key.shape[1]
     mask = None if attention_mask is None or attention_mask.shape[1:3] != (1, tokens) else attention_mask
-    if mask is None or len(key) != batch or any(others) or torch.is_grad_enabled() or not _HERE.depth:
+    alone = attention_mask is None and tokens == 1 and query.device.type == "cpu"  # one token that sees all slots
+    if (mask is None and not alone) or len(key) != batch or any(others) or torch.is_grad_enabled() or not _HERE.depth:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if mask is None:
+        return attention(query, key, value, mask, scaling, dropout).transpose(1, 2).contiguous(), None
     own = query.reshape(batch, key.shape[1], groups * tokens, size)
     parts = 1 if dropout else num_parts(own, key, value, mask)
     runs = _HERE.runs
     if runs and (len(mask) != batch or key.shape[2] != longest(runs)):
         runs = ()
-    if groups == parts == 1 and not runs:
+    if groups == parts == 1 and not runs and tokens > 1:
         mask = once(mask, groups, lambda mask: mask)
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     mask = once(mask, groups, lambda mask: repeated(mask, groups))
@@ -98,7 +102,7 @@ def sdpa_grouped(
     elif runs:
         out = torch.cat([attention_of_run(run, own, key, value, mask, dropout, scaling) for run in runs])
     else:
-        out = F.scaled_dot_product_attention(own, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+        out = attention(own, key, value, mask, scaling, dropout)
     return out.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
@@ -144,7 +148,7 @@ def attention_of_run(
     """Compute attention of the rows of a run, out of all rows' tensors, to their own slots."""
     key, value = key[run.rows, :, : run.width], value[run.rows, :, : run.width]
     masks = mask[run.rows, ..., : run.width]
-    return F.scaled_dot_product_attention(query[run.rows], key, value, masks, dropout, scale=scale)
+    return attention(query[run.rows], key, value, masks, scale, dropout)
 
 
 def runs_of(widths: Sequence[int], bytes_per_slot: int) -> tuple[Run, ...]:

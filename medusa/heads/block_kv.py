@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medusa.attention import attention
 from medusa.heads.context_kv import KV, NOTHING, ContextKV, Rope, additive, extended
 
 
@@ -83,10 +84,7 @@ class BlockKV(ContextKV):
             grid = mixed.new_zeros(self.rows * self.queries, *mixed.shape[1:])
             mixed = grid.index_copy(0, self.place, mixed).unflatten(0, (self.rows, -1))
         keys, values = self.layers[layer]
-        grouped = {"enable_gqa": True} if groups != query.shape[-2] else {}
-        out = F.scaled_dot_product_attention(
-            mixed.flatten(1, 2).transpose(1, 2), keys, values, attn_mask=self.of_window[window], scale=scale, **grouped
-        )
+        out = attention(mixed.flatten(1, 2).transpose(1, 2), keys, values, self.of_window[window], scale)
         out = out.transpose(1, 2).unflatten(1, (-1, count))
         if self.place is not None:
             out = out.flatten(0, 1)[self.place]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medusa.attention import attention
 from medusa.config import MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
@@ -130,10 +131,7 @@ class ContextKV:
             query = grid.index_copy(0, self.place, query).unflatten(0, (self.rows, -1))
         keys, values = self.layers[layer]
         mask = self.masks[min(count - self.sinks, len(self.masks)) - 1]
-        grouped = {"enable_gqa": True} if keys.shape[1] != query.shape[-2] else {}
-        out = F.scaled_dot_product_attention(
-            query.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, **grouped
-        ).transpose(1, 2)
+        out = attention(query.transpose(1, 2), keys, values, mask, scale).transpose(1, 2)
         if self.place is not None:
             out = out.flatten(0, 1)[self.place]
         return out[..., : self.size], out[..., self.size : self.size + count]

@@ -39,8 +39,8 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from medusa.attention import attention
 from medusa.config import MedusaConfig
 from medusa.heads.blocks import Stack
 from medusa.heads.context_kv import KV, Append, AttendsToText, ContextKV, Rope, joined
@@ -187,9 +187,7 @@ class EagleHeads(CachedAttention, SequentialHeads, AttendsToText):
             keys, values = found[-1]  # [B, G, S, D]
             if seen is None:  # the slots of a cache are positions
                 seen = torch.arange(keys.shape[2], device=keys.device) <= position_ids[..., None]
-            out = F.scaled_dot_product_attention(
-                query.transpose(1, 2), keys, values, attn_mask=seen[:, None], enable_gqa=True
-            )
+            out = attention(query.transpose(1, 2), keys, values, seen[:, None])
             residual = self.finish(layer, residual, out.transpose(1, 2).flatten(-2), token)
             x = after.norm(residual)
         store(*layers[-1].keys_and_values(x, angles))

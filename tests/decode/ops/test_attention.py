@@ -23,6 +23,7 @@ from decode.ops import attention
 from decode.ops.attention import SDPA, Run, attention_in_parts, grouped, num_parts, runs_of, sdpa_grouped
 from decode.reader import Reader
 from decode.topology import Topology
+from medusa import Tree
 from medusa.backbone import Backbone
 from tests.helpers import (
     FIRST_TRANSFORMERS,
@@ -201,6 +202,27 @@ def test_what_decoding_never_asks_for_is_left_to_transformers() -> None:
                 sdpa_grouped(module, query, key, key, mask, softcap=30.0)
     with torch.enable_grad(), grouped(LlamaConfig(attn_implementation=SDPA)):
         assert torch.equal(sdpa_grouped(module, query, key, key, mask)[0], stock(module, query, key, key, mask)[0])
+
+
+@pytest.mark.parametrize("lengths", [[6], [6, 6], [6, 3]], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_no_token_is_a_single_query_in_bfloat16(
+    family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain steps of any rows, with and without grouped queries: PyTorch's kernel is slow for single queries."""
+    model, queries, stock = tiny_model(family, dtype=torch.bfloat16), list[int](), F.scaled_dot_product_attention
+    Backbone(model)  # tries out, once, how the model makes its logits
+
+    def counting(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        queries.append(query.shape[2])
+        return stock(query, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counting)
+    prompts = left_padded([random_ids(length) for length in lengths])
+    heads, tree = random_heads(model), Tree.chain(0)
+    generate(model, heads, tree=tree, **prompts, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert len(queries) > model.config.num_hidden_layers, "no step was taken: no power"
+    assert min(queries) > 1
 
 
 # Attention in parts
