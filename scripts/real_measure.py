@@ -6,7 +6,10 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from decode.bench.benchmark import Contender, run_rounds
 from decode.bench.calibration.stored import Calibration
@@ -45,6 +48,22 @@ def read_prompts(data: Path, more: Sequence[Path]) -> tuple[Split, dict[str, lis
     chosen = list({record.question: record for record in train if record.question not in asked}.values())
     random.Random(0).shuffle(chosen)
     return Split(chosen, []), tests
+
+
+def lengthened(records: Sequence[Record], texts: Path, tokenizer: Tokenizer, tokens: int) -> list[Record]:
+    """Put texts of the model with their questions, out of a file of `medusa distill`, before each question.
+
+    The texts of a question have at least `tokens` tokens together, and differ from those of the next one."""
+    found, others = [], cycle(read_records(str(texts)))
+    for record in records:
+        before, count = list[str](), 0
+        while count < tokens:
+            ids = next(others).input_ids or []
+            before.append(tokenizer.decode(ids, skip_special_tokens=True))
+            count += len(ids)
+        question = "\n\n".join([*before, record.question])
+        found.append(Record(record.where, text=question, is_prompt=True, category=record.category))
+    return found
 
 
 def taus(opened: Opened, heads: MedusaHeads, nodes: Sequence[int], found: Calibration | None) -> Json:

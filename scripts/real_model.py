@@ -55,7 +55,7 @@ from medusa.loading import BackboneFiles
 from medusa.memory import release
 from medusa.options import LoadOptions
 from medusa.records.record import Record
-from real_measure import methods_of, read_prompts, taus, text_speeds
+from real_measure import lengthened, methods_of, read_prompts, taus, text_speeds
 from real_report import write_report
 from script_tools import run_script, script_parser
 from train.config import HeadsConfig
@@ -63,7 +63,7 @@ from train.recipe import parse_recipe
 from train.run import train
 from train.sections import validated
 
-STAGES = ("text", "train", "calibrate", "tau", "speed", "engine", "curve", "report")
+STAGES = ("text", "train", "calibrate", "tau", "speed", "long", "engine", "curve", "report")
 TEMPERATURES = (0.7, 1.0)  # of samples whose speed is measured, beside greedy texts
 CURVE_NODES = 16
 
@@ -77,13 +77,14 @@ class Sizes:
     tau: tuple[int, int]  # prompts of each set at most, and tokens of an answer
     nodes: tuple[int, ...]  # of the trees whose tau is measured
     speed: tuple[int, int, int]  # prompts of each set, tokens of an answer, and rounds
+    long: tuple[int, int]  # long prompts of each set, and the tokens of each at least
     calibration: tuple[int, int]  # prompts, and tokens of an answer
     engine: tuple[int, int, int]  # prompts, tokens of an answer, and rounds
     curve: int  # tokens that the first heads of the curve read in training; each next one reads twice as many
 
 
-FULL = Sizes((15, 12), 256, (80, 48), (8, 16, 64), (12, 96, 1), (16, 64), (48, 128, 2), 100_000)
-QUICK = Sizes((0.75, 0.75), 128, (2, 24), (8, 16, 64), (2, 24, 1), (14, 64), (24, 32, 1), 8_000)
+FULL = Sizes((15, 12), 256, (80, 48), (8, 16, 64), (12, 96, 1), (4, 2_000), (16, 64), (48, 128, 2), 100_000)
+QUICK = Sizes((0.75, 0.75), 128, (2, 24), (8, 16, 64), (2, 24, 1), (1, 500), (14, 64), (24, 32, 1), 8_000)
 
 
 class RealModel:
@@ -136,6 +137,8 @@ class RealModel:
         if "speed" in self.args.only:
             for where in self.speeds():
                 self.stage("speed {} {} {}".format(*where), lambda w=where: self.speed(*w))
+        if "long" in self.args.only:
+            self.stage("long", self.long)
         if "engine" in self.args.only:
             self.stage("engine", self.engine)
         if "curve" in self.args.only:
@@ -276,15 +279,28 @@ class RealModel:
         """Measure all methods in turns: in the first place all kinds of heads, elsewhere only the fastest one."""
         most, tokens, rounds = self.sizes.speed
         options = self.options("speed.jsonl", tokens, dtype, temperature, rounds)
-        opened = self.open(replace(options, runtime=RuntimeOptions(threads=threads)), self.test_prompts(most))
-        best, first = self.fastest(), (dtype, threads, temperature) == next(self.speeds())
-        kinds = self.args.kinds if first else [best]
+        first = (dtype, threads, temperature) == next(self.speeds())
+        kinds = self.args.kinds if first else [self.fastest()]
+        return self.methods(replace(options, runtime=RuntimeOptions(threads=threads)), self.test_prompts(most), kinds)
+
+    def long(self) -> Json:
+        """Measure the fastest kind on long prompts: before each question stand others, with the model's answers."""
+        (most, length), (_, tokens, rounds) = self.sizes.long, self.sizes.speed
+        options = self.options("long.jsonl", tokens, self.args.dtypes[0], rounds=rounds)
+        tokenizer = BackboneFiles(self.args.model, self.fit.load).tokenizer
+        records = lengthened(self.test_prompts(most), self.work / "text.jsonl", tokenizer, length)
+        return self.methods(options, records, [self.fastest()]) | {"tokens": length}
+
+    def methods(self, options: KindsOptions, records: Sequence[Record], kinds: Sequence[str]) -> Json:
+        """Decode prompts with all methods in turns, among them these kinds of heads."""
+        opened, best, dtype = self.open(options, records), self.fastest(), str(options.load.dtype)
         heads = {kind: MedusaHeads.from_pretrained(self.work / kind) for kind in kinds}
         methods = methods_of(opened, heads, {kind: self.calibration(kind, dtype) for kind in kinds}, best)
         found = {name: its.to_json() for name, its in take_turns(options, opened, methods).items()}
         for its in found.values():
             del its["prompts"], its["tau_by_position"]
-        return {"methods": found, "threads": torch.get_num_threads(), "best": best}
+        sampled = options.settings.temperature > 0
+        return {"methods": found, "threads": torch.get_num_threads(), "best": best, "sampled": sampled}
 
     def engine(self) -> Json:
         """Let the engine of `distill` and `model.generate` with 16 rows answer the same prompts in turns."""

@@ -29,7 +29,10 @@ def write_report(state: FitState, speeds: Sequence[tuple[str, int, float]]) -> s
     sections.append(f"## The plan, and what happened\n\n{plan_table(done)}")
     for where in speeds:
         if (found := done.get("speed {} {} {}".format(*where))) is not None:
-            sections.append(speed_section(state, found, *where))
+            title = "Speed in {}, {} thread{}, temperature {:g}".format(*where[:2], "s" * (where[1] > 1), where[2])
+            sections.append(speed_section(state, found, title, "speed-{}-{}-{:g}".format(*where)))
+    if (found := done.get("long")) is not None:
+        sections.append(speed_section(state, found, f"Speed after prompts of {found['tokens']:,} tokens", "speed-long"))
     if taus := {name.split()[1]: its["tau"] for name, its in done.items() if name.startswith("tau ")}:
         sections.append(f"## tau by kind of heads and nodes of a dynamic tree\n\n{tau_table(taus)}")
     if points := list(curve(done)):
@@ -66,8 +69,8 @@ def plan_table(done: Json) -> str:
     return markdown_table(["stage", "planned s", "CPU s", "result"], rows)
 
 
-def speed_section(state: FitState, found: Json, dtype: str, threads: int, temperature: float) -> str:
-    """Tabulate the speed of each method, in all and by set of prompts, and draw it."""
+def speed_section(state: FitState, found: Json, title: str, picture: str) -> str:
+    """Tabulate the speed of each method, in all and by set of prompts, and draw it to the file `picture`."""
     methods = found["methods"]
     sets = list(methods["plain"].get("by_category", {}))
     rows = []
@@ -77,14 +80,12 @@ def speed_section(state: FitState, found: Json, dtype: str, threads: int, temper
         middle = [f"{its['tokens_per_second']['median']:.1f}", f"{its['tau']:.2f}" if its["steps"] else ""]
         rows.append([NAMES.get(name, name), *middle, *cells, f"{its['equal_to_plain']:.0%}"])
     head = ["method", "tokens/s", "tau", "x plain, all", *(f"x plain, {one}" for one in sets), "same text"]
-    picture = f"speed-{dtype}-{threads}-{temperature:g}.png"
     bars = {name: (its["speedup"], its["speedup_interval"]) for name, its in methods.items() if name != "plain"}
-    with replacing(state.folder / picture) as temporary:
+    with replacing(state.folder / f"{picture}.png") as temporary:
         figure = plots.alone(plots.bars, bars, "times plain decoding", "{:.2f} x".format, bars=len(bars))
         figure.savefig(temporary, format="png", dpi=140)
-    title = f"Speed in {dtype}, {threads} thread{'s' * (threads > 1)}, temperature {temperature:g}"
-    note = "" if temperature == 0 else "\n\nSamples may differ between methods; their distribution does not."
-    return f"## {title}\n\n{markdown_table(head, rows)}{note}\n\n![{title}]({picture})"
+    note = "\n\nSamples may differ between methods; their distribution does not." if found["sampled"] else ""
+    return f"## {title}\n\n{markdown_table(head, rows)}{note}\n\n![{title}]({picture}.png)"
 
 
 def tau_table(taus: Json) -> str:

@@ -13,11 +13,13 @@ from decode.bench.calibration import calibrate, stored, variants
 from medusa.commands.fit import plan, probe
 from medusa.errors import RequestError
 from medusa.files import ASSETS
-from real_measure import SETS
+from medusa.loading import load_tokenizer
+from medusa.records.record import Record
+from real_measure import SETS, lengthened
 from tests.helpers import times_of_few_steps
 
 KINDS = ["markov", "eagle"]
-TINY = real_model.Sizes((0.01, 0.01), 16, (1, 4), (8,), (1, 4, 1), (8, 12), (2, 4, 1), 512)
+TINY = real_model.Sizes((0.01, 0.01), 16, (1, 4), (8,), (1, 4, 1), (1, 60), (8, 12), (2, 4, 1), 512)
 
 
 @pytest.fixture
@@ -79,13 +81,15 @@ def test_every_stage_runs_once_and_is_reported(
     content = json.loads((data / "out" / "fit.json").read_text())
     stages = content["stages"]
     each = {f"{stage} {kind}" for stage in ("train", "tau") for kind in KINDS}
-    assert {"text", "engine", "speed float32 1 0.0", "speed float32 1 1.0"} | each <= {*stages}
+    assert {"text", "engine", "speed float32 1 0.0", "speed float32 1 1.0", "long"} | each <= {*stages}
     assert all(its["equal_to_plain"] == 1 for its in stages["speed float32 1 0.0"]["methods"].values())
     assert {"plain", "transformers", "prompt lookup", "n-grams", *KINDS} <= {*stages["speed float32 1 0.0"]["methods"]}
+    assert all(its["equal_to_plain"] == 1 for its in stages["long"]["methods"].values())
     assert all(1 <= its["8"][0] <= 8 for its in stages[f"tau {KINDS[-1]}"]["tau"].values())
     for title in (
         "The plan, and what happened",
         "Speed in float32, 1 thread, temperature 0",
+        "Speed after prompts of 60 tokens",
         "tau by training",
         "Text",
     ):
@@ -94,6 +98,21 @@ def test_every_stage_runs_once_and_is_reported(
     real_model.main(command)
     assert capsys.readouterr().err == ""
     assert json.loads((data / "out" / "fit.json").read_text())["stages"] == stages
+
+
+def test_long_prompts_are_questions_after_other_texts(tmp_path: Path) -> None:
+    """Each has enough tokens before it, of texts that no neighbour has; begun again when all have been used."""
+    tokenizer, texts = load_tokenizer("demo"), ["Tom had a red ball.", "The sun was hot.", "Run."]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    lines = [json.dumps({"input_ids": its, "prompt_tokens": 2}) for its in ids]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    asked = [Record("here", text=f"Why {n}?", is_prompt=True, category="c") for n in range(2)]
+    found = lengthened(asked, tmp_path / "text.jsonl", tokenizer, len(ids[0]) + 1)
+    assert [its.question for its in found] == [
+        f"{texts[0]}\n\n{texts[1]}\n\nWhy 0?",
+        f"{texts[2]}\n\n{texts[0]}\n\nWhy 1?",
+    ]
+    assert {its.category for its in found} == {"c"}
 
 
 def test_kinds_come_with_settings() -> None:
