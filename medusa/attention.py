@@ -33,7 +33,7 @@ def attention(
     elif alone and query.dtype == torch.bfloat16:
         query = query.expand(-1, -1, 2, -1)
     groups = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-    out = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale, **groups)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, **groups)
     if query.shape[1] != heads:
         return out.reshape(batch, heads, 1, -1)
     return out[:, :, :queries]
