@@ -272,7 +272,8 @@ ROWS = {"one row": [9], "even rows": [9, 9], "ragged rows": [9, 4, 7]}
     ("family", "rows"),
     [
         *((family, "ragged rows") for family in ("gemma3_text", "gemma4_text", "gpt2")),
-        *[("llama", "even rows"), ("deepseek_v3", "one row")],
+        ("llama", "even rows"),
+        ("deepseek_v3", "one row"),
         *weekly(*((family, "ragged rows") for family in ("llama", "qwen2", "deepseek_v3"))),
     ],
 )

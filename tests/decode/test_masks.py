@@ -199,7 +199,9 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        *[("gemma3_text", {}), ("deepseek_v3", {}), ("llama", {"kind": "eagle"})],
+        ("gemma3_text", {}),
+        ("deepseek_v3", {}),
+        ("llama", {"kind": "eagle"}),
         *weekly(("gpt2", {}), ("llama4_text", {}), ("llama", {"prefix_layers": 1})),
     ],
 )

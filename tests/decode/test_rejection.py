@@ -229,7 +229,9 @@ def other_paths(draft: Draft, target: Any, noise: Any) -> Acceptance:
 @pytest.mark.parametrize(
     ("name", "shortlist"),
     [
-        *[("dflash", WORDS), ("dflash, markov", 4), ("dflash, pairwise", 4)],
+        ("dflash", WORDS),
+        ("dflash, markov", 4),
+        ("dflash, pairwise", 4),
         *weekly(("dflash", 4), ("dflash, markov", WORDS), ("dflash, pairwise", WORDS)),
     ],
 )

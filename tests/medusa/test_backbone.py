@@ -96,8 +96,10 @@ def test_feature_layers_are_the_hidden_states_of_transformers(family: str) -> No
 @pytest.mark.parametrize(
     ("family", "hooked"),
     [
-        *[("llama", "model.layers.0.mlp"), ("llama", "model.layers.1")],
-        *[("gemma2", "model.layers.0.mlp"), ("gemma2", "lm_head")],
+        ("llama", "model.layers.0.mlp"),
+        ("llama", "model.layers.1"),
+        ("gemma2", "model.layers.0.mlp"),
+        ("gemma2", "lm_head"),
     ],
 )
 @torch.no_grad()

@@ -54,7 +54,10 @@ def rehearsed(output: Path, monkeypatch: pytest.MonkeyPatch, stages: Collection[
     for name in {*TOY.shapes} & {*stages}:
         timed = [figure for figure in figures[name] if "ms" in figure]
         assert [(figure["how"], figure["batch"], figure["nodes"]) for figure in timed] == [
-            *[("compiled", 2, 8), ("compiled", 2, 1), ("eager", 2, 8), ("eager", 2, 1)],
+            ("compiled", 2, 8),
+            ("compiled", 2, 1),
+            ("eager", 2, 8),
+            ("eager", 2, 1),
         ]
         assert all(figure["launches"] > 0 and "attention" in figure["attention"] for figure in timed)
     page = (output / REPORT).read_text()

@@ -27,6 +27,7 @@ K, LENGTHS = 3, (9, 14, 7)
 FORMS = {name: form | {"mask_token": None} for name, form in BLOCK_FORMS.items()}
 FORMS["two layers"] = FORMS["dflash, markov"] | {"num_layers": 2, "windows": 5, "causal": None, "lm_head": "one"}
 FORMS["vocabulary"] = FORMS["dflash, markov"] | {"vocabulary": 40, "feature_layers": None}
+FORMS["vocabulary, pairwise"] = FORMS["dflash, pairwise"] | {"vocabulary": 40}
 
 
 def module_of(name: str, **settings: Any) -> HeadsOnBackbone:

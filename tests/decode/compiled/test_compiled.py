@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import cache, generate, session
+from decode import generate
 from decode.compiled import region
 from decode.compiled.region import Regions
 from decode.compiled.stepper import _has_compiler
@@ -47,13 +47,6 @@ from tests.helpers import (
 
 ANY_TOKEN: dict[str, Any] = {"do_sample": True, "temperature": 1e3, "top_k": 0}  # all are about as probable
 Step = Callable[[], Tensor]
-
-
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let short texts outgrow windows and caches."""
-    monkeypatch.setattr(cache, "BLOCK", 16)
-    monkeypatch.setattr(cache, "MIN_GROWTH", 16)
-    monkeypatch.setattr(session, "AHEAD", 4)
 
 
 def texts(model: Any, heads: Any, prompts: list[list[int]], tree: Any, **kwargs: Any) -> list[list[int]]:
@@ -114,10 +107,9 @@ def test_double_precision() -> None:
     ],
 )
 def test_all_kinds_of_heads_take_the_steps_of_the_eager_loop(
-    llama: Any, kind: str, prefix_layers: int, tree: str, monkeypatch: pytest.MonkeyPatch
+    llama: Any, kind: str, prefix_layers: int, tree: str, monkeypatch: pytest.MonkeyPatch, short_windows: None
 ) -> None:
     """Drafts are compared, too, which checks the heads' own caches; across capacities, with rows that end early."""
-    small_steps(monkeypatch)
     # With seed 0, a static tree of these heads has no right guess.
     seed = int((kind, prefix_layers) in {("cascade", 0), ("eagle, window", 0), ("markov", 1)})
     heads = random_heads(llama, seed=seed, **FORMS[kind], prefix_layers=prefix_layers)
@@ -216,8 +208,7 @@ def test_each_step_draws_its_own_random_numbers(llama: Any) -> None:
 
 
 @pytest.mark.usefixtures("as_written")
-def test_a_text_outgrows_its_cache(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_steps(monkeypatch)
+def test_a_text_outgrows_its_cache(llama: Any, monkeypatch: pytest.MonkeyPatch, short_windows: None) -> None:
     Regions.of(llama).clear()
     prompts = [random_ids(9), random_ids(5)]
     found = texts(llama, random_heads(llama), prompts, "dynamic:6", max_new_tokens=70, do_sample=False)
@@ -235,10 +226,9 @@ def all_accepted(model: Any, heads: Any, requests: list[Request], compile: bool)
 @pytest.mark.usefixtures("as_written")
 @pytest.mark.parametrize(("kind", "prefix_layers"), [("medusa", 0), ("medusa", 1), ("eagle", 0)])
 def test_a_row_that_has_ended_becomes_an_empty_one(
-    llama: Any, kind: str, prefix_layers: int, monkeypatch: pytest.MonkeyPatch
+    llama: Any, kind: str, prefix_layers: int, monkeypatch: pytest.MonkeyPatch, short_windows: None
 ) -> None:
     """It ends after two steps, where another draft would not fit in its cache. The other row takes its place."""
-    small_steps(monkeypatch)
     Regions.of(llama).clear()
     heads = random_heads(llama, 11, kind=kind, prefix_layers=prefix_layers)
     requests = prepare(llama, [random_ids(20), random_ids(2)], max_new_tokens=40, eos_token_id=None, **ANY_TOKEN)
@@ -395,9 +385,8 @@ def test_lists_and_parts_of_a_config_count_by_value() -> None:
 
 
 @pytest.mark.usefixtures("as_written")
-def test_nothing_of_an_earlier_text_remains(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_an_earlier_text_remains(llama: Any, monkeypatch: pytest.MonkeyPatch, short_windows: None) -> None:
     """A NaN left in the buffers would reach the next text even when masked: 0 x NaN."""
-    small_steps(monkeypatch)
     Regions.of(llama).clear()
     heads, options = random_heads(llama), {"max_new_tokens": 30, "do_sample": False}
     for length in (40, 5):
@@ -454,9 +443,8 @@ def test_caches_of_kept_regions_take_limited_memory() -> None:
 
 
 @pytest.mark.usefixtures("traced")
-def test_a_longer_text_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_longer_text_compiles_nothing(monkeypatch: pytest.MonkeyPatch, short_windows: None) -> None:
     """Windows and caches grow while the text is written, from one block on, and a longer prompt follows."""
-    small_steps(monkeypatch)
     model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
     heads = random_heads(model, **FORMS["eagle, window"], prefix_layers=1)
     graphs, before = torch._dynamo.utils.counters["stats"], 0

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from decode import cache, session
 from decode.compiled import region
 from decode.compiled.region import Regions
 from decode.compiled.stepper import CompiledStepper, _has_compiler, sizes_of
@@ -31,12 +30,7 @@ TREE = random_tree(6, max_depth=3)
 ROOM = 4
 
 
-@pytest.fixture(autouse=True)
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let short texts outgrow windows and caches."""
-    monkeypatch.setattr(cache, "BLOCK", 16)
-    monkeypatch.setattr(cache, "MIN_GROWTH", 16)
-    monkeypatch.setattr(session, "AHEAD", 4)
+pytestmark = pytest.mark.usefixtures("short_windows")
 
 
 def batch_of(

@@ -18,7 +18,7 @@ from medusa.__main__ import main
 from medusa.backbone import Backbone
 from medusa.files import read_json
 from medusa.vocabulary import lm_head_for, over_all
-from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, shared_model
+from tests.helpers import HIDDEN, VOCAB, random_heads, random_ids, shared_model, weekly
 
 LAYERS, K, FEATURES = 5, 3, [1, 4]
 BLOCK = {"kind": "dflash", "feature_layers": FEATURES, "mask_token": 5}
@@ -69,8 +69,8 @@ def logits_of(heads: MedusaHeads) -> Tensor:
     ("name", "to"),
     [
         *((name, "speculators") for name in FORMS),
-        *((name, "z-lab") for name in ("dflash, windows", "dspark")),
-        *(pytest.param(name, "z-lab", marks=pytest.mark.full) for name in ("dflash", "dflash2", "dflash2, no conv")),
+        *((name, "z-lab") for name in ("dflash, windows", "dspark, confidence", "dflash2")),
+        *weekly(*((name, "z-lab") for name in ("dflash", "dspark", "dflash2, no conv"))),
     ],
 )
 def test_an_export_says_what_its_readers_assume(name: str, to: str, exported: Callable) -> None:
