@@ -110,16 +110,17 @@ def stepper_for(
     stable: bool = False,
     keep_hidden: bool = False,
     keep_drafts: bool = False,
-    room: int | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Stepper:
     """Make the stepper of requests, with a new session; `factory` makes its drafter, and `None` means plain decoding.
 
     The number of new tokens, the sampling options and the stop strings are those of `requests`. Plain decoding ignores
     `rule`. With `keep_hidden`, the session records the hidden states of all tokens. With `keep_drafts`, each step of a
     drafter holds the drafts that it verified. `compile` may also be one of `decode.settings.CUDA_GRAPHS`, which says
-    how compiled steps use CUDA graphs; `True` means "own". With `room`, up to so many texts may be decoded together by
-    compiled steps, and may join; eager steps need no such limit. `stable`: see `decode.stable`. Raise a `RequestError`
-    if the acceptance rule, the drafter or the amateur does not fit, or steps cannot be compiled or be stable."""
+    how compiled steps use CUDA graphs; `True` means "own". `sizes`, in ascending order: texts may join compiled steps,
+    which have one of so many rows; eager steps need no such numbers. `stable`: see `decode.stable`. Raise a
+    `RequestError` if the acceptance rule, the drafter or the amateur does not fit, or steps cannot be compiled or be
+    stable."""
     config = requests[0].config
     if factory is not None:
         if not rule.kind.walks and (config.output_scores or config.output_logits):
@@ -142,9 +143,9 @@ def stepper_for(
         amateur.require_fitting(model, requests, bool(compile))
     for some in [model, *([] if amateur is None else [amateur.model])] if stable else ():
         require_stable(some)
-    if room == 1:
-        room = None  # none can join, and the prompt is read into its place
-    fixed = bool(compile) and room is None
+    if sizes is not None and sizes[-1] == 1:
+        sizes = None  # none can join, and the prompt is read into its place
+    fixed = bool(compile) and sizes is None
     if factory is None:
         rule = AcceptanceRule("rejection" if config.do_sample else "greedy")
         session = Session(model, requests, int(bool(compile)), keep_hidden, None, amateur, fixed)
@@ -154,7 +155,7 @@ def stepper_for(
         session = Session(model, requests, factory.num_nodes, keep_hidden, factory.heads, amateur, fixed)
     session.reader.be_stable(stable)
     if compile:
-        return CompiledStepper(session, rule, factory, CUDA_GRAPHS[0] if compile is True else compile, room)
+        return CompiledStepper(session, rule, factory, CUDA_GRAPHS[0] if compile is True else compile, sizes)
     drawn = rule.draft == "sample"
     drafter = NoDraft(session.backbone.device) if factory is None else factory.start(session, drawn)
     return Stepper(session, drafter, rule, keep_drafts and factory is not None)

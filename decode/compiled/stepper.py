@@ -57,14 +57,14 @@ class CompiledStepper(Stepper):
         rule: AcceptanceRule,
         factory: DrafterFactory | None,
         graphs: str,
-        room: int | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         """Make a stepper for the texts of `session`, with drafts by `factory`; `None`: drafts of the root alone.
 
-        `graphs`, one of `CUDA_GRAPHS`, says how steps on a GPU use CUDA graphs. `room`: texts may join, until there are
-        so many; the caches of `session` are then not fixed. `None`: none joins. The thread that reads the prompts must
-        also run the steps. Raise a `RequestError` if this drafter, model, machine or set of options does not allow
-        compiled steps."""
+        `graphs`, one of `CUDA_GRAPHS`, says how steps on a GPU use CUDA graphs. `sizes`, in ascending order: texts may
+        join, and steps have one of so many rows; the caches of `session` are then not fixed. `None`: none joins. The
+        thread that reads the prompts must also run the steps. Raise a `RequestError` if this drafter, model, machine or
+        set of options does not allow compiled steps."""
         if factory is not None and not isinstance(factory, TrainedHeads):
             raise RequestError(
                 "only steps of heads can be compiled, as other drafters work on the host; leave one of them out"
@@ -75,8 +75,8 @@ class CompiledStepper(Stepper):
         self.tree: Layout = Tree.chain(0) if factory is None else factory.tree
         if self.tree.min_probability:
             raise OptionError("compile", ONE_SHAPE, "stop_drafting")
-        self.graphs, self.joins = graphs, room is not None
-        self.sizes = (len(session.sequences),) if room is None else sizes_of(room)
+        self.graphs, self.joins = graphs, sizes is not None
+        self.sizes = (len(session.sequences),) if sizes is None else tuple(sizes)
         self.kinds = Kind.of_rows(session.target, rule, session.backbone.vocab_size)  # of the live rows
         if not self.joins:  # no row that ends makes another kind do
             self.kinds = [functools.reduce(Kind.joined, self.kinds)] * len(self.kinds)

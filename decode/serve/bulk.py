@@ -25,6 +25,7 @@ from medusa.errors import RunError
 from medusa.memory import free_memory
 
 FIRST_WIDTH, MOST = 32, 512
+COMPILED_WIDTH = 64  # of compiled steps, as each width is compiled anew; rows without a text cost little on a GPU
 WORTHWHILE = 1.08  # a doubled width must write so many times the tokens a second
 MEASURED = 12  # steps of each width
 MEMORY = 0.5  # of the free memory, which keys and values may fill
@@ -87,6 +88,8 @@ class BulkWriter:
         """Write with `generator`, so many texts at a time; `None`: as many as memory holds and speed asks for."""
         self.generator = generator
         self.adapting = Adapting(generator.source)
+        if generator.settings.compile and width is None:
+            width = COMPILED_WIDTH
         self.width = Width(1 if must_be_alone(generator.models) else width)
         self.is_limited = False  # whether the width respects the memory
         self.batch = RunningBatch(self._stepper_for)
@@ -109,9 +112,7 @@ class BulkWriter:
                     if self.width.rows == 1 or not should_reduce_batch_size(error):
                         raise
                     self.width.limit(self.width.rows // 2)
-                    self.batch.clear()
-                    jobs.extendleft(reversed(self.running.values()))  # their seeds give the same texts again
-                    self.running.clear()
+                    self._begin_again(jobs)
                     continue
                 self._finish()
                 on_step([len(self.batch.sequences.new_ids[row]) for row in self.running])
@@ -121,18 +122,20 @@ class BulkWriter:
 
     def _stepper_for(self, requests: Sequence[Request]) -> Stepper:
         quick = [request._replace(draws=QuickDraws) for request in requests]
-        generator = self.generator
-        return self.adapting(stepper_for(generator.model, generator.source, quick, *generator.settings.how))
+        generator, sizes = self.generator, (self.width.rows,)
+        return self.adapting(
+            stepper_for(generator.model, generator.source, quick, *generator.settings.how, sizes=sizes)
+        )
 
     def _admit(self, jobs: deque[Job]) -> bool:
-        """Let jobs join, as soon as some of them find room; compiled steps must have ended all texts before.
+        """Let jobs join, as soon as some of them find room.
 
         Returns whether some have joined, so that others, with prompts of another length, may follow."""
         room = self.width.rows - len(self.running)
         few = room < min(len(jobs), ceil(self.width.rows * JOINING))
-        if not jobs or (self.running and (few or self.generator.settings.compile)):
+        if not jobs or (self.running and few):
             return False
-        joining, generator = _alike(jobs, room, padded=self.generator.settings.compile), self.generator
+        joining, generator = _alike(jobs, room), self.generator
         kwargs = generator.settings.generate_kwargs(generator.tokenizer)
         prompts, seeds = [job.prompt for job in joining], [job.seed for job in joining]
         try:
@@ -140,13 +143,24 @@ class BulkWriter:
         except BaseException:
             jobs.extendleft(reversed(joining))
             raise
+        if not places:  # a step runs already, and texts can join after the next one
+            jobs.extendleft(reversed(joining))
+            return False
         self.running |= dict(zip(places, joining, strict=True))
         if not self.is_limited:  # once: the memory of ended texts stays reserved for others
-            self.is_limited = True
+            self.is_limited, width = True, self.width.rows
             longest = max(len(job.prompt) for job in (*joining, *jobs)) + generator.settings.max_new_tokens
             more = MEMORY * free_memory(generator.model.device) / self._bytes_of_text(longest)
             self.width.limit(len(self.running) + int(more))
+            if generator.settings.compile and self.width.rows < width:  # compiled steps would have `width` rows
+                self._begin_again(jobs)
         return True
+
+    def _begin_again(self, jobs: deque[Job]) -> None:
+        """Give the running texts back to the jobs; their seeds give the same texts again."""
+        self.batch.clear()
+        jobs.extendleft(reversed(self.running.values()))
+        self.running.clear()
 
     def _bytes_of_text(self, tokens: int) -> float:
         """The bytes that the caches keep of a text of so many tokens."""
@@ -169,15 +183,14 @@ class BulkWriter:
                 job.ended(sequences.new_ids[row], reason)
 
 
-def _alike(jobs: deque[Job], most: int, padded: bool) -> list[Job]:
+def _alike(jobs: deque[Job], most: int) -> list[Job]:
     """Take the first job, and those of the next ones whose prompts are about as long, as these are read together.
 
-    There are at most `most` of them, and fewer if their padding would take much time, unless they may be `padded`: each
-    number of texts is compiled anew."""
+    There are at most `most` of them, and fewer if their padding would take much time."""
     near = [jobs.popleft() for _ in range(min(len(jobs), LOOK_AHEAD * most))]
     length = len(near[0].prompt)
     chosen = sorted(near, key=lambda job: abs(len(job.prompt) - length))[:most]
-    while not padded and _padding(chosen) > max(FREE_PADDING, PADDING * sum(len(job.prompt) for job in chosen)):
+    while _padding(chosen) > max(FREE_PADDING, PADDING * sum(len(job.prompt) for job in chosen)):
         chosen.pop()
     jobs.extendleft(reversed([job for job in near if job not in chosen]))
     return chosen

@@ -111,7 +111,8 @@ class BatchWorker:
         self.thread: threading.Thread | None = None
 
     def _stepper_for(self, requests: Sequence[Request]) -> Stepper:
-        made = stepper_for(self.generator.model, self.generator.source, requests, *self.how, room=self.room)
+        sizes = sizes_of(self.room)
+        made = stepper_for(self.generator.model, self.generator.source, requests, *self.how, sizes=sizes)
         return self.adapting(made)
 
     def warm_up(self, prompt: Sequence[int]) -> None:

@@ -37,7 +37,8 @@ def batch_of(
     model: Any, heads: Any, room: int | None = ROOM, tree: Any = TREE, graphs: str = CUDA_GRAPHS[0]
 ) -> RunningBatch:
     factory, rule = None if heads is None else TrainedHeads(heads, tree), AcceptanceRule("rejection")
-    return RunningBatch(lambda requests: stepper_for(model, factory, requests, rule, compile=graphs, room=room))
+    sizes = None if room is None else sizes_of(room)
+    return RunningBatch(lambda requests: stepper_for(model, factory, requests, rule, compile=graphs, sizes=sizes))
 
 
 def requests_of(model: Any, number: int, options: dict[str, Any], length: int, limit: int) -> list[Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from decode.compiled.region import Regions
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
 from decode.serve import bulk
@@ -70,6 +72,36 @@ def test_a_sampled_text_depends_on_its_prompt_and_seed_alone() -> None:
     for source in (None, heads, drafter_factory("ngram", DrafterContext(model))):
         assert written(SAMPLED, 5, source, prompts) == alone
     assert len({tuple(text) for text in alone}) > len(alone) // 2
+
+
+@pytest.mark.usefixtures("as_written")
+@pytest.mark.parametrize(
+    ("sampled", "tree"), [(False, None), (True, "topk:3,2"), *weekly((False, "topk:3,2"), (True, None))]
+)
+def test_texts_join_compiled_steps(sampled: bool, tree: str | None) -> None:
+    """A step is compiled for the whole width alone, and places without a text change nothing."""
+    model, settings = shared_model("llama"), replace(SAMPLED if sampled else GREEDY, compile=True)
+    Regions.of(model).clear()
+    source = None if tree is None else drafter_factory(None, DrafterContext(model, random_heads(model), tree))
+    alone = written(settings, 1, source) if sampled else texts_of_generate("llama", PROMPTS)
+    assert written(settings, 5, source) == alone
+    region = Regions.of(model)[-1][1]
+    assert [step.rows for step in region.steps] == [5]
+
+
+@pytest.mark.usefixtures("as_written")
+def test_compiled_steps_have_no_more_rows_than_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, settings, join = shared_model("llama"), replace(GREEDY, compile=True), RunningBatch.join
+    Regions.of(model).clear()
+    joined: list[int] = []
+    monkeypatch.setattr(RunningBatch, "join", lambda *its: (joined.append(len(its[1])), join(*its))[1])
+    monkeypatch.setattr(bulk, "COMPILED_WIDTH", 16)
+    monkeypatch.setattr(bulk, "FREE_PADDING", 0)  # so that few prompts are read together at first
+    monkeypatch.setattr(bulk, "free_memory", lambda device: 0)
+    assert written(settings, None) == texts_of_generate("llama", PROMPTS)
+    rows = [step.rows for _, region in Regions.of(model) for step in region.steps]
+    assert rows == [joined[0]]
+    assert joined[0] < 16
 
 
 def test_a_job_that_ends_may_add_another() -> None:
