@@ -4,6 +4,8 @@ Shapes: B rows of a batch (texts), k heads (a tree of depth k uses the first k),
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,6 +30,9 @@ class UsesHeads:
         require_draftable(heads.config, backbone.hidden_size, backbone.vocab_size, tree, target is not None)
         require_embeddings(heads, backbone)
         self.heads, self.backbone, self.target = heads, backbone, target
+        if heads.device != (device := backbone.head_weight.device):
+            way_out = f'heads.to("{device}", {backbone.dtype})'
+            warnings.warn(f"drafts go between {device} and the heads on {heads.device}; {way_out}", stacklevel=2)
         self.lm_head, self.tree = lm_head_for(heads, backbone), tree.to(backbone.device)
 
     def refresh(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -294,3 +296,13 @@ def test_the_drafter_for_every_kind(llama: Any) -> None:
     made = {"cascade": HeadsDrafter, "markov": TrellisDrafter} | dict.fromkeys(("hydra", "eagle"), PathDrafter)
     for kind, drafter in made.items():
         assert type(heads_drafter(heads_for(llama, kind), Backbone(llama), Tree.chain(2))) is drafter
+
+
+def test_heads_on_another_device_are_named(llama: Any) -> None:
+    """Drafts from the host would work on a GPU, too, and take several times as long without a word."""
+    heads, tree = heads_for(llama, "hydra"), Tree.chain(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        heads_drafter(heads, Backbone(llama), tree)
+    with pytest.warns(UserWarning, match=r'between cpu and the heads on meta; heads.to\("cpu", torch.float32\)'):
+        heads_drafter(copy.deepcopy(heads).to("meta"), Backbone(llama), tree)
