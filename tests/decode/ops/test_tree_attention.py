@@ -86,16 +86,27 @@ def drawn(seed: int) -> dict[str, Any]:
     }
 
 
+LONG: dict[str, dict[str, Any]] = {
+    "a layer of Llama-3.1-8B": {"shape": (1, 4, 1, 64), "lengths": [2000], "kind": FULL_LAYER},
+    "a window": {"lengths": [8188, 300], "kind": LayerKind(window=512), "dtype": torch.float32},
+    "ragged": {"shape": (3, 8, 1, 4), "lengths": [8188, 1, 4000], "kind": FULL_LAYER, "splits": 5},
+}
+"""Cases of long texts, and what they have in common."""
+COMMON = {"shape": (2, 4, 1, 4), "sizes": (128, 128), "dtype": torch.bfloat16, "block": (16, 1024), "splits": 3}
+LONG = {name: COMMON | {"shared": False} | case for name, case in LONG.items()}
+
+
 @needs_triton
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@pytest.mark.parametrize("seed", range(12))
-def test_kernels_give_the_attention_of_masks(seed: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", [*map(drawn, range(12)), *(pytest.param(LONG[name], id=name) for name in LONG)])
+def test_kernels_give_the_attention_of_masks(
+    case: dict[str, Any], kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys and values are the first slots of a larger buffer, in which NaN follows the nodes."""
-    case = drawn(seed)
     (batch, groups, heads, nodes), (size, value_size) = case["shape"], case["sizes"]
     monkeypatch.setattr(kernels, "block", lambda *shape: case["block"])
     monkeypatch.setattr(kernels, "num_splits", lambda *shape: case["splits"])
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     lengths, slots = torch.tensor(case["lengths"]), max(case["lengths"]) + nodes + 5
     query = torch.randn(batch, nodes, groups * heads, size, dtype=case["dtype"]).transpose(1, 2)
     key = torch.randn(batch, heads, slots + 50, size, dtype=case["dtype"])
