@@ -63,14 +63,16 @@ format: install
 docs: install
 	$(BIN)/mkdocs build --strict
 
+SPEC_BENCH := https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl
 MT_BENCH := https://raw.githubusercontent.com/lm-sys/FastChat/main/fastchat/llm_judge/data/mt_bench/question.jsonl
 
 # The last file comes last: with it, all are there.
 $(DATA)/mt_bench/question.jsonl: | $(VENV)/base
 	$(BIN)/hf download openai/gsm8k --repo-type dataset --include 'main/test*' --local-dir $(DATA)/gsm8k
 	$(BIN)/hf download openai/openai_humaneval --repo-type dataset --include '*.parquet' --local-dir $(DATA)/humaneval
+	curl --fail --location --create-dirs --output $(DATA)/spec_bench/question.jsonl $(SPEC_BENCH)
 	curl --fail --location --create-dirs --output $@ $(MT_BENCH)
 
 # The same command continues an interrupted run. MODEL=google/gemma-3-270m-it make real    another model
 real: $(DATA)/mt_bench/question.jsonl
-	$(BIN)/python scripts/real_model.py $(MODEL) --data $(DATA) --output runs/real-$(notdir $(MODEL))$(REAL) $(REAL)
+	$(BIN)/python scripts/real_model.py $(MODEL) --data $(DATA) --prompts $(DATA)/spec_bench/question.jsonl --output runs/real-$(notdir $(MODEL))$(REAL) $(REAL)
