@@ -22,14 +22,14 @@ from decode import cache, generate, session
 from decode.bench import benchmark
 from decode.bench.benchmark import Contender, run_rounds
 from decode.bench.methods import plain_method
-from decode.compiled import graphs, prompts
+from decode.compiled import graphs, prompts, sampling
 from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Region, Regions
 from decode.reader import Reader
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
 from decode.texts import TextGenerator
 from medusa import Tree
-from tests.decode.compiled.test_running import KINDS, ROOM, alone, batch_of, come_and_go, requests_of
+from tests.decode.compiled.test_running import KINDS, ROOM, alone, batch_of, come_and_go, requests_of, written
 from tests.helpers import (
     FORMS,
     left_padded,
@@ -356,6 +356,31 @@ def test_no_graph_is_captured_again_when_texts_join(fake_cuda: type[FakeGraph]) 
     [prompts_of] = [one.prompts for _, one in Regions.of(model) if len(one.sizes) > 1]
     assert prompts_of is not None
     assert any(prompts_of.graphed.graphs.values()), "prompts that join alone are read by graphs, too"
+
+
+def test_no_step_starts_ahead_whose_tokens_the_host_may_decide(
+    fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the end of one of two texts, the other's steps are those with top-p that were compiled for a third text.
+
+    The host learns of the end when the next step is due, and must then look at the kind of that step."""
+    monkeypatch.setattr(sampling, "CANDIDATES", 8)
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
+    sampled: dict[str, Any] = {"do_sample": True, "top_k": 0}
+    sizes = [(sampled | {"top_p": 0.9}, 8), (sampled, 40), ({"do_sample": False}, 7)]
+
+    def asked(at: int) -> list[Any]:
+        return requests_of(model, at, sizes[at][0], 5, sizes[at][1])
+
+    expected = [alone(model, None, asked(at)) for at in range(3)]
+    batch = batch_of(model, None, 2)
+    assert written(batch, batch.join(asked(0))) == expected[:1]
+    first = batch.join(asked(1))
+    FakeEvent.log.clear()
+    rows = [*first, *batch.join(asked(2))]
+    assert written(batch, rows) == expected[1:]
+    assert "sent sent read" in " ".join(FakeEvent.log), "no step started ahead: no power"
+    batch.clear()
 
 
 def test_one_graph_for_each_window(fake_cuda: type[FakeGraph]) -> None:
