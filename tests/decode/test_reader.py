@@ -130,6 +130,20 @@ def test_prefill_memory_is_bounded_by_a_piece(family: str, pieces: Any) -> None:
     assert all(shape[:-1].numel() <= 4 for shape in map(torch.Size, logits)), "two rows, at most two positions"
 
 
+def test_the_first_piece_on_a_gpu_is_longer(pieces: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has flash attention, and later ones need a mask; here, the CPU has a GPU's number."""
+    model, prompt, shapes = tiny_model("llama"), random_ids(41), list[int]()
+    pieces(5)
+    expected = read(model, [prompt])[1]
+    model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    monkeypatch.setattr(reader, "FIRST_TOKENS", {"cpu": 30, "cuda": reader.FIRST_TOKENS["cuda"]})
+    torch.testing.assert_close(read(model, [prompt])[1], expected)
+    assert shapes == [30, 5, 5, 1]
+    assert reader.FIRST_TOKENS["cuda"] == 8192
+
+
 @pytest.mark.parametrize("settings", [{}, {"kind": "eagle"}, {"prefix_layers": 1}], ids=str)
 def test_the_text_after_prompts_in_pieces_is_the_same(llama: Any, settings: Any, pieces: Any) -> None:
     pieces(4)
