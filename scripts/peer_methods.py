@@ -23,14 +23,14 @@ from decode.bench.methods import Method, transformers_method
 from decode.texts import OnStep, Prompts, Result, Seeds
 from medusa.backbone import Backbone
 from medusa.commands.models import Opened
-from medusa.errors import RequestError, first_line
+from medusa.errors import RequestError, RunError, first_line
 from medusa.files import Json
 
 VERSIONS = {"economize": "0.3.2", "flashspec": "0.3.1"}
 """The other packages on PyPI, with the versions whose APIs are used here."""
 LONGEST = 1024  # tokens of a text to learn from; the rest is cut off
-TEXTS = 4  # of an optimizer step, one by one, because padding costs as much as text
-FACTORS = (1, 4, 16)  # of the package's own learning rate, which is for long runs: the rates that are tried
+TEXTS = 1  # of an optimizer step: more steps in the minutes, and no padding
+FACTORS = (1, 3, 10)  # of the package's own learning rate, which is for long runs: the rates that are tried
 PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "mv": 0, "_linear_pointwise": 0}
 """Operations that are products of two matrices, with the place of the first one among the arguments."""
 COMPOSED = ("linear", "matmul", "einsum")  # of such products
@@ -145,14 +145,21 @@ class Settings:
     found: Json = field(default_factory=dict)
 
     def fastest(self, name: str, candidates: dict[str, Method]) -> Method:
-        """Choose the candidate that decodes the prompts to tune on in the least time; remember all times."""
-        clock, seconds = stopwatch(torch.device("cpu")), dict[str, float]()
+        """Choose the candidate that decodes the prompts to tune on in the least time; remember all times and errors."""
+        clock, seconds, failed = stopwatch(torch.device("cpu")), dict[str, float](), dict[str, str]()
         for setting, method in candidates.items():
             start = clock()
-            tokens = sum(len(method([prompt])[0].new_ids) for prompt in self.tuning)
-            seconds[setting] = (clock() - start) / tokens
+            try:
+                tokens = sum(len(method([prompt])[0].new_ids) for prompt in self.tuning)
+                seconds[setting] = (clock() - start) / tokens
+            except Exception as error:  # whatever another package raises is a finding
+                failed[setting] = first_line(error)
+        if not seconds:
+            raise RunError(f"{name} failed in every setting: {next(iter(failed.values()))}")
         chosen = min(seconds, key=lambda setting: seconds[setting])
         self.found.setdefault(name, {}).update(setting=chosen, seconds_per_token=seconds)
+        if failed:
+            self.found[name]["failed_settings"] = failed
         self.tell(f"{name}: {chosen}")
         return candidates[chosen]
 
@@ -288,8 +295,8 @@ def learned(
         model = economize.apply(given.opened.loaded.model, config)
         prepare(model.techniques[config.technique])
         start, warmup = process_time(), max(steps // 20, 1)
-        source = SequenceSource(examples, 1, seed=0)
-        done = fit(model, source, lr=rate, steps=steps, grad_accum=TEXTS, warmup_steps=warmup, seed=0)
+        source = SequenceSource(examples, TEXTS, seed=0)
+        done = fit(model, source, lr=rate, steps=steps, warmup_steps=warmup, seed=0)
         given.opened.loaded.model.eval()
         return model.techniques[config.technique], done.losses, (process_time() - start) / steps
 

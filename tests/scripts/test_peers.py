@@ -92,7 +92,7 @@ def fake_methods(given: peer_methods.Settings) -> Iterator[tuple[str, Method]]:
 
     right, wrong = given.method(decode), given.method(lambda prompt, limit: [1, *decode(prompt, limit)[1:]])
     slow = given.method(lambda prompt, limit: [decode(prompt, limit) for _ in range(9)][-1])
-    yield "fake: right", given.fastest("fake: right", {"slow": slow, "fast": right})
+    yield "fake: right", given.fastest("fake: right", {"slow": slow, "fast": right, "failing": given.method(fail)})
     yield "fake: wrong", wrong
     yield "fake: failing", given.method(fail)
     raise RuntimeError("no such kind")
@@ -114,6 +114,7 @@ def test_packages_are_compared_and_failures_reported(
     assert {name: row["equal"] for name, row in rows.items()} == dict.fromkeys(rows, 3) | {"fake: wrong": 0}
     assert rows["plain"] == rows["plain"] | WORK | {"layers": rows["fake: right"]["layers"]}
     assert chosen["fake: right"]["setting"] == "fast"
+    assert chosen["fake: right"]["failed_settings"] == {"failing": "no such layer"}
     assert chosen["fake: failing"] == {"failed": "no such layer"}
     assert chosen["pytest"] == {"failed": "no such kind"}
     assert out.strip() == (tmp_path / "out" / "peers.md").read_text().strip()
