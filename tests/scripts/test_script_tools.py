@@ -36,6 +36,7 @@ WRONG = {
     "load_test": ["--minutes 0", "--clients 0"],
     "make_backbone": ["--data no.txt --output {tmp}/x --steps 1"],
     "make_shipped_heads": ["--data no.txt --work {tmp} --output {tmp}/x"],
+    "peers": ["demo --data {tmp} --run {tmp} --output {tmp}/x"],
     "plant_faults": ["--only nothing-like-this"],
     "real_model": ["demo --data {tmp} --output {tmp}/x", "demo --data {tmp} --output {tmp}/x --kinds markof"],
     "recipe_page": ["--fast"],
@@ -50,6 +51,7 @@ SHARED = {
     "fuzz_models",
     "load_clients",
     "chat_families",
+    "peer_methods",
     "real_measure",
     "real_report",
 }
