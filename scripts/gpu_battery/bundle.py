@@ -108,7 +108,7 @@ def open_parts(args: argparse.Namespace) -> None:
     pieces = [parts / str(number) / PIECE for number in range(1, 1 + len(manifest["pieces"]))]
     if missing := [piece.parent.name for piece in pieces if not piece.is_file()]:
         print("parts missing:", *missing)
-    elif pieces:
+    elif pieces and not (args.output / "model").exists():
         sys.path.insert(0, str(site.resolve()))
         join(pieces, manifest, args.output)
 
