@@ -78,7 +78,7 @@ class Bench:
         self.methods: dict[str, Method] = {}
         self.first_seconds: dict[str, float] = {}  # that the methods took to decode their first prompt
         self.figures: dict[str, Figure] = {one["method"]: one for one in run.kept if "tokens_per_second" in one}
-        self.texts: list[list[int]] | None = None  # of the first method: plain decoding
+        self.texts: list[list[int]] | None = None  # of compiled plain decoding
         self.heads: dict[str, MedusaHeads] = {}  # by their kind
         self.forwards: dict[str, Callable[[], float]] = {}  # timers of T(n), by the name of the tree; "" is T(1)
 
@@ -160,9 +160,10 @@ class Bench:
                     figure["speedup"] = figure["tokens_per_second"] / base["tokens_per_second"]
                     if clock.ms and base["step_ms"]:
                         figure["steps_alone"] = figure["tau"] * base["step_ms"] / clock.ms
-                if baseline == BASELINE:
-                    texts = [result.new_ids for result in found]
+                texts = [result.new_ids for result in found]
+                if name == BASELINE:
                     self.texts = self.texts or texts
+                if baseline == BASELINE and self.texts:
                     equal = sum(a == b for a, b in zip(texts, self.texts, strict=True))
                     figure["equal_texts"] = f"{equal} of {len(texts)}"
                 if not was_kept:  # a baseline is timed beside each group

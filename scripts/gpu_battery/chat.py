@@ -6,7 +6,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 from medusa.commands.fit.options import STATE
-from medusa.commands.fit.prompts import split
 from medusa.commands.fit.state import FitState
 from medusa.commands.prompting import prompt_form
 from medusa.errors import RequestError
@@ -20,8 +19,8 @@ from scripts.gpu_battery.run import Run
 def chat_model(run: Run, model: str = "", prompts: str = "", questions: str = "") -> None:
     """Take the chat model, and write the ids of prompts that it answers, and of those that methods are timed on.
 
-    Without a `model` and `prompts`, those of the stages `backbone` and `text` are taken. Without `questions`, a fifth
-    of the prompts is set aside. No prompt is on both sides."""
+    Without a `model` and `prompts`, those of the stages `backbone` and `text` are taken. Without `questions`, a few of
+    the prompts are set aside. No prompt is on both sides."""
     source = Path(model or run.output / "backbone").resolve()
     if not source.is_dir():
         raise RequestError(f"there is no model {source}; give --model its folder")
@@ -30,13 +29,18 @@ def chat_model(run: Run, model: str = "", prompts: str = "", questions: str = ""
     run.backbone.symlink_to(source)
     tokenizer = load_tokenizer(str(source))
     form = prompt_form(None, tokenizer, str(source))
-    records = list(read_records(prompts or str(run.output / "openings.jsonl")))
-    learned, measured = (records, list(read_records(questions))) if questions else split(records, seed=0)
-    timed = [ids for ids in form.ids(measured, tokenizer) if len(ids) <= run.scale.prompt_tokens]
-    own = [ids for ids in form.ids(learned, tokenizer) if len(ids) <= run.scale.prompt_tokens and ids not in timed]
-    write_jsonl(run.openings, "input_ids", own)
+
+    def fitting(name: str) -> list[list[int]]:
+        found = form.ids(list(read_records(name)), tokenizer)
+        return [ids for ids in found if len(ids) <= run.scale.prompt_tokens]
+
+    answered = fitting(prompts or str(run.output / "openings.jsonl"))
+    timed = fitting(questions) if questions else answered
     step = max(len(timed) // run.scale.prompts, 1)  # of every category, where the file is sorted by them
     chosen = sorted(timed[::step][: run.scale.prompts], key=len, reverse=True)  # for caches that need not grow
+    aside = timed if questions else chosen
+    own = [ids for ids in answered if ids not in aside]
+    write_jsonl(run.openings, "input_ids", own)
     write_jsonl(run.prompts, "input_ids", chosen)
     run.keep(chat_model=source.name, prompts=len(own), questions=len(chosen))
 

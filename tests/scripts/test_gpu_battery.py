@@ -100,9 +100,10 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path, monkeypatch: pytest.Monk
     chats = {figure["method"]: figure for figure in figures["chat"] if "method" in figure}
     sampled = {f"{name}, compiled, temperature 0.7" for name in ("plain", "markov, 7 nodes", "medusa, 7 nodes")}
     assert {"plain, compiled", "medusa, 7 nodes, compiled", "generate, eager", *sampled} < set(chats)
-    assert all((figure["equal_texts"] == "2 of 2") == (name not in sampled) for name, figure in chats.items())
+    assert all((figure.get("equal_texts") == "2 of 2") == (name not in sampled) for name, figure in chats.items())
     markov = chats["markov, 7 nodes, compiled"]
-    assert markov["tau_interval"][0] <= markov["tau"] <= markov["tau_interval"][1]
+    least, most = markov["tau_interval"]
+    assert least - 1e-4 < markov["tau"] < most + 1e-4, "it is computed in float32"
     assert markov["first_token_ms"] > 0
     assert chats["markov, 7 nodes, compiled, temperature 0.7"]["speedup"] > 0
     assert [figure["nodes"] for figure in figures["chat"] if "compared" in figure] == [7, 3]
