@@ -146,6 +146,8 @@ def try_to_parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
             parse_of_script(ROOT / script, rest, monkeypatch)
         case ["python", "-m", "scripts.gpu_battery", *rest]:
             parse_of_script(ROOT / "scripts" / "gpu_battery" / "__main__.py", rest, monkeypatch)
+        case ["python", "-m", "scripts.gpu_battery.bundle", *rest]:
+            parse_of_script(ROOT / "scripts" / "gpu_battery" / "bundle.py", rest, monkeypatch)
         case ["make", *targets]:
             rules = (ROOT / "Makefile").read_text(encoding="utf-8")
             assert all(re.search(rf"^{target}:", rules, re.MULTILINE) for target in targets)

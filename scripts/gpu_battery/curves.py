@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from decode.bench.methods import Method, medusa_method, plain_method
 from decode.settings import Settings
 from medusa import Tree
+from medusa.heads.independent import MedusaHeads
 from medusa.tree import load_tree
 from scripts.gpu_battery.run import Figure, Run
-from scripts.gpu_battery.steps import SKIPPED, profile_steps, step_ms
+from scripts.gpu_battery.steps import SKIPPED, profile_steps, step_ms, warm_up
 from tiny_models import random_heads
 
 NUM_HEADS = 4
@@ -24,16 +25,15 @@ def curves(run: Run, model: str) -> None:
     """Measure the time of a step over n nodes, T(n), by context and batch size.
 
     The steps are those of decoding, at as many lengths of text. The heads are random, so a step accepts about one
-    token. The most important points, early ones of early ways, come first."""
-    ranked = itertools.product(enumerate(run.ways.items()), enumerate(run.scale.points[model]))
-    for (_, (how, way)), (_, point) in sorted(ranked, key=lambda pair: pair[0][0] + pair[1][0]):
+    token. All points of the first way come first. Points of one batch size share compiled steps."""
+    for (how, way), point in itertools.product(run.ways.items(), run.scale.points[model]):
         settings, prepared = Settings(max_new_tokens=SKIPPED + run.scale.steps, ignore_eos=True, **way), []
         for nodes in point["nodes"]:
             about = {"model": model, "how": how, **point, "nodes": nodes}
-            if run.end - time.monotonic() > run.seconds / 8:
+            if run.end - time.monotonic() > run.seconds / 8 and not run.has_kept(**about):
                 with run.attempt(**about):
                     method, start = random_method(run, random_model(run, model), nodes, settings), time.monotonic()
-                    method(random_ids(run, about))
+                    warm_up(method, [random_ids(run, about)])
                     prepared.append((about | {"first_seconds": round(time.monotonic() - start, 1)}, method))
         for about, method in prepared:  # after all have compiled, so that little time lies between T(n) and T(1)
             with run.attempt(**about):
@@ -49,13 +49,9 @@ def measure_point(run: Run, about: Figure, method: Method) -> None:
     """Record the times of a step and of reading the prompts at one point of the curves, and what the profiler sees.
 
     Also the memory on a GPU."""
-    prompts, before = random_ids(run, about), 0
-    if run.on_gpu:
-        torch.cuda.reset_peak_memory_stats(run.device)
-        before = torch.cuda.memory_allocated(run.device)
-    timed = dict(zip(("ms", "prompt_ms"), step_ms(method, prompts), strict=True)) | run.clocks()
-    if run.on_gpu:
-        timed["peak_mb"] = round((torch.cuda.max_memory_allocated(run.device) - before) / 1e6)
+    prompts = random_ids(run, about)
+    run.forget_peak()
+    timed = dict(zip(("ms", "prompt_ms"), step_ms(method, prompts), strict=True)) | run.clocks() | run.peak()
     seen = profile_steps(method, prompts, run.on_gpu)
     run.keep(**about, **timed, **seen)
 
@@ -77,8 +73,13 @@ def random_method(run: Run, model: LlamaForCausalLM, nodes: int, settings: Setti
     """Make a method that decodes with random heads on a tree of `nodes` nodes; with one node, plainly."""
     if nodes == 1:
         return plain_method(model, settings)
-    heads = random_heads(model, NUM_HEADS, std=0.02, block="mlp", lm_head="shared")
-    return medusa_method(model, heads, settings, tree=tree_of(nodes))
+    return medusa_method(model, heads_of(model), settings, tree=tree_of(nodes))
+
+
+@functools.cache  # compiled steps belong to the heads that they were made for
+def heads_of(model: LlamaForCausalLM) -> MedusaHeads:
+    """Make random heads for a model."""
+    return random_heads(model, NUM_HEADS, std=0.02, block="mlp", lm_head="shared")
 
 
 def tree_of(nodes: int) -> Tree:

@@ -48,35 +48,35 @@ def backbone(run: Run) -> None:
     run.keep(seconds=round(time.monotonic() - start), source_mb=sum(map(len, seen)) / 1e6, megabytes=size)
     tokenizer = AutoTokenizer.from_pretrained(run.backbone)
     openings = itertools.islice(itertools.cycle(seen), run.scale.texts)
-    for path, texts in ((run.output / "openings.jsonl", openings), (run.prompts, held_out[: run.scale.prompts])):
+    for path, texts in ((run.openings, openings), (run.prompts, held_out[: run.scale.prompts])):
         encoded = tokenizer([text[:PROMPT] for text in texts])["input_ids"]
         write_jsonl(path, "input_ids", (ids[: run.scale.prompt_tokens] for ids in encoded))
 
 
 def text(run: Run) -> None:
     """Let the backbone generate text to train heads on."""
-    own = run.output / "own.jsonl"
-    argv = ["--backbone", run.backbone, "--prompts", run.output / "openings.jsonl", "--output", own, "--overwrite"]
-    argv += ["--max-new-tokens", run.scale.new_tokens, "--batch-size", 512, "--temperature", 0.3, "--ignore-eos"]
+    argv = ["--backbone", run.backbone, "--prompts", run.openings, "--output", run.own, *run.scale.text.split()]
     argv += ["--device", run.device, "--dtype", run.dtype_name, "--quiet"]
+    argv += ["--overwrite"] * (not run.goes_on)
     start = time.monotonic()
     run.medusa("distill", *argv)
-    run.keep(texts=run.scale.texts, writing_seconds=round(time.monotonic() - start))
+    with run.own.open(encoding="utf-8") as file:
+        run.keep(texts=sum(1 for _ in file), writing_seconds=round(time.monotonic() - start))
 
 
 def train(run: Run, kind: str) -> None:
     """Train heads of one kind on the backbone's text."""
     config = {
         "backbone": str(run.backbone),
-        "data": {"path": str(run.output / "own.jsonl"), "sequence_length": 256},
+        "data": {"path": str(run.own), "sequence_length": run.scale.sequence_length},
         "output_dir": str(run.heads / kind),
         "heads": {"num": 4, "kind": kind},
         "device": run.device,
         "training": run.scale.training | {"save_strategy": "no", "logging_steps": 50, "bf16": run.on_gpu},
     }
-    recipe = run.output / f"{kind}.yaml"
+    recipe = run.own.with_name(f"{kind}.yaml")
     write_json(recipe, config)  # JSON is YAML
     start = time.monotonic()
-    result = run.medusa("train", recipe, "--overwrite", "--quiet", result=f"train_{kind}")
+    result = run.medusa("train", recipe, "--overwrite", "--quiet", result=run.stage.replace(" ", "_"))
     seconds = round(time.monotonic() - start)
     run.keep(kind=kind, steps=result.get("steps"), loss=result.get("loss"), training_seconds=seconds)

@@ -52,7 +52,8 @@ def append(output: Path, figure: Figure) -> None:
 def read_figures(output: Path) -> dict[str, list[Figure]]:
     """Read the figures of the last run of each stage, in the order in which the stages ran.
 
-    A line that is not complete, because its stage was ended while it wrote, is left out."""
+    A run that goes on where the last one was cut off has the figures of both, without the errors of the first. A line
+    that is not complete, because its stage was ended while it wrote, is left out."""
     found: dict[str, list[Figure]] = {}
     place = output / FIGURES
     for line in place.read_text(encoding="utf-8").splitlines() if place.is_file() else ():
@@ -61,7 +62,9 @@ def read_figures(output: Path) -> dict[str, list[Figure]]:
         except json.JSONDecodeError:
             continue
         if figure.get("event") == "start":
-            found.pop(figure["stage"], None)
+            earlier = found.pop(figure["stage"], [])
+            if figure.get("goes_on"):
+                found[figure["stage"]] = [one for one in earlier if not {"event", "error"} & set(one)]
         found.setdefault(figure["stage"], []).append(figure)
     return found
 
@@ -75,14 +78,20 @@ class Run:
     scale: SimpleNamespace
     device: str
     seconds: float
+    folder: str = ""  # in `output`, with a backbone of its own; `scale` may hold other sizes for it
 
     def __post_init__(self) -> None:
         self.end = time.monotonic() + self.seconds
         self.on_gpu, self.toy = self.device != "cpu", self.scale is TOY
+        self.scale = SimpleNamespace(**vars(self.scale) | vars(self.scale).get(self.folder, {}))
+        self.kept = read_figures(self.output).get(self.stage, [])
+        self.goes_on = any(figure.get("goes_on") for figure in self.kept)  # with an earlier run, which was cut off
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.dtype_name = str(self.dtype).removeprefix("torch.")
-        self.backbone, self.prompts = self.output / "backbone", self.output / "prompts.jsonl"
-        self.heads = self.output / "heads"  # in a folder for each kind
+        home = self.output / self.folder
+        self.backbone, self.prompts = home / "backbone", home / "prompts.jsonl"
+        self.openings, self.own = home / "openings.jsonl", home / "own.jsonl"  # prompts, and the text after them
+        self.heads = home / "heads"  # in a folder for each kind
         self.ways: dict[str, dict[str, object]] = {}
         for how, way in SIZES["ways"].items():
             way = way if self.on_gpu else {key: value for key, value in way.items() if key != "cuda_graphs"}
@@ -94,6 +103,19 @@ class Run:
     def clocks(self) -> Figure:
         """Read the GPU's clock, power and temperature, for work that has just ended; {} on a CPU."""
         return gpu_state(torch.device(self.device)) if self.on_gpu else {}
+
+    def forget_peak(self) -> None:
+        """Begin a new peak of the GPU's memory."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> Figure:
+        """Read the peak of the GPU's memory, weights included, since `forget_peak`; {} on a CPU."""
+        return {"peak_mb": round(torch.cuda.max_memory_allocated(self.device) / 1e6)} if self.on_gpu else {}
+
+    def has_kept(self, **about: object) -> bool:
+        """Whether a figure with these fields was kept by the run that this one goes on with."""
+        return any(about.items() <= figure.items() for figure in self.kept if "error" not in figure)
 
     def keep(self, **figure: object) -> None:
         """Append a figure of this stage to the file of figures, with the GPU's clocks unless it holds them already."""
@@ -143,6 +165,7 @@ class Stage:
     run: Callable[[Run], None]
     seconds: int  # after which it is cut off
     needs: tuple[str, ...] = ()  # stages that must have ended, and have produced figures, before this stage starts
+    folder: str = ""  # of `Run`
 
 
 def run_stages(
@@ -151,7 +174,8 @@ def run_stages(
     """Run stages one after another, and record and return how each ended: done, failed, cut off or skipped.
 
     Each stage is a new process. It ends with its children after `factor` times its own limit, after `seconds` of the
-    battery, or if this process is interrupted. A stage that has not begun by then keeps its earlier figures."""
+    battery, or if this process is interrupted. A stage that has not begun by then keeps its earlier figures. A stage
+    that was cut off or interrupted goes on: it keeps its figures, and may leave out what they measure."""
     battery_end, context = time.monotonic() + seconds, processes(device)
     outcomes: dict[str, Figure] = {}
     for name, stage in stages.items():
@@ -161,7 +185,7 @@ def run_stages(
         if missing or limit <= 0:
             outcome = {"status": "skipped", "error": f"needs {missing[0]}" if missing else "no time was left"}
         else:
-            append(output, {"stage": name, "event": "start"})
+            append(output, {"stage": name, "event": "start", "goes_on": was_cut_off(output, name)})
             process = context.Process(target=in_process, args=(name, stage, output, toy, device, limit))
             try:
                 start(process)
@@ -181,6 +205,12 @@ def run_stages(
 def finished_stages(output: Path) -> list[str]:
     """List the stages that have finished in this or an earlier run."""
     return [name for name, figures in read_figures(output).items() if figures[-1].get("status") == "done"]
+
+
+def was_cut_off(output: Path, name: str) -> bool:
+    """Whether the last run of a stage ended before its time: it was cut off, or interrupted and has no end."""
+    figures = read_figures(output).get(name)
+    return bool(figures) and figures[-1].get("status", "cut off") == "cut off"
 
 
 def usable_stages(output: Path) -> list[str]:
@@ -255,7 +285,7 @@ def in_process(name: str, stage: Stage, output: Path, toy: bool, device: str, se
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # a parent may replace them
-    run = Run(name, output, TOY if toy else FULL, device, seconds)
+    run = Run(name, output, TOY if toy else FULL, device, seconds, stage.folder)
     transformers.set_seed(0)
     if device != "cpu":
         use_gpu(device)

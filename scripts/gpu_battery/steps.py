@@ -16,6 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import LlamaForCausalLM
 
+from decode.bench.benchmark import captures_graphs
 from decode.bench.methods import Method
 from decode.cache import TreeCache
 from decode.compiled.graphs import GraphedStep, possible
@@ -30,6 +31,7 @@ from medusa.backbone import Backbone
 
 SKIPPED = 4  # steps before those that are timed: they compile, warm up and capture
 PROFILED = 4  # steps
+TEXTS = 3  # of which the median start counts
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 ATTENTION = ("attention", "fmha", "flash", "cudnn", "sdpa")  # parts of the names of attention kernels
@@ -58,16 +60,30 @@ class StepClock:
         return 1000 * statistics.median(gaps) if gaps else None
 
     @property
+    def first_ms(self) -> float | None:
+        """The median time in milliseconds until the first step ended, which wrote the first token; `None` without."""
+        starts = [ends[0] - begun for begun, ends in zip(self.begun, self.texts, strict=True) if ends]
+        return 1000 * statistics.median(starts) if starts else None
+
+    @property
     def prompt_ms(self) -> float | None:
         """The median time in milliseconds until the first step ended, less that of a step; `None` without steps."""
-        starts = [ends[0] - begun for begun, ends in zip(self.begun, self.texts, strict=True) if ends]
-        return 1000 * statistics.median(starts) - self.ms if starts and self.ms is not None else None
+        return None if self.first_ms is None or self.ms is None else self.first_ms - self.ms
+
+
+def warm_up(method: Method, batches: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Decode the batches of prompts, and capture the graphs that start a text, which happens at its third use."""
+    for batch in batches:
+        method(batch)
+    for batch in 2 * batches if captures_graphs(method) else ():
+        list(itertools.islice(method.start(batch), 1))
 
 
 def step_ms(method: Method, prompts: Sequence[Sequence[int]]) -> tuple[float | None, float | None]:
-    """Decode the prompts; return the milliseconds of a step (the median), and those of reading the prompts."""
+    """Decode the prompts `TEXTS` times; return the milliseconds of a step (the median), and of reading the prompts."""
     clock = StepClock()
-    method(prompts, clock.start())
+    for _ in range(TEXTS):
+        method(prompts, clock.start())
     return clock.ms, clock.prompt_ms
 
 

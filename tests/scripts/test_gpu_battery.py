@@ -20,11 +20,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from decode.texts import Result
 from medusa.commandline import exit_status
+from medusa.commands.fit.state import FitState
 from medusa.errors import RequestError
+from medusa.files import ASSETS
 from medusa.heads import KINDS
+from medusa.records.sources import read_records
+from script_tools import write_jsonl
 from scripts.gpu_battery import __main__ as battery
-from scripts.gpu_battery import bench, clocks, run
+from scripts.gpu_battery import bench, chat, clocks, curves, run
 from scripts.gpu_battery.__main__ import BATTERY_SECONDS, STAGES
 from scripts.gpu_battery.report import REPORT
 from scripts.gpu_battery.run import TOY, Run, Stage, run_stages
@@ -82,21 +87,33 @@ def test_the_rehearsal_runs_every_stage(tmp_path: Path, monkeypatch: pytest.Monk
     assert {"plain, compiled", "generate, eager", "generate, static cache", "generate, compiled"} < set(methods)
     assert all(figure["equal_texts"] == "1 of 1" for figure in methods.values())
     assert methods["markov, 7 nodes, compiled"]["tau"] > 1
-    (compared,) = [figure for figure in figures["benchmark"] if "compared" in figure]
+    compared, _ = [figure for figure in figures["benchmark"] if "compared" in figure]
     forwards = compared["forward_of_1_ms"] / compared["forward_ms"]
     assert compared["target"] == pytest.approx(0.9 * compared["tau"] * forwards)
     assert compared["met"] == (compared["speedup"] >= compared["target"])
     traces = {figure["traced"]: tmp_path / figure["trace"] for figure in figures["benchmark"] if "trace" in figure}
-    assert set(traces) == {"markov, 7 nodes, compiled", "plain, compiled"}
+    assert set(traces) == {"markov, 7 nodes, compiled", "markov, 3 nodes, compiled", "plain, compiled"}
     for place in traces.values():  # for a viewer
         with gzip.open(place) as file:
             assert len(json.load(file)["traceEvents"]) > 100
     assert [figure["passed"] for figure in figures["verify"] if "passed" in figure] == [True, True]
-    assert {figure.get("temperature") for figure in figures["chat"]} == {None, 0.7}
-    assert {figure["made"] for figure in figures["chat"] if "made" in figure} > {"text", "benchmark"}
+    chats = {figure["method"]: figure for figure in figures["chat"] if "method" in figure}
+    sampled = {f"{name}, compiled, temperature 0.7" for name in ("plain", "markov, 7 nodes", "medusa, 7 nodes")}
+    assert {"plain, compiled", "medusa, 7 nodes, compiled", "generate, eager", *sampled} < set(chats)
+    assert all((figure.get("equal_texts") == "2 of 2") == (name not in sampled) for name, figure in chats.items())
+    markov = chats["markov, 7 nodes, compiled"]
+    least, most = markov["tau_interval"]
+    assert least - 1e-4 < markov["tau"] < most + 1e-4, "it is computed in float32"
+    assert markov["first_token_ms"] > 0
+    assert chats["markov, 7 nodes, compiled, temperature 0.7"]["speedup"] > 0
+    assert [figure["nodes"] for figure in figures["chat"] if "compared" in figure] == [7, 3]
+    assert [figure["passed"] for figure in figures["chat verify"] if "passed" in figure] == [True, True]
+    assert {figure["made"] for figure in figures["fit"] if "made" in figure} > {"text", "benchmark"}
     for kind in KINDS:
         assert any(figure.get("method", "").startswith(f"{kind}, ") for figure in figures["kinds"])
-    assert f"{methods['markov, 7 nodes, compiled']['tau']:.4g}" in (tmp_path / REPORT).read_text()
+    told = (tmp_path / REPORT).read_text()
+    assert f"{methods['markov, 7 nodes, compiled']['tau']:.4g}" in told
+    assert "times generate, eager" in told
 
 
 def test_the_battery_starts_from_the_sources(tmp_path: Path) -> None:
@@ -197,6 +214,121 @@ def test_an_interrupted_battery_ends_its_stage_and_writes_a_report(tmp_path: Pat
     assert status == 128 + signal.SIGTERM, told.read_text()
     assert "figures.jsonl keeps" in told.read_text()
     assert "| backbone | interrupted |" in (tmp_path / REPORT).read_text()
+
+
+def going_on(stage: Run) -> None:
+    """Measure the first of two points, and the second one in the run that goes on."""
+    for nodes in (64, 16):
+        if not stage.has_kept(nodes=nodes):
+            stage.keep(nodes=nodes, ms=1.5)
+            if not stage.goes_on:
+                time.sleep(3600)
+
+
+def test_a_stage_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in(monkeypatch, going_on)
+    assert run_toy(tmp_path, seconds=2)["status"] == "cut off"
+    run.append(tmp_path, {"stage": "verify", "error": "of the first run"})
+    run.append(tmp_path, {"stage": "verify", "event": "end", "status": "cut off"})
+    assert run_toy(tmp_path)["status"] == "done"
+    figures = run.read_figures(tmp_path)["verify"]
+    assert [figure["nodes"] for figure in figures if "nodes" in figure] == [64, 16]
+    assert not any("error" in figure for figure in figures)
+    put_in(monkeypatch, losing_some)  # a finished stage begins anew
+    run_toy(tmp_path)
+    assert [figure["nodes"] for figure in run.read_figures(tmp_path)["verify"] if "ms" in figure] == [8]
+
+
+def test_points_that_are_kept_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways come one after the other, with all their points."""
+    measured: list[tuple[object, ...]] = []
+    told = ("how", "batch", "nodes")
+    monkeypatch.setattr(curves, "random_model", lambda stage, name: None)
+    monkeypatch.setattr(curves, "random_method", lambda *about: None)
+    monkeypatch.setattr(curves, "warm_up", lambda method, batches: None)
+    monkeypatch.setattr(
+        curves, "measure_point", lambda stage, about, method: measured.append(tuple(about[key] for key in told))
+    )
+    stage = Run("8B", tmp_path, TOY, "cpu", 60)
+    stage.kept = [{"model": "8B", "how": "compiled", "context": 20, "batch": 2, "nodes": 8, "ms": 3.0}]
+    curves.curves(stage, "8B")
+    assert measured == [("compiled", 2, 1), ("eager", 2, 8), ("eager", 2, 1)]
+
+
+def test_methods_that_are_kept_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding is, because it takes turns with the methods that are left."""
+    model = SimpleNamespace(model=None)
+    monkeypatch.setattr(bench, "load_backbone", lambda name, options: model)
+    monkeypatch.setattr(bench, "read_records", lambda name: [SimpleNamespace(input_ids=[1, 2])] * 2)
+    made: list[str] = []
+
+    def method(name: str) -> Callable[..., object]:
+        def decode(prompts: Sequence[Sequence[int]], on_step: Callable[..., object] | None = None) -> list[Result]:
+            for _ in range(8 if on_step else 0):
+                on_step(0, [3])  # type: ignore[misc]
+            return [Result([1, 2], [3, 3, 3], [1] * 3, [2] * 3, seconds=0.5) for _ in prompts]
+
+        made.append(name)
+        return decode
+
+    monkeypatch.setattr(bench, "plain_method", lambda model, settings: method("plain"))
+    monkeypatch.setattr(bench.Bench, "method_of", lambda self, kind, tree, settings: method(f"{kind}, {tree}"))
+    stage = Run("chat", tmp_path, TOY, "cpu", 60, "chat")
+    kept = {"method": "plain, compiled", "tokens_per_second": 2.0, "step_ms": 1.0}
+    stage.kept = [kept, kept | {"method": "markov, 7 nodes, compiled", "tau": 2.0}]
+    found = bench.Bench(stage)
+    found.measure_way("compiled", {"compile": True}, ["markov"], ["7 nodes"])
+    assert not made, "all its methods have figures"
+    found.measure_way("compiled", {"compile": True}, ["markov", "medusa"], ["7 nodes"])
+    assert made == ["plain", "medusa, 7 nodes"]
+    (figure,) = run.read_figures(tmp_path)["chat"]
+    assert figure["method"] == "medusa, 7 nodes, compiled"
+    assert figure["speedup"] == 1
+    assert figure["tau_interval"] == [2, 2]
+    assert figure["first_token_ms"] >= 0
+
+
+def test_fit_keeps_the_figures_of_each_stage_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call may end within the next stage. A later call also has the figures of what `medusa fit` has finished."""
+    stage = Run("fit", tmp_path, TOY, "cpu", 60, "chat")
+    asked: list[tuple[object, ...]] = []
+
+    def fit(command: str, *argv: object) -> None:
+        asked.append(argv)
+        state = FitState(tmp_path / "fit", {"model": "m"}, overwrite="--overwrite" in argv)
+        state.finish(f"stage {len(asked)}", {"tau": 2.0, "prompts": [1]})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stage, "medusa", fit)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            chat.fit(stage)
+        stage.kept = run.read_figures(tmp_path)["fit"]
+    made = [(figure["made"], figure["tau"]) for figure in run.read_figures(tmp_path)["fit"]]
+    assert made == [("stage 1", 2.0), ("stage 2", 2.0)]
+    assert not any("--overwrite" in argv for argv in asked)
+    FitState(tmp_path / "fit", {"model": "m"}).finish_run()
+    with pytest.raises(KeyboardInterrupt):
+        chat.fit(stage)
+    assert "--overwrite" in asked[-1], "it would measure nothing"
+
+
+def test_the_prompts_of_a_chat_model_are_on_one_side(tmp_path: Path) -> None:
+    """Those that methods are timed on are of all categories, and the model does not answer them for its heads."""
+    questions = write_jsonl(tmp_path / "questions.jsonl", "prompt", [f"Tell me about {n} cats" for n in range(8)])
+    prompts = write_jsonl(
+        tmp_path / "more.jsonl", "prompt", [*(f"Tell me about {n} cats" for n in range(12)), "x " * 90]
+    )
+    stage = Run("chat model", tmp_path, TOY, "cpu", 60, "chat")
+    stage.scale.prompt_tokens = 40
+    chat.chat_model(stage, str(ASSETS / "backbone"), str(prompts), str(questions))
+    sides = [[record.input_ids for record in read_records(str(path))] for path in (stage.openings, stage.prompts)]
+    assert list(map(len, sides)) == [4, 2]
+    assert not any(ids in sides[0] for ids in sides[1])
+    assert len(sides[1][0]) >= len(sides[1][1]), "the longest first"
+    assert (stage.backbone / "config.json").is_file()
+    with pytest.raises(RequestError, match="there is no model"):
+        chat.chat_model(stage, str(tmp_path / "none"), str(prompts))
 
 
 def failing(stage: Run) -> None:
@@ -334,9 +466,10 @@ def test_a_second_call_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: py
     run.append(tmp_path, {"stage": "MHA", "event": "end", "status": "cut off"})
     asked: list[str] = []
     monkeypatch.setattr(battery, "run_stages", lambda stages, *more: asked.extend(stages) or {})
-    with pytest.raises(KeyError):  # nothing ran, so nothing has an outcome
-        battery.main(["--rehearse", "--output", str(tmp_path)])
-    assert asked == ["machine", "MHA"]
+    for words in ([], ["--stage", "MHA", "GQA", "--unfinished"]):
+        with pytest.raises(KeyError):  # nothing ran, so nothing has an outcome
+            battery.main(["--rehearse", "--output", str(tmp_path), *words])
+    assert asked == ["machine", "MHA"] * 2
     before = run.read_figures(tmp_path)["MHA"]
     assert run_stages({"MHA": STAGES["MHA"]}, tmp_path, True, "cpu", 0)["MHA"]["status"] == "skipped"
     assert run.read_figures(tmp_path)["MHA"] == before

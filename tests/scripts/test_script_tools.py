@@ -31,6 +31,7 @@ WRONG = {
     "draw_kinds": [""],
     "fuzz": ["--minutes 0", "--cases 0", "--minutes 1 --case 2"],
     "gpu_battery": ["--seconds soon --output {tmp}", "--stage dance --output {tmp}"],
+    "gpu_battery/bundle": ["make", "open no/part --output {tmp}/x"],
     "load_speed": ["--clients 1,x", "--rounds 0"],
     "state_speed": ["--nodes x", "--dtype int8"],
     "load_test": ["--minutes 0", "--clients 0"],
