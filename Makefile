@@ -70,9 +70,11 @@ MT_BENCH := https://raw.githubusercontent.com/lm-sys/FastChat/main/fastchat/llm_
 $(DATA)/mt_bench/question.jsonl: | $(VENV)/base
 	$(BIN)/hf download openai/gsm8k --repo-type dataset --include 'main/test*' --local-dir $(DATA)/gsm8k
 	$(BIN)/hf download openai/openai_humaneval --repo-type dataset --include '*.parquet' --local-dir $(DATA)/humaneval
-	curl --fail --location --create-dirs --output $(DATA)/spec_bench/question.jsonl $(SPEC_BENCH)
 	curl --fail --location --create-dirs --output $@ $(MT_BENCH)
 
+$(DATA)/spec_bench/question.jsonl:
+	curl --fail --location --create-dirs --output $@ $(SPEC_BENCH)
+
 # The same command continues an interrupted run. MODEL=google/gemma-3-270m-it make real    another model
-real: $(DATA)/mt_bench/question.jsonl
+real: $(DATA)/mt_bench/question.jsonl $(DATA)/spec_bench/question.jsonl
 	$(BIN)/python scripts/real_model.py $(MODEL) --data $(DATA) --prompts $(DATA)/spec_bench/question.jsonl --output runs/real-$(notdir $(MODEL))$(REAL) $(REAL)

@@ -53,8 +53,12 @@ def read_prompts(data: Path, more: Sequence[Path]) -> tuple[Split, dict[str, lis
 def lengthened(records: Sequence[Record], texts: Path, tokenizer: Tokenizer, tokens: int) -> list[Record]:
     """Put texts of the model with their questions, out of a file of `medusa distill`, before each question.
 
-    The texts of a question have at least `tokens` tokens together, and differ from those of the next one."""
-    found, others = [], cycle(read_records(str(texts)))
+    The texts of a question have at least `tokens` tokens together, and differ from those of the next one if there are
+    enough. Raise RequestError if the file has no texts of a model."""
+    written = [record for record in read_records(str(texts)) if record.input_ids]
+    if not written:
+        raise RequestError(f"{texts} has no texts of a model; it should be a file of medusa distill")
+    found, others = [], cycle(written)
     for record in records:
         before, count = list[str](), 0
         while count < tokens:

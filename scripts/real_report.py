@@ -84,7 +84,7 @@ def speed_section(state: FitState, found: Json, title: str, picture: str) -> str
     with replacing(state.folder / f"{picture}.png") as temporary:
         figure = plots.alone(plots.bars, bars, "times plain decoding", "{:.2f} x".format, bars=len(bars))
         figure.savefig(temporary, format="png", dpi=140)
-    note = "\n\nSamples may differ between methods; their distribution does not." if found["sampled"] else ""
+    note = "\n\nSamples may differ between methods; their distribution does not." if found.get("sampled") else ""
     return f"## {title}\n\n{markdown_table(head, rows)}{note}\n\n![{title}]({picture}.png)"
 
 

@@ -59,11 +59,13 @@ class Region:
         graphs: str,
         heads: nn.Module | None,
         sizes: Sequence[int],
+        joins: bool,
     ) -> None:
         """Compile steps on `state`, with drafts that fill `tree`; `sampler` decides on them.
 
         `graphs` is one of `CUDA_GRAPHS`. `heads` are those of the drafter, if it has any. `sizes` are the numbers of
-        rows that steps may have, in ascending order; the last one is that of the rows of `state`."""
+        rows that steps may have, in ascending order; the last one is that of the rows of `state`. `joins`: whether
+        texts may join."""
         self.state, self.drafter, self.sampler, self.sizes = state, drafter, sampler, sizes
         self.backbone, self.caches = state.reader.backbone, state.caches
         self.nodes, self.longest = tree.num_nodes, tree.max_depth + 1  # caches of heads read no more of a path
@@ -78,7 +80,7 @@ class Region:
         own = graphs == "own"
         self.graphed = GraphedStep(self._graphed, self.backbone.device) if own else None
         # Prompts are read into the rows of the texts, or, if texts join, each into a cache of its own.
-        self.reads = state if len(sizes) == 1 else state.like(1, BUCKETS[-1])
+        self.reads = state.like(1, BUCKETS[-1]) if joins else state
         self.prompts = PromptGraphs(self.reads.reader, self.reads.heads_cache) if own else None
 
     def __call__(self) -> Tensor:

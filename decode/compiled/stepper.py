@@ -142,7 +142,7 @@ class CompiledStepper(Stepper):
         heads = None if self.factory is None else self.factory.heads
         size = self.sizes[-1], self.tree.max_depth, session.backbone.vocab_size, session.backbone.device
         sampler = Sampler(kind, session.target, *size, self.joins)
-        self.region = Region(state, drafter, sampler, self.tree, self.graphs, heads, self.sizes)
+        self.region = Region(state, drafter, sampler, self.tree, self.graphs, heads, self.sizes, self.joins)
         return self.region
 
     def _enter(self) -> Region:

@@ -30,7 +30,8 @@ class UsesHeads:
         require_draftable(heads.config, backbone.hidden_size, backbone.vocab_size, tree, target is not None)
         require_embeddings(heads, backbone)
         self.heads, self.backbone, self.target = heads, backbone, target
-        if heads.device != (device := backbone.head_weight.device):
+        device = backbone.head_weight.device
+        if device.type != "meta" and {heads.device.type, device.type} > {"cpu"}:  # "meta": it is offloaded
             way_out = f'heads.to("{device}", {backbone.dtype})'
             warnings.warn(f"drafts go between {device} and the heads on {heads.device}; {way_out}", stacklevel=2)
         self.lm_head, self.tree = lm_head_for(heads, backbone), tree.to(backbone.device)

@@ -14,6 +14,7 @@ from time import perf_counter, thread_time
 
 from accelerate.utils.memory import should_reduce_batch_size
 
+from decode.compiled.region import Regions
 from decode.loop import NOT_DEFINED, Stepper
 from decode.ops.draws import QuickDraws
 from decode.request import prepare
@@ -85,20 +86,23 @@ class BulkWriter:
     """Continues prompts with a generator, many at a time; each text depends on its prompt and seed alone."""
 
     def __init__(self, generator: TextGenerator, width: int | None = None) -> None:
-        """Write with `generator`, so many texts at a time; `None`: as many as memory holds and speed asks for."""
+        """Write with `generator`, so many texts at a time; `None`: as many as memory holds and speed asks for.
+
+        Compiled steps have one width: the given one, or `COMPILED_WIDTH`, if there are as many jobs and memory."""
         self.generator = generator
         self.adapting = Adapting(generator.source)
-        if generator.settings.compile and width is None:
-            width = COMPILED_WIDTH
+        self.chooses = width is None  # how many texts are compiled together
         self.width = Width(1 if must_be_alone(generator.models) else width)
         self.is_limited = False  # whether the width respects the memory
         self.batch = RunningBatch(self._stepper_for)
         self.running: dict[int, Job] = {}  # by the row of the batch
 
     def write(self, jobs: deque[Job], on_step: Callable[[Sequence[int]], object]) -> None:
-        """Write the texts of all `jobs`; the end of a job may add others. `on_step` gets the lengths of running texts.
+        """Write the texts of all `jobs`; the end of a job may add another. `on_step` gets the lengths of running texts.
 
         Raise RunError for a model whose probabilities are not defined, and whatever a job's `ended` raises."""
+        if self.generator.settings.compile and self.chooses and not self.width.settled:
+            self.width = Width(min(COMPILED_WIDTH, max(len(jobs), 1)))
         clock = thread_time if self.generator.model.device.type == "cpu" else perf_counter
         try:
             while jobs or self.running:
@@ -113,6 +117,7 @@ class BulkWriter:
                         raise
                     self.width.limit(self.width.rows // 2)
                     self._begin_again(jobs)
+                    Regions.of(self.generator.model).clear()  # which hold caches of the former width
                     continue
                 self._finish()
                 on_step([len(self.batch.sequences.new_ids[row]) for row in self.running])

@@ -51,7 +51,8 @@ class DistillOptions(CommandOptions):
     batch_size: int = 1  # for which a tree is calibrated: drafts pay where few texts are left
     width: int | None = count(
         None,
-        "generate N texts at a time on this machine (default: as many as memory and speed allow)",
+        "generate N texts at a time on this machine (default: as many as memory and speed allow; with --compile 64, if "
+        "memory allows them)",
         name="batch_size",
         brief="generate N texts at a time on this machine",
     )

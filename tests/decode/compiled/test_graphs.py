@@ -6,6 +6,7 @@ objects hold it by then. So a step with an input that is not static writes anoth
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,8 @@ from decode.compiled import graphs, prompts, sampling
 from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Region, Regions
 from decode.reader import Reader
+from decode.serve import bulk
+from decode.serve.bulk import BulkWriter, Job
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
 from decode.texts import TextGenerator
 from medusa import Tree
@@ -381,6 +384,33 @@ def test_no_step_starts_ahead_whose_tokens_the_host_may_decide(
     assert written(batch, rows) == expected[1:]
     assert "sent sent read" in " ".join(FakeEvent.log), "no step started ahead: no power"
     batch.clear()
+
+
+def test_many_texts_join_graphed_steps(fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of several turns join alone, by the prompts' graphs, and while a step runs ahead."""
+    monkeypatch.setattr(bulk, "FREE_PADDING", 0)
+    monkeypatch.setattr(bulk, "PADDING", 0)
+    read, stock = list[Any](), Region.read
+    monkeypatch.setattr(Region, "read", lambda self, ids, lengths: read.append(lengths) or stock(self, ids, lengths))
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
+    texts: list[list[list[int]]] = [[] for _ in range(6)]
+
+    def job(place: int, prompt: list[int]) -> Job:
+        def ended(new: list[int], reason: str) -> None:
+            texts[place].append([*prompt, *new])
+            if len(texts[place]) < 4:
+                jobs.append(job(place, texts[place][-1]))
+
+        return Job(prompt, 0, ended)
+
+    jobs, *late = [deque([job(place, random_ids(3 + 4 * place, seed=place))]) for place in range(6)]
+    writer = BulkWriter(TextGenerator(model, Settings(max_new_tokens=7, ignore_eos=True, compile=True)), 4)
+    writer.write(jobs, lambda lengths: jobs.extend(late.pop() if late else ()))  # so that they end one by one
+    for turns in texts:
+        assert len(turns) == 4
+        assert turns[-1] == [*turns[0][:-7], *plain(model, turns[0][:-7], max_new_tokens=28, eos_token_id=None)]
+    assert "sent sent read" in " ".join(FakeEvent.log), "steps started ahead"
+    assert len(read) > 12, "prompts that join alone are read by graphs"
 
 
 def test_one_graph_for_each_window(fake_cuda: type[FakeGraph]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import Tensor
 
 from decode import reader
@@ -42,6 +43,7 @@ from tests.helpers import (
     random_tree,
     run_steps,
     shared_model,
+    tiny_model,
 )
 
 FOLLOWING = ["hydra", "recurrent", "markov", "eagle"]
@@ -306,3 +308,14 @@ def test_heads_on_another_device_are_named(llama: Any) -> None:
         heads_drafter(heads, Backbone(llama), tree)
     with pytest.warns(UserWarning, match=r'between cpu and the heads on meta; heads.to\("cpu", torch.float32\)'):
         heads_drafter(copy.deepcopy(heads).to("meta"), Backbone(llama), tree)
+
+
+def test_heads_of_an_offloaded_lm_head_stay(llama: Any) -> None:
+    """Its weights lie on "meta" between forwards, where no heads should go."""
+    offloaded = tiny_model("llama")
+    cpu_offload(offloaded.lm_head, execution_device=torch.device("cpu"))
+    backbone = Backbone(offloaded)
+    assert backbone.head_weight.device.type == "meta"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        heads_drafter(heads_for(llama, "hydra"), backbone, Tree.chain(2))

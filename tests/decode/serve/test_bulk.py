@@ -104,6 +104,13 @@ def test_compiled_steps_have_no_more_rows_than_memory_holds(monkeypatch: pytest.
     assert joined[0] < 16
 
 
+@pytest.mark.usefixtures("as_written")
+def test_few_texts_are_compiled_together() -> None:
+    Regions.of(shared_model("llama")).clear()
+    assert written(replace(GREEDY, compile=True), None, prompts=PROMPTS[:3]) == texts_of_generate("llama", PROMPTS[:3])
+    assert [step.rows for step in Regions.of(shared_model("llama"))[-1][1].steps] == [3]
+
+
 def test_a_job_that_ends_may_add_another() -> None:
     texts: list[list[int]] = []
     jobs: deque[Job] = deque()
