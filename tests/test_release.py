@@ -59,7 +59,7 @@ def test_the_lowest_tested_versions_are_the_lower_bounds() -> None:
     lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
     lowest = dict(line.split("==") for line in lines if not line.startswith("#"))
     for requirement in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
-        name, bound = re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?(?:>=([\d.]+))?(?:,<\d+)?", requirement).groups()
+        name, bound = re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?(?:>=([\d.]+))?(?:,<\d+)?(?:; .*)?", requirement).groups()
         if requirement in project["dependencies"] or name in lowest:
             assert Version(lowest[name]) == Version(bound), (
                 f"{requirement}, but constraints-lowest.txt has {lowest.get(name)}"
