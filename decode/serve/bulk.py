@@ -26,7 +26,7 @@ from medusa.errors import RunError
 from medusa.memory import free_memory
 
 FIRST_WIDTH, MOST = 32, 512
-COMPILED_WIDTH = 64  # of compiled steps, as each width is compiled anew; rows without a text cost little on a GPU
+COMPILED_WIDTH = 64  # of compiled steps, as each width needs its own code; rows without a text cost little on a GPU
 WORTHWHILE = 1.08  # a doubled width must write so many times the tokens a second
 MEASURED = 12  # steps of each width
 MEMORY = 0.5  # of the free memory, which keys and values may fill

@@ -234,7 +234,7 @@ def test_a_stage_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     figures = run.read_figures(tmp_path)["verify"]
     assert [figure["nodes"] for figure in figures if "nodes" in figure] == [64, 16]
     assert not any("error" in figure for figure in figures)
-    put_in(monkeypatch, losing_some)  # a finished stage begins anew
+    put_in(monkeypatch, losing_some)  # a finished stage begins again
     run_toy(tmp_path)
     assert [figure["nodes"] for figure in run.read_figures(tmp_path)["verify"] if "ms" in figure] == [8]
 
