@@ -40,8 +40,8 @@ DRAFT_VOCABULARY = 8192  # frequent tokens that drafters choose from, of 49,152 
 class Counter(TorchDispatchMode):
     """Counts the work of decoding, in the same way for every method.
 
-    Hooks count calls of the model's decoder layers, and it counts all matrix products outside of them, whoever computes
-    them. Matrices with more rows than any of a layer count as (parts of) LM heads, the others as a drafter's."""
+    Hooks count the calls of the model's decoder layers. All other matrix products are counted as PyTorch computes them.
+    Matrices with more rows than any of a layer count as (parts of) LM heads, the others as a drafter's."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -299,8 +299,7 @@ class RealModel:
         found = {name: its.to_json() for name, its in take_turns(options, opened, methods).items()}
         for its in found.values():
             del its["prompts"], its["tau_by_position"]
-        sampled = options.settings.temperature > 0
-        return {"methods": found, "threads": torch.get_num_threads(), "best": best, "sampled": sampled}
+        return {"methods": found, "threads": torch.get_num_threads(), "best": best}
 
     def engine(self) -> Json:
         """Let the engine of `distill` and `model.generate` with 16 rows answer the same prompts in turns."""

@@ -30,7 +30,8 @@ def write_report(state: FitState, speeds: Sequence[tuple[str, int, float]]) -> s
     for where in speeds:
         if (found := done.get("speed {} {} {}".format(*where))) is not None:
             title = "Speed in {}, {} thread{}, temperature {:g}".format(*where[:2], "s" * (where[1] > 1), where[2])
-            sections.append(speed_section(state, found, title, "speed-{}-{}-{:g}".format(*where)))
+            sampled = where[2] > 0
+            sections.append(speed_section(state, found, title, "speed-{}-{}-{:g}".format(*where), sampled))
     if (found := done.get("long")) is not None:
         sections.append(speed_section(state, found, f"Speed after prompts of {found['tokens']:,} tokens", "speed-long"))
     if taus := {name.split()[1]: its["tau"] for name, its in done.items() if name.startswith("tau ")}:
@@ -69,7 +70,7 @@ def plan_table(done: Json) -> str:
     return markdown_table(["stage", "planned s", "CPU s", "result"], rows)
 
 
-def speed_section(state: FitState, found: Json, title: str, picture: str) -> str:
+def speed_section(state: FitState, found: Json, title: str, picture: str, sampled: bool = False) -> str:
     """Tabulate the speed of each method, in all and by set of prompts, and draw it to the file `picture`."""
     methods = found["methods"]
     sets = list(methods["plain"].get("by_category", {}))
@@ -84,7 +85,7 @@ def speed_section(state: FitState, found: Json, title: str, picture: str) -> str
     with replacing(state.folder / f"{picture}.png") as temporary:
         figure = plots.alone(plots.bars, bars, "times plain decoding", "{:.2f} x".format, bars=len(bars))
         figure.savefig(temporary, format="png", dpi=140)
-    note = "\n\nSamples may differ between methods; their distribution does not." if found.get("sampled") else ""
+    note = "\n\nSamples may differ between methods; their distribution does not." if sampled else ""
     return f"## {title}\n\n{markdown_table(head, rows)}{note}\n\n![{title}]({picture}.png)"
 
 

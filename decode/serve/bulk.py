@@ -91,7 +91,6 @@ class BulkWriter:
         Compiled steps have one width: the given one, or `COMPILED_WIDTH`, if there are as many jobs and memory."""
         self.generator = generator
         self.adapting = Adapting(generator.source)
-        self.chooses = width is None  # how many texts are compiled together
         self.width = Width(1 if must_be_alone(generator.models) else width)
         self.is_limited = False  # whether the width respects the memory
         self.batch = RunningBatch(self._stepper_for)
@@ -101,7 +100,7 @@ class BulkWriter:
         """Write the texts of all `jobs`; the end of a job may add another. `on_step` gets the lengths of running texts.
 
         Raise RunError for a model whose probabilities are not defined, and whatever a job's `ended` raises."""
-        if self.generator.settings.compile and self.chooses and not self.width.settled:
+        if self.generator.settings.compile and not self.width.settled:
             self.width = Width(min(COMPILED_WIDTH, max(len(jobs), 1)))
         clock = thread_time if self.generator.model.device.type == "cpu" else perf_counter
         try:
