@@ -113,7 +113,7 @@ class State:
 
     def compact(self, draft: Draft, readout: Readout, accepted: Acceptance) -> None:
         """Keep the accepted path of each row in the caches, and make its end the next frontier."""
-        counts = accepted.length * self.alive
+        counts = accepted.length * self.alive  # 0: nothing of the row changes
         path = accepted.path if draft.topology.max_children > 1 else None  # in a chain no node moves
         for cache in self.reader.caches:
             cache.commit(path, counts)
@@ -124,7 +124,11 @@ class State:
             on_path = nodes[:, :, None].expand(-1, -1, readout.hidden.shape[-1]).to(readout.hidden.device)
             states, ids = readout.hidden.gather(1, on_path), draft.ids.gather(1, nodes)
             hidden = self.heads_cache.path(self.hidden, states, ids, counts)
-        self.begin(accepted.next_root, hidden)
+        root = accepted.next_root
+        if self.is_fixed:
+            moves = counts > 0
+            root, hidden = torch.where(moves, root, self.root), torch.where(moves[:, None], hidden, self.hidden)
+        self.begin(root, hidden)
 
     def begin(self, root: Tensor, hidden: Tensor) -> None:
         """Set the last decided tokens [B], and the hidden states [B, H] before them."""

@@ -165,7 +165,8 @@ class Sampler:
         # Of the last node on each path, for decisions of the host.
         self.last_scores = torch.zeros(rows, vocab if all_kinds or self.may_miss else 0, device=device)
         self.last_position = torch.zeros(rows, dtype=torch.long, device=device)
-        self.of_rows = self.buffers  # of all rows, of which a step sees the first ones (`show`)
+        self.undecided = torch.zeros(1, dtype=torch.bool, device=device)  # whether steps wait for the host
+        self.of_rows = self.buffers[:-1]  # of all rows, of which a step sees the first ones (`show`)
 
     @property
     def may_miss(self) -> bool:
@@ -175,7 +176,8 @@ class Sampler:
     @property
     def buffers(self) -> list[Tensor]:
         """All that steps read and change."""
-        return [self.numbers, self.seeds, self.seen, self.noise, self.last_scores, self.last_position]
+        held = [self.numbers, self.seeds, self.seen, self.noise, self.last_scores, self.last_position]
+        return [*held, self.undecided]
 
     def show(self, kind: Kind, rows: int) -> None:
         """Decide on so many rows, the first ones in memory, by the code of `kind`."""
@@ -186,6 +188,7 @@ class Sampler:
 
     def begin(self, target: Target, sequences: Sequences, start: int = 0) -> None:
         """Decide for the texts `sequences`, whose prompts are read, as `target` asks, in the rows from `start` on."""
+        self.undecided.zero_()
         numbers, seeds, seen, *_ = (tensor[start : start + len(sequences)] for tensor in self.of_rows)
         if not seen.shape[1]:  # it only takes argmaxes
             return
@@ -205,10 +208,21 @@ class Sampler:
 
     def __call__(self, draft: Draft, logits: Tensor, state: State) -> Acceptance:
         """Decide on a draft from the `logits` [B, N, V] after its nodes; rows without a text are among the B."""
-        return self.decide(draft, logits, state.reader.cache.filled, state.reader.depth_limit(draft))
+        reader = state.reader
+        return self.decide(draft, logits, reader.cache.filled, reader.depth_limit(draft), state.alive)
 
-    def decide(self, draft: Draft, logits: Tensor, filled: Tensor, depth_limit: Tensor | None) -> Acceptance:
-        """Decide on a draft after texts of `filled` [B] tokens; for `depth_limit` see `decode.accept.accept_greedy`."""
+    def decide(
+        self,
+        draft: Draft,
+        logits: Tensor,
+        filled: Tensor,
+        depth_limit: Tensor | None = None,
+        alive: Tensor | None = None,
+    ) -> Acceptance:
+        """Decide on a draft after texts of `filled` [B] tokens; for `depth_limit` see `decode.accept.accept_greedy`.
+
+        `alive` [B] is 0 for rows without a text. While a token is undecided, lengths are 0 and nothing changes, so that
+        a step can start before the host knows whether it has to decide."""
         if self.kind.is_argmax:
             return accept_greedy(draft, most_probable(logits), depth_limit)
         scores = self._penalised(draft, logits) / self._number("temperature")
@@ -224,17 +238,33 @@ class Sampler:
             shown, _ = self._shown(scores, self.kind.candidates)
             parts = shown.split(max(1, PART // shown[0].numel()))
             accepted = accept_longest(draft, parts, self.kind.rule.passes, depth_limit)
-        self.seen.scatter_(1, draft.ids.gather(1, accepted.path.clamp_min(0)), True)
-        if self.may_miss:
-            at = accepted.end[:, None, None].expand(-1, -1, scores.shape[-1])
-            self.last_scores.copy_(scores.gather(1, at)[:, 0])
-            self.last_position.copy_(filled + accepted.length - 1)
-        return accepted
+        written = draft.ids.gather(1, accepted.path.clamp_min(0))
+        if not self.may_miss:
+            self.seen.scatter_(1, written, True)
+            return accepted
+        waits, missing = self.undecided.clone(), accepted.next_root == UNDECIDED
+        if alive is not None:
+            missing = missing & (alive > 0)
+        self.seen.scatter_(1, written, self.seen.gather(1, written) | ~waits)
+        at = accepted.end[:, None, None].expand(-1, -1, scores.shape[-1])
+        self.last_scores.copy_(torch.where(waits, self.last_scores, scores.gather(1, at)[:, 0]))
+        self.last_position.copy_(torch.where(waits, self.last_position, filled + accepted.length - 1))
+        self.undecided.copy_(waits | missing.any())
+        root = torch.where(waits | ((accepted.next_root == UNDECIDED) & ~missing), 0, accepted.next_root)
+        return accepted._replace(length=torch.where(waits, 0, accepted.length), next_root=root)
 
-    def finish(self, root: Tensor) -> Tensor:
-        """Decide on the next roots [B] that are `UNDECIDED` in `root`, by sorting all tokens; the host does this."""
-        noise = self._noise(self.last_position[:, None]) if self.kind.draws else None
-        token = self._decided(self.last_scores[:, None], noise, self.vocab)[:, 0]
+    def finish(self, root: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+        """Decide on the next roots [R] that are `UNDECIDED` in `root`, by sorting all tokens; the host does this.
+
+        `rows`: the places that the texts had in the step that left them undecided, if they have moved since. Steps that
+        have started meanwhile did nothing; the next one goes on."""
+        count, size = len(root), len(self.numbers)
+        was = list(range(count)) if rows is None else list(rows)
+        at = on_device(was + [0] * (size - count), root.device)
+        scores, position = (tensor.index_select(0, at)[:, None] for tensor in self.of_rows[-2:])
+        noise = self._noise(position) if self.kind.draws else None
+        token = self._decided(scores, noise, self.vocab)[:count, 0]
+        self.undecided.zero_()
         return torch.where(root == UNDECIDED, token, root)
 
     def _number(self, name: str) -> Tensor:

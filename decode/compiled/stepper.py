@@ -23,7 +23,7 @@ from decode.drafters.layouts import DynamicTree, Layout
 from decode.drafters.trained_heads import TrainedHeads
 from decode.generation_config import COMPILED_TEXT, text_options, told, way_out
 from decode.loop import StepOutcome, Stepper, Timer, unpack
-from decode.ops.transfer import Sent
+from decode.ops.transfer import Sent, on_device
 from decode.rules import AcceptanceRule
 from decode.session import Session
 from decode.settings import ONE_SHAPE
@@ -46,6 +46,7 @@ class Launched(NamedTuple):
 
     packed: Tensor | Sent
     places: list[int]
+    may_miss: bool  # whether the host may have to decide on its tokens
 
 
 class CompiledStepper(Stepper):
@@ -84,6 +85,7 @@ class CompiledStepper(Stepper):
         self.region: Region | None = None
         self.ahead: Launched | None = None  # the step that runs while the host handles the one before
         self.is_awaited = False  # whether texts wait until no step runs
+        self.missed = False  # whether the host decided on a token of the last step
         self.lender: Region | None = None  # the region of the batch that these texts are to join
 
     def start(self) -> None:
@@ -164,42 +166,54 @@ class CompiledStepper(Stepper):
 
         Raise a `NotCompilableError` if torch.compile fails on this model."""
         region = self._enter()
+        while not (found := self._read_next(region)):
+            pass
+        self.is_awaited = False
+        timer.lap("verify")
+        outcome = unpack(found)
+        self.state.count(outcome.lengths)
+        self.roots = outcome.roots
+        return outcome
+
+    def _read_next(self, region: Region) -> list[list[int]]:
+        """Read what the next step has decided; nothing if it had started while a token was undecided."""
         try:
-            packed, places = self.ahead or self._launched(region)
-            self.ahead = self._launched(region, 1) if self._goes_ahead(region) else None
+            launched = self.ahead or self._launched(region)
+            self.ahead = self._launched(region, 1) if self._goes_ahead(region, launched) else None
         except TorchDynamoException as error:
             self.region = None
             name, cause = type(self.session.backbone.model).__name__, getattr(error, "inner_exception", error)
             reason = f"{type(cause).__name__}: {str(cause).strip()}".split("\n")[0]
             raise NotCompilableError(f"torch.compile fails on {name} ({reason})") from error
-        self.is_awaited = False
-        found = packed.tolist()
-        if isinstance(packed, Tensor) and any(found[place][1] == UNDECIDED for place in places):
-            roots = region.sampler.finish(packed[:, 1])
-            region.state.root.copy_(roots.clamp_min(0))
-            found = [[length, root, *ids] for (length, _, *ids), root in zip(found, roots.tolist(), strict=True)]
-        timer.lap("verify")
-        outcome = unpack([found[place] for place in places])
-        self.state.count(outcome.lengths)
-        self.roots = outcome.roots
-        return outcome
+        rows = launched.packed.tolist()
+        found = [rows[place] for place in launched.places]
+        if not found[0][0]:
+            return []
+        self.missed = any(row[1] == UNDECIDED for row in rows)  # of a text that has ended, too: all steps wait for it
+        if self.missed:
+            root = region.state.root
+            decided = region.sampler.finish(on_device([row[1] for row in found], root.device), launched.places)
+            root[: len(decided)] = decided.clamp_min(0)
+            found = [[length, one, *ids] for (length, _, *ids), one in zip(found, decided.tolist(), strict=True)]
+        return found
 
     def _launched(self, region: Region, unread: int = 0) -> Launched:
         """Start a step, when the results of `unread` steps are not read yet."""
         region.open(unread)
         packed = region()
-        sent = packed if region.graphed is None or region.may_miss else Sent(packed)
+        sent = packed if region.graphed is None else Sent(packed)
         assert not unread or isinstance(sent, Sent), "rows may move while the step runs"
-        return Launched(sent, list(range(len(self.rows))))
+        return Launched(sent, list(range(len(self.rows))), region.may_miss)
 
-    def _goes_ahead(self, region: Region) -> bool:
-        """Whether the next step starts before the host has read this one, so that the GPU need not wait for the host.
+    def _goes_ahead(self, region: Region, running: Launched) -> bool:
+        """Whether the next step starts before the host has read the `running` one, so that the GPU need not wait.
 
         The host then sees a step too late that a text has ended, and drops what that step decides. So no step starts
-        ahead where this one may end all texts by their lengths. Nor does it while texts wait to join, while the host
-        decides on tokens, or where buffers would move under the running step."""
+        ahead where this one may end all texts by their lengths. Nor does it while texts wait to join, or where buffers
+        would move under the running step. Where the host has just decided on a token, it is likely to do so again, and
+        a step that does not look for that may not follow one that may."""
         sequences = self.session.sequences
-        if self.is_awaited or region.graphed is None or region.may_miss:
+        if self.is_awaited or region.graphed is None or self.missed or (running.may_miss and not region.may_miss):
             return False
         fits = region.end(1) <= min(cache.capacity for cache in region.caches)
         return fits and any(sequences.tokens_left(row) > region.longest for row in self.rows)

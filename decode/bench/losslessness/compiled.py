@@ -71,4 +71,4 @@ class Decisions:
 
     def _step(self) -> Tensor:
         draft = Draft(self.draft.ids.expand(self.shape[0], -1), self.draft.topology)
-        return pack(draft, self.sampler.decide(draft, self.logits.expand(self.shape), self.filled, None))
+        return pack(draft, self.sampler.decide(draft, self.logits.expand(self.shape), self.filled))

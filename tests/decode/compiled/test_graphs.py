@@ -26,10 +26,12 @@ from decode.bench.methods import plain_method
 from decode.compiled import graphs, prompts, sampling
 from decode.compiled.graphs import GraphedStep, graphs_for
 from decode.compiled.region import Region, Regions
+from decode.compiled.sampling import Sampler
 from decode.reader import Reader
 from decode.serve import bulk
 from decode.serve.bulk import BulkWriter, Job
 from decode.settings import CUDA_GRAPHS, DecodingOptions, Settings
+from decode.step import State
 from decode.texts import TextGenerator
 from medusa import Tree
 from tests.decode.compiled.test_running import KINDS, ROOM, alone, batch_of, come_and_go, requests_of, written
@@ -285,6 +287,7 @@ OVERLAPPED: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.9, "seeds": [1, 2, 3]},
     "all accepted": {"do_sample": True, "temperature": 1e3, "acceptance": "typical", "epsilon": 1e-9, "delta": 1e-9},
+    "tokens of the host": {"do_sample": True, "top_p": 0.7, "top_k": 0, "repetition_penalty": 1.3, "seeds": [4, 5, 6]},
 }
 
 
@@ -303,6 +306,7 @@ def test_texts_are_equal_though_their_ends_are_seen_a_step_late(
         return stock(self)
 
     monkeypatch.setattr(Region, "__call__", with_room)
+    monkeypatch.setattr(sampling, "CANDIDATES", 8)
     model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
     batch = left_padded([random_ids(length, seed=length) for length in (3, 9, 6)])
     call = partial(ids_of, model, random_heads(model), **batch, tree="chain", max_new_tokens=26, **options)
@@ -361,16 +365,72 @@ def test_no_graph_is_captured_again_when_texts_join(fake_cuda: type[FakeGraph]) 
     assert any(prompts_of.graphed.graphs.values()), "prompts that join alone are read by graphs, too"
 
 
-def test_no_step_starts_ahead_whose_tokens_the_host_may_decide(
+def test_a_step_waits_for_the_token_that_the_host_decides(
     fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the end of one of two texts, the other's steps are those with top-p that were compiled for a third text.
+    """It starts before the host knows, and changes nothing but caches beyond the text; the host then starts another."""
+    monkeypatch.setattr(sampling, "CANDIDATES", 4)
+    waited, stock, compact = list[bool](), Sampler.decide, State.compact
 
-    The host learns of the end when the next step is due, and must then look at the kind of that step."""
+    def decided(self: Sampler, draft: Any, *given: Any) -> Any:
+        held = [tensor.clone() for tensor in self.buffers if tensor is not self.noise]
+        waited.append(bool(self.undecided))
+        found = stock(self, draft, *given)
+        if waited[-1]:
+            assert found.length.eq(0).all()
+            now = [tensor for tensor in self.buffers if tensor is not self.noise]
+            assert all(map(torch.equal, held, now))
+        return found
+
+    def compacted(self: State, *given: Any) -> None:
+        held = [tensor.clone() for tensor in (self.root, self.hidden, self.reader.cache.filled)]
+        compact(self, *given)
+        if waited[-1]:
+            assert all(map(torch.equal, held, (self.root, self.hidden, self.reader.cache.filled)))
+
+    model, batch = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256), [random_ids(5), random_ids(8)]
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "top_p": 0.6, "top_k": 0, "seeds": [3, 4]}
+    heads, tree = random_heads(model, **FORMS["eagle"]), "dynamic:6"
+    expected = texts(model, heads, batch, tree, **options, compile=True, cuda_graphs="off")
+    monkeypatch.setattr(GraphedStep, "__call__", lambda self, size: self.step(size))  # nothing is replayed
+    monkeypatch.setattr(Sampler, "decide", decided)
+    monkeypatch.setattr(State, "compact", compacted)
+    Regions.of(model).clear()
+    assert texts(model, heads, batch, tree, **options, **OWN) == expected
+    assert 0 < sum(waited) < len(waited) / 4, "where the host decides often, steps do not start ahead"
+
+
+def test_all_texts_wait_for_the_token_of_one(fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts end unforeseen, the others move in memory, and the step that runs may need the host for any of them."""
+    monkeypatch.setattr(sampling, "CANDIDATES", 8)
+    moved, finish = list[int](), Sampler.finish
+
+    def finished(self: Sampler, root: Tensor, rows: Any) -> Tensor:
+        moved.extend(old for new, old in enumerate(rows) if new != old and root[new] == sampling.UNDECIDED)
+        return finish(self, root, rows)
+
+    monkeypatch.setattr(Sampler, "finish", finished)
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
+    batch = left_padded([random_ids(length, seed=length) for length in (3, 9, 6, 4, 5, 7, 8, 2)])
+    call = partial(ids_of, model, random_heads(model), **batch, tree=Tree.chain(1))
+    for seed in range(0, 72, 8):
+        options: dict[str, Any] = {"do_sample": True, "top_p": 0.6, "top_k": 0, "max_new_tokens": 30}
+        options |= {"seeds": [seed + row for row in range(8)], "eos_token_id": [1, 2, 3, 4, 5], "pad_token_id": 0}
+        expected = call(**options, compile=True, cuda_graphs="off")
+        assert torch.equal(call(**options, **OWN), expected)
+    assert moved, "no text that waited had moved: no power"
+    assert "sent sent read" in " ".join(FakeEvent.log)
+
+
+@pytest.mark.parametrize("lasting", range(4, 12))
+def test_a_step_that_does_not_wait_starts_after_the_host_has_decided(
+    lasting: int, fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the end of one of two texts, the other's steps are those that were compiled for a third, which sort all."""
     monkeypatch.setattr(sampling, "CANDIDATES", 8)
     model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
-    sampled: dict[str, Any] = {"do_sample": True, "top_k": 0}
-    sizes = [(sampled | {"top_p": 0.9}, 8), (sampled, 40), ({"do_sample": False}, 7)]
+    cut: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 0.6}
+    sizes = [({"do_sample": True, "top_k": 30}, 8), (cut, 40), (cut, lasting)]
 
     def asked(at: int) -> list[Any]:
         return requests_of(model, at, sizes[at][0], 5, sizes[at][1])
@@ -380,8 +440,7 @@ def test_no_step_starts_ahead_whose_tokens_the_host_may_decide(
     assert written(batch, batch.join(asked(0))) == expected[:1]
     first = batch.join(asked(1))
     FakeEvent.log.clear()
-    rows = [*first, *batch.join(asked(2))]
-    assert written(batch, rows) == expected[1:]
+    assert written(batch, [*first, *batch.join(asked(2))]) == expected[1:]
     assert "sent sent read" in " ".join(FakeEvent.log), "no step started ahead: no power"
     batch.clear()
 

@@ -131,16 +131,35 @@ def test_a_seed_gives_one_text_whatever_the_tree_and_the_batch(monkeypatch: pyte
     finished = 0
     finish = Sampler.finish
 
-    def counted(self: Sampler, root: Tensor) -> Tensor:
+    def counted(self: Sampler, *given: Any) -> Tensor:
         nonlocal finished
         finished += 1
-        return finish(self, root)
+        return finish(self, *given)
 
     monkeypatch.setattr(Sampler, "finish", counted)
     monkeypatch.setattr(sampling, "CANDIDATES", 16)
     assert written(model, again()) == together
     assert finished > 0
     assert len({tuple(text) for text in together}) == len(together)
+
+
+def test_rows_without_a_text_never_wait_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They decide the same in each step, so all steps would wait."""
+    monkeypatch.setattr(sampling, "CANDIDATES", 2)
+    requests = requests_of(shared_model("llama"), [random_ids(4)] * 30, ["top-p"] * 30)
+    sampler = begun(requests, AcceptanceRule("rejection"), VOCAB)
+    draft = Draft(torch.randint(VOCAB, (30, TREE.num_nodes)), Topology.of(TREE))
+    logits, filled, living = torch.randn(30, TREE.num_nodes, VOCAB), torch.full((30,), 4), torch.ones(30)
+    missing = sampler.decide(draft, logits, filled, alive=living).next_root == sampling.UNDECIDED
+    assert missing.any()
+    assert sampler.undecided
+    sampler.undecided.zero_()
+    root = sampler.decide(draft, logits, filled, alive=living.masked_fill(missing, 0)).next_root
+    assert root[missing].eq(0).all()
+    assert not sampler.undecided
+    sampler.undecided.fill_(True)  # by a step that ran when all texts had ended
+    sampler.begin(Target(requests), Sequences(requests, None, logits.device))
+    assert not sampler.undecided, "other texts do not wait"
 
 
 @pytest.mark.usefixtures("traced")
@@ -209,7 +228,7 @@ def test_samples_follow_the_target(rule: AcceptanceRule, monkeypatch: pytest.Mon
     sampler.seeds.random_(2**32)
     filled = torch.arange(rows)
     reader = SimpleNamespace(depth_limit=lambda draft: None, cache=SimpleNamespace(filled=filled))
-    state: Any = SimpleNamespace(reader=reader)
+    state: Any = SimpleNamespace(reader=reader, alive=torch.ones(rows))
     draft, places = Draft(ids.expand(rows, -1), Topology.of(tree)), {one: index for index, one in enumerate(exact)}
     table = torch.full((tree.num_nodes, 6), -1)
     for (node, token), index in places.items():
@@ -261,7 +280,8 @@ def test_machine_code_decides_as_written() -> None:
     sampler = begun(requests, AcceptanceRule("rejection"), VOCAB)
     draft = Draft(torch.randint(VOCAB, (4, TREE.num_nodes)), Topology.of(TREE))
     cache = SimpleNamespace(filled=torch.full((4,), 4))
-    state: Any = SimpleNamespace(reader=SimpleNamespace(depth_limit=lambda draft: None, cache=cache))
+    reader = SimpleNamespace(depth_limit=lambda draft: None, cache=cache)
+    state: Any = SimpleNamespace(reader=reader, alive=torch.ones(4))
     logits = 3 * torch.randn(4, TREE.num_nodes, VOCAB)
     seen = sampler.seen.clone()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode.ops import fast_topk as greatest
-from decode.ops.fast_topk import BLOCK, top_k
+from decode.ops.fast_topk import BLOCK, block_for, by_blocks, top_k
 
 SIZES = [8 * BLOCK, 8 * BLOCK + 1, 9 * BLOCK - 1, 5000]
 
@@ -49,3 +49,30 @@ def test_compiled_steps_search_large_vocabularies_by_blocks(monkeypatch: pytest.
     monkeypatch.setattr(torch.Tensor, "argmax", None)
     values = torch.randn(2, 8 * BLOCK)
     assert torch.equal(top_k(values, 1).indices[:, 0], torch.from_numpy(values.numpy().argmax(-1)))
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "k", "compiling", "block"),
+    [
+        ("cuda", 16_384, 16, True, 32),
+        ("cuda", 128_256, 32, True, 64),
+        ("cuda", 262_144, 1, True, 512),
+        ("cuda", 128_256, 32, False, 0),  # starting seven kernels takes longer
+        ("cuda", 128_256, 1024, True, 0),
+        ("cuda", 1024, 16, True, 0),  # of pairs of candidates
+        ("cpu", 128_256, 16, True, BLOCK),
+        ("cpu", 16_384, 32, True, 0),
+        ("mps", 128_256, 16, True, 0),
+    ],
+)
+def test_sizes_of_blocks(device: str, size: int, k: int, compiling: bool, block: int) -> None:
+    assert block_for(device, 4 * size, size, k, compiling) == block
+
+
+@pytest.mark.parametrize("size", [16_384, 16_384 + 31, 50_257])
+@pytest.mark.parametrize("k", [1, 16, 64])
+def test_blocks_of_a_gpu_find_the_greatest(size: int, k: int) -> None:
+    values = torch.stack([torch.arange(size), torch.arange(size).flip(0), torch.randperm(size)]).float()
+    block = block_for("cuda", values.numel(), size, k, compiling=True)
+    assert 0 < block < size / k
+    assert all(map(torch.equal, by_blocks(values, k, block), values.topk(k)))
