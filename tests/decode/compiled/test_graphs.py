@@ -247,6 +247,46 @@ def test_prompts_are_read_by_graphs(
     assert {size for size, graph in region.prompts.graphed.graphs.items() if graph} == used
 
 
+class Counter(TorchDispatchMode):
+    """Counts the operations that the host asks for, without those of graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.counts = 0, True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += self.counts
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(("options", "most"), [({"do_sample": False}, 60), ({"do_sample": True, "top_p": 0.9}, 100)])
+def test_a_text_starts_with_few_operations(
+    layers: int, options: dict[str, Any], most: int, fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the call to its first step; half of them start no kernel. A forward has some twenty a layer."""
+    model = tiny_model("llama", num_hidden_layers=layers, max_position_embeddings=256)
+    call = partial(ids_of, model, random_heads(model, kind="markov"), max_new_tokens=6, tree="dynamic:6", **OWN)
+    counter, replay, step = Counter(), FakeGraph.replay, Region.__call__
+
+    def uncounted(graph: FakeGraph) -> None:
+        counter.counts, before = False, counter.counts
+        replay(graph)
+        counter.counts = before
+
+    def stepped(region: Region) -> Tensor:
+        counter.counts = False
+        return step(region)
+
+    monkeypatch.setattr(FakeGraph, "replay", uncounted)
+    monkeypatch.setattr(Region, "__call__", stepped)
+    for turn in range(4):
+        counter.count, counter.counts = 0, True
+        with counter:
+            call(torch.tensor([random_ids(9, seed=turn)]), seeds=[turn], eos_token_id=None, **options)
+    assert 0 < counter.count < most
+
+
 @pytest.mark.parametrize("case", ["a model that runs whole", "autocast", "many tokens", "a short context"])
 def test_some_prompts_are_read_without_graphs(
     case: str, fake_cuda: type[FakeGraph], monkeypatch: pytest.MonkeyPatch
