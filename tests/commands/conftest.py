@@ -120,7 +120,7 @@ def empty_picture(file: Any) -> None:
 def short_fit(monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> None:
     """Make probe, calibration and benchmark short: no figure of these tests is a measurement."""
     short: dict[Any, dict[str, Any]] = {
-        probe: {"ANSWERING": 0.5, "ANSWERED": 4, "READ": 2, "ROWS": 1, "LENGTH": 64, "STEPS": 1},
+        probe: {"ANSWERING": 0.5, "LONGEST": 0.5, "ANSWERED": 4, "READ": 2, "ROWS": 1, "LENGTH": 64, "STEPS": 1},
         stages: {"CALIBRATION_TOKENS": 12, "CALIBRATED_ON": 100, "FEWEST_TEXTS": 8},
         # In the benchmark, instead of all prompts, the fewest.
         plan: {"FEWEST_TEXTS": 12}

@@ -28,7 +28,8 @@ from medusa.loading import Loaded
 from medusa.memory import bytes_of, free_memory
 from medusa.options import dtype_name
 
-ANSWERED, ANSWERING = 32, 20.0  # prompts that the probe answers, at most, and for how many seconds
+ANSWERED = 32  # prompts that the probe answers, at most
+ANSWERING, LONGEST = 20.0, 60.0  # seconds for which it answers them, and until half of the answers have ended
 READ = 8  # prompts that are read together, to time it
 ROWS, LENGTH = 4, 256  # of a batch whose reading is timed, as in training
 STEPS = 3  # that are timed
@@ -143,12 +144,14 @@ def _reading(generator: TextGenerator, prompts: Sequence[Sequence[int]]) -> tupl
 
 
 def _answer_tokens(generator: TextGenerator, prompts: Sequence[Sequence[int]]) -> float:
-    """The tokens of an answer, on average; after `ANSWERING` seconds, estimated from the answers that have ended."""
+    """The tokens of an answer, on average; if time does not allow all answers, estimated from those that have ended.
+
+    With less than half of them, the estimate was up to a third too high for answers that end late."""
     ended, running, begun = list[int](), list[int](), perf_counter()
 
     def on_step(lengths: Sequence[int]) -> None:
         running[:] = lengths
-        if perf_counter() - begun > ANSWERING:
+        if perf_counter() - begun > (ANSWERING if 2 * len(ended) >= len(prompts) else LONGEST):
             raise _EnoughError
 
     jobs = deque(Job(list(prompt), seed, lambda new, _: ended.append(len(new))) for seed, prompt in enumerate(prompts))

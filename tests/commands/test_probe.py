@@ -1,0 +1,28 @@
+"""The probe of `medusa fit`: how long answers are."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode.settings import Settings
+from decode.texts import TextGenerator
+from medusa.commands.fit import probe
+from tests.helpers import random_ids, tiny_model
+
+
+@pytest.mark.parametrize(("seconds", "longest", "ended"), [(0.0, 600.0, True), (0.0, 0.0, False)])
+def test_answers_are_awaited_until_half_have_ended(
+    seconds: float, longest: float, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But no longer than a minute: then answers count as long as they may be."""
+    monkeypatch.setattr(probe, "ANSWERING", seconds)
+    monkeypatch.setattr(probe, "LONGEST", longest)
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=256)
+    model.generation_config.eos_token_id = [1, 2, 3]  # of 61 tokens
+    generator = TextGenerator(model, Settings(max_new_tokens=200, temperature=1.0))
+    prompts = [random_ids(5, seed=seed) for seed in range(24)]
+    lengths = [len(result.new_ids) for result in generator(prompts, seeds=range(24))]
+    mean = sum(lengths) / len(lengths)
+    assert 5 < mean < 60
+    found = probe._answer_tokens(generator, prompts)
+    assert found == 200 if not ended else mean / 2 < found < 2 * mean
