@@ -31,8 +31,8 @@ class Acceptance(NamedTuple):
     """The accepted path of nodes in each row of a batch, and the token that the target decided on after the path."""
 
     path: Tensor  # [B, D + 1] accepted nodes from the root on, padded with -1
-    length: Tensor  # [B] the number of accepted nodes, the root included
-    next_root: Tensor  # [B]
+    length: Tensor  # [B] the number of accepted nodes, the root included; 0 in compiled steps that wait for the host
+    next_root: Tensor  # [B] its id, `NO_TOKEN`, or in compiled steps `UNDECIDED`
     end: Tensor  # [B] the last node of the path
 
 
@@ -57,8 +57,8 @@ def accept_walk(
 
     If no child holds the decided token, the walk ends, and the token is the next root. `target` gives the scores after
     nodes, and `decide` takes a token from them: the most probable one, or a draw. No decided token is thrown away, so
-    the text has exactly the target's distribution, whatever the draft. If the draft tree itself is not drawn at random,
-    no lossless rule accepts more tokens on average. `lazy`: see `TreeWalk`."""
+    the text has exactly the target's distribution, whatever the draft, if that was made without these draws. If the
+    draft tree itself is not drawn at random, no lossless rule accepts more on average. `lazy`: see `TreeWalk`."""
     walk, root = TreeWalk(draft, depth_limit, lazy), torch.zeros_like(draft.ids[:, 0])
     for depth in range(draft.topology.max_depth + 1):
         if not len(walk.rows):

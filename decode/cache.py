@@ -5,11 +5,11 @@ holes for padding. A forward appends draft nodes after each row's text; `commit`
 first slots after the text and drops the others. Memory is allocated ahead of the text, and written in place.
 
     lengths 3   slots  t0 t1 t2 | n0 n1 n2 n3      after a forward over the nodes n0..n3
-    commit [n0, n2]    t0 t1 t2 n0 n2 |            lengths 5
+    commit [n0, n2]    t0 t1 t2 n0 n2 |            filled 5, and lengths 5 after `count`
 
-One forward takes three calls. `open` is for the host: it makes room, and sets the window, the slots that attention
+One forward takes four calls. `open` is for the host: it makes room, and sets the window, the slots that attention
 reads. `append` and `commit` use tensors only, so that they can be part of a compiled step. The host
-learns how many nodes were committed when it reads the accepted tokens, and `count` then tells the cache.
+learns how many nodes were committed (`filled`) when it reads the accepted tokens, and `count` then tells the cache.
 
 Shapes: B rows of the batch, H KV heads, S cache slots, W of them in the window, D head size, N nodes of a forward,
 C columns of a path."""

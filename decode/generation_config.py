@@ -139,7 +139,7 @@ def require_plain(value_of: Callable[[str], object], own: GenerationConfig | Non
 
 
 def told(name: str, value: object, own: GenerationConfig | None) -> str:
-    """Tell the value of a field, and whether it is the checkpoint's."""
+    """Return a clause for an error: the value of a field, and whether the checkpoint has the same."""
     is_own = getattr(own, name, None) == value
     return f"{FILE} of the model sets {name}={short(value)}" if is_own else f"{name} is {short(value)}"
 

@@ -2,7 +2,9 @@
 
 A lossless rule accepts what the target decides on. A lossy rule also has a test, `passes`: which tokens it accepts
 after a node. Most accept the longest path of tokens that pass; one that `truncates` walks as a lossless rule does, on
-a target that is cut down to these tokens. A new rule of these kinds is a row of `RULES` with its test.
+a target that is cut down to these tokens. A new rule of these kinds is a row of `RULES` with its test; constants of its
+own are also fields of `AcceptanceRule` and `decode.settings.DecodingOptions`. Lossless rules are not asked by name: the
+target and the draft tell how they walk (`decode.step.Judge`).
 
 Shapes: V vocabulary."""
 
@@ -70,6 +72,11 @@ class Rule(NamedTuple):
     def walks(self) -> bool:
         """Whether it decides on one token after another; else it tests all drafted tokens at once."""
         return self.passes is None or self.truncates
+
+    @property
+    def is_typical(self) -> bool:
+        """Whether it is typical acceptance, which reads epsilon and delta."""
+        return self.passes is _typical
 
     @property
     def written(self) -> str:

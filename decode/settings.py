@@ -139,7 +139,8 @@ class DecodingOptions(Options):
 
 
 class Settings(DecodingOptions):
-    """All generation settings; the defaults mean greedy decoding until EOS or 256 new tokens."""
+    """All generation settings. The defaults are greedy decoding until EOS or 256 new tokens, with the checkpoint's own
+    penalties and stop strings. Raise RequestError if they do not go together."""
 
     max_new_tokens: int = count(
         256, "generate at most N new tokens for each prompt", brief="generate at most N new tokens"
@@ -195,7 +196,7 @@ class Settings(DecodingOptions):
     @property
     def uses_typical(self) -> bool:
         """Whether typical acceptance is asked for, so that epsilon and delta have an effect."""
-        return self.do_sample and not self.rule.kind.lossless
+        return self.do_sample and self.rule.kind.is_typical
 
     @property
     def how(self) -> tuple[AcceptanceRule, str | Literal[False], Amateur | None, bool]:

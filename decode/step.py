@@ -46,7 +46,8 @@ def decode_step(
 ) -> Decided:
     """Decode one step of all rows; `lap` is called with the name of each stage when it ends.
 
-    `judge` decides on a draft from the logits [B, N, V] after its nodes."""
+    `judge` decides on a draft from the logits [B, N, V] after its nodes: a `Judge` with its draws, or, in compiled
+    steps, a `decode.compiled.sampling.Sampler`."""
     draft = drafter.propose(state.frontier())
     lap("propose")
     readout = state.reader(draft)
@@ -175,7 +176,10 @@ class State:
 
 
 class Judge:
-    """Decides in eager steps which nodes of drafts are accepted: a rule, applied to the target of a session's texts."""
+    """Decides in eager steps which nodes of drafts are accepted, by the target of a session's texts.
+
+    Rules that test all nodes accept the longest path that passes. Otherwise target and draft tell how to walk: by
+    argmax, by p / q for drawn drafts, or by a decision at each node."""
 
     def __init__(self, rule: AcceptanceRule, target: Target, sequences: Sequences, lazy: bool) -> None:
         """Apply `rule`; `lazy`: whether walks stop where they end (`decode.accept.TreeWalk`)."""

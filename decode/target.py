@@ -170,7 +170,8 @@ class Target:
         """Decide on R tokens [R], one per row: the most probable token, or a draw from the softmax of the scores.
 
         Token i is for row `rows[i]` of `draws`, and its scores are `scores[index[i]]`; `scores` is [M, V]. Random draws
-        are made in the order of the tokens, one per token, so a seed gives the text of `model.generate`."""
+        are made in the order of the tokens, one for each written token in effect, so with `RowDraws` a seed gives the
+        text of `model.generate`."""
         if not self.do_sample:
             return scores.argmax(-1)[index]
         return draws.tokens(rows, scores.softmax(-1), index)

@@ -52,6 +52,7 @@ class Result:
     uncut_lengths: list[int] = field(default_factory=list)
     """1 + accepted tokens of each step, before any cut. tau is the mean of these numbers."""
     finish_reason: str = "length"
+    """`eos`, `stop`, `length`, or `stopped` for an interrupted text."""
     seconds: float = 0.0
     """Time from the prompt to the last token. Results of one batch share the time of the batch."""
     hidden: torch.Tensor | None = None

@@ -56,7 +56,7 @@ class Loaded:
 def bos_token_id(tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig) -> int | None:
     """Return the id of the BOS token that the tokenizer or, without one, the config names; `None` if neither does."""
     begin = getattr(tokenizer, "bos_token_id", None)
-    return config.get_text_config(decoder=True).bos_token_id if begin is None else begin
+    return getattr(config.get_text_config(decoder=True), "bos_token_id", None) if begin is None else begin
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,9 @@ def _origin(model: PreTrainedModel, name: str, revision: str | None) -> Json:
 
 
 def feature_layers(asked: HeadsConfig, backbone: Backbone) -> list[int] | None:
-    """Return the layers that new heads read: the numbers in `asked`, or for `usual` those that suit the backbone."""
+    """Return the layers that new heads read: the numbers in `asked`, or for `usual` those that suit the backbone.
+
+    `None`: only the last hidden state."""
     asked_layers = asked.feature_layers
     return new_layers(backbone.num_layers) if isinstance(asked_layers, str) else asked_layers
 

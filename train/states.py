@@ -67,7 +67,7 @@ class KeptStates:
 
 
 def states_by_row(backbone: Backbone, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """Compute the same, row by row, by a model that keeps documents apart.
+    """Compute the hidden states [B, T, H] of packed rows, row by row, by a model that keeps documents apart.
 
     transformers makes a mask [B, 1, T, T] from the positions. Flash attention reads the documents' lengths instead, and
     computes nothing between documents: all rows are laid end to end, as transformers' DataCollatorWithFlattening does.
@@ -88,7 +88,7 @@ def states_by_row(backbone: Backbone, input_ids: Tensor, position_ids: Tensor) -
 
 
 def states_by_document(backbone: Backbone, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """Compute the same with one document in each row, padded at its end, which no token before it sees.
+    """Compute the hidden states [B, T, H] with one document in each row, padded at its end, which no token sees.
 
     A forward reads at most B T tokens, padding included, so it takes no more memory than one over packed rows."""
     positions, limit = position_ids.flatten(), input_ids.numel()

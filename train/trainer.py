@@ -207,7 +207,8 @@ class MedusaTrainer(InterruptibleTrainer):
     ) -> Any:
         """Compute the loss of a batch, and keep each head's loss and number of right guesses for the log.
 
-        `num_items_in_batch` [K] is the number of labels of each head in the optimiser step, over all processes."""
+        `num_items_in_batch` [K] is the number of labels of each head in the optimiser step, over all processes. Returns
+        the loss, scaled as the Trainer expects it, and with `return_outputs` also a dict with it."""
         counts = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else None  # None: steps that are timed
         losses: HeadLosses = model(**inputs, counts=counts, in_place=counts is not None and self.adds_in_place)
         self._batch_sums = losses.sums.detach()

@@ -235,7 +235,7 @@ def tau_by_position(results: Sequence[Result]) -> list[PositionFigures]:
 
 
 def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list[AcceptedNode]:
-    """Compute the fraction (0 to 1) of the decoding steps of `results` that accepted each node of their draft tree.
+    """Compute, for each node that was accepted, the fraction (0 to 1) of the recorded steps of `results` that did so.
 
     `ranks`: for each result, the ranks [P, K] (0: best) of the correct tokens among K heads' guesses at P positions.
     Nodes with a rank `MISSED` on their path are left out: heads' guesses are recorded to a limited rank only."""

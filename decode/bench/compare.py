@@ -36,7 +36,7 @@ class Resampling(NamedTuple):
 
 @dataclass
 class Sample:
-    """Token counts, step counts and times (in seconds) of one decoding method, for each batch of prompts."""
+    """Counts, taus and times (in seconds) of one decoding method, for each of B batches of prompts and R rounds."""
 
     new_tokens: Tensor  # [B]
     steps: Tensor  # [B]

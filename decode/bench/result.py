@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from decode.bench.figures import CONFIDENCE, PERCENT, Interval, MethodFigures, interval_in_words
 from decode.bench.machine import Machine
-from decode.rules import is_lossy
+from decode.rules import is_lossy, rule_and_limit
 from decode.settings import Settings, near_tie
 from medusa.errors import RequestError
 
@@ -119,7 +119,7 @@ class RunSettings:
 
         Options of typical acceptance and of compiled steps change nothing without them."""
         standard, used = Settings().to_dict() | {"repetition_penalty": 1.0}, self.generation
-        idle = {"epsilon", "delta"} if not self.acceptance.startswith("typical") else set()
+        idle = set() if rule_and_limit(self.acceptance)[0].is_typical else {"epsilon", "delta"}
         idle |= set() if used.get("compile") else {"cuda_graphs"}
         idle |= {name for name, value in used.items() if value == standard.get(name) or value in ([], None)}
         elsewhere = {"tree", "command", "date", "commit", "prompts_sha256"}

@@ -170,7 +170,7 @@ class Opened:
         return TextGenerator(self.loaded.model, self.settings, self.loaded.tokenizer, self.source)
 
     def job(self) -> dict[str, Any]:
-        """Return the fields of a `decode.bench.methods.Job` with the first drafter."""
+        """Return the fields of a `decode.bench.methods.Job` with the first drafter, which must exist."""
         command, source = self.command, self.source
         fields: dict[str, Any] = {
             "loaded": self.loaded,

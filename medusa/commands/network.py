@@ -51,9 +51,10 @@ class Network(Options):
     def allowed_hosts(self) -> list[str]:
         """The values of the HTTP header Host that the server accepts; `*` means all.
 
-        On a loopback address, only the names of this machine are accepted. Otherwise a web page could reach the
-        server through a domain that resolves to this machine (DNS rebinding)."""
-        return ["127.0.0.1", "localhost", "[::1]"] if self.is_loopback else ["*"]
+        On a loopback address, only that address and the loopback names are accepted. Otherwise a web page could reach
+        the server through a domain that resolves to this machine (DNS rebinding)."""
+        own = f"[{self.host}]" if ":" in self.host else self.host
+        return list(dict.fromkeys(["127.0.0.1", "localhost", "[::1]", own])) if self.is_loopback else ["*"]
 
     def announce(self, command: str) -> None:
         """Print the address of a running server on standard error, even with --quiet."""

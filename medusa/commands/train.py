@@ -31,7 +31,7 @@ class TrainOptions(Options):
     config: str = option(
         REQUIRED,
         "read the backbone, data, output_dir, heads and training arguments from this YAML file; or take a recipe that "
-        "is shipped: medusa1, medusa2, paper_medusa1_7b or paper_medusa2_7b",
+        "is shipped: medusa1, medusa2, mtp, paper_medusa1_7b or paper_medusa2_7b",
         brief="use this YAML file, or a shipped recipe such as medusa1",
         metavar="RECIPE",
         positional=True,

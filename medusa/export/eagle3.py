@@ -122,7 +122,7 @@ def write_eagle3(export: Export, name: str, layer: Layer) -> None:
 
 
 def write_sglang(export: Export) -> Written:
-    """Write heads of kind `eagle` or `dflash` for SGLang; raise RequestError for all other heads."""
+    """Write heads of kind `eagle` or `dflash` for SGLang; raise RequestError for heads that SGLang does not load."""
     if class_of(export.heads.config.kind).form == "dflash":
         return dflash.write_z_lab(export)
     require_eagle(export, "sglang")

@@ -54,7 +54,7 @@ class Kind:
 
     @classmethod
     def check(cls, config: MedusaConfig) -> None:
-        """Raise RequestError if values of a config do not go together; choose defaults that depend on other values."""
+        """Fill in defaults that depend on other values; raise RequestError for values that do not go together."""
 
     @classmethod
     def trains(cls, config: MedusaConfig) -> bool:
@@ -110,7 +110,7 @@ class Kind:
 
     @classmethod
     def drafts_by(cls, config: MedusaConfig) -> str:
-        """Return the drafter of these heads: `TREE`, `LEVELS`, `TRELLIS`, or the place `module:Class` of another."""
+        """Return the drafter: `TREE`, `LEVELS`, `TRELLIS`, `BLOCK_TRELLIS`, or the place `module:Class` of another."""
         return LEVELS if cls.follows_path else TREE
 
     @classmethod

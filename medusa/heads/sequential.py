@@ -73,7 +73,7 @@ class SequentialHeads(MedusaHeads, ABC):
         return inputs.following
 
     def logits_of(self, head: int, features: Tensor, lm_head: LMHead) -> Tensor:
-        """Apply the LM head of the head with index `head` to its features [..., H]; return logits [..., V]."""
+        """Compute the logits [..., V] of head `head` from its features [..., H], by its own LM head or `lm_head`."""
         if self.lm_heads is None:
             return lm_head(features)
         return features @ self.lm_heads[head % len(self.lm_heads)]  # with `lm_head: one` there is only one

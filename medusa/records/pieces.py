@@ -144,8 +144,8 @@ class TextStream:
 
     A token that ends inside a character waits for the rest of the character, and tokens of single bytes wait for
     another token: an invalid byte makes all bytes beside it invalid. Text that may be the beginning of a stop string
-    waits until more text shows whether it is, and so do spaces that the tokenizer may remove. All pieces joined equal
-    `text_of` of all ids."""
+    waits until more text shows whether it is, and so do spaces that the tokenizer may remove. Without `before` and
+    `keeps_special`, all pieces joined equal `text_of` of all ids."""
 
     def __init__(
         self,

@@ -132,6 +132,11 @@ def test_only_a_public_server_accepts_any_host_name(host: str, alone: bool) -> N
     assert (Network(host=host).allowed_hosts == ["*"]) is not alone
 
 
+@pytest.mark.parametrize(("host", "name"), [("127.0.0.2", "127.0.0.2"), ("::1", "[::1]"), ("localhost", "localhost")])
+def test_a_local_server_accepts_its_own_address(host: str, name: str) -> None:
+    assert name in Network(host=host).allowed_hosts
+
+
 def _until(terminal: int, word: bytes) -> bytes:
     """The output of a terminal until `word` appears."""
     shown = b""

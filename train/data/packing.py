@@ -40,13 +40,13 @@ class DataCounts:
 
     documents: int = 0
     tokens: int = 0
-    taught: int = 0
+    taught: int = 0  # tokens that count in the loss
     rows: int = 0
     cut: int = 0  # documents that are longer than a row and were split over several rows, or truncated
     dropped: dict[str, int] = field(default_factory=dict)  # number of dropped records for each reason
     raw_prompts: int = 0  # documents with a prompt as plain text, as `medusa distill` records it
     chat_prompts: int = 0  # documents with a prompt in a chat template
-    options: dict[str, int] = field(default_factory=dict)  # documents by the chat template's options, as JSON
+    options: dict[str, int] = field(default_factory=dict)  # documents not of plain text, by the template's options
     first: dict[str, str] = field(default_factory=dict)  # for each reason, file and line of the first dropped record
 
     def drop(self, reason: str, where: str, example: str = "") -> None:

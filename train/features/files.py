@@ -148,7 +148,7 @@ class Features(Dataset[Batch]):
 def open_features(folder: Path, row_length: int, backbone: Backbone) -> Features:
     """Open a folder of features to train on, as rows of `row_length` tokens.
 
-    Raise RequestError if another backbone computed the features, or if no token counts in the loss."""
+    Raise RequestError if the features are of another backbone or of other layers, or if no token counts in the loss."""
     manifest = Manifest.read(folder)
     fingerprint = manifest.backbone or {}
     wanted = None if backbone.feature_layers is None else list(backbone.feature_layers)

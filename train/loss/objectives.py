@@ -51,7 +51,7 @@ class Acceptance:
         return torch.minimum(p, q).sum(-1)
 
     def slope(self, p: Tensor, q: Tensor) -> Tensor:
-        """The derivative of the probability of acceptance by q, [..., V]."""
+        """The derivative [..., V] of the probability of acceptance with respect to q."""
         if self.objective == "mass":
             return (1 - q).pow_(self.children - 1).mul_(p).mul_(self.children)
         return (q < p).to(q.dtype)

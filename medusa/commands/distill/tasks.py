@@ -63,7 +63,9 @@ def tasks_of(
 
     Only the first `max_turns` questions of a conversation are answered (`None`: all). With `prefix_tokens`, only the
     first `prefix_tokens` tokens of each text or conversation are kept, and are continued.
-    RequestError if a needed tokenizer is missing, the template rejects a conversation, or a prompt is empty."""
+
+    Raise RequestError if a needed tokenizer is missing, a prompt is empty, or a conversation has no question; with
+    `prefix_tokens`, also if the template rejects it."""
     tasks = []
     for index, record in enumerate(records):
         task = Task(index, record.where, tools=record.tools, category=record.category)

@@ -32,7 +32,9 @@ def fastest(choices: list[HeadsChoice], state: FitState) -> HeadsChoice:
 
 
 def install(source: Path, folder: Path) -> None:
-    """Copy trained heads, with their calibration, from `source` to `folder`; each file is replaced atomically."""
+    """Copy trained heads, with their calibration, from `source` to `folder`; each file is replaced atomically.
+
+    Files that `source` lacks stay as they are."""
     for name in HEADS:
         if (source / name).is_file():
             with replacing(folder / name) as temporary:

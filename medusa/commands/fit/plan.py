@@ -252,7 +252,7 @@ def describe(plan: Plan, probe: Probe, choices: list[HeadsChoice], options: FitO
         f"training     {training}{each}",
         f"steps        {steps_of(plan, probe, options)}",
         f"calibration  about {clock(plan.whole_calibration_seconds)}{each}",
-        f"benchmark    {plan.test_prompts} prompts set aside, {rounds}: {clock(plan.whole_benchmark_seconds)}",
+        f"benchmark    {plan.test_prompts} of the prompts set aside, {rounds}: {clock(plan.whole_benchmark_seconds)}",
         f"memory       {readable(plan.memory_bytes)} for training, {readable(plan.decoding_bytes)} for decoding",
         *gpus,
         f"disk         up to {readable(plan.disk_bytes)} in {options.folder}, where {free} are free",
