@@ -35,7 +35,7 @@ PART = 1 << 24
 class Decided(NamedTuple):
     """What a step decided, on the device."""
 
-    packed: Tensor  # [B, 2 + D + 1]: each row's path length, next root and token ids of the path
+    packed: Tensor  # [B, 2 + D + 1]: each row's path length, next root and token ids of the path (`Acceptance`)
     draft: Draft
     accepted: Acceptance
     hidden: Tensor  # [B, N, H] the hidden states of all nodes
@@ -128,7 +128,8 @@ class State:
         root = accepted.next_root
         if self.is_fixed:
             moves = counts > 0
-            root, hidden = torch.where(moves, root, self.root), torch.where(moves[:, None], hidden, self.hidden)
+            root = torch.where(moves, root, self.root)
+            hidden = torch.where(moves.to(hidden.device)[:, None], hidden, self.hidden)
         self.begin(root, hidden)
 
     def begin(self, root: Tensor, hidden: Tensor) -> None:

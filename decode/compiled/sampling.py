@@ -222,8 +222,8 @@ class Sampler:
         """Decide on a draft from the `logits` [B, N, V] after its nodes, which follow texts of `filled` [B] tokens.
 
         `alive` [B] is 0 for rows without a text; for `depth_limit` see `decode.accept.accept_greedy`. Next roots may be
-        `NO_TOKEN` or, if `may_miss`, `UNDECIDED`. In steps that follow the latter, lengths are 0 and nothing changes
-        until `finish`, so that a step can start before the host knows whether it has to decide."""
+        `NO_TOKEN` or, if `may_miss`, `UNDECIDED`. In steps that follow the latter, lengths are 0, and nothing that
+        later steps read changes until `finish`. So a step can start before the host knows whether it has to decide."""
         if self.kind.is_argmax:
             return accept_greedy(draft, most_probable(logits), depth_limit)
         scores = self._penalised(draft, logits) / self._number("temperature")

@@ -37,6 +37,8 @@ from medusa.versions import minor
 
 LONGROPE = 5, 21
 """The first version of transformers that chooses longrope's factors on the device."""
+PATIENCE = 8
+"""Steps without a decision of the host after which steps start ahead again."""
 COMPILED = (*SCORES_ONLY, RepetitionPenaltyLogitsProcessor)
 """Processors that compiled steps may have (`decode.compiled.sampling`)."""
 
@@ -85,7 +87,7 @@ class CompiledStepper(Stepper):
         self.region: Region | None = None
         self.ahead: Launched | None = None  # the step that runs while the host handles the one before
         self.is_awaited = False  # whether texts wait until no step runs
-        self.missed = False  # whether the host decided on a token of the last step
+        self.steps_alone = PATIENCE  # that decided all tokens themselves, since the host last decided on one
         self.lender: Region | None = None  # the region of the batch that these texts are to join
 
     def start(self) -> None:
@@ -166,8 +168,8 @@ class CompiledStepper(Stepper):
 
         Raise a `NotCompilableError` if torch.compile fails on this model."""
         region = self._enter()
-        while not (found := self._read_next(region)):
-            pass
+        found = self._read_next(region) or self._read_next(region)
+        assert found, "a step waits, and no token is undecided"
         self.is_awaited = False
         timer.lap("verify")
         outcome = unpack(found)
@@ -187,10 +189,11 @@ class CompiledStepper(Stepper):
             raise NotCompilableError(f"torch.compile fails on {name} ({reason})") from error
         rows = launched.packed.tolist()
         found = [rows[place] for place in launched.places]
-        if not found[0][0]:
+        if not found[0][0]:  # the step waited, as for all rows
             return []
-        self.missed = any(row[1] == UNDECIDED for row in rows)  # of a text that has ended, too: all steps wait for it
-        if self.missed:
+        self.steps_alone += 1
+        if any(row[1] == UNDECIDED for row in rows):  # also of a text that has ended: all steps wait for it
+            self.steps_alone = 0
             root = region.state.root
             decided = region.sampler.finish(on_device([row[1] for row in found], root.device), launched.places)
             root[: len(decided)] = decided.clamp_min(0)
@@ -209,11 +212,13 @@ class CompiledStepper(Stepper):
         """Whether the next step starts before the host has read the `running` one, so that the GPU need not wait.
 
         The host then sees a step too late that a text has ended, and drops what that step decides. So no step starts
-        ahead where this one may end all texts by their lengths. Nor does it while texts wait to join, or where buffers
-        would move under the running step. Where the host has just decided on a token, it is likely to do so again, and
-        a step that does not look for that may not follow one that may."""
+        ahead where this one may end all texts by their lengths. Nor does it while texts wait to join, where buffers
+        would move under the running step, or if it would not wait for a token that the running step may leave
+        undecided. A step that waits is lost, so none starts ahead soon after one whose token the host decided."""
         sequences = self.session.sequences
-        if self.is_awaited or region.graphed is None or self.missed or (running.may_miss and not region.may_miss):
+        if self.is_awaited or region.graphed is None or self.steps_alone < PATIENCE:
+            return False
+        if running.may_miss and not region.may_miss:
             return False
         fits = region.end(1) <= min(cache.capacity for cache in region.caches)
         return fits and any(sequences.tokens_left(row) > region.longest for row in self.rows)

@@ -57,6 +57,7 @@ class Decisions:
 
     def begin(self, target: Target, sequences: Sequences, draft: Draft, logits: Tensor) -> None:
         self.text.begin(target, sequences)
+        self.sampler.undecided.zero_()
         self.sampler.numbers.copy_(self.text.numbers)
         self.filled.fill_(sequences.lengths[0] - 1)  # the root is written, and not read yet
         self.draft, self.logits = draft, logits

@@ -20,6 +20,7 @@ from decode.compiled.stepper import _has_compiler
 from decode.draft import Draft
 from decode.drafters.layouts import resolve_tree
 from decode.drafters.trained_heads import TrainedHeads
+from decode.ops.draws import NO_TOKEN
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.sequences import Request, Sequences
@@ -260,6 +261,21 @@ def test_noise_is_independent_between_tokens_positions_and_seeds() -> None:
     assert goodness_of_fit(biased, torch.full((256,), 1 / 256, dtype=torch.float64)).p_value < FALSE_ALARM
 
 
+def test_a_text_without_probabilities_beside_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "CANDIDATES", 2)
+    requests = requests_of(shared_model("llama"), [random_ids(4)] * 30, ["top-p"] * 30)
+    sampler = begun(requests, AcceptanceRule("rejection"), VOCAB)
+    draft = Draft(torch.randint(VOCAB, (30, TREE.num_nodes)), Topology.of(TREE))
+    logits = torch.randn(30, TREE.num_nodes, VOCAB)
+    logits[:3] = torch.nan
+    root = sampler.decide(draft, logits, torch.full((30,), 4)).next_root
+    assert root[:3].eq(NO_TOKEN).all()
+    assert (root == sampling.UNDECIDED).any()
+    finished = sampler.finish(root)
+    assert finished[:3].eq(NO_TOKEN).all()
+    assert finished[3:].ge(0).all()
+
+
 class Decisions:
     """The part of a step that decides."""
 
@@ -267,31 +283,37 @@ class Decisions:
         self.sampler, self.inputs = sampler, inputs
 
     def step(self) -> Tensor:
-        accepted = self.sampler(*self.inputs)
-        return torch.cat([accepted.path, accepted.next_root[:, None]], dim=1)
+        accepted = self.sampler.decide(*self.inputs)
+        return torch.cat([accepted.path, accepted.length[:, None], accepted.next_root[:, None]], dim=1)
 
 
 @pytest.mark.full  # machine code of these kernels takes 20 seconds
 @pytest.mark.skipif(not _has_compiler(), reason="needs a C++ compiler")
-def test_machine_code_decides_as_written() -> None:
-    """Of the decisions alone, with all options."""
-    names = ["temperature", "all", "top-p", "greedy, penalty"]
-    requests = requests_of(shared_model("llama"), [random_ids(4, seed=row) for row in range(4)], names)
+@pytest.mark.parametrize("names", [["temperature", "all", "top-p", "greedy, penalty"], ["top-p"] * 20])
+def test_machine_code_decides_as_written(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the decisions alone: with all options, and where the host has to decide on some tokens, which steps await."""
+    monkeypatch.setattr(sampling, "CANDIDATES", 4)
+    rows = len(names)
+    requests = requests_of(shared_model("llama"), [random_ids(4, seed=row) for row in range(rows)], names)
     sampler = begun(requests, AcceptanceRule("rejection"), VOCAB)
-    draft = Draft(torch.randint(VOCAB, (4, TREE.num_nodes)), Topology.of(TREE))
-    cache = SimpleNamespace(filled=torch.full((4,), 4))
-    reader = SimpleNamespace(depth_limit=lambda draft: None, cache=cache)
-    state: Any = SimpleNamespace(reader=reader, alive=torch.ones(4))
-    logits = 3 * torch.randn(4, TREE.num_nodes, VOCAB)
-    seen = sampler.seen.clone()
-
-    decisions = Decisions(sampler, draft, logits, state)
-    expected = decisions.step()
-    assert not torch.equal(sampler.seen, seen), "the root is seen from now on"
-    now = sampler.seen.clone()
-    sampler.seen.copy_(seen)
-    assert torch.equal(region.compiled(decisions.step, {"inplace_buffers": False})(), expected)
-    assert torch.equal(sampler.seen, now)
+    draft = Draft(torch.randint(VOCAB, (rows, TREE.num_nodes)), Topology.of(TREE))
+    living = torch.ones(rows)
+    living[-1] = 0
+    decisions = Decisions(
+        sampler, draft, 3 * torch.randn(rows, TREE.num_nodes, VOCAB), torch.full((rows,), 4), None, living
+    )
+    compiled = region.compiled(decisions.step, {"inplace_buffers": False})
+    buffers = [tensor for tensor in sampler.buffers if tensor is not sampler.noise]
+    for waits in (False, True, False) if sampler.may_miss else (False,):
+        sampler.undecided.fill_(waits)
+        before = [tensor.clone() for tensor in buffers]
+        expected, after = decisions.step(), [tensor.clone() for tensor in buffers]
+        assert all(map(torch.equal, before, after)) is waits, "else the root is seen from now on"
+        for tensor, old in zip(buffers, before, strict=True):
+            tensor.copy_(old)
+        assert torch.equal(compiled(), expected)
+        torch.testing.assert_close([tensor.clone() for tensor in buffers], after)  # scores differ by their rounding
+        assert bool(sampler.undecided) is sampler.may_miss, "some token is undecided"
 
 
 def test_rows_may_not_differ_in_what_is_compiled_in() -> None:
