@@ -121,8 +121,6 @@ def test_a_used_port_is_rejected_before_loading(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     with pytest.raises(RequestError, match=r"cannot listen at 192\.0\.2\.1"):
         Network(host="192.0.2.1").require_free()
-    with pytest.raises(RequestError, match="port is 70000; it must be a whole number from 1 to 65535"):
-        Network(port=70_000)
 
 
 @pytest.mark.parametrize(

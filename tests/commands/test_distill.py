@@ -5,7 +5,6 @@ What a server answers is tested in test_distill_server.py."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shlex
@@ -295,31 +294,26 @@ def test_distill_is_a_function_that_returns_figures(
 MANY = [{"turns": [letter * 2, "b", "c"]} for letter in "abcdef"]
 
 
-def slowly(argv: list[str]) -> None:
-    """Run `medusa distill` with a pause after every line, so that it can be killed."""
-    from medusa.commands.distill.journal import Journal
+def stopped(command: list[str], number: int, output: Path, told: Path, lines: int = 4) -> tuple[int, str]:
+    """Run the command slowly in a process of its own, and send it a signal once the file has this many lines.
 
+    Returns the exit status and standard error."""
     once = Journal.append
 
     def append(*args: Any) -> None:
         once(*args)
         time.sleep(0.02)
 
-    Journal.append = append  # type: ignore[method-assign]  # this process is nobody else's
-    main(argv)
-
-
-def killed_after(lines: int, argv: list[str], output: Path) -> bool:
-    """Run `medusa distill` in a new process, and kill it once the file has this many lines."""
-    process = multiprocessing.get_context("fork").Process(target=slowly, args=(argv,))
-    process.start()
-    assert process.pid is not None
-    while process.is_alive() and not (output.exists() and output.read_bytes().count(b"\n") >= lines):
+    with pytest.MonkeyPatch.context() as patch, told.open("w") as errors:
+        patch.setattr(Journal, "append", append)
+        process = forked_command(command, errors.fileno(), errors.fileno())
+    limit = time.monotonic() + 120
+    while not (output.exists() and output.read_bytes().count(b"\n") >= lines):
+        assert time.monotonic() < limit
+        assert os.waitpid(process, os.WNOHANG)[0] == 0, told.read_text()
         time.sleep(0.002)
-    if alive := process.is_alive():
-        os.kill(process.pid, signal.SIGKILL)
-    process.join(60)
-    return alive
+    os.kill(process, number)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), told.read_text()
 
 
 @pytest.mark.parametrize("temperature", [pytest.param("0", marks=pytest.mark.full), "1"])
@@ -333,7 +327,7 @@ def test_a_killed_distillation_resumes_without_loss_or_repetition(
     command += ["--max-new-tokens", str(NEW), "--output", str(output), *argv]
     rng = random.Random(int(temperature))
     for limit in sorted(rng.sample(range(1, 15), 2)):
-        assert killed_after(limit, command, output)
+        assert stopped(command, signal.SIGKILL, output, tmp_path / "told", limit)[0] == -signal.SIGKILL
         assert output.read_bytes().count(b"\n") < 3 * len(MANY), "in the middle, not at the end"
         with output.open("ab") as file:  # as if the last line had been cut off as well
             file.write(b'{"index": 5, "turn": 0, "inp')
@@ -394,28 +388,6 @@ def command(talking: str, tmp_path: Path) -> list[str]:
     argv = ["distill", "--backbone", talking, "--prompts", str(tmp_path / "p.txt"), "--ignore-eos"]
     argv += ["--max-new-tokens", "4", "--batch-size", "2", "--threads", "1", "--overwrite"]
     return [*argv, "--output", str(tmp_path / "own.jsonl")]
-
-
-def stopped(command: list[str], number: int, output: Path, told: Path, lines: int = 4) -> tuple[int, str]:
-    """Run the command slowly in a process of its own, and send it a signal once the file has this many lines.
-
-    Returns the exit status and standard error."""
-    once = Journal.append
-
-    def append(*args: Any) -> None:
-        once(*args)
-        time.sleep(0.05)
-
-    with pytest.MonkeyPatch.context() as patch, told.open("w") as errors:
-        patch.setattr(Journal, "append", append)
-        process = forked_command(command, errors.fileno(), errors.fileno())
-    limit = time.monotonic() + 120
-    while not (output.exists() and output.read_bytes().count(b"\n") >= lines):
-        assert time.monotonic() < limit
-        assert os.waitpid(process, os.WNOHANG)[0] == 0, told.read_text()
-        time.sleep(0.02)
-    os.kill(process, number)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), told.read_text()
 
 
 def test_a_signal_keeps_finished_answers_and_the_same_command_continues(command: list[str], tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ HEADS = """
 SAMPLING = """
 --temperature -1 -> temperature is -1
 --temperature warm -> 'warm'
+--temperature nan -> temperature is nan
 --top-k -3 -> top-k is -3
 --top-k 1.5 -> '1.5'
 --top-p 0 -> top-p is 0
@@ -217,6 +218,9 @@ LINES = {
 --port 0 -> port is 0
 --port http -> 'http'
 --host no.such.host.invalid -> no.such.host.invalid
+--host 192.0.2.1 -> cannot listen at 192.0.2.1
+--plain --no-adapt -> --no-adapt always drafts, and --plain never does; leave one of them out
+--cors localhost -> --cors is 'localhost'; give an origin such as http
 --batch-size 0 -> batch-size is 0
 --temperature -1 -> temperature is -1
 --tree oak -> 'oak'
@@ -461,6 +465,7 @@ train full -> full
 train notes.txt -> must hold a mapping
 train broken.yaml -> broken.yaml is not YAML
 generate -> --heads H
+serve --backbone demo -> there are no heads; give --heads H
 generate --heads heads --backbone backbone -> --prompts FILE or --prompt TEXT
 generate --backbone backbone --prompt abc -> --heads H
 evaluate --backbone backbone --heads heads -> data

@@ -23,7 +23,6 @@ from decode.serve.worker import BatchRow, BatchWorker
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
 from decode.texts import TextGenerator
-from medusa.__main__ import main
 from medusa.commands.distill.client import Server, ServerError
 from medusa.errors import RunError
 from medusa.records.record import Record, prompt_ids
@@ -331,24 +330,6 @@ def test_a_closed_http_connection_stops_the_row(url: str, api: CompletionApi, st
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ([], "there are no heads; give --heads H"),
-        (["--plain", "--no-adapt"], "--no-adapt always drafts, and --plain never does; leave one of them out"),
-        (["--heads", "demo", "--port", "99999"], "port is 99999"),
-        (["--heads", "demo", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1"),
-        (["--heads", "demo", "--temperature", "-1"], "temperature is -1.0"),
-        (["--heads", "demo", "--cors", "localhost"], "--cors is 'localhost'; give an origin such as http"),
-    ],
-)
-def test_wrong_commands_are_refused_in_one_line(capsys: pytest.CaptureFixture, words: list[str], told: str) -> None:
-    assert main(["serve", "--backbone", "demo", *words]) == 2
-    said = capsys.readouterr()
-    assert told in said.err
-    assert (said.out, said.err.count("\n")) == ("", 1)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv4 and IPv6")
