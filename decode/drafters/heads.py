@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from decode.draft import Draft, Frontier, Proposal
 from decode.drafters.layouts import DynamicTree, Layout, require_draftable
 from decode.ops.draws import Draws, draw_distinct
-from decode.ops.fast_linear import prepare_linear
 from decode.ops.fast_topk import top_k
 from decode.target import Target
 from decode.topology import Topology, chosen_part
@@ -36,13 +35,10 @@ class UsesHeads:
             way_out = f'heads.to("{device}", {backbone.dtype})'
             warnings.warn(f"drafts go between {device} and the heads on {heads.device}; {way_out}", stacklevel=2)
         self.lm_head, self.tree = lm_head_for(heads, backbone), tree.to(backbone.device)
-        if isinstance(self.lm_head, SelectedRows):
-            prepare_linear(self.lm_head.rows)
 
     def refresh(self) -> None:
         if isinstance(self.lm_head, SelectedRows):
             self.lm_head.refresh()
-            prepare_linear(self.lm_head.rows)
 
     def hidden(self, frontier: Frontier) -> Tensor:
         """The hidden states [B, H] before the roots, in the heads' dtype: float32 heads fit any backbone."""

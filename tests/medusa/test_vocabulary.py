@@ -20,7 +20,6 @@ from decode.bench.losslessness.experiment import Experiment
 from decode.draft import Draft, Frontier
 from decode.drafters.layouts import DynamicTree
 from decode.drafters.trained_heads import TrainedHeads, heads_drafter
-from decode.ops import fast_linear
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.settings import Settings
@@ -132,17 +131,10 @@ def test_rows_are_those_of_the_lm_head_at_the_time(llama: Any, change: str) -> N
     assert not any("rows" in name for name in some.state_dict()), "heads never hold a part of the backbone"
 
 
-@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize(("kind", "compile"), [("medusa", False), ("cascade", True), ("markov", True)])
-def test_drafts_follow_changes_of_the_lm_head(
-    kind: str, compile: bool, packs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_follow_changes_of_the_lm_head(kind: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a kept region, which keeps its drafter. A rule that accepts everything shows the drafts."""
     run_as_written(monkeypatch)
-    if packs:
-        monkeypatch.setattr(fast_linear, "TYPES", {torch.float32})
-        for name in ("MIN_PRODUCTS", "MIN_PACKED", "MIN_NUMBERS"):
-            monkeypatch.setattr(fast_linear, name, 1)
     model = tiny_model("llama")
     _, some = pair(model, kind)
     sampled = {"do_sample": True, "temperature": 1e3, "top_k": 0, "max_new_tokens": 12, "eos_token_id": None}

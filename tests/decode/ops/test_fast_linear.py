@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode import generate
 from decode.draft import Draft, Frontier, NoDraft
-from decode.drafters.trained_heads import TrainedHeads
 from decode.ops import fast_linear as module
 from decode.ops.fast_linear import MIN_PRODUCTS, fast_linear, linear, pack, packed
 from decode.request import prepare
@@ -26,7 +25,6 @@ from decode.serve.batch import RunningBatch
 from decode.session import Session
 from decode.texts import stepper_for
 from decode.tree_check import check_tree_forward
-from medusa import Tree
 from tests.helpers import left_padded, plain, random_heads, random_ids, run_steps, shared_model, tiny_model, weekly
 
 STOCK = torch._C._nn.linear
@@ -44,23 +42,6 @@ def packs_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take oneDNN for all products of tiny models, with packed weights."""
     for name in ("MIN_PRODUCTS", "MIN_PACKED", "MIN_NUMBERS"):
         monkeypatch.setattr(module, name, 1)
-
-
-@pytest.mark.usefixtures("packs_all")
-def test_the_rows_of_a_reduced_vocabulary_are_packed() -> None:
-    """While their drafter lives."""
-    model = tiny_model("llama")
-    heads = random_heads(model, kind="markov", lm_head="shared", vocabulary=40)
-    heads.vocabulary = torch.arange(40)
-    drafter = TrainedHeads(heads, Tree.chain(2)).start(
-        Session(model, prepare(model, [random_ids(4)], max_new_tokens=3))
-    )
-    rows = drafter.lm_head.rows.weight  # type: ignore[attr-defined]
-    assert packed(rows) is not None
-    place = id(rows)
-    del drafter, rows
-    gc.collect()
-    assert place not in module._PACKED
 
 
 class ByOneDNN(TorchDispatchMode):
