@@ -57,8 +57,8 @@ def accept_walk(
 
     If no child holds the decided token, the walk ends, and the token is the next root. `target` gives the scores after
     nodes, and `decide` takes a token from them: the most probable one, or a draw. No decided token is thrown away, so
-    the text has exactly the target's distribution, whatever the draft, if that was made without these draws. If the
-    draft tree itself is not drawn at random, no lossless rule accepts more on average. `lazy`: see `TreeWalk`."""
+    the text has exactly the target's distribution, whatever the draft, if it does not depend on these draws. If the
+    draft tree is not drawn at random, no lossless rule accepts more tokens on average. `lazy`: see `TreeWalk`."""
     walk, root = TreeWalk(draft, depth_limit, lazy), torch.zeros_like(draft.ids[:, 0])
     for depth in range(draft.topology.max_depth + 1):
         if not len(walk.rows):

@@ -3,8 +3,8 @@
 Launching a few hundred small operations takes most of an eager step's time for a small model or on a fast device. In a
 compiled step all shapes are fixed: masks hide the cache's unused slots, text lengths and options of sampling are
 tensors on the device, and the tokens after all nodes are decided at once. A step is one call of a function compiled
-with `fullgraph=True`, which a GPU replays as a CUDA graph, and one transfer of ids to the host, while the next step
-already runs. Where the most probable tokens are too few for a cut, the host decides on a token.
+with `fullgraph=True`, which a GPU replays as a CUDA graph, and one transfer of ids to the host. With own CUDA graphs,
+the next step usually runs already. Where the most probable tokens are too few for a cut, the host decides on a token.
 
 A region is a compiled step with its caches. Each batch size, tree, acceptance rule, kind of sampling and state of the
 modules needs its own region. A session takes a region of its model and puts it back at the end. Plain decoding uses the

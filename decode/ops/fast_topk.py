@@ -18,8 +18,8 @@ from medusa.argmax import argmax
 BLOCK = 128
 WORTHWHILE = 1 << 15
 """Minimum number of values for a search by blocks on a CPU; its seven operations take 22 us, as PyTorch for 35,000."""
-SHORTEST, LONGEST, MOST = 1 << 13, 20_000, 64
-"""The lengths of rows, and the greatest k, for which rows are searched by blocks on a GPU."""
+SHORTEST, LONGEST, MOST, MOST_ROWS = 1 << 13, 20_000, 64, 20
+"""The lengths of rows, the greatest k and number of rows, for which rows are searched by blocks on a GPU."""
 
 
 def most_probable(logits: Tensor) -> Tensor:
@@ -50,12 +50,13 @@ def top_k(values: Tensor, k: int) -> TopK:
 def block_for(device: str, count: int, size: int, k: int, compiling: bool) -> int:
     """Choose the size of blocks in which rows of `size` values are searched, of `count` values in all; 0: none.
 
-    On a GPU, PyTorch gives each row of less than 20,000 values to one multiprocessor, which takes 3 ns for a value: 52
-    us for 16,384 on an H200, and 5 for some hundreds. The size chosen here makes V / block + k block smallest, the
-    values that both searches read. Outside compiled code, it takes as long to start the other kernels."""
+    On a GPU, PyTorch gives each of up to 20 rows of less than 20,000 values to one multiprocessor, which takes 3 ns for
+    a value: 52 us for 16,384 on an H200, and 5 for some hundreds. The size chosen here makes V / block + k block
+    smallest, the values that both searches read. Outside compiled code, it takes as long to start the other kernels."""
     if device == "cpu":
         return BLOCK if size >= 8 * k * BLOCK and count >= WORTHWHILE else 0
-    if device != "cuda" or not compiling or not SHORTEST <= size < LONGEST or k > MOST:
+    fits = SHORTEST <= size < LONGEST and k <= MOST and count <= MOST_ROWS * size
+    if device != "cuda" or not compiling or not fits:
         return 0
     return 1 << round(math.log2(size / k) / 2)
 

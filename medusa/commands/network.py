@@ -9,6 +9,8 @@ import sys
 from medusa.errors import RequestError
 from medusa.options import Options, option
 
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
 
 class Network(Options):
     host: str = option(
@@ -53,13 +55,21 @@ class Network(Options):
 
         On a loopback address, only that address and the loopback names are accepted. Otherwise a web page could reach
         the server through a domain that resolves to this machine (DNS rebinding)."""
-        own = f"[{self.host}]" if ":" in self.host else self.host
-        return list(dict.fromkeys(["127.0.0.1", "localhost", "[::1]", own])) if self.is_loopback else ["*"]
+        return list(dict.fromkeys([*LOOPBACK, self.written])) if self.is_loopback else ["*"]
+
+    @property
+    def written(self) -> str:
+        """The host as clients write it in an address."""
+        try:
+            own = ipaddress.ip_address(self.host).compressed
+        except ValueError:
+            return self.host
+        return f"[{own}]" if ":" in own else own
 
     def announce(self, command: str) -> None:
         """Print the address of a running server on standard error, even with --quiet."""
-        address = f"http://localhost:{self.port}"
+        host = "localhost" if self.written in LOOPBACK else self.written
+        address = f"http://{host}:{self.port}"
         if not self.is_loopback:
-            host = f"[{self.host}]" if ":" in self.host else self.host
-            address = f"http://{host}:{self.port}, open to every machine that can reach this address"
+            address += ", open to every machine that can reach this address"
         print(f"{command}: {address} (Ctrl-C ends it)", file=sys.stderr, flush=True)

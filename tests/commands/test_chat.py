@@ -130,9 +130,21 @@ def test_only_a_public_server_accepts_any_host_name(host: str, alone: bool) -> N
     assert (Network(host=host).allowed_hosts == ["*"]) is not alone
 
 
-@pytest.mark.parametrize(("host", "name"), [("127.0.0.2", "127.0.0.2"), ("::1", "[::1]"), ("localhost", "localhost")])
-def test_a_local_server_accepts_its_own_address(host: str, name: str) -> None:
-    assert name in Network(host=host).allowed_hosts
+@pytest.mark.parametrize(
+    ("host", "name", "shown"),
+    [
+        ("127.0.0.2", "127.0.0.2", "127.0.0.2"),
+        ("0:0:0:0:0:0:0:1", "[::1]", "localhost"),
+        ("localhost", "localhost", "localhost"),
+    ],
+)
+def test_a_local_server_accepts_and_shows_its_own_address(
+    host: str, name: str, shown: str, capsys: pytest.CaptureFixture
+) -> None:
+    network = Network(host=host, port=8765)
+    assert name in network.allowed_hosts
+    network.announce("serve")
+    assert f"http://{shown}:8765 (" in capsys.readouterr().err
 
 
 def _until(terminal: int, word: bytes) -> bytes:
