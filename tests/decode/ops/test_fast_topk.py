@@ -1,4 +1,4 @@
-"""decode/ops/fast_topk.py: equal to torch's topk, index for index, but for equal values."""
+"""decode/ops/fast_topk.py finds what torch's topk finds; of equal values, it may find others."""
 
 from __future__ import annotations
 
