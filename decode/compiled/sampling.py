@@ -257,8 +257,8 @@ class Sampler:
     def finish(self, root: Tensor, rows: Sequence[int] | None = None) -> Tensor:
         """Decide on the next roots [R] that are `UNDECIDED` in `root`, by sorting all tokens; the host does this.
 
-        `rows`: the places that the texts had in the step that left them undecided, if they have moved since. A step that
-        has started meanwhile does nothing, and the next one goes on."""
+        `rows`: the places that the texts had in the step that left them undecided, if they have moved since. A step
+        that has started meanwhile does nothing, and the next one goes on."""
         count, size = len(root), len(self.numbers)
         was = list(range(count)) if rows is None else list(rows)
         at = on_device(was + [0] * (size - count), root.device)
