@@ -31,8 +31,9 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
         console,
         ("method", "tokens/s", "min-max", "tau", "x plain", "x generate", "same text"),
         rows,
-        f"{settings.prompts} prompts, {settings.max_new_tokens} new tokens, temperature {settings.temperature:g}, "
-        f"{settings.drafter}, {settings.nodes} nodes, acceptance {settings.acceptance}",
+        f"{counted(settings.prompts, 'prompt')}, {counted(settings.max_new_tokens, 'new token')}, "
+        f"temperature {settings.temperature:g}, {settings.drafter}, {counted(settings.nodes, 'node')}, "
+        f"acceptance {settings.acceptance}",
     )
     if medusa.steps and medusa.mean_tau is not None:
         mean = f"{medusa.mean_tau:.2f}{_of_95(medusa.mean_tau_interval)} as the mean of the texts' tau"
