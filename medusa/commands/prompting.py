@@ -176,7 +176,7 @@ def fitting(
     longest = min((limit.context for limit in limits.values() if limit.context is not None), default=1 << 60) - room
     long = [record.where for record, ids in zip(records, prompts, strict=True) if len(ids) > longest]
     if skip_long and 0 < len(records) == len(long):
-        raise RequestError(f"all {len(records)} prompts have more than {longest} tokens; give shorter ones")
+        raise RequestError(f"every prompt has more than {longest} tokens; give shorter ones")
     if skip_long and long:
         told = f"{len(long)} of {len(records)} prompts are left out, because they have more than {longest} tokens"
         note(f"{told}; the first one is {long[0]}")

@@ -36,7 +36,7 @@ def test_a_prompt_that_is_too_long_is_named_by_its_line(wrong: Callable[..., Any
     assert line.endswith("by --skip-long")
     if command != "calibrate":  # which refuses so few prompts
         _, line = wrong(command, ["a" * 129], "--skip-long")
-        assert f"all 1 prompts have more than {126 if command == 'verify' else 128} tokens" in line
+        assert f"every prompt has more than {126 if command == 'verify' else 128} tokens" in line
 
 
 @pytest.mark.parametrize("skip", [False, True])
