@@ -40,6 +40,7 @@ from tests.commands.place import (
     lines_of,
     until_eos,
     user,
+    with_template,
     write_rows,
 )
 from tests.helpers import VOCAB, plain
@@ -145,6 +146,43 @@ def test_self_talk_cycles_through_the_beginnings_in_a_file(distill: Any, tmp_pat
     assert [line["input_ids"][:3] for line in done.lines] == [ids_of("abc"), ids_of("hgf"), ids_of("abc")]
     assert {line["prompt_tokens"] for line in done.lines} == {3}
     assert done.lines[0]["answer"] != done.lines[2]["answer"], "a draw of its own"
+
+
+# --- questions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asking(place: Place, tmp_path: Path) -> str:
+    """The backbone with a chat template that writes "ab" before a question and "c" after it."""
+    return with_template(place.backbone, "{% for m in messages %}ab{{ m.content }}c{% endfor %}", tmp_path / "asking")
+
+
+def test_a_chat_model_writes_questions_which_are_prompts(distill: Any, asking: str, tmp_path: Path) -> None:
+    argv = ("--questions", "8", "--temperature", "1", "--max-new-tokens", "64")
+    done = distill(*argv, backbone=asking)
+    assert done.status == 0, done.err
+    assert sorted(line["index"] for line in done.lines) == list(range(8))
+    questions = [line["prompt"] for line in done.lines]
+    assert len(set(questions)) == 8, "every question is a draw of its own"
+    assert all(question and "c" not in question for question in questions), "the text after a question ends it"
+    assert done.figures["new_tokens"] == sum(line["tokens"] for line in done.lines) >= sum(map(len, questions))
+    records = list(read_records(str(tmp_path / "own.jsonl")))
+    assert [record.question for record in records] == questions
+    assert all(record.is_prompt for record in records)
+    kept = lines_of(tmp_path / "own.jsonl")
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept[:3]), encoding="utf-8")
+    again = distill(*argv, backbone=asking)
+    assert by_key(again.lines) == by_key(kept), "a continued run writes what the first would have"
+
+
+def test_questions_that_do_not_end_are_tried_again_and_then_listed(distill: Any, asking: str, tmp_path: Path) -> None:
+    done = distill("--questions", "6", "--temperature", "1", "--max-new-tokens", "3", backbone=asking)
+    ended = {line["index"] for line in done.lines}
+    failed = lines_of(tmp_path / "own.failed.jsonl")
+    assert done.status == 1
+    assert ended.isdisjoint(row["index"] for row in failed)
+    assert len(ended) + len(failed) == 6
+    assert all("4 questions were empty or did not end" in row["error"] for row in failed)
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------

@@ -390,6 +390,16 @@ def test_self_talk_by_a_server(by_server: Any, server: FakeServer, talking: str)
     assert [body["prompt"] for _, body, _ in server.asked] == [[begin], [begin]]
 
 
+def test_a_server_writes_questions(by_server: Any, server: FakeServer, talking: str, tmp_path: Path) -> None:
+    template = "{% for m in messages %}def{{ m.content }}g{% endfor %}"
+    shutil.copytree(talking, tmp_path / "asking")
+    (tmp_path / "asking" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    done = by_server("--questions", "2", "--temperature", "1", backbone=str(tmp_path / "asking"))
+    assert [(line["prompt"], line["tokens"]) for line in done.lines] == [("fed", 3)] * 2
+    assert [(body["prompt"], body["stop"]) for _, body, _ in server.asked] == [(ids_of("def"), ["g"])] * 2
+    assert len({body["seed"] for _, body, _ in server.asked}) == 2
+
+
 def test_a_server_is_not_asked_for_what_it_cannot_do(
     by_server: Any, server: FakeServer, talking: str, tmp_path: Path
 ) -> None:

@@ -313,7 +313,8 @@ LINES = {
 --server localhost:8000 -> give a URL such as
 --server http://127.0.0.1:9 -> no OpenAI-compatible server
 --server http://127.0.0.1:9 --heads heads -> --heads speed up decoding on this machine
---self-talk 2 -> either --prompts FILE or --self-talk N
+--self-talk 2 -> one of --prompts FILE, --self-talk N and --questions N
+--questions 2 -> one of --prompts FILE, --self-talk N and --questions N
 --output full -> full
 --output /no/such/folder/own.jsonl -> /no/such/folder/own.jsonl
 --output /proc/own.jsonl -> /proc/own.jsonl
@@ -475,7 +476,11 @@ calibrate --backbone backbone --drafter mtp:0 -> tokens is 0
 benchmark --backbone backbone --prompts prompts.jsonl -> --heads
 benchmark heads --backbone backbone -> --prompts FILE
 verify heads --backbone backbone -> --prompts FILE
-distill --backbone backbone --output new.jsonl -> either --prompts FILE or --self-talk N
+distill --backbone backbone --output new.jsonl -> one of --prompts FILE, --self-talk N and --questions N
+distill --backbone demo --questions 2 --output new.jsonl -> --questions need --temperature
+distill --backbone demo --questions 2 --temperature 1 --raw --output new.jsonl -> --raw turns off
+distill --backbone demo --questions 2 --temperature 1 --max-turns 2 --output new.jsonl -> --max-turns is for
+distill --backbone demo --questions 2 --temperature 1 --output new.jsonl -> needs a chat template, and demo has none
 distill --backbone backbone --prompts prompts.jsonl -> output
 distill --output new.jsonl --prompts prompts.jsonl -> backbone
 export --to hub --output new -> heads

@@ -32,7 +32,7 @@ def print_benchmark(console: Console, result: BenchmarkResult) -> None:
         ("method", "tokens/s", "min-max", "tau", "x plain", "x generate", "same text"),
         rows,
         f"{counted(settings.prompts, 'prompt')}, {counted(settings.max_new_tokens, 'new token')}, "
-        f"temperature {settings.temperature:g}, {settings.drafter}, {counted(settings.nodes, 'node')}, "
+        f"temperature {settings.temperature:g}, {settings.drafter}, {settings.nodes} nodes, "
         f"acceptance {settings.acceptance}",
     )
     if medusa.steps and medusa.mean_tau is not None:

@@ -2,6 +2,7 @@
 
   medusa distill --backbone org/model --prompts chats.jsonl --output own.jsonl
   medusa distill --backbone demo --self-talk 500 --output own.jsonl
+  medusa distill --backbone org/model --questions 1000 --temperature 1 --output questions.jsonl
   medusa distill --backbone org/model --prompts chats.jsonl --output own.jsonl \\
                  --server http://localhost:8000
 
@@ -31,7 +32,8 @@ from medusa.errors import RequestError, RunError
 from medusa.files import Json, disk_may_fill, require_writable, write_json
 from medusa.interruptions import interruptible
 from medusa.options import REQUIRED, count, group, option
-from medusa.records.record import Record, naming
+from medusa.records.questions import QuestionForm, question_form
+from medusa.records.record import Record, naming, tokens_of
 from medusa.records.sources import SETTINGS, require_records
 from medusa.records.template import template_options
 
@@ -68,6 +70,9 @@ class DistillOptions(CommandOptions):
         metavar="FILE",
         exists=require_records,
     )
+    questions: int | None = count(
+        None, "let a chat model write N questions of users, which other commands read as prompts"
+    )
     prefix_tokens: int | None = count(None, "continue only the first K tokens of each prompt or seed", "K")
     max_turns: int | None = count(None, "answer only the first N questions of a conversation")
     server: str | None = option(
@@ -84,8 +89,10 @@ class DistillOptions(CommandOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_writable(self.out, "--output")
-        if bool(self.self_talk) == bool(self.prompts.prompts):
-            raise RequestError("give either --prompts FILE or --self-talk N")
+        if sum(map(bool, (self.prompts.prompts, self.self_talk, self.questions))) != 1:
+            raise RequestError("give one of --prompts FILE, --self-talk N and --questions N")
+        if self.questions:
+            self._require_asking()
         if self.self_talk_seeds and not self.self_talk:
             raise RequestError("--self-talk-seeds works only with --self-talk N; add --self-talk N, or use --prompts")
         if self.server and self.models.heads:
@@ -96,6 +103,17 @@ class DistillOptions(CommandOptions):
             raise RequestError("--model names a model of --server; add --server URL, or leave it out")
         if self.models.tree and not self.models.heads:
             raise RequestError("--tree works only with --heads; add --heads H, or leave it out")
+
+    def _require_asking(self) -> None:
+        if self.raw:
+            raise RequestError("--questions are written in the chat template, which --raw turns off; leave one out")
+        if not self.settings.do_sample:
+            raise RequestError("--questions need --temperature, such as 1; at temperature 0 all of them are equal")
+        if self.prefix_tokens or self.max_turns:
+            option = "--prefix-tokens" if self.prefix_tokens else "--max-turns"
+            raise RequestError(
+                f"{option} is for texts and conversations, and --questions writes new ones; leave one out"
+            )
 
     def check_given(self, names: Sequence[str]) -> None:
         if "concurrency" in names and not self.server:
@@ -164,7 +182,8 @@ def distill(options: DistillOptions) -> DistillFigures:
     tasks = _tasks(options, records, form)
     _require_answerable(options, tasks)
     require_room(path, tasks, options.settings)
-    engine = _server_engine(options) if options.server else _local_engine(options)
+    asks = tasks[0].asks if tasks else None
+    engine = _server_engine(options, asks) if options.server else _local_engine(options, asks)
     journal = Journal(path, tasks, options.overwrite)
     write_json(path.with_suffix(SETTINGS), about)
     advice = "all finished texts are kept: make room and run the same command again"
@@ -222,7 +241,10 @@ def _records(options: DistillOptions) -> list[Record]:
 
 
 def _tasks(options: DistillOptions, records: list[Record], form: PromptForm) -> list[Task]:
-    """Make a task for each record. Without records, make N tasks (--self-talk N) to generate texts from BOS alone."""
+    """Make a task for each record, or N tasks: to write questions, or to generate texts from BOS alone."""
+    if options.questions:
+        asks = question_form(options.files.tokenizer, options.models.backbone, form.options)
+        return [Task(index, "--questions", asks.begin, asks=asks) for index in range(options.questions)]
     if not records:
         from medusa.loading import bos_token_id
 
@@ -266,6 +288,8 @@ def _about(options: DistillOptions, records: list[Record], form: PromptForm) -> 
     found |= {name: getattr(options, name) for name in ("self_talk", "self_talk_seeds", "prefix_tokens", "max_turns")}
     found["prompts_digest"] = digest(records)
     found["raw"] = next((form.raw for record in records if record.is_prompt), None)  # no other records depend on it
+    if options.questions:
+        found["questions"] = options.questions
     if form.options:
         found["template_options"] = form.options
     if not settings.rule_for(settings.do_sample).keeps_texts:
@@ -273,19 +297,32 @@ def _about(options: DistillOptions, records: list[Record], form: PromptForm) -> 
     return json.loads(json.dumps(found))
 
 
-def _local_engine(options: DistillOptions) -> LocalEngine:
+def _with_end(settings: Settings, asks: QuestionForm | None, options: DistillOptions) -> Settings:
+    """Let questions stop at the text after them, unless it begins with an EOS token, or no question is written."""
+    if asks is None:
+        return settings
+    tokenizer, eos = options.files.tokenizer, options.files.generation_config.eos_token_id
+    assert tokenizer is not None
+    first = tokens_of(asks.end, tokenizer)[0]
+    ends = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+    return settings if first in ends else replace(settings, stop=(*(settings.stop or ()), asks.end))
+
+
+def _local_engine(options: DistillOptions, asks: QuestionForm | None) -> LocalEngine:
     from medusa.commands.distill.engines import LocalEngine
     from medusa.commands.models import open_models
     from medusa.loading import text_limits
 
     opened = open_models(options, drafters=[None] if options.models.heads else [])
+    opened.settings = _with_end(opened.settings, asks, options)
     return LocalEngine(opened.generator, options.runtime.seed, text_limits(options.files.config), options.width)
 
 
-def _server_engine(options: DistillOptions) -> ServerEngine:
+def _server_engine(options: DistillOptions, asks: QuestionForm | None) -> ServerEngine:
     from medusa.commands.distill.engines import ServerEngine, server_parameters
 
-    files, settings = options.files, options.settings
+    files = options.files
+    settings = _with_end(options.settings, asks, options)
     parameters = server_parameters(settings, files.generation_config)
     if line := settings.unused_line(files.generation_config):
         options.output.note(line)

@@ -25,7 +25,8 @@ from medusa.errors import RequestError, RunError
 from medusa.files import Json
 from medusa.loading import TextLimits
 from medusa.records.pieces import text_of
-from medusa.records.record import continuation_ids
+from medusa.records.questions import QuestionForm
+from medusa.records.record import continuation_ids, tokens_of
 from medusa.records.replies import remembered
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ SENT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "igno
 """Parameters of requests to a server, with the values that change nothing."""
 HERE = ("acceptance", "draft", "stop_drafting", "epsilon", "delta", "compile", "cuda_graphs", "numerics")
 """Settings for which no server can be asked."""
+ATTEMPTS = 4  # at a question that is empty or does not end
+NO_QUESTION = f"{ATTEMPTS} questions were empty or did not end; give a larger --max-new-tokens"
 HOPELESS = 16  # failed texts in a row that end the run; with a high --concurrency more
 
 
@@ -53,7 +56,10 @@ class LocalEngine:
         """Generate the missing answers, those of a conversation in turn, and return the seconds that this took."""
         start, jobs = perf_counter(), deque[Job]()
         for task in journal.tasks:
-            self._ask(task, 0, journal, jobs.append)
+            if task.asks is None:
+                self._ask(task, 0, journal, jobs.append)
+            elif (task.index, 0) not in journal.done:
+                self._let_ask(task, 0, journal, jobs.append)
         show = partial(journal.show, most=self.generator.settings.max_new_tokens)
         BulkWriter(self.generator, self.width).write(jobs, show)
         return perf_counter() - start
@@ -74,6 +80,31 @@ class LocalEngine:
             return
         (seed,) = prompt_seeds(self.seed, [turn * len(journal.tasks) + task.index])
         add(Job(prompt, seed, partial(self._answered, task, turn, journal, add, prompt)))
+
+    def _let_ask(self, task: Task, attempt: int, journal: Journal, add: Callable[[Job], object]) -> None:
+        """Add the job for a question, with a seed for each attempt."""
+        assert task.ids is not None
+        (seed,) = prompt_seeds(self.seed, [attempt * len(journal.tasks) + task.index])
+        add(Job(task.ids, seed, partial(self._asked, task, attempt, journal, add)))
+
+    def _asked(
+        self,
+        task: Task,
+        attempt: int,
+        journal: Journal,
+        add: Callable[[Job], object],
+        new_ids: list[int],
+        reason: str,
+    ) -> None:
+        """Keep a question, or try again."""
+        assert task.asks is not None
+        assert self.generator.tokenizer is not None
+        if question := task.asks.question(new_ids, self.generator.tokenizer, reason == "eos"):
+            journal.append(task, 0, _question_line(question, len(new_ids)))
+        elif attempt + 1 < ATTEMPTS:
+            self._let_ask(task, attempt + 1, journal, add)
+        else:
+            journal.fail(task, 0, NO_QUESTION)
 
     def _answered(
         self,
@@ -161,6 +192,8 @@ class ServerEngine:
         options = dict(self.parameters)
         if self.settings.do_sample:
             options["seed"] = (self.seed + 1000 * task.index + turn) % 2**31
+        if task.asks is not None:
+            return self._question(task, task.asks, options)
         if task.ids is not None:
             answer = self.server.complete(task.ids, options)
             assert self.tokenizer is not None  # or the task would have been refused
@@ -174,6 +207,17 @@ class ServerEngine:
         line: Json = {"messages": [*messages, answer.message], "teach": "last"}
         line |= {"answer": answer.text, "finish_reason": answer.finish_reason}
         return line | ({"tools": task.tools} if task.tools else {})
+
+    def _question(self, task: Task, form: QuestionForm, options: Json) -> Json:
+        """Let the server write a question, and return its line; raise ServerError if several attempts fail."""
+        assert task.ids is not None
+        assert self.tokenizer is not None
+        for attempt in range(ATTEMPTS):
+            answer = self.server.complete(task.ids, options | {"seed": options["seed"] + attempt})
+            ids = tokens_of(answer.text, self.tokenizer)
+            if question := form.question(ids, self.tokenizer, answer.finish_reason != "length"):
+                return _question_line(question, len(ids))
+        raise ServerError(NO_QUESTION)
 
 
 def server_parameters(settings: Settings, own: GenerationConfig) -> Json:
@@ -200,6 +244,11 @@ def server_parameters(settings: Settings, own: GenerationConfig) -> Json:
         if value != neutral or theirs not in (None, neutral):
             found[name] = -1 if (name, value) == ("top_k", 0) else value  # 0 is an error in some servers
     return found
+
+
+def _question_line(question: str, tokens: int) -> Json:
+    """Make the line for a question that the model wrote. Commands read it as a prompt."""
+    return {"prompt": question, "tokens": tokens, "finish_reason": "eos"}
 
 
 def _line(prompt: list[int], new_ids: list[int], answer: str, reason: str) -> Json:

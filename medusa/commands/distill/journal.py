@@ -80,7 +80,7 @@ class Journal:
         self.reasons[row["finish_reason"]] += 1
         if key in self.first:
             self.first[key] = _is_short(row)
-        self.tokens += len(row.get("input_ids", ())) - row.get("prompt_tokens", 0)
+        self.tokens += row.get("tokens", 0) + len(row.get("input_ids", ())) - row.get("prompt_tokens", 0)
 
     @property
     def new_tokens(self) -> int:
@@ -163,6 +163,8 @@ def _reply(row: Json) -> Json:
 
 def _is_short(row: Json) -> bool:
     """Whether an answer ended with at most one token. Of a server's message only the text is known: is it empty?"""
+    if "prompt" in row:  # a question, which is never empty
+        return False
     if "input_ids" not in row:
         said = row["messages"][-1]
         return not (str(row["answer"]).strip() or said.get("tool_calls") or said.get(REASONING[0]))

@@ -1,4 +1,4 @@
-"""The tasks of `medusa distill`: texts to continue, and conversations whose questions are answered one by one."""
+"""The tasks of `medusa distill`: texts to continue, conversations whose questions are answered, questions to write."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from medusa.commands.prompting import PromptForm
 from medusa.errors import RequestError
 from medusa.files import Json
+from medusa.records.questions import QuestionForm
 from medusa.records.record import Record, prompt_ids
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Task:
-    """The task of one record: token ids to continue (`ids`), or the `questions` of a conversation to answer."""
+    """The task of one record: token ids to continue (`ids`), or the `questions` of a conversation to answer.
+
+    With `asks`, the continued text is a question that the model writes."""
 
     index: int
     where: str
@@ -31,6 +34,7 @@ class Task:
     """Whether the prompt is plain text, not in a chat template; `None` for `text`, `input_ids` and self-talk."""
     template_options: Json = field(default_factory=dict)
     """The options of the chat template, if it formats the prompt."""
+    asks: QuestionForm | None = None
 
     @property
     def turns(self) -> int:
