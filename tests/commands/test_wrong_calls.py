@@ -94,6 +94,7 @@ DRAFTING = """
 --tree notes.txt -> notes.txt
 --tree loose.json -> has no parent
 --tree twice.json -> twice
+--tree wide.json -> guess 62 of a head, but the vocabulary is 61
 --tree topk:200,100 -> nodes
 --tree mc_sim_7b_36 -> did you mean mc_sim_7b_63?
 """
@@ -571,6 +572,7 @@ def home(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "table.csv": "a,b\n",
         "loose.json": '{"paths": [[0, 0]]}',
         "twice.json": '{"paths": [[0], [0]]}',
+        "wide.json": '{"paths": [[61]]}',
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
