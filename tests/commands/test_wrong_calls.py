@@ -103,8 +103,12 @@ ACCEPTING = """
 --acceptance typical -> temperature above 0
 --acceptance topk -> topk:2
 --acceptance topk:0 -> at least 1
---acceptance distance:-1 -> at least 0
---draft guess -> topk, sample
+--acceptance topk:many -> at least 1, as in topk:2
+--acceptance distance:-1 -> at least 0, as in distance:2
+--acceptance greedy:3 -> acceptance is 'greedy:3'; choose one of greedy, rejection
+--acceptance topk:2 --draft sample -> temperature above 0
+--acceptance distance:2 --stop-drafting 0.1 --tree dynamic:8 -> depend on the batch
+--draft guess -> draft is 'guess'; choose one of topk, sample
 --draft sample -> temperature above 0
 --temperature 1 --acceptance greedy -> greedy
 --temperature 1 --acceptance topk:2 -> draws nothing
@@ -394,11 +398,11 @@ device=abacus -> abacus
 training.learning_rate=-1 -> training.learning_rate
 training.report_to=wandb -> wandb
 training.optim=adma -> adma
-training.eval_strategy=steps -> eval_data
-training.eval_tree=oak -> 'oak'
-output_dir=notes.txt -> notes.txt
-output_dir=notes.txt/new -> notes.txt
-output_dir=/proc/x -> /proc/x
+training.eval_strategy=steps -> add `eval_data: FILE` to the recipe
+training.eval_tree=oak -> no tree 'oak'
+output_dir=notes.txt -> output_dir notes.txt is a file; choose a folder
+output_dir=notes.txt/new -> notes.txt is a file; choose another place
+output_dir=/proc/x -> output_dir /proc/x: nothing can be written in /proc
 output_dir=heads -> --overwrite
 --resume -> nothing to resume
 --resume --overwrite -> give one of them
