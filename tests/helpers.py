@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import random
-import string
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,9 +37,8 @@ from medusa import MedusaHeads, Tree
 from medusa.heads import KINDS, class_of
 from medusa.heads.eagle_layer import VARIANTS
 
-COMMON, VOCAB, REFUSED = tiny_models.COMMON, tiny_models.VOCAB, tiny_models.REFUSED
+COMMON, VOCAB, REFUSED, LETTERS = tiny_models.COMMON, tiny_models.VOCAB, tiny_models.REFUSED, tiny_models.LETTERS
 HIDDEN: int = COMMON["hidden_size"]
-LETTERS = (string.ascii_letters + string.digits)[:VOCAB]
 FAMILIES: dict[str, str] = {
     # One for each way in which they differ; for tests that try them all.
     name.split(",")[0]: name
