@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import random
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from decode.draft import Draft, Drafter, Frontier
 from decode.drafters.base import DrafterFactory
@@ -31,9 +29,7 @@ from fuzz_cases import Case, Numbers
 from medusa import MedusaHeads
 from medusa.backbone import Backbone
 from medusa.vocabulary import lm_head_for
-from tiny_models import VOCAB, random_heads, tiny_model
-
-LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
+from tiny_models import VOCAB, letter_tokenizer, random_heads, tiny_model
 
 
 def make_model(case: Case) -> PreTrainedModel:
@@ -164,14 +160,6 @@ class LastTokens(StoppingCriteria):
         return cast(torch.BoolTensor, input_ids[:, -2:].sum(1) % self.divisor == 0)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer whose tokens are letters, for stop strings."""
-    inner = Tokenizer(models.WordLevel({letter: id for id, letter in enumerate(LETTERS[:VOCAB])}, unk_token="A"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="A")
-
-
 def allow(modulus: int, first: int, row: int, ids: Tensor) -> Numbers:
     """Allow the tokens that differ from the last one modulo a number of the row (`prefix_allowed_tokens_fn`)."""
     number = modulus + first + row
@@ -185,7 +173,7 @@ def arguments(options: dict[str, Any], first: int = 0) -> dict[str, Any]:
     made: dict[str, Callable[[Any], dict[str, Any]]] = {
         "sequence_bias": lambda biases: {"sequence_bias": {tuple(words): bias for words, bias in biases}},
         "exponential_decay_length_penalty": lambda pair: {"exponential_decay_length_penalty": tuple(pair)},
-        "stop_strings": lambda stops: {"stop_strings": stops, "tokenizer": tokenizer()},
+        "stop_strings": lambda stops: {"stop_strings": stops, "tokenizer": letter_tokenizer()},
         "allowed": lambda modulus: {"prefix_allowed_tokens_fn": partial(allow, modulus, first)},
         "processor": lambda by: {"logits_processor": [Shift(by)]},
         "criterion": lambda divisor: {"stopping_criteria": [LastTokens(divisor)]},

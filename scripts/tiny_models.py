@@ -1,13 +1,15 @@
-"""Tiny models of many architectures, and heads, with random weights; for check_architectures.py and the tests."""
+"""Tiny models of many architectures, heads with random weights, and a tokenizer; for two scripts and the tests."""
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from medusa import MedusaConfig, MedusaHeads
 from medusa.backbone import Backbone
@@ -27,6 +29,7 @@ RECURRENT: dict[str, dict[str, Any]] = _there(TABLE["recurrent"])  # supported, 
 MULTIMODAL: dict[str, dict[str, Any]] = _there(TABLE["multimodal"])  # supported, too, for text
 REFUSED: dict[str, dict[str, Any]] = _there(TABLE["refused"])
 VOCAB: int = COMMON["vocab_size"]
+LETTERS = (string.ascii_letters + string.digits)[:VOCAB]
 
 
 def tiny_model(
@@ -58,3 +61,15 @@ def random_heads(model: PreTrainedModel, num_heads: int, std: float, **settings:
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=std)
     return heads.to(backbone.device, backbone.dtype).eval()
+
+
+def letter_tokenizer(bos: int | None = None, eos: int | None = None, **more: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer whose token i is the i-th of `LETTERS`, except BOS and EOS: texts can be read off ids."""
+    names = dict(enumerate(LETTERS))
+    if bos is not None and eos is not None:
+        names |= {bos: "<s>", eos: "</s>"}
+        more |= {"bos_token": "<s>", "eos_token": "</s>"}
+    inner = Tokenizer(models.WordLevel({name: token for token, name in names.items()}, unk_token=LETTERS[0]))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **more)

@@ -177,15 +177,9 @@ def one_tree_check() -> Iterator[None]:
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """Token i is the i-th character of `LETTERS`, so texts can be read off ids."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tiny_models import letter_tokenizer
 
-    from tests.helpers import LETTERS
-
-    inner = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(LETTERS)}, unk_token="a"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="a")
+    return letter_tokenizer(unk_token="a")
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import random
-import string
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,9 +37,8 @@ from medusa import MedusaHeads, Tree
 from medusa.heads import KINDS, class_of
 from medusa.heads.eagle_layer import VARIANTS
 
-COMMON, VOCAB, REFUSED = tiny_models.COMMON, tiny_models.VOCAB, tiny_models.REFUSED
+COMMON, VOCAB, REFUSED, LETTERS = tiny_models.COMMON, tiny_models.VOCAB, tiny_models.REFUSED, tiny_models.LETTERS
 HIDDEN: int = COMMON["hidden_size"]
-LETTERS = (string.ascii_letters + string.digits)[:VOCAB]
 FAMILIES: dict[str, str] = {
     # One for each way in which they differ; for tests that try them all.
     name.split(",")[0]: name
@@ -292,6 +293,18 @@ def path_logits(model: PreTrainedModel, prefix: list[int], ids: list[int], tree:
         text = prefix + [ids[node] for node in line if node >= 0]
         rows.append(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1])
     return torch.stack(rows)
+
+
+def at_once(work: Callable[[int], Any], count: int = 1) -> list[Any]:
+    """Call `work` with the numbers below `count`, in as many threads that begin together; gives the results."""
+    ready = threading.Barrier(count)
+
+    def begin(number: int) -> Any:
+        ready.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(begin, range(count)))
 
 
 def times_of_few_steps(*given: Any) -> list[float]:

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa.tree import named_trees
 from tests.helpers import LETTERS, VOCAB, plain, random_heads, tiny_model
+from tiny_models import letter_tokenizer
 
 PROMPTS = ["abc", "hgfedcba", "d"]
 NEW = 12
@@ -55,16 +54,6 @@ class Place(NamedTuple):
         return (*self.models, "--prompts", self.prompts, *GENERATION)
 
 
-def tokenizer_of_letters(bos: int, eos: int) -> PreTrainedTokenizerFast:
-    """Token i is the i-th letter, except BOS and EOS."""
-    names = {letter: index for index, letter in enumerate(LETTERS)}
-    names = {"<s>" if i == bos else "</s>" if i == eos else letter: i for letter, i in names.items()}
-    inner = Tokenizer(WordLevel(names, unk_token=LETTERS[0]))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
-
-
 def talkative() -> tuple[Any, list[list[int]], int]:
     """A random backbone whose texts are not loops, and a token of its first text to use as EOS."""
     ids = [ids_of(prompt) for prompt in PROMPTS]
@@ -88,7 +77,7 @@ def build(folder: Path) -> Place:
     model.config.eos_token_id = model.generation_config.eos_token_id = eos
     model.config.bos_token_id = model.generation_config.bos_token_id = bos
     model.save_pretrained(folder / "backbone")
-    tokenizer_of_letters(bos, eos).save_pretrained(folder / "backbone")
+    letter_tokenizer(bos, eos).save_pretrained(folder / "backbone")
     heads = random_heads(model)
     heads.config.tree = named_trees()["eight"]  # without one of its own, `auto` would calibrate
     heads.config.tree = [path for path in heads.config.tree if len(path) <= heads.config.num_heads]

@@ -48,26 +48,6 @@ def test_an_amateur_of_another_tokenizer(refused: Any, place: Place, tmp_path: P
 # --- trees and heads -------------------------------------------------------------------------------------------------
 
 
-def test_invalid_trees_are_rejected(refused: Any, place: Place, tmp_path: Path) -> None:
-    tree = tmp_path / "tree.json"
-    argv = generate(place, "--tree", tree, "--max-new-tokens", "2", "--quiet")
-    for content, said in (
-        ('{"paths": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}', "4 deep but there are 3 heads"),
-        ('{"paths": [[0], [1, 0]]}', "[1, 0] has no parent; add the path [1]"),
-        ('{"paths": [[-1]]}', "no rank"),
-        ('{"paths": [[0.5]]}', "no rank"),
-        ('{"paths": [[]]}', "no path"),
-        ('{"paths": 5}', "must hold"),
-        ("[[0]]", "must hold"),
-        ("{", "neither JSON nor YAML"),
-        ('{"paths": [[61]]}', "guess 62 of a head, but the vocabulary is 61"),
-    ):
-        tree.write_text(content, encoding="utf-8")
-        assert said in refused(*argv)
-    tree.write_text('{"paths": [[60]]}', encoding="utf-8")
-    assert main([str(word) for word in argv]) == 0
-
-
 @pytest.mark.parametrize(
     ("sizes", "said"), [({"hidden_size": 16}, ("hidden size 16", "32")), ({"vocab_size": 50}, ("50", "61"))]
 )

@@ -22,9 +22,10 @@ from decode.bench.calibration.stored import heads_fingerprint
 from decode.serve import app as serving
 from medusa.native_layers import native_heads
 from medusa.tree import Tree
-from tests.commands.place import Outcome, tokenizer_of_letters, write_rows
+from tests.commands.place import Outcome, write_rows
 from tests.helpers import LETTERS, VOCAB, plain
 from tests.native_models import save_native
+from tiny_models import letter_tokenizer
 
 PROMPTS = [LETTERS[at : at + 3] for at in range(8)]
 NEW = 8
@@ -47,7 +48,7 @@ class Native(NamedTuple):
 def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
     folder = tmp_path_factory.mktemp("native")
     save_native("deepseek_v3", folder / "backbone")
-    tokenizer_of_letters(VOCAB - 2, VOCAB - 1).save_pretrained(folder / "backbone")
+    letter_tokenizer(VOCAB - 2, VOCAB - 1).save_pretrained(folder / "backbone")
     model = AutoModelForCausalLM.from_pretrained(folder / "backbone").eval()
     heads = native_heads(model, 3)
     heads.config.tree = Tree.chain(3).to_json()

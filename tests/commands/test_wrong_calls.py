@@ -94,6 +94,7 @@ DRAFTING = """
 --tree notes.txt -> notes.txt
 --tree loose.json -> has no parent
 --tree twice.json -> twice
+--tree wide.json -> guess 62 of a head, but the vocabulary is 61
 --tree topk:200,100 -> nodes
 --tree mc_sim_7b_36 -> did you mean mc_sim_7b_63?
 """
@@ -102,8 +103,12 @@ ACCEPTING = """
 --acceptance typical -> temperature above 0
 --acceptance topk -> topk:2
 --acceptance topk:0 -> at least 1
---acceptance distance:-1 -> at least 0
---draft guess -> topk, sample
+--acceptance topk:many -> at least 1, as in topk:2
+--acceptance distance:-1 -> at least 0, as in distance:2
+--acceptance greedy:3 -> acceptance is 'greedy:3'; choose one of greedy, rejection
+--acceptance topk:2 --draft sample -> temperature above 0
+--acceptance distance:2 --stop-drafting 0.1 --tree dynamic:8 -> depend on the batch
+--draft guess -> draft is 'guess'; choose one of topk, sample
 --draft sample -> temperature above 0
 --temperature 1 --acceptance greedy -> greedy
 --temperature 1 --acceptance topk:2 -> draws nothing
@@ -394,11 +399,11 @@ device=abacus -> abacus
 training.learning_rate=-1 -> training.learning_rate
 training.report_to=wandb -> wandb
 training.optim=adma -> adma
-training.eval_strategy=steps -> eval_data
-training.eval_tree=oak -> 'oak'
-output_dir=notes.txt -> notes.txt
-output_dir=notes.txt/new -> notes.txt
-output_dir=/proc/x -> /proc/x
+training.eval_strategy=steps -> add `eval_data: FILE` to the recipe
+training.eval_tree=oak -> no tree 'oak'
+output_dir=notes.txt -> output_dir notes.txt is a file; choose a folder
+output_dir=notes.txt/new -> notes.txt is a file; choose another place
+output_dir=/proc/x -> output_dir /proc/x: nothing can be written in /proc
 output_dir=heads -> --overwrite
 --resume -> nothing to resume
 --resume --overwrite -> give one of them
@@ -576,6 +581,7 @@ def home(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "table.csv": "a,b\n",
         "loose.json": '{"paths": [[0, 0]]}',
         "twice.json": '{"paths": [[0], [0]]}',
+        "wide.json": '{"paths": [[61]]}',
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

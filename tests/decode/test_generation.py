@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-import threading
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -35,6 +34,7 @@ from medusa.tree import named_trees
 from tests.helpers import (
     REFUSED,
     VOCAB,
+    at_once,
     left_padded,
     parts_of,
     plain,
@@ -326,12 +326,7 @@ def heads_of(**settings: Any) -> MedusaHeads:
     ("options", "named"),
     [
         ({"tree": "chain:5"}, "5 deep but there are 4 heads"),
-        ({"tree": [[0, 0]]}, "no parent"),
-        ({"tree": [[0], [0]]}, "twice"),
-        ({"tree": [[-1]]}, "-1"),
         ({"tree": [[VOCAB]]}, str(VOCAB)),
-        ({"tree": "oak"}, "oak"),
-        ({"tree": "topk:x"}, "topk:x"),
         ({"tree": "topk:"}, "topk:"),
         ({"tree": 5}, "5"),
         ({"heads": heads_of(hidden_size=16)}, "hidden size 16"),
@@ -346,9 +341,7 @@ def heads_of(**settings: Any) -> MedusaHeads:
         ({"acceptance": "optimistic"}, "optimistic"),
         ({"stop_strings": "x"}, "tokenizer"),
         ({"acceptance": "typical", "do_sample": True, "output_logits": True}, "output_logits"),
-        ({"draft": "guess", "do_sample": True}, "guess"),
         ({"draft": "sample"}, "temperature above 0"),
-        ({"draft": "sample", "do_sample": True, "acceptance": "typical"}, "'typical'"),
         ({"acceptance": "typical-sampled"}, "temperature above 0"),
         ({"do_sample": True, "seeds": [1, 2]}, "2 seeds"),
         ({"do_sample": True, "seeds": [2**70]}, str(2**70)),
@@ -520,24 +513,15 @@ def test_errors_are_in_the_words_of_python(llama: Any, heads: MedusaHeads, optio
 def test_threads_write_the_texts_that_they_write_alone() -> None:
     """Three threads decode at once with one model, which none of them has used before: the self-tests run too."""
     model = tiny_model("gemma3_text")
-    heads, ready = random_heads(model, kind="eagle"), threading.Barrier(3)
+    heads, options = random_heads(model, kind="eagle"), {"max_new_tokens": 16, "eos_token_id": None}
     prompts = [random_ids(length, seed=length) for length in (6, 9, 14)]
-    found: dict[int, list[list[int]]] = {index: [] for index in range(len(prompts))}
 
-    def write(index: int) -> None:
-        ready.wait()
+    def write(index: int) -> list[list[int]]:
         ids = torch.tensor([prompts[index]])
-        for _ in range(3):
-            out = generate(model, heads, inputs=ids, tree="topk:3,2", max_new_tokens=16, eos_token_id=None)
-            found[index].append(out[0, ids.shape[1] :].tolist())
+        outs = [generate(model, heads, inputs=ids, tree="topk:3,2", **options) for _ in range(3)]
+        return [out[0, ids.shape[1] :].tolist() for out in outs]
 
-    threads = [threading.Thread(target=write, args=(index,)) for index in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    expected = [plain(model, prompt, max_new_tokens=16, eos_token_id=None) for prompt in prompts]
-    assert found == {index: [text] * 3 for index, text in enumerate(expected)}
+    assert at_once(write, len(prompts)) == [[plain(model, prompt, **options)] * 3 for prompt in prompts]
 
 
 def test_longrope_texts_that_may_pass_the_boundary_are_decoded_alone() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
@@ -148,26 +147,6 @@ def test_a_text_does_not_depend_on_the_batch(llama: Any) -> None:
     alone = [generate(llama, heads, torch.tensor([p]), **options)[0, len(p) :].tolist() for p in PROMPTS]
     together = generate(llama, heads, **left_padded(PROMPTS), **options)
     assert together[:, max(map(len, PROMPTS)) :].tolist() == alone
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"acceptance": "topk"}, "acceptance 'topk' needs a whole number of at least 1, as in topk:2"),
-        ({"acceptance": "topk:0"}, "needs a whole number of at least 1"),
-        ({"acceptance": "topk:many"}, "needs a whole number of at least 1"),
-        ({"acceptance": "distance:-1"}, "needs a whole number of at least 0, as in distance:2"),
-        ({"acceptance": "greedy:3"}, "acceptance is 'greedy:3'; choose one of greedy, rejection"),
-        ({"acceptance": "topk:2", "temperature": 1.0}, "draws nothing; use temperature 0 (do_sample=False)"),
-        ({"acceptance": "topk:2", "draft": "sample"}, "draft 'sample' needs a temperature above 0"),
-        ({"acceptance": "topk:2", "compile": True}, "cannot be compiled"),
-        ({"acceptance": "distance:2", "stop_drafting": 0.1}, "depend on the batch"),
-    ],
-    ids=str,
-)
-def test_unsupported_options_are_rejected(options: dict, said: str) -> None:
-    with pytest.raises(RequestError, match=re.escape(said)):
-        Settings(**options)
 
 
 def test_unsupported_arguments_are_rejected_in_python(llama: Any) -> None:

@@ -249,28 +249,19 @@ def test_texts_of_block_drafters_have_the_targets_distribution(name: str, shortl
 # Planted faults: each must be found, by the same test, a thousand times below its threshold.
 
 
-def patched(name: str, fault: Callable[..., Tensor]) -> Callable[[pytest.MonkeyPatch], Take]:
-    """`accept_sampled` with one line replaced by a fault."""
-
-    def plant(monkeypatch: pytest.MonkeyPatch) -> Take:
-        monkeypatch.setattr(decode.accept, name, fault)
-        return accept_sampled
-
-    return plant
-
-
-FAULTS: dict[str, tuple[str, Callable[..., Take]]] = {
-    "q left out": ("sample", patched("passes_ratio", lambda u, p, q: u < p)),
-    "residual not normalised": ("sample", patched("residual", lambda p, q: (p - q).clamp_min(1e-9))),
-    "residual left out": ("sample", patched("residual", lambda p, q: p)),
-    "siblings with replacement": ("sample", patched("without", lambda q, token: q)),
+FAULTS: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "q left out": ("passes_ratio", lambda u, p, q: u < p),
+    "residual not normalised": ("residual", lambda p, q: (p - q).clamp_min(1e-9)),
+    "residual left out": ("residual", lambda p, q: p),
+    "siblings with replacement": ("without", lambda q, token: q),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    form, plant = FAULTS[fault]
-    assert outcome(form, "plain", plant(monkeypatch), DRAWS // 2).p_value < FALSE_ALARM / 1000
+    """A function of `decode.accept` is replaced."""
+    monkeypatch.setattr(decode.accept, *FAULTS[fault])
+    assert outcome("sample", "plain", draws=DRAWS // 2).p_value < FALSE_ALARM / 1000
 
 
 @pytest.mark.parametrize("form", TAKE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -19,7 +18,7 @@ from decode.tree_check import TreeCheck, check_tree_forward, require_tree_forwar
 from medusa import RequestError, tree_support
 from medusa.backbone import Backbone
 from medusa.tree_support import LayerKind, LayerKinds, additive
-from tests.helpers import FAMILIES, REFUSED, random_heads, random_ids, rename_attention, tiny_model, weekly
+from tests.helpers import FAMILIES, REFUSED, at_once, random_heads, random_ids, rename_attention, tiny_model, weekly
 
 WINDOWED = ["mistral", "qwen2", "gemma3_text", "gemma2", "llama4_text"]
 PROMPT = torch.tensor([random_ids(6)])
@@ -283,9 +282,7 @@ def test_other_threads_see_no_short_window(family: str, monkeypatch: pytest.Monk
     expected, found = model(ids).logits, list[Tensor]()
 
     def meanwhile() -> None:
-        thread = threading.Thread(target=lambda: found.append(model(ids).logits))
-        thread.start()
-        thread.join()
+        found.extend(at_once(lambda _: model(ids).logits))
 
     for name in ("_plain", "_through_trees"):
         whole = getattr(capability, name)
@@ -364,11 +361,7 @@ def test_a_rejection_is_remembered_and_raised_by_generate(monkeypatch: pytest.Mo
 
 def test_two_threads_test_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, model = counted(monkeypatch), long_windows("mistral")
-    threads = [threading.Thread(target=require_tree_forward, args=(model,)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(lambda _: require_tree_forward(model), 4)
     assert len(seen) == 1
     assert model.config.sliding_window == 4096
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import threading
 import weakref
 from typing import Any
 
@@ -18,7 +17,7 @@ from medusa import RequestError
 from medusa.backbone import Backbone, new_layers, require_tree_support, usual_layers
 from medusa.fingerprint import differs, fingerprint
 from medusa.loading import LoadOptions, load_backbone, load_config
-from tests.helpers import COMMON, FAMILIES, HIDDEN, REFUSED, VOCAB, parts_of, random_ids, tiny_model
+from tests.helpers import COMMON, FAMILIES, HIDDEN, REFUSED, VOCAB, at_once, parts_of, random_ids, tiny_model
 
 SPLITS = {family: family not in ("gemma2", "cohere", "llama4_text") for family in FAMILIES}
 IDS = torch.tensor([random_ids(9), random_ids(9, seed=1)])
@@ -196,15 +195,13 @@ def test_a_forward_of_another_thread_changes_no_hidden_states() -> None:
     expected = [Backbone(model, [1, 0, 2]).hidden_states(each, use_cache=False) for each in ids]
     found: list[torch.Tensor] = []
 
-    def other() -> None:
-        with torch.no_grad():
-            found.append(Backbone(model, [1, 0, 2]).hidden_states(ids[1], use_cache=False))
+    @torch.no_grad()
+    def other(_: int) -> torch.Tensor:
+        return Backbone(model, [1, 0, 2]).hidden_states(ids[1], use_cache=False)
 
     def in_between(*_: Any) -> None:
         hook.remove()
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
+        found.extend(at_once(other))
 
     backbone = Backbone(model, [1, 0, 2])
     hook = model.get_output_embeddings().register_forward_hook(in_between)

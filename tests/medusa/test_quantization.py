@@ -20,8 +20,8 @@ from medusa.fingerprint import differs, fingerprint
 from medusa.loading import LoadOptions, load_backbone
 from medusa.memory import bytes_of
 from medusa.quantization import PROBE, quantization_of, quantized_layers
-from tests.commands.place import tokenizer_of_letters
 from tests.helpers import VOCAB, plain, random_ids, tiny_model
+from tiny_models import letter_tokenizer
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 KINDS = pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -191,7 +191,7 @@ def test_every_command_runs_on_a_quantised_backbone(
     monkeypatch.setattr("train.run.draw_curves", lambda log, path: path.touch())  # imported here first
     kind, place = "int4", str(tmp_path / "backbone")
     tiny_model("llama", intermediate_size=64).save_pretrained(place)  # int4 groups 32 inputs
-    tokenizer_of_letters(VOCAB - 2, VOCAB - 1).save_pretrained(place)
+    letter_tokenizer(VOCAB - 2, VOCAB - 1).save_pretrained(place)
     text, heads, prompts = tmp_path / "text.jsonl", tmp_path / "heads", tmp_path / "prompts.jsonl"
     words = ("abcd", "hgf")
     prompts.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in words), encoding="utf-8")

@@ -149,7 +149,7 @@ def test_the_size_of_a_chain_is_checked_before_building(monkeypatch: pytest.Monk
 def test_bad_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tree.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(RequestError) as error:
+    with pytest.raises(RequestError, match=r"must hold|neither JSON nor YAML|has no parent") as error:
         load_tree(str(path), 3)
     assert "\n" not in str(error.value)
 
@@ -165,6 +165,7 @@ def test_a_tree_must_fit_heads_and_vocabulary() -> None:
         Tree.chain(4).require_fit(num_heads=3, vocab_size=10)
     with pytest.raises(RequestError, match="guess 11"):
         Tree.from_paths([[10]]).require_fit(num_heads=3, vocab_size=10)
+    Tree.from_paths([[9]]).require_fit(num_heads=3, vocab_size=10)
 
 
 def test_equal_trees_are_made_once(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
-from tests.helpers import HIDDEN, random_ids, tiny_model
+from tests.helpers import HIDDEN, at_once, random_ids, tiny_model
 from tests.train.recipes import recipes, run
 from train.data.datasets import PackedDataset
 from train.data.packing import Example
@@ -300,23 +299,15 @@ def test_prompts_are_recorded_and_not_taught(model: Any, tmp_path: Path, monkeyp
 
 def test_two_recorders_of_one_folder_lose_no_text(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both write a shard at the same time, as two processes may; the second one gets another number."""
-    ready = threading.Barrier(2)
 
     def slow(*args: Any, **kwargs: Any) -> None:
         time.sleep(0.2)
         write_shard(*args, **kwargs)
 
-    def flush(recorder: Recorder) -> None:
-        ready.wait()
-        recorder.flush()
-
     monkeypatch.setattr("train.features.recorder.write_shard", slow)
     texts = [random_ids(9, seed=seed) for seed in range(2)]
-    threads = [threading.Thread(target=flush, args=(record(tmp_path, model, [text]),)) for text in texts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    recorders = [record(tmp_path, model, [text]) for text in texts]
+    at_once(lambda number: recorders[number].flush(), 2)
     found = [load_file(path)["input_ids"].tolist() for path in shards(tmp_path)]
     assert sorted(found) == sorted(texts)
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from medusa.__main__ import main
 from medusa.commands.train import command_to_continue
 from medusa.errors import Interrupted, RequestError
 from medusa.heads.independent import MedusaHeads
-from tests.helpers import random_ids
+from tests.helpers import at_once, random_ids
 from tests.train.processes import as_two_ranks, forked, forked_command
 from tests.train.recipes import recipes, run, same
 from train.checkpoints import RESCUE, remove_rescues, whole_checkpoints
@@ -205,11 +204,8 @@ def test_signals_with_workers_that_read_the_data(recipe: Any, at: Any, tmp_path:
 
 
 def test_other_threads_get_no_handlers(recipe: Any, tmp_path: Path) -> None:
-    figures: list[Any] = []
-    thread = threading.Thread(target=lambda: figures.append(run(recipe(tmp_path, max_steps=1))))
-    thread.start()
-    thread.join()
-    assert figures[0].steps == 1
+    (figures,) = at_once(lambda _: run(recipe(tmp_path, max_steps=1)))
+    assert figures.steps == 1
 
 
 @pytest.mark.full

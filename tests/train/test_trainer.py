@@ -25,6 +25,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.vocabulary import rows_for
 from tests.helpers import HIDDEN, VOCAB, random_ids, tiny_model
+from tests.train.recipes import recipes, run
 from train import MedusaTrainer, MedusaTrainingArguments
 from train.callbacks import TimeBudget, summarize
 from train.checkpoints import whole_checkpoints
@@ -34,8 +35,6 @@ from train.data.packing import Example
 from train.evaluate import OwnText, head_accuracy
 from train.heads import describe, new_heads
 from train.loss.objectives import Weighting
-from train.recipe import parse_recipe
-from train.run import train
 
 PROMPTS, NEW_TOKENS, HEADS = 8, 48, 3
 
@@ -55,38 +54,17 @@ def texts() -> list[OwnText]:
     return [OwnText(result.input_ids + result.new_ids, 4) for result in results]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same backbone on disk, without a tokenizer."""
-    path = tmp_path_factory.mktemp("backbone")
-    tiny_model("llama").save_pretrained(path)
-    return path
-
-
 @pytest.fixture
-def recipe(folder: Path, texts: list[OwnText], tmp_path: Path) -> Callable[..., Any]:
+def recipe(texts: list[OwnText], tmp_path: Path) -> Callable[..., Any]:
     """A run of `medusa train`, from its recipe."""
-    data = tmp_path / "own.jsonl"
-    data.write_text("".join(json.dumps({"input_ids": text.input_ids}) + "\n" for text in texts), encoding="utf-8")
+    rows = [{"input_ids": text.input_ids} for text in texts]
+    usual = recipes(tmp_path, rows, 52, max_steps=4, logging_steps=2, save_steps=2, use_cpu=True)
 
-    def run(
-        output: str = "out",
-        heads: dict[str, Any] | None = None,
-        train_with: Any = None,
-        content: dict[str, Any] | None = None,
-        **training: Any,
-    ) -> Any:
-        content = (content or {}) | {
-            "backbone": str(folder),
-            "data": {"path": str(data), "sequence_length": 52},
-            "output_dir": str(tmp_path / output),
-            "heads": heads or {"num": HEADS},
-            "device": "cpu",
-            "training": {"max_steps": 4, "logging_steps": 2, "save_steps": 2, "use_cpu": True} | training,
-        }
-        return train(parse_recipe(content, "test"), quiet=True, **(train_with or {})).to_dict()
+    def run_with(train_with: Any = None, content: dict[str, Any] | None = None, **training: Any) -> Any:
+        given = usual("out", **training) | {"heads": {"num": HEADS}} | (content or {})
+        return run(given, **train_with or {}).to_dict()
 
-    return run
+    return run_with
 
 
 def trainer(
@@ -326,7 +304,7 @@ def test_distillation_is_evaluated_on_the_backbones_tokens(model: Any, tmp_path:
 
 
 def test_training_stops_when_evaluation_stops_improving(recipe: Any, tmp_path: Path) -> None:
-    evaluated = {"eval_data": str(tmp_path / "own.jsonl")}
+    evaluated = {"eval_data": str(tmp_path / "data.jsonl")}
     settings = {"eval_steps": 1, "early_stopping_patience": 2, "learning_rate": 1e-60, "max_steps": 9}
     assert recipe(content=evaluated, **settings)["steps"] == 3, "the first is the best, two are not better"
 
@@ -334,7 +312,7 @@ def test_training_stops_when_evaluation_stops_improving(recipe: Any, tmp_path: P
 def test_the_best_heads_can_be_kept(recipe: Any, tmp_path: Path) -> None:
     """The learning rate ruins the heads after a good first step, so the first checkpoint is saved."""
     recipe(
-        content={"eval_data": {"path": str(tmp_path / "own.jsonl"), "sequence_length": 52}},
+        content={"eval_data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": 52}},
         **{"max_steps": 3, "eval_steps": 1, "save_steps": 1, "learning_rate": 3.0, "warmup_steps": 3},
         **{"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 3},
     )
@@ -561,7 +539,7 @@ def test_a_checkpoints_vocabulary_replaces_that_of_new_heads(model: Any, texts: 
 
 
 def test_heads_record_their_provenance(
-    recipe: Any, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["medusa", "train", "recipe.yaml", "heads.num=3"])
     figures = recipe(max_steps=4, logging_steps=20)  # shorter than the interval of the log
@@ -570,9 +548,9 @@ def test_heads_record_their_provenance(
     told = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert told["command"] == "medusa train recipe.yaml heads.num=3"
     assert told["versions"].keys() >= {"torch", "transformers", "accelerate"}
-    assert told["backbone"] == fingerprint(model, str(folder))
+    assert told["backbone"] == fingerprint(model, str(tmp_path / "backbone"))
     assert not differs(model, told["backbone"])
     assert told["config"]["heads"]["num"] == HEADS
     assert told["data"]["documents"] == PROMPTS
     assert told["result"] == figures
-    assert MedusaHeads.from_pretrained(tmp_path / "out").config.base_model_name_or_path == str(folder)
+    assert MedusaHeads.from_pretrained(tmp_path / "out").config.base_model_name_or_path == str(tmp_path / "backbone")

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -41,6 +40,7 @@ from medusa import Tree
 from tests.decode.compiled.test_running import KINDS, ROOM, alone, batch_of, come_and_go, requests_of, written
 from tests.helpers import (
     FORMS,
+    at_once,
     left_padded,
     plain,
     random_heads,
@@ -684,18 +684,10 @@ def test_no_graph_is_captured_while_time_counts(fake_cuda: type[FakeGraph], monk
     assert captured[3:] == [0] * 3, "the warm-up has captured everything"
 
 
-def in_thread(function: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
 def test_torch_graphs_stay_in_the_main_thread() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert [graphs_for(asked, cuda) for asked in ("torch", "own", "off")] == ["torch", "own", "off"]
-    assert [in_thread(lambda: graphs_for(asked, cuda)) for asked in ("torch", "own", "off")] == ["off", "own", "off"]  # noqa: B023
+    assert at_once(lambda _: [graphs_for(asked, cuda) for asked in ("torch", "own", "off")]) == [["off", "own", "off"]]
     assert graphs_for("torch", cpu) == "off"
 
 
@@ -710,20 +702,9 @@ def test_threads_write_equal_texts_in_turns_and_at_once() -> None:
     def write(index: int) -> list[int]:
         return texts(model, heads, [prompts[index]], tree, compile=True, **options)[0]
 
-    assert [write(0), in_thread(lambda: write(1))] == expected
+    assert [write(0), *at_once(lambda _: write(1))] == expected
     assert len(Regions.of(model)) == 1, "threads take turns with one region"
-    found, ready = dict[int, list[int]](), threading.Barrier(2)
-
-    def at_once(index: int) -> None:
-        ready.wait()
-        found[index] = write(index)
-
-    threads = [threading.Thread(target=at_once, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == dict(enumerate(expected))
+    assert at_once(write, 2) == expected
 
 
 def test_without_a_gpu_there_are_no_graphs() -> None:

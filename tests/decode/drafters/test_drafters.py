@@ -191,13 +191,9 @@ def test_wrong_draft_options_are_rejected(spec: str, said: str) -> None:
         (False, {"drafter": "heads"}, "the heads are None"),
         (False, {"drafter": "mix:heads+ngram"}, "the heads are None"),
         (False, {"drafter": 7}, "7 is no drafter"),
-        (False, {"drafter": "ngram", "tree": "chain"}, "a tree can be chosen only for heads"),
-        (True, {"drafter": "blockwise", "tree": "chain"}, "a tree can be chosen only for heads"),
         (True, {"drafter": "mix:blockwise+ngram", "tree": "chain"}, "a tree can be chosen only for heads"),
-        (False, {"drafter": "ngram", "draft": "sample", "do_sample": True}, "use draft topk"),
         (True, {"drafter": "mix:heads+ngram", "draft": "sample", "do_sample": True}, "use draft topk"),
         (True, {"drafter": "blockwise:tokens=4"}, "tokens is 4, but there are 3 heads"),
-        (True, {"drafter": "mix:heads+ngram", "compile": True}, "only steps of heads can be compiled"),
     ],
 )
 def test_missing_and_superfluous_arguments_are_rejected(llama: Any, has_heads: bool, options: Any, said: str) -> None:

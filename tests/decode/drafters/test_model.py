@@ -139,15 +139,6 @@ def test_a_long_text_is_caught_up_without_large_masks(monkeypatch: pytest.Monkey
     assert max(sizes) < 50
 
 
-def test_a_wrong_q_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: the residual ignores q."""
-    source = DraftModel(draft_model(llama), DraftModelConfig("any", widths="2x2").tree)
-    monkeypatch.setattr("decode.accept.residual", lambda p, q: p)
-    settings = Settings(temperature=0.6)
-    made = Experiment(llama, source, PROMPTS[0], settings, torch.Generator().manual_seed(0))
-    assert not passes([made.run(RULES[1], 0, 100_000)])
-
-
 def test_a_drawn_sample_does_not_depend_on_the_batch(llama: Any) -> None:
     source = DraftModel(draft_model(llama), Tree.top_k([2, 2, 1]))
     method = medusa_method(llama, None, Settings(max_new_tokens=10, temperature=0.7, draft="sample"), drafter=source)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -34,6 +33,7 @@ from medusa.tree_support import BOTH, CHUNKED, FULL, SLIDING, STATE_FUNCTIONS, S
 from tests.helpers import REFUSED as REFUSED_ROWS
 from tests.helpers import (
     ScriptedDrafter,
+    at_once,
     decode_with,
     left_padded,
     plain,
@@ -181,7 +181,7 @@ def test_other_threads_and_copies_run_the_stock_model(monkeypatch: pytest.Monkey
     stock, begun = switch.functions.gated_delta, list[bool]()
 
     def meanwhile(*args: Any) -> Any:
-        def other() -> None:
+        def other(_: int) -> None:
             ids = torch.tensor([prompt])
             for each in (model, copy.deepcopy(model)):
                 out = each.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
@@ -189,9 +189,7 @@ def test_other_threads_and_copies_run_the_stock_model(monkeypatch: pytest.Monkey
 
         if not begun:  # once, also if the other thread came here, which would be a fault
             begun.append(True)
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
+            at_once(other)
         return stock(*args)
 
     monkeypatch.setattr(switch.functions, "gated_delta", meanwhile)

@@ -31,9 +31,9 @@ from medusa.heads.kind import TAKEN
 from medusa.tree import Tree
 from medusa.vocabulary import lm_head_for, over_all
 from tests.helpers import install, random_ids, tiny_model
+from tests.train.recipes import recipes, run
 from train.config import HeadsConfig
 from train.recipe import parse_recipe
-from train.run import train
 
 # --- the kind, as another package could define it ---------------------------------------------------------------------
 
@@ -108,21 +108,13 @@ def entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(folder: Path, **heads: Any) -> dict[str, Any]:
-    tiny_model("llama").save_pretrained(folder / "backbone")
-    rows = [json.dumps({"input_ids": random_ids(20, seed=n)}) for n in range(8)]
-    (folder / "data.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    return {
-        "backbone": str(folder / "backbone"),
-        "data": {"path": str(folder / "data.jsonl"), "sequence_length": 16},
-        "output_dir": str(folder / "heads"),
-        "heads": {"num": 3, "kind": "lowrank"} | heads,
-        "device": "cpu",
-        "training": {"max_steps": 1, "warmup_steps": 0, "use_cpu": True, "save_strategy": "no"},
-    }
+    rows = [{"input_ids": random_ids(20, seed=n)} for n in range(8)]
+    content = recipes(folder, rows, 16, max_steps=1, warmup_steps=0, use_cpu=True, save_strategy="no")
+    return content("heads") | {"heads": {"num": 3, "kind": "lowrank"} | heads}
 
 
 def test_it_trains_saves_loads_and_decodes_exactly(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    train(parse_recipe(recipe(tmp_path, width=5, vocabulary=40, force_vocabulary=True), "test"), quiet=True)
+    run(recipe(tmp_path, width=5, vocabulary=40, force_vocabulary=True))
     folder, model = tmp_path / "heads", tiny_model("llama")
     heads = MedusaHeads.from_pretrained(folder)
     assert (type(heads).__name__, heads.config.own.width, heads.down[0].out_features) == ("LowRankHeads", 5, 5)
