@@ -287,6 +287,7 @@ class CompletionApi:
             own = (seed + (index if asked.seed is None else copy)) % 2**63
             put = partial(answer.put, index)
             row = BatchRow(prompts[number], settings, own, put, asked.scores, has_echo, asked.writes)
+            row.goes_on = not isinstance(asked, ChatRequest) or asked.continue_final_message
             if isinstance(asked, ChatRequest) and asked.offered and (form := response_template(tokenizer)):
                 row.keeps_special = True
                 answer.readers.append(ReplyReader(form, str(tokenizer.decode(row.prompt)), tokenizer, asked.offered))

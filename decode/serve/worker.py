@@ -57,6 +57,7 @@ class BatchRow:
     scores_prompt: bool = False  # whether the prompt's tokens are scored, too
     writes: bool = True  # otherwise only the prompt is scored
     keeps_special: bool = False  # whether its text holds special tokens, except the one that ends it
+    goes_on: bool = False  # whether its text goes on with that of the prompt, and may so begin with a space
     left: threading.Event = field(default_factory=threading.Event)  # set to end the text early, as for a lost client
     new_tokens: int = 0  # the number decoded so far
     stream: TextStream = field(init=False, repr=False)  # of its characters, once it is decoded
@@ -64,7 +65,8 @@ class BatchRow:
     def request(self, generator: TextGenerator) -> Request:
         """Prepare the decoding of this text, or raise a `RequestError` if its prompt or settings are invalid."""
         assert generator.tokenizer is not None, "a server needs a tokenizer"
-        self.stream = TextStream(generator.tokenizer, self.settings.stop, keeps_special=self.keeps_special)
+        before = self.prompt if self.goes_on else ()
+        self.stream = TextStream(generator.tokenizer, self.settings.stop, before, self.keeps_special)
         kwargs = replace(self.settings, stop=()).generate_kwargs(generator.tokenizer)
         if self.settings.stop:
             stops = StopStrings(generator.token_bytes, self.settings.stop, len(self.prompt))

@@ -162,7 +162,10 @@ class TextStream:
         self.names: list[tuple[int, str]] = []
         """Hidden tokens after the last piece: a place in the text of the new ids, and the name, for stop strings."""
         self.cleans, self.raw = cleans_up(tokenizer), list[TextPiece]()  # text from which spaces may still be removed
-        self.ids = list(before[-KEPT_BEFORE:])
+        start = max(len(before) - KEPT_BEFORE, 0)
+        while start and (before[start] in self.hidden or self._is_byte(before[start])):
+            start -= 1  # bytes are decoded together, so that no character is cut
+        self.ids = list(before[start:])
         self.start, self.done = 0, len(self.ids)  # ids[start:done] were converted, and give new ids their context
         self.waiting: list[TextPiece] = []
         self.steps = 0  # number of decoding steps so far
@@ -201,7 +204,10 @@ class TextStream:
     def _ends_with_byte(self) -> bool:
         """Whether the last token that is not hidden is one of a single byte."""
         last = next((token for token in reversed(self.ids[self.done :]) if token not in self.hidden), None)
-        return last is not None and BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(last))) is not None
+        return last is not None and self._is_byte(last)
+
+    def _is_byte(self, token: int) -> bool:
+        return BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(token))) is not None
 
     def _pieces(self, text: str, drafted: bool) -> list[TextPiece]:
         """Split the text of the new ids at the special tokens among them, whose names are pieces that are not shown."""
@@ -214,7 +220,7 @@ class TextStream:
         return [piece for piece in (*pieces, TextPiece(text[start:], drafted, self.steps)) if piece.text]
 
     def _take(self, text: str, drafted: bool) -> None:
-        if self.stop and self.done == 0:
+        if self.stop and self.hidden.issuperset(self.ids[: self.done]):  # no text before
             first = next((token for token in self.ids if token not in self.hidden), self.ids[0])
             if TokenBytes(self.tokenizer)(first).startswith(b" ") and not text.startswith(" "):
                 self._wait([TextPiece(" ", drafted, shown=False)])  # a stop string may begin with it

@@ -16,6 +16,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from decode.serve.app import CompletionApi, serve
 from decode.serve.schema import ApiError, ChatRequest, CompletionRequest
@@ -27,7 +28,8 @@ from medusa.commands.distill.client import Server, ServerError
 from medusa.errors import RunError
 from medusa.records.record import Record, prompt_ids
 from tests.decode.serve.server_tools import PROMPTS, SHORT, ask, begin, choices_of, decode, expected, said, written
-from tests.helpers import tiny_model
+from tests.helpers import shared_model, tiny_model
+from tests.train.templates import CHATML, sentencepiece_tokenizer
 
 # --- the API ---------------------------------------------------------------------------------------------------------
 
@@ -224,6 +226,35 @@ def test_the_distillation_client_works_with_the_server(url: str, generator: Text
     assert server.chat([{"role": "user", "content": "Hello"}], None, {"max_tokens": 4}).text
     with pytest.raises(ServerError, match="HTTP 400"):
         server.complete([], {})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_goes_on_with_the_text_of_its_prompt(stream: bool) -> None:
+    """With ▁ for spaces, a text of its own does not begin with a space, but after a prompt it may."""
+    tokenizer = sentencepiece_tokenizer(CHATML)
+    model = shared_model(vocab_size=len(tokenizer))
+    worker = BatchWorker(TextGenerator(model, SHORT, tokenizer), 2)
+    worker.start(lambda: None)
+    prompts = [tokenizer(text)["input_ids"] for text in ("hello", "yes no", "bye")]
+    prompts += [[1, token] for token in range(3, 40)]
+    body = {"prompt": prompts, "max_tokens": 1, "echo": True, "return_token_ids": True, "stream": stream}
+    messages = [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "hello"}]
+    with TestClient(CompletionApi(worker, "tiny").app(["testserver"])) as client:
+        choices = choices_of(client.post("/v1/completions", json=body).text) if stream else []
+        choices = choices or client.post("/v1/completions", json=body).json()["choices"]
+        chat = {"messages": messages, "max_tokens": 1, "continue_final_message": True, "return_token_ids": True}
+        answer = client.post("/v1/chat/completions", json=chat).json()["choices"][0]
+    texts, spaces = [""] * len(prompts), 0
+    for choice in choices:
+        texts[choice["index"]] += choice["text"]
+    for choice in choices:
+        if new := choice.get("token_ids"):
+            spaces += tokenizer.convert_ids_to_tokens(new)[0].startswith("▁")
+            assert texts[choice["index"]] == tokenizer.decode(prompts[choice["index"]] + new, skip_special_tokens=True)
+    assert spaces > 1
+    before = tokenizer("hello", add_special_tokens=False)["input_ids"]
+    whole = tokenizer.decode(before + answer["token_ids"], skip_special_tokens=True)
+    assert "hello" + answer["message"]["content"] == whole
 
 
 # --- the worker ------------------------------------------------------------------------------------------------------

@@ -128,3 +128,19 @@ def test_a_held_back_beginning_of_a_stop_string_is_returned_at_the_end(tokenizer
 def test_a_continued_text_keeps_its_leading_space() -> None:
     assert joined([TextStream(of_kind("SentencePiece")).step([3])]) == "end"
     assert joined([TextStream(of_kind("SentencePiece"), before=[1, 2]).step([3])]) == " end"
+
+
+def test_a_continued_text_of_byte_tokens_has_whole_characters() -> None:
+    """Bytes are decoded together, so the earlier ones must not begin within a character."""
+    tokenizer = of_kind("byte fallback")
+    euro = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "€".encode()]
+    for count in range(1, 6):
+        stream = TextStream(tokenizer, before=[1, *euro * count])
+        assert joined([stream.step(euro), stream.step([tokenizer.convert_tokens_to_ids("▁the")])]) == "€ the"
+
+
+@pytest.mark.parametrize("before", [[], [1], [2], [1, 2]])
+def test_a_stop_string_may_begin_with_the_space_of_the_first_token(before: list[int]) -> None:
+    """The space is not shown if nothing but special tokens precedes it."""
+    tokenizer = of_kind("SentencePiece")
+    assert joined([TextStream(tokenizer, (" end",), before).step([3, 3])]) == ""
