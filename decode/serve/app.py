@@ -145,8 +145,12 @@ class ApiAnswer:
 
     def _choice(self, index: int, event: RowEvent, said: Mapping[str, object]) -> dict[str, object]:
         """Make the JSON of a choice: what it says, and the tokens' log-probabilities if it has just ended."""
-        in_json = chat_json if self.is_chat else completion_json
-        scores, reason = in_json(event.scored, self.tokenizer) if event.scored else None, event.finish_reason
+        scores, reason = None, event.finish_reason
+        if event.scored and self.is_chat:
+            scores = chat_json(event.scored, self.tokenizer)
+        elif event.scored:
+            row = self.rows[index]
+            scores = completion_json(event.scored, self.tokenizer, () if row.scores_prompt else row.prompt)
         reader = self._reader(index)
         if reason == "stop" and reader is not None and reader.calls:
             reason = "tool_calls"

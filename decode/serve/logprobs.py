@@ -4,6 +4,7 @@ They are those of the model: the log softmax of its logits, without temperature,
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,8 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from decode.cache import TreeCache
 from decode.reader import Reader
 from medusa.backbone import Backbone
+from medusa.records.pieces import TokenBytes, special_ids
 
 PIECE = 256  # tokens of one forward, so that memory holds the logits of one piece only
+UTF_8 = getincrementaldecoder("utf-8")
 LOWEST = -9999.0  # JSON has no infinity; OpenAI's own servers give this number too
 
 
@@ -58,26 +61,38 @@ def scored(backbone: Backbone, ids: Sequence[int], start: int, count: int) -> li
     return found
 
 
-def completion_json(tokens: Sequence[ScoredToken], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """The object `logprobs` of a choice of /v1/completions. Special tokens have a name, but no place in the text."""
-    texts, offsets = [str(tokenizer.decode([token.id])) for token in tokens], [0]
+def completion_json(
+    tokens: Sequence[ScoredToken], tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()
+) -> dict[str, object]:
+    """The object `logprobs` of a choice of /v1/completions. `before`: the ids of a prompt that is not scored.
+
+    Special tokens have a name, but no place in the text. Bytes of one character have the same place."""
+    token_bytes, special, decoder = TokenBytes(tokenizer), special_ids(tokenizer), UTF_8(errors="replace")
+    offsets, tops, place = list[int](), list[dict[str, float] | None](), 0
+    first = next((token.id for token in tokens if token.id not in special), None)
+    if first is not None and special.issuperset(before) and token_bytes(first).startswith(b" "):
+        place = -(not str(tokenizer.decode([first])).startswith(" "))  # tokenizers may drop a text's first space
     for token in tokens:
-        offsets.append(offsets[-1] + len(str(tokenizer.decode([token.id], skip_special_tokens=True))))
-    tops: list[dict[str, float] | None] = []
-    for token, text in zip(tokens, texts, strict=True):
+        offsets.append(max(place, 0))
+        place += 0 if token.id in special else len(decoder.decode(token_bytes(token.id)))
         # Several ids may have one text, such as parts of characters: the most probable of them stays.
-        listed = {str(tokenizer.decode([other])): log_p for other, log_p in reversed(token.top)}
-        tops.append(None if token.log_p is None else {text: token.log_p} | listed)
-    values = [token.log_p for token in tokens]
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets[:-1]}
+        listed = {_text(token_bytes(other)): log_p for other, log_p in reversed(token.top)}
+        tops.append(None if token.log_p is None else {_text(token_bytes(token.id)): token.log_p} | listed)
+    texts, values = [_text(token_bytes(token.id)) for token in tokens], [token.log_p for token in tokens]
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
 def chat_json(tokens: Sequence[ScoredToken], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """The object `logprobs` of a choice of /v1/chat/completions."""
+    token_bytes = TokenBytes(tokenizer)
 
     def entry(token: int, log_p: float | None) -> dict[str, object]:
-        text = str(tokenizer.decode([token]))
-        return {"token": text, "logprob": log_p, "bytes": list(text.encode())}
+        part = token_bytes(token)
+        return {"token": _text(part), "logprob": log_p, "bytes": list(part)}
 
     content = [entry(one.id, one.log_p) | {"top_logprobs": [entry(*other) for other in one.top]} for one in tokens]
     return {"content": content, "refusal": None}
+
+
+def _text(part: bytes) -> str:
+    return part.decode(errors="replace")

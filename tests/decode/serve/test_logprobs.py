@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from decode.serve.logprobs import LOWEST, PIECE, scored
+from decode.serve.logprobs import LOWEST, PIECE, ScoredToken, chat_json, completion_json, scored
 from decode.texts import TextGenerator
 from medusa.backbone import Backbone
+from medusa.loading import load_tokenizer
 from tests.decode.serve.server_tools import PROMPTS, ask, choices_of, expected
 from tests.helpers import random_ids, shared_model, weekly
+from tests.train.templates import sentencepiece_tokenizer
 
 
 def of_forward(model: Any, ids: list[int]) -> torch.Tensor:
@@ -45,6 +47,36 @@ def test_impossible_tokens_have_a_finite_score() -> None:
     masked.splits, masked.head = True, copy.deepcopy(masked.head)
     masked.head.register_forward_hook(lambda head, args, out: out.index_fill(-1, torch.tensor([5]), -torch.inf))
     assert scored(masked, [1, 5], 1, 1)[0].log_p == LOWEST
+
+
+def test_bytes_of_tokens_are_those_of_the_text() -> None:
+    """Clients join them where a character has several tokens, each of which is no text."""
+    tokenizer, text = load_tokenizer("demo"), "a café, 猫"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = [ScoredToken(token, -1.0, [(token, -1.0)]) for token in ids]
+    content: Any = chat_json(tokens, tokenizer)["content"]
+    assert any("\ufffd" in one["token"] for one in content)
+    for found in (content, [one["top_logprobs"][0] for one in content]):
+        assert bytes(itertools.chain.from_iterable(one["bytes"] for one in found)).decode() == text
+    offsets: Any = completion_json(tokens, tokenizer, [1])["text_offset"]
+    first = ids.index(tokenizer("猫", add_special_tokens=False)["input_ids"][-1])
+    assert offsets[first] == text.index("猫") == max(offsets)
+
+
+@pytest.mark.parametrize("before", [[], [1], None])
+def test_tokens_stand_at_their_places_in_the_text(before: list[int] | None) -> None:
+    """Also where ▁ stands for a space: a text of its own does not begin with one, and one that goes on does."""
+    tokenizer = sentencepiece_tokenizer()
+    ids = tokenizer("yes, hello no hello")["input_ids"][bool(before) :]
+    before = ids if before is None else before
+    text = tokenizer.decode([*before, *ids], skip_special_tokens=True)
+    text = text[len(tokenizer.decode(before, skip_special_tokens=True)) :]
+    found: Any = completion_json([ScoredToken(token, -1.0, []) for token in ids], tokenizer, before)
+    shown = [pair for pair in zip(found["tokens"], found["text_offset"], strict=True) if pair[0] != "<s>"]
+    assert any(token.startswith(" ") for token, _ in shown)
+    for number, (token, place) in enumerate(shown):
+        own = token if number or text.startswith(" ") else token.lstrip()
+        assert text[place:].startswith(own), (token, place)
 
 
 def test_completions_echo_and_score_the_prompt(url: str, generator: TextGenerator) -> None:
