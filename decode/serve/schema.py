@@ -139,13 +139,16 @@ class GenerationRequest(StrictModel):
         return True
 
     def settings(self, defaults: Settings) -> Settings:
-        """Return `defaults` with the request's own parameters, or raise a `RequestError` if they are out of range."""
+        """Return `defaults` with the request's own parameters, or raise an error if they are out of range."""
         same_names = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos"}
         asked = self.model_dump(include=same_names, exclude_none=True)
         if asked.get("top_k") == -1:  # off, as in other servers
             asked["top_k"] = 0
-        for limit in (self.max_tokens, self.max_completion_tokens):
-            asked |= {} if limit is None or not self.writes else {"max_new_tokens": limit}
+        for name, limit in (("max_tokens", self.max_tokens), ("max_completion_tokens", self.max_completion_tokens)):
+            if limit is not None and self.writes:
+                if limit < 1:
+                    raise ApiError(f"{name} is {limit}; it must be a whole number of at least 1", param=name)
+                asked["max_new_tokens"] = limit
         if self.stop is not None:
             asked["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         return replace(defaults, **asked)
