@@ -7,11 +7,15 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from decode.ops.draws import RowDraws
 from decode.ops.transfer import on_device
+
+AHEAD = 1024
+"""New tokens for which the first cache and buffer of texts have room; both grow with longer texts."""
 
 
 class Request(NamedTuple):
@@ -39,7 +43,7 @@ class Sequences:
     text grow by one token at a time, as in plain decoding."""
 
     def __init__(self, requests: Sequence[Request], context: int | None, device: torch.device, slack: int = 0) -> None:
-        """Start with the prompts of `requests`; the method `prefix` can add up to `slack` draft tokens after a text."""
+        """Start with the prompts of `requests`; the method `prefix` adds about `slack` draft tokens after a text."""
         self.prompts = [list(request.prompt) for request in requests]
         self.new_ids: list[list[int]] = [[] for _ in requests]
         ends = [len(r.prompt) + r.max_new_tokens for r in requests]
@@ -51,7 +55,8 @@ class Sequences:
         ]
         checked = (EosTokenCriteria, MaxLengthCriteria)
         self.criteria = [StoppingCriteriaList(c for c in r.criteria if not isinstance(c, checked)) for r in requests]
-        width = max(len(p) + max(limit, 0) for p, limit in zip(self.prompts, self.limits, strict=True))
+        # Not for all new tokens that are allowed, which can be any number for models without a context.
+        width = max(len(p) + min(max(limit, 0), AHEAD) for p, limit in zip(self.prompts, self.limits, strict=True))
         self.buffer = torch.zeros(len(requests), width + slack + 1, dtype=torch.long, device=device)
         for row, prompt in enumerate(self.prompts):
             self.buffer[row, : len(prompt)] = on_device(prompt, device)
@@ -77,6 +82,9 @@ class Sequences:
     def prefix(self, row: int, more: Tensor | None = None) -> Tensor:
         """The token ids [1, T] of a row's text, prompt included, followed by the draft tokens `more`, if given."""
         length, held = self.lengths[row], self.in_buffer[row]
+        width, needed = self.buffer.shape[1], length + (0 if more is None else len(more))
+        if needed > width:
+            self.buffer = F.pad(self.buffer, (0, max(needed, 2 * width) - width))
         if held < length:
             new = self.new_ids[row][held - length :]
             self.buffer[row, held:length] = on_device(new, self.buffer.device)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from decode.cache import TreeCache
 from decode.reader import Reader, ReaderFactory, tree_masks
-from decode.sequences import Request, Sequences
+from decode.sequences import AHEAD, Request, Sequences
 from decode.target import Target
 from decode.topology import Topology, chain
 from medusa.backbone import Backbone, Readout
@@ -21,8 +21,6 @@ from medusa.heads.context_kv import AttendsToText, ContextKV
 from medusa.heads.independent import MedusaHeads
 from medusa.tree_support import LayerKinds
 
-AHEAD = 1024
-"""New tokens for which the first cache has room; it grows with longer texts."""
 WIDEST = 2048
 """The widest window of heads for which a compiled step copies the keys in the window, also after shorter texts."""
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from chat_families import byte_tokenizer
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
-from decode.sequences import Request
+from decode.sequences import AHEAD, Request, Sequences
 from decode.serve.worker import BatchRow, BatchWorker
 from decode.settings import Settings
 from decode.texts import TextGenerator
@@ -133,3 +133,23 @@ def test_an_undefined_text_ends_alone(generator: TextGenerator, how: str, value:
         else:
             ids = reference(generator, row)
             assert text == generator.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_memory_does_not_depend_on_the_tokens_that_are_allowed() -> None:
+    """Models without a context allow any number; the buffer of the texts grows with the text, also between others."""
+    requests = [
+        Request([row, 1, 2], LogitsProcessorList(), StoppingCriteriaList(), GenerationConfig(), 10**15)
+        for row in range(3)
+    ]
+    texts, rng = Sequences(requests[:2], None, torch.device("cpu"), slack=4), random.Random(0)
+    texts.take(Sequences(requests[2:], None, torch.device("cpu")), [2])
+    expected, more = [list(request.prompt) for request in requests], torch.tensor([7, 8, 9])
+    for _ in range(60):
+        for row in (0, 2):
+            tokens = [rng.randrange(50) for _ in range(rng.randint(20, 90))]
+            assert texts.extend(row, tokens) == tokens
+            expected[row] += tokens
+            if rng.random() < 0.3:
+                assert texts.prefix(row, more).tolist() == [[*expected[row], 7, 8, 9]]
+    assert [texts.prefix(row).tolist() for row in range(3)] == [[own] for own in expected]
+    assert min(map(len, expected[::2])) > 2 * AHEAD > texts.buffer.shape[1] / 4
