@@ -117,6 +117,32 @@ def test_equal_prompts_count_once() -> None:
         split(prompts(59) + prompts(30), seed=0)
 
 
+@pytest.mark.parametrize("form", ["messages", "input_ids"])
+def test_two_answers_to_a_prompt_do_not_bring_it_to_both_sides(form: str) -> None:
+    """Data of preferences, and what `medusa distill` writes, hold several answers to a prompt."""
+
+    def row(number: int, answer: int) -> dict[str, Any]:
+        said = [{"role": "user", "content": str(number)}, {"role": "assistant", "content": str(answer)}]
+        return {"messages": said} if form == "messages" else {"input_ids": [number, answer], "prompt_tokens": 1}
+
+    records = [parse_record(row(number, answer), "mine") for number in range(100) for answer in (7, 8)]
+    trained, measured = (
+        {record.messages[0]["content"] if record.messages else record.input_ids[0] for record in side}
+        for side in split(records, seed=0)
+    )
+    assert len(trained | measured) == 100
+    assert not trained & measured
+
+
+def test_the_first_prompts_of_both_sides_come_from_the_whole_file() -> None:
+    """Short runs answer, calibrate on and measure the first ones, and a file may hold all of one subject first."""
+    sides = split(
+        [Record(f"p:{n}", text=f"{'math' if n < 500 else 'code'} {n}", is_prompt=True) for n in range(1000)], 0
+    )
+    for side in sides:
+        assert 10 < sum(str(record.text).startswith("math") for record in side[:40]) < 30, "p < 0.003 for fair draws"
+
+
 def test_prompts_that_fill_the_context_are_left_out(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     """Otherwise the benchmark would refuse them, hours later."""
     letters = [Record(f"p:{size}", text="a" * size, is_prompt=True) for size in (1, 127, 128, 129)]

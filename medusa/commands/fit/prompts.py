@@ -29,8 +29,9 @@ class Split(NamedTuple):
 def split(records: Sequence[Record], seed: int) -> Split:
     """Set a fifth of the prompts aside, from 20 to 100, by a seeded random draw.
 
-    Equal prompts fall on the same side, so that no test prompt is trained on. Raise RequestError if there are fewer
-    than 60 different prompts."""
+    Equal prompts fall on the same side, so that no test prompt is trained on. Both sides are in random order, because
+    stages may use their first prompts only, and a file may be sorted. Raise RequestError if there are fewer than 60
+    different prompts."""
     distinct = list({_key(record): record for record in records}.values())
     if len(distinct) < LEAST:
         raise RequestError(
@@ -38,9 +39,8 @@ def split(records: Sequence[Record], seed: int) -> Split:
             "speedup on, and the others to train on; give more --prompts"
         )
     aside = min(max(len(distinct) // SHARE, FEWEST), MOST)
-    chosen = set(random.Random(seed).sample(range(len(distinct)), aside))
-    parts = [record for index, record in enumerate(distinct) if index not in chosen]
-    return Split(parts, [distinct[index] for index in sorted(chosen)])
+    random.Random(seed).shuffle(distinct)
+    return Split(train=distinct[aside:], test=distinct[:aside])
 
 
 def answerable(options: FitOptions, records: Sequence[Record]) -> list[Record]:
@@ -95,4 +95,11 @@ def to_json(record: Record) -> Json:
 
 
 def _key(record: Record) -> str:
-    return json.dumps({name: value for name, value in to_json(record).items() if name != "category"}, sort_keys=True)
+    """Return what a record asks, without the answers that it holds: the model writes its own."""
+    row = to_json(record) | {"category": None}
+    if "messages" in row:
+        row["messages"] = [message for message in row["messages"] if message["role"] != "assistant"]
+    if "input_ids" in row:
+        row["input_ids"] = row["input_ids"][: row["prompt_tokens"] or None]
+        row["prompt_tokens"] = len(row["input_ids"])
+    return json.dumps(row, sort_keys=True)
