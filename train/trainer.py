@@ -137,7 +137,9 @@ class MedusaTrainer(InterruptibleTrainer):
             self.args.max_steps = done + max(1, int(MARGIN * self.budget.seconds / seconds))
 
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
-        """Time a few training steps, undo them, and return seconds per step; `prepare` changes each batch, untimed."""
+        """Time a few training steps, undo them, and return seconds per step; `prepare` changes each batch, untimed.
+
+        If the backbone's states are kept for later epochs, a step has the time of a later epoch."""
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().to("cpu", copy=True) for parameter in learning]  # a GPU may have no room
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # its slowest value
@@ -146,13 +148,14 @@ class MedusaTrainer(InterruptibleTrainer):
             optimizer = torch.optim.AdamW(learning, lr=1e-4)
             for _, batch in zip(range(PROBE_STEPS + 1), self.get_train_dataloader(), strict=False):
                 inputs = prepare(self._prepare_inputs(batch))
-                synchronize(device)
-                start = time.perf_counter()
-                self.compute_loss(self.trained, inputs).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                synchronize(device)
-                times.append(time.perf_counter() - start)
+                for _ in range(1 + self.trained.read.keeps):
+                    synchronize(device)
+                    start = time.perf_counter()
+                    self.compute_loss(self.trained, inputs).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    synchronize(device)
+                    times.append(time.perf_counter() - start)
         for parameter, old in zip(learning, before, strict=True):
             parameter.data.copy_(old)
         return min(times) * self.args.gradient_accumulation_steps  # min, because the first step is slow

@@ -470,6 +470,26 @@ def test_a_time_budget_ends_with_a_learning_rate_near_zero(
     assert run.lr_scheduler.get_last_lr()[0] < 1e-4
 
 
+def test_a_time_budget_is_used_up_where_later_epochs_are_faster(
+    model: Any, texts: list[OwnText], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU keeps the states of a backbone, here one whose forwards take 100 times as long as the rest of a step."""
+    now = 0.0
+
+    def passing(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    for clock in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, clock, lambda: now)
+    model.get_decoder().register_forward_pre_hook(lambda *_: passing(0.5))
+    run = trainer(model, texts, tmp_path, max_steps=-1, max_minutes=1 / 60, save_minutes=0.0)
+    run.heads.register_forward_pre_hook(lambda *_: passing(0.02))
+    run.trained.register_forward_pre_hook(lambda *_: passing(0.02))
+    run.train()
+    assert run.budget.progress() == 1, f"{now} seconds after {run.state.global_step} steps"
+
+
 def test_a_cpu_time_budget_does_not_count_waiting(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     """Waiting on a busy machine is not counted."""
 
