@@ -335,6 +335,16 @@ def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of `text`, tokenised together with `prompt`, or alone if this would change the prompt's ids."""
-    whole = tokens_of(str(tokenizer.decode(prompt)) + text, tokenizer)
-    return whole[len(prompt) :] if whole[: len(prompt)] == prompt else tokens_of(text, tokenizer)
+    """Return the ids of `text`, tokenised together with `prompt`, or alone if this would change the prompt's ids.
+
+    Tokenizers such as Llama 2's write a space before a text that stands alone, and before one that follows a BOS. If
+    the text got a space of its own, it is tokenised after a newline instead."""
+    begin = [prompt[:1]] if prompt[:1] == [tokenizer.bos_token_id] else []
+    for start in ([], *begin):
+        whole = start + tokens_of(str(tokenizer.decode(prompt[len(start) :])) + text, tokenizer)
+        if whole[: len(prompt)] == prompt:
+            return whole[len(prompt) :]
+    alone, line, after = (tokens_of(part, tokenizer) for part in (text, "\n", f"\n{text}"))
+    wanted = str(tokenizer.decode(prompt)) + text
+    others = [after[len(line) :]] if after[: len(line)] == line else []
+    return next((ids for ids in (alone, *others) if tokenizer.decode(prompt + ids) == wanted), alone)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from chat_families import wrapped
@@ -90,3 +90,12 @@ def sentencepiece_tokenizer(template: str | None = None) -> PreTrainedTokenizerF
     begin = ("<s>", inner.token_to_id("<s>"))
     inner.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[begin])
     return wrapped(inner, template)
+
+
+def older_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """The same with a space before every part of a text between special tokens, as Llama 2's tokenizer had at first."""
+    made = sentencepiece_tokenizer(template)
+    inner = made.backend_tokenizer
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    return made

@@ -13,7 +13,7 @@ from chat_families import CONVERSATIONS, TEMPLATES, byte_tokenizer, family_token
 from medusa.errors import RequestError
 from medusa.records.record import Record, parse_record
 from tests.train import templates
-from tests.train.templates import merging_tokenizer, sentencepiece_tokenizer
+from tests.train.templates import merging_tokenizer, older_tokenizer, sentencepiece_tokenizer
 from train.data.chat import CHANGED, ELSEWHERE
 from train.data.reader import to_examples
 
@@ -127,6 +127,19 @@ def test_spaces_that_the_template_trims_are_taught() -> None:
     (example,), _ = to_examples(Record("here", messages=messages), byte_tokenizer(templates.GEMMA))
     told = show(byte_tokenizer(templates.GEMMA), example.input_ids, example.loss_mask)
     assert told.endswith("<start_of_turn>model\n«  é \n<end_of_turn>»")
+
+
+@pytest.mark.parametrize("prompt", ["hello", "hello ", "hello\n"])
+@pytest.mark.parametrize("answer", ["yes", " yes", "\nyes"])
+@pytest.mark.parametrize("kind", [byte_tokenizer, merging_tokenizer, sentencepiece_tokenizer, older_tokenizer])
+def test_no_space_comes_between_a_plain_prompt_and_its_answer(kind: Any, answer: str, prompt: str) -> None:
+    """Tokenizers like Llama 2's write one before a text that is tokenised alone, and older ones also after BOS."""
+    tokenizer = kind(None)
+    record = Record("here", text=prompt, is_prompt=True, answer=answer)
+    (example,), _ = to_examples(record, tokenizer, raw=True)
+    assert tokenizer.decode(example.input_ids, skip_special_tokens=True) == prompt + answer
+    shown = example.loss_mask.index(True)
+    assert tokenizer.decode(example.input_ids[:shown], skip_special_tokens=True) == prompt
 
 
 @pytest.mark.parametrize("kind", [byte_tokenizer, merging_tokenizer])
