@@ -167,7 +167,7 @@ def _content_of(row: Json, where: str) -> Record | None:
 def _with_system(record: Record, system: str) -> Record:
     """Return a record whose conversation begins with the system message of its row, unless it has one."""
     roles = [message["role"] for message in record.messages or ()]
-    if not system.strip() or record.turns or {"system", "developer"} & set(roles[:1]):
+    if not system.strip() or {"system", "developer"} & set(roles[:1]):
         return record
     record, begin = record.as_conversation(), [{"role": "system", "content": system}]
     return replace(record, messages=begin + (record.messages or []), first_taught=record.first_taught + 1)

@@ -87,6 +87,13 @@ def test_questions_follow_the_backbones_answers(distill: Any, place: Place) -> N
     assert done.figures["new_tokens"] == 5 * NEW
 
 
+def test_all_questions_of_turns_follow_the_system_message_of_their_row(distill: Any) -> None:
+    done = distill("--ignore-eos", prompts=[{"turns": ["abc", "g"], "system": "x"}])
+    lines = by_key(done.lines)
+    asked = [line["input_ids"][: line["prompt_tokens"]] for line in (lines[0, 0], lines[0, 1])]
+    assert asked == [ids_of("xabc"), ids_of("xabc" + lines[0, 0]["answer"] + "g")]
+
+
 def test_a_base_model_gets_only_the_first_question_with_a_notice(distill: Any, place: Place) -> None:
     done = distill(prompts=[CONVERSATIONS[0]], backbone=place.backbone)
     assert [line["input_ids"][:3] for line in done.lines] == [ids_of("abc")]

@@ -180,6 +180,7 @@ ROWS = [
     {"input_ids": [1, 2, 3], "prompt_tokens": 2},
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "tools": [{"a": 1}]},
     {"turns": ["first", "second"]},
+    {"turns": ["first", "second"], "system": "Be brief."},
 ]
 
 

@@ -90,6 +90,8 @@ def _questions(record: Record) -> list[list[Json]]:
         if not record.question:
             raise RequestError(f"{record.where}: the prompt is empty; give at least one token")
         return [[{"role": "user", "content": turn}] for turn in record.turns or [record.question]]
+    if record.turns:  # after a system message
+        return [messages, *([{"role": "user", "content": turn}] for turn in record.turns[1:])]
     if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         # The recorded reply of a tool does not fit a call that the backbone generates, so the recorded calls stay.
         while messages and messages[-1]["role"] == "assistant":

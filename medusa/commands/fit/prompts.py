@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from medusa.errors import RequestError
 from medusa.files import Json, write_text
+from medusa.records.messages import text_of
 from medusa.records.record import Record
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def to_json(record: Record) -> Json:
     row: Json = {}
     if record.turns:
         row["turns"] = record.turns
+        if not record.is_prompt:
+            row["system"] = text_of((record.messages or [])[0])
     elif record.messages is not None:
         row["messages"] = record.messages
     elif record.input_ids is not None:
