@@ -403,6 +403,7 @@ def test_a_finished_distillation_changes_only_if_asked(distill: Any, medusa: Any
         (("--temperature", "0.5"), MANY),
         (("--seed", "3"), MANY),
         (("--ignore-eos",), MANY),
+        (("--quantization", "int8"), MANY),
         ((), MANY[::-1]),  # under the same name
     ):
         done = distill(*words, prompts=prompts)

@@ -292,6 +292,8 @@ def _about(options: DistillOptions, records: list[Record], form: PromptForm) -> 
         found["questions"] = options.questions
     if form.options:
         found["template_options"] = form.options
+    if load.quantization:
+        found["quantization"] = load.quantization
     if not settings.rule_for(settings.do_sample).keeps_texts:
         found |= {"heads": models.heads, "tree": models.tree}
     return json.loads(json.dumps(found))
