@@ -2,7 +2,8 @@
 
   medusa distill --backbone org/model --prompts chats.jsonl --output own.jsonl
   medusa distill --backbone demo --self-talk 500 --output own.jsonl
-  medusa distill --backbone org/model --questions 1000 --temperature 1 --output questions.jsonl
+  medusa distill --backbone org/model --questions 1000 --temperature 1 \\
+                 --output questions.jsonl
   medusa distill --backbone org/model --prompts chats.jsonl --output own.jsonl \\
                  --server http://localhost:8000
 
