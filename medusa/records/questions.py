@@ -22,14 +22,20 @@ class QuestionForm(NamedTuple):
     begin: list[int]  # the token ids before it
     end: str  # the first line of the text after it
 
-    def question(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, ended: bool) -> str:
+    def question(
+        self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, ended: bool, stop: Sequence[str] = ()
+    ) -> str:
         """Return the question in the generated token `ids`; "" if it is empty, or did not end.
 
-        A special token ends it, and so does the text after a question. `ended`: these ids ended by an EOS token."""
-        special = {*tokenizer.all_special_ids, *_special_ids(tokenizer)}
-        stop = next((place for place, number in enumerate(ids) if number in special), len(ids))
-        text, mark, _ = str(tokenizer.decode(list(ids[:stop]))).partition(self.end)
-        return text.strip() if ended or mark or stop < len(ids) else ""
+        A special token ends it, and so does the text after a question, or a string of `stop`. `ended`: the ids end by
+        an EOS token or a stop string, and not at a number of tokens."""
+        from medusa.records.pieces import special_ids  # which imports torch
+
+        special = special_ids(tokenizer)
+        length = next((place for place, number in enumerate(ids) if number in special), len(ids))
+        text = str(tokenizer.decode(list(ids[:length])))
+        ends = [place for mark in (self.end, *stop) if (place := text.find(mark)) >= 0]
+        return text[: min(ends, default=None)].strip() if ended or ends or length < len(ids) else ""
 
 
 def question_form(
@@ -48,8 +54,3 @@ def question_form(
         )
     # A space before a word is part of the word's token.
     return QuestionForm(tokens_of(before.rstrip(" "), tokenizer), after[0].strip().splitlines()[0])
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids of added tokens that are marked as special, which `all_special_ids` need not have."""
-    return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}

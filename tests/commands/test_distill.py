@@ -192,6 +192,13 @@ def test_questions_that_do_not_end_are_tried_again_and_then_listed(distill: Any,
     assert all("4 questions were empty or did not end" in row["error"] for row in failed)
 
 
+def test_a_stop_string_ends_a_question_too(distill: Any, asking: str) -> None:
+    stops = [word for letter in "defghijk" for word in ("--stop", letter)]
+    done = distill("--questions", "6", "--temperature", "1", "--max-new-tokens", "64", *stops, backbone=asking)
+    assert done.status == 0, done.err
+    assert not set("cdefghijk") & set("".join(line["prompt"] for line in done.lines))
+
+
 # --- heads -----------------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,10 @@ SENT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "igno
 HERE = ("acceptance", "draft", "stop_drafting", "epsilon", "delta", "compile", "cuda_graphs", "numerics")
 """Settings for which no server can be asked."""
 ATTEMPTS = 4  # at a question that is empty or does not end
-NO_QUESTION = f"{ATTEMPTS} questions were empty or did not end; give a larger --max-new-tokens"
+NO_QUESTION = (
+    f"{ATTEMPTS} questions were empty or did not end; do without this one, or give a larger --max-new-tokens with "
+    "--overwrite"
+)
 HOPELESS = 16  # failed texts in a row that end the run; with a high --concurrency more
 
 
@@ -98,8 +101,9 @@ class LocalEngine:
     ) -> None:
         """Keep a question, or try again."""
         assert task.asks is not None
-        assert self.generator.tokenizer is not None
-        if question := task.asks.question(new_ids, self.generator.tokenizer, reason == "eos"):
+        tokenizer, stop = self.generator.tokenizer, self.generator.settings.stop or ()
+        assert tokenizer is not None
+        if question := task.asks.question(new_ids, tokenizer, reason != "length", stop):
             journal.append(task, 0, _question_line(question, len(new_ids)))
         elif attempt + 1 < ATTEMPTS:
             self._let_ask(task, attempt + 1, journal, add)
