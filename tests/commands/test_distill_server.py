@@ -400,6 +400,18 @@ def test_a_server_writes_questions(by_server: Any, server: FakeServer, talking: 
     assert len({body["seed"] for _, body, _ in server.asked}) == 2
 
 
+def test_a_server_is_not_asked_for_questions_whose_ends_it_hides(
+    by_server: Any, server: FakeServer, talking: str, tmp_path: Path
+) -> None:
+    template = "{% for m in messages %}def{{ m.content }}{{ bos_token }}{% endfor %}"
+    shutil.copytree(talking, tmp_path / "asking")
+    (tmp_path / "asking" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    done = by_server("--questions", "2", "--temperature", "1", backbone=str(tmp_path / "asking"))
+    assert done.status == 2
+    assert "which servers hide; leave out --server" in done.err
+    assert not server.asked
+
+
 def test_a_server_is_not_asked_for_what_it_cannot_do(
     by_server: Any, server: FakeServer, talking: str, tmp_path: Path
 ) -> None:

@@ -301,13 +301,19 @@ def _about(options: DistillOptions, records: list[Record], form: PromptForm) -> 
 
 
 def _with_end(settings: Settings, asks: QuestionForm | None, options: DistillOptions) -> Settings:
-    """Let questions stop at the text after them, unless it begins with an EOS token, or no question is written."""
+    """Let questions stop at the text after them, unless it begins with an EOS token, or no question is written.
+
+    Raise RequestError if a server would not show where a question ends."""
     if asks is None:
         return settings
+    from medusa.records.pieces import special_ids
+
     tokenizer, eos = options.files.tokenizer, options.files.generation_config.eos_token_id
     assert tokenizer is not None
     first = tokens_of(asks.end, tokenizer)[0]
     ends = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+    if options.server and first in special_ids(tokenizer) - ends:
+        raise RequestError(f"a question ends with the token {asks.end}, which servers hide; leave out --server")
     return settings if first in ends else replace(settings, stop=(*(settings.stop or ()), asks.end))
 
 
