@@ -135,6 +135,10 @@ class MedusaTrainer(InterruptibleTrainer):
         if self.budget is not None:
             seconds = broadcast_object_list([self.seconds_per_step()])[0]
             self.args.max_steps = done + max(1, int(MARGIN * self.budget.seconds / seconds))
+            for name in ("logging_steps", "eval_steps", "save_steps"):  # shares of the run, not of `max_steps`
+                share = getattr(self.args, name)
+                if share is not None and share < 1:
+                    setattr(self.args, name, max(1, round(share * (done + self.budget.seconds / seconds))))
 
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
         """Time a few training steps, undo them, and return seconds per step; `prepare` changes each batch, untimed.
@@ -237,12 +241,25 @@ class MedusaTrainer(InterruptibleTrainer):
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
         """Compute the loss of an evaluation batch, and count how often the heads' guesses are right."""
-        found = self.trained.labelled_positions(**self._prepare_inputs(inputs))  # for the ranks, as in decoding
+        batch = self._without_repeats(self.trained.with_labels(self._prepare_inputs(inputs)))
+        found = self.trained.labelled_positions(**batch)  # for the ranks, as in decoding
         with self.accelerator.autocast():
             losses = self.trained.losses(found)
         self._guesses.add(label_ranks(self.backbone, self.heads, found.inputs, found.labels), found.labels != IGNORE)
         self._evaluated.append(losses.sums.double().cpu())
         return losses.objective, None, None
+
+    def _without_repeats(self, batch: Batch) -> Batch:
+        """Take the labels off rows with which several processes fill up their last batches, as other batches have them.
+
+        Rows stay, as all processes must run the same forwards."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return batch
+        rows, tokens = batch["input_ids"].shape
+        kept = max(state.remainder - rows * self.accelerator.process_index, 0)
+        seen = batch["places"] < kept * tokens
+        return batch | {"labels": batch["labels"].where(seen, IGNORE)}
 
     def _guess_figures(self) -> dict[str, float]:
         guesses, self._guesses = self._guesses, GuessCounts(self.heads.config.num_heads, self.eval_tree)

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONVERSATIONS = ("messages", "conversations", "conversation", "data")
-QUESTIONS, INPUT = ("prompt", "question", "instruction"), "input"
+QUESTIONS, INPUTS = ("prompt", "question", "instruction"), ("input", "context")
 SYSTEM = ("system", "system_prompt")
 ANSWERS = ("completion", "response", "answer", "output", "chosen")
 LAYOUTS = {
     "`messages`, `conversations` or `conversation`": "a conversation: a list of `role` and `content`, or of `from` and "
     "`value` (ShareGPT), also as JSON text",
     "`data`": "a list of texts, question and answer in turn (UltraChat)",
-    "`prompt`, `question` or `instruction`": "a question as text, or the messages before an answer; an `input` follows "
-    "its `instruction` (Alpaca)",
+    "`prompt`, `question` or `instruction`": "a question as text, or the messages before an answer; an `input` "
+    "(Alpaca) or `context` (Dolly) follows its `instruction`",
     "and `completion`, `response`, `answer`, `output` or `chosen`": "its answer, as text or as messages (TRL, Alpaca, "
     "GSM8K), which only training reads",
     "`system` or `system_prompt`": "the system message of a question or conversation that has none",
@@ -178,8 +178,9 @@ def _question(row: Json, key: str, where: str) -> Record:
     answers = {name: said for name in ANSWERS if (said := _as_answer(row.get(name))) is not None}
     name = next((name for name, said in answers.items() if said), next(iter(answers), None))
     question, answer = row[key], answers.get(name or "")
-    if isinstance(question, str) and isinstance(row.get(INPUT), str) and row[INPUT].strip():
-        question = f"{question}\n\n{row[INPUT]}"
+    given = next((row[key] for key in INPUTS if isinstance(row.get(key), str) and row[key].strip()), "")
+    if isinstance(question, str) and given:
+        question = f"{question}\n\n{given}"
     if isinstance(question, str) and not isinstance(answer, list):
         return Record(where, text=question, is_prompt=True, answer=answer)
     replies = messages_of(answer, f"{where}: {name}") if isinstance(answer, list) else []

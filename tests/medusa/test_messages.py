@@ -194,8 +194,13 @@ def test_every_layout_is_a_question_with_its_answer(row: dict[str, Any]) -> None
     )
 
 
-def test_an_input_follows_its_instruction() -> None:
-    record = parse_record({"instruction": "Translate.", "input": "Hallo", "output": "Hello"}, "here")
+@pytest.mark.parametrize(
+    "given",
+    [{"input": "Hallo"}, {"context": "Hallo"}, {"input": "", "context": "Hallo"}],
+    ids=["Alpaca", "Dolly", "both"],
+)
+def test_an_input_follows_its_instruction(given: dict[str, str]) -> None:
+    record = parse_record({"instruction": "Translate.", "response": "Hello"} | given, "here")
     assert record.question == "Translate.\n\nHallo"
 
 

@@ -136,6 +136,25 @@ def test_a_sharded_backbone_gives_the_same_loss_and_the_same_heads(
     assert known == whole, "the fingerprint is that of the whole backbone"
 
 
+def test_two_processes_evaluate_each_row_once(recipe: Any, folder: Path, tmp_path: Path) -> None:
+    """Of 8 rows in batches of 3 they read 6 and 2, and fill up the last two batches with rows that are read already."""
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    lines = []
+    for processes, rows in ((1, 6), (2, 3)):
+        content = recipe(f"evaluated-{processes}", per_device_eval_batch_size=rows, learning_rate=1e-9, **settings)
+        content["eval_data"] = content["data"]
+        if processes == 1:
+            run(content)
+        else:
+            as_two_ranks(lambda content=content: run(content), tmp_path)
+        saved = whole_checkpoints(folder / f"evaluated-{processes}")[-1] / "trainer_state.json"
+        history = json.loads(saved.read_text())["log_history"]
+        found = next(line for line in history if "eval_loss" in line)
+        lines.append({key: value for key, value in found.items() if "head" in key or "tau" in key})
+    assert len(lines[0]) > 8
+    assert lines[1] == pytest.approx(lines[0], abs=2e-4), "losses are logged with four digits"
+
+
 def test_a_launcher_that_started_one_process_of_several_gives_a_warning(
     recipe: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

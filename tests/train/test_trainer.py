@@ -455,12 +455,14 @@ def test_a_time_budget_ends_with_a_learning_rate_near_zero(
         monkeypatch.setattr(time, clock, lambda: now)
     days = count(time.time(), 1e6)
     monkeypatch.setattr(time, "time", lambda: next(days))
-    run = trainer(model, texts, tmp_path, max_steps=-1, max_minutes=0.5 / 60, logging_steps=1, learning_rate=1e-3)
+    settings = {"logging_steps": 1, "save_strategy": "steps", "save_steps": 0.2, "learning_rate": 1e-3}
+    run = trainer(model, texts, tmp_path, max_steps=-1, max_minutes=0.5 / 60, **settings)
     before = {name: tensor.clone() for name, tensor in run.heads.state_dict().items()}
     stock = run.compute_loss
     monkeypatch.setattr(run, "compute_loss", compute_loss)
     run.fit_budget()
     assert run.args.max_steps > 25
+    assert run.args.save_steps == 5, "a share of the steps that fit"
     assert all(torch.equal(tensor, before[name]) for name, tensor in run.heads.state_dict().items()), "only timed"
     start = now
     run.train()

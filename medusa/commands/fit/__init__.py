@@ -5,7 +5,8 @@
   medusa fit ./model --prompts chats.jsonl --minutes 60 --for vllm
   medusa fit ./lora --prompts chats.jsonl --start model-heads
 
-A fifth of the prompts is set aside for the measurement. Every stage keeps its result, and the same command continues an
+No prompts? A chat model writes some: medusa distill --backbone org/model --questions 1000 --temperature 1. A fifth of
+the prompts is set aside for the measurement. Every stage keeps its result, and the same command continues an
 interrupted run. At the end, the output folder holds the heads, a report (report.html) and all figures (fit.json)."""
 
 from __future__ import annotations
