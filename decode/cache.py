@@ -33,6 +33,8 @@ from medusa.tree_support import LayerTypes
 
 MIN_GROWTH, MAX_GROWTH = 256, 4096
 """Bounds on the slots by which a growing cache grows: its size doubles, but it grows by at most MAX_GROWTH slots."""
+LARGE_BYTES, LARGE_GROWTH = 2**30, 8
+"""A cache above LARGE_BYTES grows by one LARGE_GROWTHth only, or many texts could take twice the memory they need."""
 SMALL_BYTES, SHARE = 2**26, 0.1
 """A buffer is in memory twice while it grows. In a cache above SMALL_BYTES it holds only this share of the layers."""
 BLOCK = 256
@@ -124,7 +126,9 @@ class TreeCache(Cache):
         longest, self.room = self.longest, count
         end = rounded(longest + count) if self.is_compiled else longest + count
         if end > self.capacity:
-            self.make_room(max(end + MIN_GROWTH, self.capacity + min(self.capacity, MAX_GROWTH)))
+            large = sum(buffer.nbytes for buffer in self.buffers) > LARGE_BYTES
+            more = self.capacity // LARGE_GROWTH if large else self.capacity
+            self.make_room(max(end + MIN_GROWTH, self.capacity + min(more, MAX_GROWTH)))
         if end != self.width:
             self.window = torch.empty(end // self.block, device=self.window.device)
         self.even = longest if not self.is_compiled and longest == min(self.lengths, default=0) else None
@@ -330,6 +334,11 @@ class TreeCache(Cache):
             self.all_filled[start:end] = other.filled
         else:
             self.filled = torch.cat([self.filled, other.filled])
+
+
+def most_slots(tokens: int) -> int:
+    """Return the number of slots that a large cache may have once a text has so many tokens."""
+    return tokens + max(MIN_GROWTH, tokens // LARGE_GROWTH)
 
 
 def rounded(slots: int) -> int:

@@ -14,6 +14,7 @@ from time import perf_counter, thread_time
 
 from accelerate.utils.memory import should_reduce_batch_size
 
+from decode.cache import TreeCache, most_slots
 from decode.compiled.region import Regions
 from decode.loop import NOT_DEFINED, Stepper
 from decode.ops.draws import QuickDraws
@@ -92,7 +93,9 @@ class BulkWriter:
         self.generator = generator
         self.adapting = Adapting(generator.source)
         self.width = Width(1 if must_be_alone(generator.models) else width)
-        self.is_limited = False  # whether the width respects the memory
+        self.memory: float | None = None  # bytes for keys, values and states; known once texts have joined
+        self.costs = 0.0, 0.0  # bytes of a slot, and of the states of a text
+        self.longest = 0  # tokens that a text may have, of the texts that the width respects
         self.batch = RunningBatch(self._stepper_for)
         self.running: dict[int, Job] = {}  # by the row of the batch
 
@@ -140,6 +143,10 @@ class BulkWriter:
         if not jobs or (self.running and few):
             return False
         joining, generator = _alike(jobs, room), self.generator
+        if self.memory is not None and not self._holds(joining):
+            jobs.extendleft(reversed(joining))
+            self._begin_again(jobs)
+            return True
         kwargs = generator.settings.generate_kwargs(generator.tokenizer)
         prompts, seeds = [job.prompt for job in joining], [job.seed for job in joining]
         try:
@@ -151,13 +158,11 @@ class BulkWriter:
             jobs.extendleft(reversed(joining))
             return False
         self.running |= dict(zip(places, joining, strict=True))
-        if not self.is_limited:  # once: the memory of ended texts stays reserved for others
-            self.is_limited, width = True, self.width.rows
-            longest = max(len(job.prompt) for job in (*joining, *jobs)) + generator.settings.max_new_tokens
-            more = MEMORY * free_memory(generator.model.device) / self._bytes_of_text(longest)
-            self.width.limit(len(self.running) + int(more))
-            if generator.settings.compile and self.width.rows < width:  # compiled steps would have `width` rows
-                self._begin_again(jobs)
+        if self.memory is None:
+            self._weigh_texts()
+            width = self.width.rows
+            if not self._holds([*joining, *jobs]) or (generator.settings.compile and self.width.rows < width):
+                self._begin_again(jobs)  # compiled steps would have `width` rows
         return True
 
     def _begin_again(self, jobs: deque[Job]) -> None:
@@ -166,14 +171,35 @@ class BulkWriter:
         jobs.extendleft(reversed(self.running.values()))
         self.running.clear()
 
-    def _bytes_of_text(self, tokens: int) -> float:
-        """The bytes that the caches keep of a text of so many tokens."""
-        assert self.batch.stepper is not None
-        caches = self.batch.stepper.state.reader.caches
-        buffers = [buffer for cache in caches for buffer in cache.buffers]
-        states = [state for cache in caches for state in cache.states]
-        of_token = sum(buffer.nbytes / (buffer.shape[1] * buffer.shape[3]) for buffer in buffers)
-        return tokens * of_token + sum(state.nbytes / len(state) for state in states)
+    @property
+    def _caches(self) -> list[TreeCache]:
+        """The caches of the running texts."""
+        return [] if self.batch.stepper is None else self.batch.stepper.state.reader.caches
+
+    def _weigh_texts(self) -> None:
+        """Find out what texts cost, and how much memory they may fill: what they fill already, and a part of the rest.
+
+        The memory of ended texts stays reserved for others."""
+        buffers = [buffer for cache in self._caches for buffer in cache.buffers]
+        states = [state for cache in self._caches for state in cache.states]
+        of_slot = sum(buffer.nbytes / (buffer.shape[1] * buffer.shape[3]) for buffer in buffers)
+        self.costs = of_slot, sum(state.nbytes / len(state) for state in states)
+        held = sum(cache.num_bytes for cache in self._caches)
+        self.memory = held + MEMORY * free_memory(self.generator.model.device)
+
+    def _holds(self, jobs: Sequence[Job]) -> bool:
+        """Limit the width to the texts that memory holds, if a text of `jobs` may become longer than all before.
+
+        Returns whether the caches have no more rows than that. Later turns of a conversation have longer prompts."""
+        assert self.memory is not None
+        longest = max(len(job.prompt) for job in jobs) + self.generator.settings.max_new_tokens
+        if longest <= self.longest:
+            return True
+        self.longest = longest + longest // 4 if self.longest else longest  # to spare: a limit may begin texts again
+        (of_slot, of_states), held = self.costs, max((cache.capacity for cache in self._caches), default=0)
+        slots = held if self.longest <= held else most_slots(self.longest)
+        self.width.limit(int(self.memory / max(slots * of_slot + of_states, 1)))
+        return all(buffer.shape[1] <= self.width.rows for cache in self._caches for buffer in cache.buffers)
 
     def _finish(self) -> None:
         """Give the texts that have ended to their jobs."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig
 
-from decode.cache import BLOCK, MAX_GROWTH, MIN_GROWTH, SMALL_BYTES, TreeCache, rounded
+from decode.cache import BLOCK, MAX_GROWTH, MIN_GROWTH, SMALL_BYTES, TreeCache, most_slots, rounded
 from decode.draft import Draft
 from decode.reader import Reader
 from decode.topology import Topology
@@ -418,6 +418,16 @@ def test_a_small_cache_is_one_buffer() -> None:
     assert len(filled_cache(layers=20, batch=1, capacity=10).buffers) == 1
     large = SMALL_BYTES // (20 * 2 * 2 * 4 * 4) + 1
     assert [len(buffer) for buffer in filled_cache(layers=20, batch=1, capacity=large).buffers] == [4] * 10
+
+
+@pytest.mark.parametrize("slots", [100, 1000, 5000])
+def test_a_large_cache_grows_a_little(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many texts must not need twice the memory of their tokens."""
+    monkeypatch.setattr("decode.cache.LARGE_BYTES", 0)
+    cache = filled_cache(layers=1, batch=2, capacity=slots)
+    append(cache, [[1.0], [1.0]])
+    assert slots < cache.capacity <= most_slots(slots + 1)
+    assert cache.capacity <= max(slots + 1 + MIN_GROWTH, 1.125 * slots)
 
 
 def test_memory_grows_with_the_text_in_few_steps_and_not_too_far() -> None:

@@ -174,6 +174,43 @@ def test_without_free_memory_the_width_stays(monkeypatch: pytest.MonkeyPatch) ->
     assert max(widths) == bulk.FIRST_WIDTH
 
 
+def test_later_turns_do_not_outgrow_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of 8 to 80 tokens, of which only the first are known at the start: fewer and fewer texts fit."""
+    monkeypatch.setattr("decode.cache.MIN_GROWTH", 8)
+    monkeypatch.setattr("decode.cache.LARGE_BYTES", 0)
+    texts: dict[tuple[int, int], list[int]] = {}
+    jobs: deque[Job] = deque()
+
+    def add(row: int, turn: int, prompt: list[int]) -> None:
+        def ended(new: list[int], reason: str) -> None:
+            texts[row, turn] = new
+            if turn < 6:
+                add(row, turn + 1, prompt + new + [1, 2, 3, 4])
+
+        jobs.append(Job(prompt, row, ended))
+
+    for row in range(12):
+        add(row, 0, random_ids(8, seed=row))
+    writer = BulkWriter(TextGenerator(shared_model(), GREEDY), 12)
+    held, step = [], RunningBatch.step
+
+    def note(batch: RunningBatch) -> Any:
+        found = step(batch)
+        held.append(sum(cache.num_bytes for cache in writer._caches) / writer.memory)
+        return found
+
+    monkeypatch.setattr(RunningBatch, "step", note)
+    monkeypatch.setattr(bulk, "free_memory", lambda device: 0)
+    writer.write(jobs, lambda lengths: None)
+    assert len(texts) == 12 * 7
+    assert max(held) <= 1
+    assert 1 <= writer.width.rows < 12
+    row, prompt = 5, random_ids(8, seed=5)
+    for turn in range(7):
+        assert [texts[row, turn]] == texts_of_generate("llama", [prompt])
+        prompt = prompt + texts[row, turn] + [1, 2, 3, 4]
+
+
 def test_texts_without_probabilities_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     with torch.no_grad():
