@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -130,23 +130,27 @@ class BackboneFiles:
                 keywords["quantization_config"] = GgufConfig(dequantize=True)  # to an ordinary model
             if offline := hub_keywords(source.path):
                 keywords["adapter_kwargs"] = offline  # transformers also looks for an adapter of peft
-            place = source.path if source.gguf is not None else source.adapter or source.path
-            loaded: Any = auto_class(config).from_pretrained(place, output_loading_info=True, **keywords)
+            loaded: Any = auto_class(config).from_pretrained(source.path, output_loading_info=True, **keywords)
+            model, info = loaded
+            lacking = _lacking(info)
+            if source.adapter is not None and not lacking:  # by itself, or `info` would be only about the adapter
+                found = model.load_adapter(source.adapter, dtype=model.dtype)
+                lacking = _lacking({} if found is None else found.to_dict())
         except Exception as error:  # transformers raises errors of many types here
             raise _missing(self.name, error) from error
-        model, info = loaded
-        # transformers only warns about missing weights, and initialises them at random.
-        lacking = sorted(info.get("missing_keys") or ()) or sorted(str(k) for k in info.get("mismatched_keys") or ())
         if lacking:
             raise RequestError(f"no backbone at {self.name}: its files lack the weights {lacking[0]}")
         if options.quantization is not None and not quantized_layers(model):
             raise RequestError(f"--quantization {options.quantization} changes no layer of {self.name}; leave it out")
         if source.gguf is not None:
             model.config.name_or_path = str(source.gguf)
-            if source.adapter is not None:
-                model.load_adapter(source.adapter)
         model = model.eval() if placed else model.eval().to(device)
         return Loaded(model, self.tokenizer, self.name, options.revision)
+
+
+def _lacking(info: Mapping[str, Any]) -> list[str]:
+    """Return the weights that files lack; transformers only warns about them, and initialises them at random."""
+    return sorted(info.get("missing_keys") or ()) or sorted(map(str, info.get("mismatched_keys") or ()))
 
 
 def load_backbone(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Loaded:

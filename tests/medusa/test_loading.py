@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_models
 from decode import generate, medusa_generate
@@ -164,6 +165,40 @@ def test_an_adapter_for_a_gguf_file_loads_with_it(written: tuple[Path, dict[str,
     again, ids = load_backbone(str(tmp_path)).model, torch.tensor([random_ids(5)])
     assert torch.equal(again(ids).logits, model(ids).logits)
     assert not torch.equal(again(ids).logits, load_backbone(str(written[0])).model(ids).logits)
+
+
+def adapted(model: Any, place: Path, **settings: Any) -> str:
+    """Save an adapter with random weights for the model in the folder `place`."""
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **settings))
+    model.save_pretrained(place / "adapter")
+    file = place / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(place)}))
+    return str(place / "adapter")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_loads_as_transformers_loads_it(dtype: str, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    place = adapted(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path)
+    ours = load_backbone(place, LoadOptions(dtype=dtype)).model
+    theirs = AutoModelForCausalLM.from_pretrained(place, dtype=dtype).eval()
+    for (name, found), (known, expected) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert (name, found.dtype) == (known, expected.dtype)
+        assert torch.equal(found, expected)
+    assert not ours.training
+
+
+@pytest.mark.parametrize("lost", ["model.layers.1.mlp.up_proj.weight", "base_model.model.model.layers.1.self_attn.v"])
+def test_weights_that_a_model_with_an_adapter_lacks_are_named(lost: str, tmp_path: Path) -> None:
+    """transformers names only those of the adapter, on a log, and makes others at random."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    place = Path(adapted(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path))
+    file = place / "adapter_model.safetensors" if lost.startswith("base") else tmp_path / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(lost)}
+    assert len(kept) < len(load_file(file))
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(RequestError, match=r"its files lack the weights model.layers.1"):
+        load_backbone(str(place))
 
 
 def test_wrong_gguf_requests(
