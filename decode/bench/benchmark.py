@@ -72,6 +72,15 @@ class Contender:
     rounds: list[list[Result]] = field(default_factory=list)  # for each round except the warm-up, one result per prompt
     batch_of: list[int] = field(default_factory=list)  # index of each prompt's batch, whose prompts share its time
 
+    @property
+    def clocked_steps(self) -> int:
+        """The number of steps in all rounds. The texts of a batch take their steps together."""
+        longest: dict[tuple[int, int], int] = {}
+        for number, results in enumerate(self.rounds):
+            for batch, result in zip(self.batch_of, results, strict=True):
+                longest[number, batch] = max(longest.get((number, batch), 0), len(result.step_lengths))
+        return sum(longest.values())
+
     def tokens_per_second(self, chosen: Sequence[int]) -> list[float]:
         """Compute tokens per second in each round: new tokens of the prompts `chosen` (indices), divided by time."""
         rounds = [[results[index] for index in chosen] for results in self.rounds]
@@ -174,8 +183,8 @@ def summarize(contenders: Sequence[Contender], categories: Sequence[str | None])
         figures.tau_by_position = tau_by_position(contender.rounds[0])
         figures.prompts = contender.prompt_figures(everything)
         if contender.clock is not None:
-            steps = sum(len(result.step_lengths) for results in contender.rounds for result in results)
-            figures.step_ms = {stage: 1000 * s / max(steps, 1) for stage, s in contender.clock.seconds.items()}
+            steps = max(contender.clocked_steps, 1)
+            figures.step_ms = {stage: 1000 * s / steps for stage, s in contender.clock.seconds.items()}
         figures.by_category = {name: _figures(contender, *baselines, chosen) for name, chosen in groups.items()}
     return found
 

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from decode.bench.figures import CONFIDENCE, PERCENT, Interval, MethodFigures, interval_in_words
 from decode.bench.machine import Machine
+from decode.drafters import in_words
 from decode.rules import is_lossy, rule_and_limit
 from decode.settings import Settings, near_tie
 from medusa.errors import RequestError
@@ -176,9 +177,7 @@ class BenchmarkResult:
     @property
     def subject(self) -> str:
         """The backbone and the drafter, in words."""
-        settings = self.settings
-        drafter = f"the drafter {settings.drafter}" if settings.heads is None else f"the heads {settings.heads}"
-        return f"{settings.backbone} with {drafter}"
+        return f"{self.settings.backbone} with {in_words(self.settings.drafter, self.settings.heads)}"
 
     @property
     def next_commands(self) -> list[str]:

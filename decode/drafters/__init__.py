@@ -36,6 +36,19 @@ def title_of(spec: str) -> str:
     return parse(spec).title(spec.partition(":")[0])
 
 
+def in_words(spec: str, heads: str | None) -> str:
+    """Name what drafts: `heads` themselves, a drafter that uses them, or one that does not."""
+    if heads is None:
+        return f"the drafter {spec}"
+    if spec == "heads":
+        return f"the heads {heads}"
+    try:
+        uses = parse(spec).needs_heads
+    except RequestError:  # a result of another machine, with a drafter of a package that is not installed here
+        uses = True
+    return f"the drafter {spec}" + f" (heads {heads})" * uses
+
+
 def _options(name: str, config: type[DrafterConfig], text: str) -> dict[str, str | int | float]:
     known = {field.name: field for field in fields(config)}  # type: ignore[arg-type]
     allowed = ", ".join(f"{option}=" for option in known) or "none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa.files import read_json
+from medusa.files import read_json, write_json
 from tests.commands.fake_server import FakeServer, Reply, serving
 from tests.commands.place import Outcome, Place, write_rows
 
@@ -56,11 +57,13 @@ class Writer:
         beside = max(map(len, self.running))
         with self.lock:
             choices = [self.choice(ids, body, text, beside) for text in self.texts(ids, body, beside)]
+            usage = {"prompt_tokens": len(ids), "completion_tokens": self.written * len(choices)}
         self.running.remove(ids)
-        return 200, {}, json.dumps({"choices": choices, "usage": {"prompt_tokens": len(ids)}})
+        return 200, {}, json.dumps({"choices": choices, "usage": usage})
 
     def choice(self, ids: list[int], body: dict[str, Any], new: list[int], beside: int) -> dict[str, Any]:
         ended = new[-1:] == [self.eos]
+        self.written = len(new)
         made = {"text": self.decoded(*new), "finish_reason": "stop" if ended else "length"}
         return made if self.strict else made | {"token_ids": new}
 
@@ -125,6 +128,19 @@ class EarlyEnd(Writer):
 
     def greedy(self, ids: list[int], new: list[int], beside: int) -> int:
         return self.eos if len(new) == 6 else super().greedy(ids, new, beside)
+
+
+class Cut(Writer):
+    """Texts lose their ends, and the limit of tokens is said to be the reason."""
+
+    def choice(self, ids: list[int], body: dict[str, Any], new: list[int], beside: int) -> dict[str, Any]:
+        if body["temperature"] == 0 and new[-1:] != [self.eos]:
+            new = new[:5]
+        return super().choice(ids, body, new, beside)
+
+
+class StrictCut(Cut):
+    strict = True
 
 
 class NoTemperature(Writer):
@@ -215,6 +231,34 @@ def test_a_correct_server_passes(audit: Callable[..., Any], sharp: Place, writer
     assert ("it takes no token ids" in done.out) == writer.strict
 
 
+def test_an_empty_text_is_no_text_of_the_model(audit: Callable[..., Any], sharp: Place) -> None:
+    """Also from a server that tells neither the ids nor the number of tokens."""
+
+    class Silent(Strict):
+        def reply(self, number: int, body: dict[str, Any]) -> Reply:
+            status, headers, content = super().reply(number, body)
+            told = json.loads(content)
+            if "choices" in told and body["max_tokens"] > 1:
+                told = {"choices": [choice | {"text": ""} for choice in told["choices"]]}
+            return status, headers, json.dumps(told)
+
+    done, found = audit(Silent(sharp), "--draws", 50)
+    assert done.status == 1, done.out
+    assert "the end of the text" in {one["written"] for one in found["greedy"]["alone"]["deviations"]}
+
+
+def test_options_of_the_checkpoint_do_not_disturb_the_reference(
+    audit: Callable[..., Any], sharp: Place, tmp_path: Any
+) -> None:
+    """Stop strings need a tokenizer, for example."""
+    shutil.copytree(sharp.backbone, tmp_path / "other")
+    file = tmp_path / "other" / "generation_config.json"
+    theirs = {"stop_strings": ["."], "penalty_alpha": 0.6, "dola_layers": "low"}
+    write_json(file, (read_json(file) if file.exists() else {}) | theirs)
+    done, _ = audit(Writer(sharp), "--draws", 50, reference=str(tmp_path / "other"))
+    assert done.status == 0, done.out
+
+
 def failed_cases(found: Any) -> list[dict[str, Any]]:
     """The temperature of each failed test of samples, and whether it is of first tokens."""
     sampling = found["sampling"]
@@ -231,6 +275,8 @@ def failed_cases(found: Any) -> list[dict[str, Any]]:
         (WrongToken, {"alone", "together"}, 50),
         pytest.param(StrictWrongToken, {"alone", "together"}, 50, marks=pytest.mark.full),
         (EarlyEnd, {"alone", "together"}, 50),
+        (Cut, {"alone", "together"}, 50),
+        (StrictCut, {"alone", "together"}, 50),
         (Padded, {"together"}, 50),
         (NoTemperature, {"0.7"}, 400),
         (SharedNumber, {"1"}, 300),

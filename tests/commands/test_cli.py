@@ -865,7 +865,7 @@ def test_verify_with_another_drafter(medusa: Any, place: Place, tmp_path: Path) 
     argv = ("--backbone", place.backbone, "--prompts", place.prompts, *GENERATION, "--drafter", "ngram:n=1")
     done = medusa("verify", *argv, "--draws", "500", "--sampled-prompts", "1", "--report", report)
     assert done.status == 0, done.out + done.err
-    assert "drafts by ngram:n=1" in report.read_text(encoding="utf-8")
+    assert "with the drafter ngram:n=1 change" in report.read_text(encoding="utf-8")
     assert "sample" not in {line.split()[1] for line in done.out.splitlines() if line.startswith("rejection")}
 
 

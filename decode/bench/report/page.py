@@ -21,6 +21,7 @@ from decode.bench.losslessness.cases import FALSE_ALARM, Case, figures_table, th
 from decode.bench.losslessness.verify import VerificationResult
 from decode.bench.report import plots
 from decode.bench.result import BenchmarkResult, counted
+from decode.drafters import in_words
 from decode.rules import is_lossy
 from medusa.files import per_second, readable, write_text
 
@@ -122,7 +123,6 @@ def benchmark_figures(result: BenchmarkResult) -> dict[str, Figure]:
 def verify_page(outcome: VerificationResult) -> ReportPage:
     """Make the report of a verification: the comparison of greedy texts, and the tests of samples."""
     asked, amateur = outcome.asked, outcome.asked.settings.amateur
-    drafter = f"the heads {asked.heads}" if asked.heads else f"drafts by {asked.drafter}"
     groups: dict[str, list[Case]] = {}
     for case in outcome.cases:
         name = f"prompt {case.prompt + 1}, temperature {case.temperature:g}, top-p {case.top_p:g}"
@@ -132,7 +132,8 @@ def verify_page(outcome: VerificationResult) -> ReportPage:
     content: dict[str, object] = {"outcome": outcome, "names": names, "head": head, "rows": rows}
     content["amateur"] = {} if amateur is None else amateur.to_dict()
     content |= {"threshold": f"{threshold(outcome.cases):.1e}", "false_alarm": f"{FALSE_ALARM:.0e}"}
-    title = f"Do {drafter} change what the backbone {asked.loaded.name} writes?"
+    drafter = in_words(asked.drafter, asked.heads)
+    title = f"Does decoding with {drafter} change what the backbone {asked.loaded.name} writes?"
     figures = {name: plots.frequencies(cases, names) for name, cases in groups.items()}
     return ReportPage("verify.html.j2", title, content, figures)
 

@@ -37,6 +37,7 @@ class Text(NamedTuple):
     ids: list[int] | None  # `None` if the server does not tell them
     ended: bool  # whether the server says that the model ended it, and not the limit of tokens
     prompt_tokens: int | None  # as the server counts them
+    tokens: int | None = None  # of the text, by their ids or as the server counts them
 
     @property
     def first(self) -> Outcome:
@@ -139,11 +140,14 @@ class Asked:
 
     def _ask(self, body: Json) -> list[Text]:
         reply = self.server.reply("/completions", body)
-        counted, texts = (reply.get("usage") or {}).get("prompt_tokens"), []
+        usage, texts = reply.get("usage") or {}, []
         for choice in reply["choices"]:
             if not isinstance(choice.get("text"), str):
                 raise ServerError(f"the reply has no text: {str(choice)[:200]}")
-            texts.append(Text(choice["text"], token_ids(choice), choice.get("finish_reason") == "stop", counted))
+            ids, ended = token_ids(choice), choice.get("finish_reason") == "stop"
+            written = usage.get("completion_tokens") if len(reply["choices"]) == 1 else None
+            tokens = len(ids) if ids is not None else written if isinstance(written, int) else None
+            texts.append(Text(choice["text"], ids, ended, usage.get("prompt_tokens"), tokens))
         return texts
 
     def samples(

@@ -170,7 +170,8 @@ def _with_model(
     ids = [tokenizer.eos_token_id] if eos is None else eos if isinstance(eos, list) else [eos]
     with command.output.stage("measuring the rounding of the reference"):
         known = [token for token in ids if token is not None]
-        return asked, list(opened.prompts), ModelReference(opened.loaded.model, tokenizer, known, opened.prompts)
+        most = command.settings.max_new_tokens
+        return asked, list(opened.prompts), ModelReference(opened.loaded.model, tokenizer, known, opened.prompts, most)
 
 
 def print_audit(console: Console, found: Audit) -> None:

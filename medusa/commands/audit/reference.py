@@ -16,15 +16,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from decode.bench.losslessness.chi2 import GoodnessOfFit, goodness_of_fit
+from decode.settings import Settings
 from medusa.backbone import Backbone
 from medusa.commands.audit.asked import Outcome, Prompt, Setting, Text, text_class
 from medusa.commands.audit.judged import Deviation
+from medusa.loading import text_limits
 from medusa.options import dtype_name
 from medusa.records.record import continuation_ids, tokens_of
 
 FACTOR = 2.0  # by which gaps may exceed the measured rounding: another engine rounds in other places
 NEAREST = 8  # the most probable tokens whose logits' rounding is measured
-MEASURED = 3  # prompts that are decoded to measure it
+MEASURED, MEASURED_TOKENS = 3, 32  # prompts, and tokens of each, that are decoded to measure it
 BINS = 20  # of the places of tokens in their distributions
 CLEAR = 1e-3  # p-values from here on need no other explanation
 TOGETHER = 256  # tokens of sampled texts that are read together
@@ -59,9 +61,12 @@ class ModelReference:
         tokenizer: PreTrainedTokenizerBase,
         eos: Sequence[int],
         prompts: Sequence[list[int]],
+        max_tokens: int,
     ) -> None:
-        """Take a loaded model with its EOS ids, and measure its rounding on the texts after some prompts."""
-        self.model, self.tokenizer, self.eos = model, tokenizer, list(eos)
+        """Take a loaded model with its EOS ids, and measure its rounding on the texts after some prompts.
+
+        A text that is judged has `max_tokens`, unless the model or its context ends it."""
+        self.model, self.tokenizer, self.eos, self.max_tokens = model, tokenizer, list(eos), max_tokens
         self.dtype: str | None = dtype_name(model.dtype)
         self.limits: list[str] = []
         self.scale, self.rounding = self._measured(prompts)
@@ -106,9 +111,10 @@ class ModelReference:
         Texts that transformers decodes token by token are read again in one forward."""
         scale = rounding = 0.0
         for prompt in prompts[:MEASURED]:
-            how = {"do_sample": False, "num_beams": 1, "max_new_tokens": 32, "output_logits": True, "use_cache": True}
+            plain = Settings(max_new_tokens=MEASURED_TOKENS, ignore_generation_config=True).generate_kwargs()
+            how = plain | {"output_logits": True, "use_cache": True, "return_dict_in_generate": True}
             stock: Any = type(self.model)  # a checkpoint with code of its own may replace the model's `generate`
-            done = stock.generate(self.model, self._tensor(prompt), return_dict_in_generate=True, **how)
+            done = stock.generate(self.model, self._tensor(prompt), **how)
             stepwise = torch.cat(done.logits).float().cpu()
             at_once = self._logits(done.sequences[0].tolist())[len(prompt) - 1 : -1]
             nearest = stepwise.topk(min(NEAREST, stepwise.shape[1])).indices
@@ -145,7 +151,17 @@ class ModelReference:
         if early is not None:
             written = str(self.tokenizer.decode([ids[early + 1]]))
             found.append(Deviation(number, early + 1, written, "the end of the text", None, self.bound))
+        if not text.ended and self._is_cut(prompt, text):
+            found.append(Deviation(number, len(ids), "the end of the text", "another token", None, self.bound))
         return len(ids), found
+
+    def _is_cut(self, prompt: list[int], text: Text) -> bool:
+        """Whether a text that the model has not ended is shorter than the limits of tokens and of the context."""
+        context = text_limits(self.model.config).context
+        most = self.max_tokens if context is None else min(self.max_tokens, context - len(prompt))
+        if text.tokens is None:  # in how many tokens a server has written a text is then unknown
+            return most > 0 and not text.text
+        return text.tokens < most and not (text.ids and text.ids[-1] in self.eos)
 
     def _gaps(self, prompt: list[int], ids: list[int]) -> tuple[list[float], list[int]]:
         """Return for each token how far its logit is below the largest, and the token that has the largest.

@@ -9,6 +9,7 @@ import torch
 
 from decode.bench.benchmark import (
     STAGES,
+    Contender,
     StageTimer,
     accepted_by_depth,
     accepted_by_node,
@@ -23,7 +24,7 @@ from decode.bench.methods import plain_method
 from decode.settings import Settings
 from decode.texts import Result
 from medusa.heads.guesses import MISSED
-from tests.decode.bench.made_up import TOKENS, Fake, contenders
+from tests.decode.bench.made_up import TOKENS, Fake, contenders, outcome
 from tests.helpers import random_ids, tiny_model
 
 PLAIN = Fake("p", [1.0])
@@ -68,6 +69,20 @@ def test_stage_times_are_per_step_over_all_rounds_without_the_warm_up() -> None:
     figures = measured(method, Fake("p", [100.0, *[1.0] * 10]), prompts=2, rounds=5, clock=clock)
     assert figures["medusa"].step_ms["propose"] == pytest.approx(100.0)
     assert figures["plain"].tokens_per_second.min == 12.0
+
+
+def test_the_texts_of_a_batch_share_the_times_of_their_steps() -> None:
+    """Two batches of 0.3 s, whose longest texts take three steps."""
+    clock = StageTimer()
+
+    def method(prompts: Any, on_step: Any = None, seeds: Any = None) -> list[Result]:
+        clock.seconds["propose"] += 0.3
+        return [one for prompt in prompts for one in Fake("m", [1.0], 4 if prompt[0] % 2 else 12)([prompt])]
+
+    plain = Contender("plain", Fake("p", [1.0]))
+    them = [plain, Contender("transformers", plain.method), Contender("medusa", method, clock)]
+    run_rounds(them, [[[0], [1]], [[2], [3]]], rounds=2)
+    assert summarize(them, [None] * 4)["medusa"].step_ms["propose"] == pytest.approx(100.0)
 
 
 def test_the_warm_up_decodes_each_batch_size_and_length() -> None:
@@ -229,3 +244,18 @@ def test_accepted_nodes_are_counted_at_starts_of_steps() -> None:
     ]
     beyond = torch.tensor([[0, MISSED, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])  # a node beyond the recorded guesses
     assert accepted_by_node([beyond], [Result([1], uncut_lengths=[4])]) == [AcceptedNode([0], 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "heads", "named"),
+    [
+        ("heads", "runs/h", "B with the heads runs/h"),
+        ("ngram", "runs/h", "B with the drafter ngram"),
+        ("mix:heads+ngram", "runs/h", "B with the drafter mix:heads+ngram (heads runs/h)"),
+        ("blockwise", "runs/h", "B with the drafter blockwise (heads runs/h)"),
+        ("ngram:n=2", None, "B with the drafter ngram:n=2"),
+        ("of-another-package", "runs/h", "B with the drafter of-another-package (heads runs/h)"),
+    ],
+)
+def test_the_headline_names_what_drafted(drafter: str, heads: str | None, named: str) -> None:
+    assert outcome([1.0], backbone="B", drafter=drafter, heads=heads).subject == named
