@@ -164,6 +164,7 @@ def situation(model: PreTrainedModel, heads: MedusaHeads, settings: Settings, ba
         "acceptance": settings.rule.name,
         "repetition_penalty": settings.of_checkpoint(model.generation_config).repetition_penalty,
         **{name: getattr(settings, name) for name in OPTIONS},
+        **({"numerics": settings.numerics} if settings.stable else {}),  # which earlier versions did not name
         "heads": heads_fingerprint(heads),
     }
 

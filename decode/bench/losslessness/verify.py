@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 from decode.bench.losslessness.cases import FALSE_ALARM, Case, passes, rules_for, threshold
 from decode.bench.losslessness.compiled import CompiledDecisions
 from decode.bench.losslessness.experiment import Experiment, require_room
 from decode.bench.machine import machine
 from decode.bench.methods import Job, Method, transformers_method
+from decode.request import prepare
 from decode.settings import near_tie
 from decode.stable import stable_forwards
 from decode.strategies.contrastive import Amateur
@@ -40,7 +43,9 @@ class Verification(Job):
 
 @dataclass
 class Divergence:
-    """Where greedy texts with and without the drafter first differ. Logits are those of a forward without a tree."""
+    """Where greedy texts with and without the drafter first differ.
+
+    Logits are those of a forward without a tree, after the logits processors, such as penalties."""
 
     prompt: int  # index of the prompt
     position: int  # index of the first new token that differs
@@ -141,8 +146,9 @@ def verify(asked: Verification) -> VerificationResult:
     plain: Method = transformers_method(model, eager, asked.loaded.tokenizer)
     if asked.settings.stable:
         plain = stable_forwards(model)(plain)
+    options = eager.generate_kwargs(asked.loaded.tokenizer)
     greedy = compare_greedy(
-        model, plain, asked.drafted(asked.settings), asked.prompts, asked.batch_size, advance, eager.amateur
+        model, plain, asked.drafted(asked.settings), asked.prompts, asked.batch_size, advance, eager.amateur, options
     )
     compile = bool(asked.settings.compile)
     rules, chosen = rules_for(asked.source, compile), asked.prompts[: asked.sampled_prompts]
@@ -165,21 +171,31 @@ def compare_greedy(
     batch_size: int = 1,
     on_progress: Callable[[], object] = lambda: None,
     amateur: Amateur | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> GreedyOutcome:
-    """Decode all prompts with `plain` one by one and with `medusa` in batches, and compare the texts."""
+    """Decode all prompts with `plain` one by one and with `medusa` in batches, and compare the texts.
+
+    `options`: those of `model.generate` whose logits processors apply to both."""
     divergences = []
     for start in range(0, len(prompts), batch_size):
         for number, found in enumerate(medusa(prompts[start : start + batch_size]), start):
             expected = plain([prompts[number]])[0].new_ids
             if found.new_ids != expected:
-                divergences.append(_divergence(model, number, prompts[number], expected, found.new_ids, amateur))
+                texts = expected, found.new_ids
+                divergences.append(_divergence(model, number, prompts[number], *texts, amateur, options or {}))
             on_progress()
     return GreedyOutcome(len(prompts), len(prompts) - len(divergences), divergences)
 
 
 @torch.inference_mode()
 def _divergence(
-    model: PreTrainedModel, number: int, prompt: list[int], plain: list[int], medusa: list[int], amateur: Amateur | None
+    model: PreTrainedModel,
+    number: int,
+    prompt: list[int],
+    plain: list[int],
+    medusa: list[int],
+    amateur: Amateur | None,
+    options: Mapping[str, Any],
 ) -> Divergence:
     """Find where the texts `plain` and `medusa` first differ, and how far apart their two tokens' logits are there."""
     at = next((i for i, (a, b) in enumerate(zip(plain, medusa, strict=False)) if a != b), min(len(plain), len(medusa)))
@@ -195,6 +211,10 @@ def _divergence(
         nearest = min((float(margin[some].abs()) for some in (token, other) if some is not None), default=nearest)
         own, of_amateur = contrast.weights
         bound = own * bound + of_amateur * tie_bound(model.dtype, float(theirs.abs().max()))
+    for processor in prepare(model, [prompt], **options)[0].processors:
+        scores = processor(ids, scores[None])[0]  # type: ignore[arg-type]
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):  # which multiplies rounding, too
+            bound *= max(processor.penalty, 1 / processor.penalty)
     gap, best = None, scores.topk(2).values
     if token is not None and other is not None:
         gap = float(scores[token] - scores[other])  # nan if neither token is plausible

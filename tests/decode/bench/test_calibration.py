@@ -427,6 +427,7 @@ def test_calibrations_depend_on_heads_batch_size_and_settings(llama: Any) -> Non
     assert told != situation(llama, other, SETTINGS, 1)
     assert told != situation(llama, one, SETTINGS, 2)
     assert told != situation(llama, one, Settings(temperature=1.0), 1)
+    assert told != situation(llama, one, replace(SETTINGS, numerics="stable"), 1)
     sampling = Settings(temperature=1.0)
     for option in ({"draft": "sample"}, {"top_p": 0.9}, {"top_k": 9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}):
         assert situation(llama, one, replace(sampling, **option), 1) == situation(llama, one, sampling, 1) | option

@@ -320,6 +320,27 @@ def test_ties_are_distinguished_from_errors(model: Any) -> None:
     assert not compare_greedy(twin.double(), methods(twin)[0], swapped, [prompt]).divergences[0].bound
 
 
+def test_penalties_decide_what_is_a_tie(model: Any) -> None:
+    """Greedy decoding takes the best token after them; logits alone may be far apart, or equal."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPT])).logits[0, -1]
+    old = max(PROMPT, key=lambda token: float(logits[token]))
+    new = int(logits.where(~torch.isin(torch.arange(VOCAB), torch.tensor(PROMPT)), float("-inf")).argmax())
+    assert logits[old] > 0 < logits[new]
+
+    def found(penalty: float) -> Any:
+        def one(token: int) -> Any:
+            return lambda prompts, *_, **__: [Result(list(PROMPT), [token])]
+
+        return compare_greedy(model, one(new), one(old), [PROMPT], options={"repetition_penalty": penalty})
+
+    tied = float(logits[old] / logits[new])
+    assert abs(tied - 1) > 0.01, "or the logits are tied, too"
+    assert found(tied).passed
+    assert not found(1.0).passed
+    assert not found(tied * 1.1).passed
+
+
 @pytest.mark.parametrize("scale", [1, 1000])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_rounding_is_told_from_errors_at_any_scale_of_the_logits(dtype: torch.dtype, error: float, scale: int) -> None:
