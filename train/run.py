@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -176,7 +177,7 @@ def _cache_features(cache: FeatureCache, trainer: MedusaTrainer, overwrite: bool
 def _provenance(run: LoadedRun, max_steps: int) -> dict[str, object]:
     """The provenance of trained heads, to save with them."""
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "config": run.config.model_dump(),
         "data": asdict(run.dataset.counts),
         "backbone": run.heads.config.backbone,

@@ -97,8 +97,9 @@ def config_of_layers(
     Raise RequestError for an MLP that is not a Llama's, too."""
     given = {key: value for key, value in described.items() if key not in ("model_type", "architectures")}
     for key in ("rope_parameters", "rope_scaling"):
-        if "mrope_section" in section(given, key, source):  # a token of text has one position, so this is the default
-            given[key] = {name: value for name, value in given[key].items() if name == "rope_theta"} or None
+        if "mrope_section" in section(given, key, source):  # a token of text has one position, so this changes nothing
+            kept = {name: value for name, value in given[key].items() if not name.startswith("mrope_")}
+            given[key] = {name: value for name, value in kept.items() if value not in ("mrope", "default")} or None
     try:
         config = make(**given)
     except Exception as error:  # transformers checks each value in its own way

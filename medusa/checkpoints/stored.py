@@ -68,9 +68,9 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_folder(cls, folder: Path) -> Stored:
-        """Find the tensors that a folder's index lists, else all in its .safetensors files, else .bin or .pt files."""
-        if (indexed := cls.of_index(folder)) is not None:
-            return indexed
+        """Find the tensors of a model that has an index, else all in .safetensors files, else in .bin or .pt files."""
+        if any((folder / index).is_file() for index in INDICES):
+            return cls.of_model(folder)
         files = [path for path in sorted(folder.glob("*")) if path.is_file() and not path.name.startswith(NO_WEIGHTS)]
         for suffix in (".safetensors", ".bin", ".pt"):
             if paths := [path for path in files if path.suffix == suffix]:
@@ -79,9 +79,15 @@ class Stored(Mapping[str, Tensor]):
 
     @classmethod
     def of_index(cls, folder: Path) -> Stored | None:
-        """Find the tensors that a model's index file lists; `None` without an index, RequestError if it is damaged."""
-        index = next((folder / name for name in INDICES if (folder / name).is_file()), None)
-        return None if index is None else cls._indexed(index)
+        """Find the tensors that a model's index file lists; RequestError if it is damaged.
+
+        Return `None` without an index, or if a whole model is there, which transformers prefers."""
+        for whole, index in zip(MODELS, INDICES, strict=True):
+            if (folder / whole).is_file():
+                return None
+            if (folder / index).is_file():
+                return cls._indexed(folder / index)
+        return None
 
     @classmethod
     def _indexed(cls, index: Path) -> Stored:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from medusa.commands.effects import require_of_kind, require_revisions
 from medusa.commands.options import Output, warn
 from medusa.errors import RequestError, RunError, choose_one_of
-from medusa.export import FORMATS, REMOVED
+from medusa.export import FORMATS, REMOVED, WRITTEN
 from medusa.files import Json, readable, replacing_folder, require_absent, require_writable_folder
 from medusa.options import DTYPE_NAMES, REQUIRED, LoadOptions, Options, group, option
-from medusa.places import require_backbone, require_file, require_heads
+from medusa.places import may_be_on_hub, require_backbone, require_file, require_heads
 
 if TYPE_CHECKING:
     from medusa.export.card import Facts
@@ -115,11 +115,13 @@ def export(options: ExportOptions) -> Json:
     local = DEMO_BACKBONE if backbone == "demo" else Path(backbone)
     name = str(local.resolve()) if local.exists() else backbone  # absolute: a server may start in another folder
     _require_replaceable(place, keep=[source, local])
-    unchecked = None if options.backbone is None else require_own_backbone(heads, options.backbone, options.load)
     recorded = (heads.config.base_model_name_or_path, heads.config.backbone.get("name"))
+    its_revision = heads.config.backbone.get("revision") if backbone in recorded and may_be_on_hub(backbone) else None
+    load_options = replace(options.load, revision=options.load.revision or its_revision)
+    unchecked = require_own_backbone(heads, backbone, load_options, is_named=options.backbone is not None)
     heads.config = replace(heads.config, base_model_name_or_path=name)
     with replacing_folder(place) as folder:
-        written = write(Export(heads, name, folder, place, options.load, facts))
+        written = write(Export(heads, name, folder, place, load_options, facts))
         if not load(folder).is_same(written.heads):
             raise RunError("read again, the exported weights differ from the heads; no files were kept")
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -156,3 +158,6 @@ def _require_replaceable(output: Path, keep: list[Path]) -> None:
         if path.exists() and path.resolve().is_relative_to(place):
             raise RequestError(f"--output {output} would replace {path}, which is an input; choose another folder")
     require_of_kind("output", output, "an export", "config.json")
+    for path in output.rglob("*") if output.is_dir() else ():
+        if path.is_file() and str(path.relative_to(output)) not in WRITTEN:
+            raise RequestError(f"--output {output} holds {path.name}, which no export writes; choose another folder")

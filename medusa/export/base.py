@@ -41,6 +41,12 @@ class Export:
     facts: Facts
     """Facts for the model card that are not part of the checkpoint, such as the licence."""
 
+    @property
+    def served(self) -> str:
+        """The backbone as an argument of a server, with the revision for which the heads were trained."""
+        revision = self.load.revision
+        return quoted(self.backbone) + (f" --revision {quoted(revision)}" if revision else "")
+
 
 @dataclass(frozen=True)
 class Written:
@@ -115,7 +121,11 @@ def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
     if (found := _read_alone(name, options, find, FORMER_LM_HEADS)) is not None:
         return found
     head = load_backbone(name, replace(options, device="cpu")).model.get_output_embeddings()
-    return _without_bias(head, name).detach()
+    weight = _without_bias(head, name).detach()
+    if not hasattr(head, "base_layer"):
+        return weight
+    with torch.no_grad():  # the weight is that of the layer below an adapter of peft
+        return head(torch.eye(weight.shape[1], dtype=weight.dtype)).T.contiguous()
 
 
 def read_embeddings(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:

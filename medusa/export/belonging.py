@@ -19,12 +19,14 @@ from medusa.options import DTYPE_NAMES
 from medusa.places import SHIPPED, may_be_on_hub
 
 
-def require_own_backbone(heads: Checkpoint, name: str, options: LoadOptions) -> str | None:
+def require_own_backbone(heads: Checkpoint, name: str, options: LoadOptions, is_named: bool = True) -> str | None:
     """Compare a backbone with the sizes and the fingerprint in the config of heads.
 
-    Return why the weights could not be compared, or `None` if they were. Weights are compared if the backbone is a
-    local folder or in the Hub's cache; nothing is downloaded. Raise RequestError if it is another backbone."""
+    `is_named`: --backbone names it; otherwise the heads do, and it may have changed since. Return why the weights could
+    not be compared, or `None` if they were. Weights are compared if the backbone is a local folder or in the Hub's
+    cache; nothing is downloaded. Raise RequestError if it is another backbone."""
     config, folder = heads.config, _local_place(name, options)
+    said, way_out = f"--backbone {name}" if is_named else name, _way_out(config.backbone, name, is_named)
     if folder is None:
         return f"{name} is not on this machine, so this export does not check that the heads belong to it"
     backbone = load_config(str(folder), options)
@@ -32,23 +34,22 @@ def require_own_backbone(heads: Checkpoint, name: str, options: LoadOptions) -> 
     if hidden_size != config.hidden_size or config.vocab_size not in (None, vocab_size):
         sizes = f"hidden size {config.hidden_size} and {config.vocab_size or 'any number of'} tokens"
         found = f"hidden size {hidden_size} and {vocab_size} tokens"
-        raise RequestError(f"--backbone {name} has {found}, and these heads need {sizes}; {_way_out(config.backbone)}")
+        raise RequestError(f"{said} has {found}, and these heads need {sizes}; {way_out}")
     if config.backbone.get("quantization") or ((heads.provenance or {}).get("config") or {}).get("quantization"):
         return f"the heads record quantised weights, which cannot be compared with those of {name}"
     if not (config.backbone.get("weights") or config.backbone.get("embedding")):
         return f"the heads do not record their backbone's weights, so this export cannot compare them with {name}"
     if _differs(folder, backbone, config.backbone, options):
-        trained_for = config.backbone.get("name") or "another one"
-        raise RequestError(
-            f"--backbone {name} has other weights than the backbone of these heads, {trained_for}; "
-            f"{_way_out(config.backbone)}"
-        )
+        trained_for = f", {config.backbone.get('name') or 'another one'}" if is_named else ""
+        raise RequestError(f"{said} has other weights than the backbone of these heads{trained_for}; {way_out}")
     return None
 
 
-def _way_out(known: Fingerprint) -> str:
-    name = known.get("name")
-    return "name the right backbone" if name is None else f"leave --backbone out, or name a copy of {name}"
+def _way_out(known: Fingerprint, name: str, is_named: bool) -> str:
+    if not is_named:
+        return f"add --backbone, with a copy of {name} as it was"
+    own = known.get("name")
+    return "name the right backbone" if own in (None, name) else f"leave --backbone out, or name a copy of {own}"
 
 
 def _local_place(name: str, options: LoadOptions) -> Path | None:

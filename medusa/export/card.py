@@ -6,6 +6,7 @@ are shown with the machine on which they were measured. If one of the files is m
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
@@ -25,8 +26,8 @@ BOOKKEEPING = ("save_", "logging_", "eval_", "report_", "dataloader_", "disable_
 """The prefixes of training settings that do not change the trained heads. The card leaves these settings out."""
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 """The form of the Hub's names of licences."""
-FOLDERS = re.compile(r"(?<![\w:/.~-])~?/(?:[^\s/'\"=,]+/)*")
-"""The folders of an absolute path, or of a path in a home folder. URLs and Hub ids do not match."""
+FOLDERS = re.compile(r"(?:file://|(?<![\w/.~-])~?)/(?!/)(?:[^\s/'\"=,]+/)*")
+"""The folders of an absolute path, or of a path in a home folder. Other URLs and Hub ids do not match."""
 Content = TypeVar("Content")
 
 
@@ -85,15 +86,30 @@ def is_hub_id(name: str | None) -> bool:
 
 
 def without_folders(content: Content) -> Content:
-    """Shorten absolute paths in JSON content, also inside longer strings, to the last component, for privacy."""
+    """Shorten absolute paths in JSON content, also inside longer strings, to the last component, for privacy.
+
+    A path with spaces is found if it is a whole string, or an argument of a `command`."""
     clean: object = content
     if isinstance(content, dict):
-        clean = {key: without_folders(value) for key, value in content.items()}
+        clean = {without_folders(key): without_folders(value) for key, value in content.items()}
+        if isinstance(command := content.get("command"), str):
+            clean["command"] = _private(command)
     elif isinstance(content, list):
         clean = [without_folders(value) for value in content]
     elif isinstance(content, str):
-        clean = Path(content).name if Path(content).is_absolute() else FOLDERS.sub("", content)
+        whole = content.startswith(("file://", "~/")) or Path(content).is_absolute()
+        clean = Path(content).name if whole else FOLDERS.sub("", content)
     return cast("Content", clean)
+
+
+def _private(command: str) -> str:
+    """Shorten the paths in the arguments of a command, which may be `key=path`."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # written by an earlier version, which did not quote
+        return FOLDERS.sub("", command)
+    parts = [word.partition("=") for word in words]
+    return shlex.join(f"{without_folders(name)}{equals}{without_folders(value)}" for name, equals, value in parts)
 
 
 def model_card(heads: Checkpoint, facts: Facts, with_code: bool) -> str:

@@ -165,7 +165,7 @@ def write_speculators(export: Export) -> Written:
     method = "dflash" if drafter.type == "dflash2" else drafter.type  # vLLM tells them apart by the config
     asked = {"method": method, "model": str(absolute(export.place)), "num_speculative_tokens": heads.num_heads}
     return Written(
-        serve=f"vllm serve {quoted(export.backbone)} --dtype {served_dtype(export)} --speculative-config "
+        serve=f"vllm serve {export.served} --dtype {served_dtype(export)} --speculative-config "
         f"{quoted(json.dumps(asked))}",
         lost="one chain of best guesses instead of a tree",
         heads=drafter.heads,
@@ -175,6 +175,8 @@ def write_speculators(export: Export) -> Written:
 
 def write_z_lab(export: Export) -> Written:
     """Write heads of kind `dflash` as z-lab and DeepSpec publish them, which SGLang and vLLM read."""
+    if (kind := export.heads.config.kind) != "dflash":
+        raise RequestError(f"z-lab cannot hold heads with kind {kind}; train them with heads.kind=dflash")
     drafter = drafter_for(export, "z-lab")
     own, ids = drafter.own, [layer - 1 for layer in drafter.features]  # i stands for the output of layer i, from 0
     inner: Json = {"target_layer_ids": ids, "mask_token_id": drafter.mask_token}
@@ -192,7 +194,7 @@ def write_z_lab(export: Export) -> Written:
     }
     _write(export, drafter, about)
     return Written(
-        serve=f"python -m sglang.launch_server --model-path {quoted(export.backbone)} --speculative-algorithm "
+        serve=f"python -m sglang.launch_server --model-path {export.served} --speculative-algorithm "
         f"{drafter.type.upper()} --speculative-draft-model-path {quoted(absolute(export.place))}",
         lost="one chain of best guesses instead of a tree",
         heads=drafter.heads,

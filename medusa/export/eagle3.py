@@ -129,7 +129,7 @@ def write_sglang(export: Export) -> Written:
     write_eagle3(export, "sglang", layer_for(export, "sglang"))
     steps = export.heads.config.num_heads
     return Written(
-        serve=f"python -m sglang.launch_server --model-path {quoted(export.backbone)} --speculative-algorithm EAGLE3 "
+        serve=f"python -m sglang.launch_server --model-path {export.served} --speculative-algorithm EAGLE3 "
         f"--speculative-draft-model-path {quoted(absolute(export.place))} --speculative-num-steps {steps} "
         f"--speculative-eagle-topk 4 --speculative-num-draft-tokens {4 * steps}",
         lost="no tree of your own: SGLang grows one from --speculative-eagle-topk and --speculative-num-draft-tokens",

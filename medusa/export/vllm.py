@@ -42,7 +42,7 @@ def write_vllm(export: Export) -> Written:
     method = "eagle3" if is_layer else "medusa"
     asked = {"method": method, "model": str(absolute(export.place)), "num_speculative_tokens": config.num_heads}
     speculate = f"--speculative-config {quoted(json.dumps(asked))}"
-    serve = f"vllm serve {quoted(export.backbone)} --dtype {served_dtype(export)} {speculate}"
+    serve = f"vllm serve {export.served} --dtype {served_dtype(export)} {speculate}"
     if is_layer:
         write_eagle3(export, "vllm", layer_for(export, "vllm"))
         return Written(serve, "one chain of best guesses instead of a tree", export.heads, notes=ON_CPU)

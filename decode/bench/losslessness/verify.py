@@ -212,7 +212,7 @@ def _divergence(
         own, of_amateur = contrast.weights
         bound = own * bound + of_amateur * tie_bound(model.dtype, float(theirs.abs().max()))
     for processor in prepare(model, [prompt], **options)[0].processors:
-        scores = processor(ids, scores[None])[0]  # type: ignore[arg-type]
+        scores = processor(ids, scores[None])[0]
         if isinstance(processor, RepetitionPenaltyLogitsProcessor):  # which multiplies rounding, too
             bound *= max(processor.penalty, 1 / processor.penalty)
     gap, best = None, scores.topk(2).values

@@ -237,6 +237,11 @@ LAYOUTS = {
         later_norm="hidden_norm",
         rules=frozenset({"fc_norm", "norm_output"}),
     ),
+    "SGLang, scaled axes": Layout(
+        LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+        [2, 4, 6],
+        angle=llama3_angle,
+    ),
     "AngelSlim": Layout(
         LLAMA | {"architectures": ["Eagle3LlamaForCausalLM"], "head_dim": 12, "rope_theta": 1000000},
         [2, 4, 6],

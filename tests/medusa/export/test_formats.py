@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -546,6 +548,7 @@ DEEP = {"block": "mlp", "expansion": 2.0}
         ("sglang", {}, NO_MEDUSA),
         ("speculators", {"kind": "cascade"}, NO_MEDUSA),
         ("llama.cpp", {"kind": "markov"} | DEEP, NO_MEDUSA),
+        *(("z-lab", settings, "heads.kind=dflash") for settings in ({}, EAGLE, {"kind": "cascade"})),
         *(
             (to, EAGLE | settings, said)
             for to in ("vllm", "sglang")
@@ -578,6 +581,20 @@ def test_overwrite_replaces_an_export(exported: Callable) -> None:
     exported(some_heads(), "tgi")
     folder = exported(some_heads(lm_head="shared"), "tgi", "--overwrite")
     assert read_json(folder / CONFIG)["version"] == "2"
+
+
+def test_overwrite_replaces_nothing_but_exports(export_words: Callable, backbone: Path) -> None:
+    """Every model has a config.json, too."""
+    words = export_words(some_heads(), "tgi")
+    place = Path(words[words.index("--output") + 1])
+    shutil.copytree(backbone, place)
+    (place / "notes").mkdir()
+    (place / "notes" / "thesis.txt").write_text("mine")
+    assert main([*words, "--overwrite"]) == 2
+    assert (place / "notes" / "thesis.txt").read_text() == "mine"
+    shutil.rmtree(place / "notes")
+    assert main([*words, "--overwrite"]) == 2, "a generation config"
+    assert load_file(place / MODEL).keys() == load_file(backbone / MODEL).keys()
 
 
 def test_a_failed_export_is_detected_and_leaves_no_files(
@@ -626,6 +643,64 @@ def test_a_servers_command_works_in_every_folder(
 
 
 # The backbone's LM head
+
+
+def test_a_recorded_revision_is_exported_and_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's cache holds two versions of the backbone."""
+    place, models = tmp_path / "hub" / "models--org--model", [tiny_model("llama", seed) for seed in (1, 2)]
+    for name, model in zip(("main", "v1"), models, strict=True):
+        commit = {"main": "a", "v1": "b"}[name] * 40
+        model.save_pretrained(place / "snapshots" / commit)
+        (place / "refs").mkdir(exist_ok=True)
+        (place / "refs" / name).write_text(commit)
+    for library in ("huggingface_hub.constants", "huggingface_hub.file_download.constants"):
+        monkeypatch.setattr(f"{library}.HF_HUB_CACHE", str(place.parent))
+    known = fingerprint(models[1], "org/model", "v1")
+    some_heads(base_model_name_or_path="org/model", backbone=known, lm_head="shared").save_pretrained(tmp_path / "h")
+    monkeypatch.chdir(tmp_path)
+    command = ["export", "--heads", "h", "--to", "vllm", "--output", "out", "--overwrite", "--json", "f.json"]
+    for words in ([], ["--revision", "v1"]):
+        assert main([*command, *words]) == 0
+        assert "serve org/model --revision v1 " in read_json(Path("f.json"))["serve"]
+        assert torch.equal(load_file(Path("out") / MODEL)["lm_head.weight"], models[1].lm_head.weight)
+    assert main([*command, "--revision", "main"]) == 2, "other weights"
+
+
+def test_a_backbone_that_has_changed_since_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = (tiny_model("llama", seed) for seed in (1, 2))
+    first.save_pretrained("model")
+    known = fingerprint(first, "model")
+    some_heads(base_model_name_or_path="model", backbone=known).save_pretrained("heads")
+    command = ["export", "--heads", "heads", "--to", "tgi", "--output", "out", "--overwrite"]
+    assert main(command) == 0
+    second.save_pretrained("model")
+    assert main(command) == 2
+    assert "model has other weights than the backbone of these heads; add --backbone" in capsys.readouterr().err
+
+
+def test_an_lm_head_with_an_adapter_is_exported_as_it_computes(tmp_path: Path) -> None:
+    tiny_model("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "lora")
+    file = tmp_path / "lora" / "adapter_config.json"
+    file.write_text(json.dumps(read_json(file) | {"base_model_name_or_path": str(tmp_path / "model")}))
+    rows, states = read_lm_head(str(tmp_path / "lora")), torch.randn(5, model.config.hidden_size)
+    with torch.no_grad():
+        torch.testing.assert_close(states @ rows.T, model.lm_head(states))
+        assert (rows - model.lm_head.weight).abs().max() > 0.01
+
+
+def test_a_whole_file_goes_before_an_old_index(tmp_path: Path) -> None:
+    """As transformers and vLLM take them."""
+    save_file({"a": torch.ones(2)}, tmp_path / MODEL)
+    save_file({"a": torch.zeros(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (tmp_path / f"{MODEL}.index.json").write_text(json.dumps(index))
+    assert torch.equal(Stored.of_folder(tmp_path)["a"], torch.ones(2))
 
 
 def test_the_backbone_is_loaded_with_the_users_options(

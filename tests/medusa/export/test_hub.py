@@ -639,6 +639,10 @@ def test_local_folders_are_left_out() -> None:
     told = {"path": "/home/me/own.jsonl", "words": ["medusa train /a/b.yaml backbone=/data/m data=~/d/x.jsonl 1/2"]}
     kept = {"path": "own.jsonl", "words": ["medusa train b.yaml backbone=m data=x.jsonl 1/2"]}
     assert without_folders(told) == kept
+    spaced = "medusa train 'backbone=/home/me/my models/llama' data=x.jsonl output_dir='~/my runs/out'"
+    told = {"command": spaced, "path": "file:///home/me/x.jsonl", "/home/me/d.jsonl": 3, "list": ["a:/home/me/x"]}
+    kept = {"command": "medusa train backbone=llama data=x.jsonl output_dir=out", "path": "x.jsonl"}
+    assert without_folders(told) == kept | {"d.jsonl": 3, "list": ["a:x"]}
     same = {"id": "org/model", "url": "https://huggingface.co/org/model", "relative": "runs/heads", "number": 1.5}
     assert without_folders(same) == same
 
