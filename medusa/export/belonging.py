@@ -39,7 +39,7 @@ def require_own_backbone(heads: Checkpoint, name: str, options: LoadOptions, is_
         return f"the heads record quantised weights, which cannot be compared with those of {name}"
     if not (config.backbone.get("weights") or config.backbone.get("embedding")):
         return f"the heads do not record their backbone's weights, so this export cannot compare them with {name}"
-    if _differs(folder, backbone, config.backbone, options):
+    if _differs(folder, backbone, config.backbone, options, loads=is_named):
         trained_for = f", {config.backbone.get('name') or 'another one'}" if is_named else ""
         raise RequestError(f"{said} has other weights than the backbone of these heads{trained_for}; {way_out}")
     return None
@@ -63,8 +63,10 @@ def _local_place(name: str, options: LoadOptions) -> Path | None:
     return folder if folder is not None and len(Stored.of_model(folder)) else None
 
 
-def _differs(folder: Path, config: PretrainedConfig, known: Fingerprint, options: LoadOptions) -> bool:
-    """Whether the model in a folder is not the backbone of `known`. Reads single tensors of its files where it can."""
+def _differs(folder: Path, config: PretrainedConfig, known: Fingerprint, options: LoadOptions, loads: bool) -> bool:
+    """Whether the model in a folder is not the backbone of `known`. Reads single tensors of its files where it can.
+
+    Elsewhere (adapters, GGUF files) it compares only if it `loads` the whole model, which may take much memory."""
     if is_whole_model(folder) and getattr(config, "quantization_config", None) is None:
         model = on_meta(config, options)
         if (tensors := stored_weights(Stored.of_model(folder), model)) is not None:
@@ -73,6 +75,8 @@ def _differs(folder: Path, config: PretrainedConfig, known: Fingerprint, options
             embedding = model.get_input_embeddings().weight
             name = next(key for key, value in model.named_parameters() if value is embedding)
             return unlike(known["embedding"], embedding_sample(tensors[name]))
+    if not loads:
+        return False
     dtype = known.get("dtype")
     loaded = load_backbone(str(folder), replace(options, device="cpu", dtype=dtype if dtype in DTYPE_NAMES else None))
     return differs(loaded.model, known)
