@@ -73,7 +73,7 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
             usual = usual_size(new_config(asked, *named), dataset, model.num_parameters())
         asked = asked.model_copy(update={"vocabulary": usual})
     if checkpoint is not None:
-        require_same_heads(checkpoint, new_config(asked, *named) if start is None else start.config)
+        require_same_heads(checkpoint, new_config(asked, *named) if start is None else start.config, model)
     evaluated = None if config.eval_data is None else load_dataset(config.eval_data, *reading)
     quality_rows = dataset
     if config.adapter is not None and config.adapter.quality_data is not None:
@@ -90,7 +90,8 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
         heads = new_heads(model, asked, config.backbone, config.revision, start=start)
     if (raw := dataset.counts.has_raw_prompts) is not None:  # unknown: trained heads keep their own record
         heads.config.raw_prompts = raw
-    heads.config.template_options = dataset.counts.template_options or heads.config.template_options
+    if dataset.counts.options:  # of texts in a chat template; without any, trained heads keep their own
+        heads.config.template_options = dataset.counts.template_options
     require_adaptable(config, heads.config)
     return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads, started_from(asked, start))
 

@@ -130,6 +130,10 @@ def _training_arguments(config: TrainConfig, rate: float, quiet: bool) -> Medusa
     checkpointing = ("activation_checkpointing", "gradient_checkpointing")  # the second: in older transformers
     if config.adapter is None and any(getattr(arguments, name, False) for name in checkpointing):
         raise RequestError("training.activation_checkpointing saves nothing if the backbone is frozen; leave it out")
+    steps = arguments.save_steps, arguments.eval_steps
+    if arguments.load_best_model_at_end and arguments.save_strategy == "steps" and steps[0] != steps[1]:
+        told = "training.load_best_model_at_end finds the best heads only if each evaluation saves a checkpoint"
+        raise RequestError(f"{told}; add training.save_steps={steps[1]:g}, or save_strategy=best")
     if arguments.eval_strategy != "no" and config.eval_data is None:
         raise RequestError("training.eval_strategy needs evaluation data; add `eval_data: FILE` to the recipe")
     return arguments

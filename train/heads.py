@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,10 @@ from transformers import PreTrainedModel
 from medusa.backbone import Backbone, FeatureLayers, new_layers
 from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.folder import load
-from medusa.config import USUAL_LAYERS, MedusaConfig
+from medusa.config import USUAL_LAYERS, Fingerprint, MedusaConfig
 from medusa.errors import RequestError
 from medusa.files import Json
-from medusa.fingerprint import fingerprint, weight_sample
+from medusa.fingerprint import differs, fingerprint, weight_sample
 from medusa.heads import class_of
 from medusa.heads.independent import MedusaHeads
 from medusa.places import SHIPPED
@@ -153,9 +154,16 @@ def started_from(asked: HeadsConfig, start: Checkpoint | None) -> Json | None:
     return {"heads": place, "backbone": start.config.backbone, "weights": weights}
 
 
-def require_same_heads(checkpoint: Path, wanted: MedusaConfig) -> None:
-    """Raise RequestError if a recipe describes other heads than the checkpoint from which its run is to resume."""
-    held = load(checkpoint).config
+def require_same_heads(checkpoint: Path, wanted: MedusaConfig, model: PreTrainedModel) -> None:
+    """Raise RequestError if the checkpoint from which a run is to resume has other heads, or those of another model."""
+    stored = load(checkpoint)
+    held = stored.config
+    known = cast("Fingerprint", (stored.provenance or {}).get("backbone") or {})  # without the adapter of the run
+    if differs(model, known):
+        raise RequestError(
+            f"--resume: {checkpoint} has heads for another backbone, {known.get('name')}; resume with that one, or "
+            f"take heads.start={checkpoint} with another output_dir"
+        )
     for key in ("hidden_size", "vocab_size", *HEADS_ASKED, *class_of(wanted.kind).setting_names(recipe=True)):
         if getattr(held, key, None) != getattr(wanted, key):
             found = f"{checkpoint} has {key} {getattr(held, key, None)!r}, not {getattr(wanted, key)!r}"

@@ -18,10 +18,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from medusa.clocks import synchronize
+from medusa.errors import RunError
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import load_tree
 from train.arguments import MedusaTrainingArguments
-from train.callbacks import LogSums, ProgressBar, TimeBudget
+from train.callbacks import LogSums, ProgressBar, TimeBudget, say
 from train.checkpoints import remove_rescues
 from train.data.packing import Batch
 from train.evaluate import GuessCounts, label_ranks
@@ -109,6 +110,9 @@ class MedusaTrainer(InterruptibleTrainer):
         self.clock.start()
         with self.even_steps():
             outcome = super().train(resume_from_checkpoint, *args, **kwargs)
+        if not self._stepped and self.args.process_index == 0:
+            where = f"step {self.state.global_step} of {self.state.max_steps}"
+            say(f"nothing is left to train: the run has ended at {where}, by its steps, time or patience")
         if self.log_sums.sums is not None:
             self.log({"loss": 0.0})  # `log` replaces it by the loss of the last steps
         self.end_if_interrupted()
@@ -125,7 +129,9 @@ class MedusaTrainer(InterruptibleTrainer):
 
     def has_ended(self) -> bool:
         """Whether a run that has just been resumed had ended already: by its steps, its time or its patience."""
-        early = (c for c in self.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback))
+        early = [c for c in self.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback)]
+        for callback in early:  # a resumed run may ask for more patience
+            callback.early_stopping_patience = self.args.early_stopping_patience or callback.early_stopping_patience
         impatient = any(c.early_stopping_patience_counter >= c.early_stopping_patience for c in early)
         spent = self.budget is not None and self.budget.elapsed >= self.budget.seconds
         return self.state.global_step >= self.state.max_steps or spent or impatient
@@ -177,6 +183,21 @@ class MedusaTrainer(InterruptibleTrainer):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the state of the optimiser and the schedule, but keep the learning rate and the like of this run."""
+        assert self.optimizer is not None
+        asked = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        for group, own in zip(self.optimizer.param_groups, asked, strict=True):
+            usual = group.get("initial_lr") or own["lr"]
+            now = group["lr"] * (own.get("initial_lr", own["lr"]) / usual if usual else 1)
+            group.update(own | {"lr": now})
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        if isinstance(schedule, LRScheduler):
+            schedule.base_lrs = [own.get("initial_lr", own["lr"]) for own in asked]
+
     def begin_step(self, progress: float) -> None:
         """Set what changes over the run, such as scheduled sampling, before a step; `progress` rises from 0 to 1."""
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling * progress
@@ -189,6 +210,7 @@ class MedusaTrainer(InterruptibleTrainer):
         There are none if the run had ended before it was resumed."""
         first, self._stepped = not self._stepped, True
         if first and self.has_ended():
+            self._stepped = False
             self.control = TrainerControl(should_training_stop=True)
             return [], None
         self.begin_step(self.progress())
@@ -295,6 +317,9 @@ class MedusaTrainer(InterruptibleTrainer):
         return figures
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        if not all(parameter.isfinite().all() for parameter in self.heads.parameters()):
+            told = f"training has diverged: after step {self.state.global_step} the heads are not finite"
+            raise RunError(f"{told}; lower training.learning_rate, which is {self.args.learning_rate:g}")
         if self.args.should_save:
             self.heads.save_pretrained(output_dir or str(self.args.output_dir), self.provenance)
 

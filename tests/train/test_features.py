@@ -110,6 +110,15 @@ def test_shorter_dtypes_halve_the_disk(rows: PackedDataset, model: Any, tmp_path
         torch.testing.assert_close(hidden.float(), exact[0]["hidden"], rtol=error, atol=1e-6)
 
 
+def test_states_that_a_dtype_cannot_hold_are_refused(rows: PackedDataset, tmp_path: Path) -> None:
+    large = tiny_model("llama")
+    with torch.no_grad():
+        large.model.norm.weight[0] = 1e6
+    with pytest.raises(RequestError, match=r"features_dtype float16 cannot hold this backbone's states"):
+        written(tmp_path, rows, large, dtype="float16")
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
 def test_features_are_passed_to_worker_processes(rows: PackedDataset, model: Any, tmp_path: Path) -> None:
     features = written(tmp_path, rows, model).read()
     first = features[0]["hidden"]

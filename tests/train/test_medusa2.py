@@ -351,6 +351,17 @@ def test_adapter_and_heads_are_saved_and_decode_together(
     assert not (out / "checkpoint-2" / "merged").exists()
 
 
+def test_a_merged_lm_head_leaves_tied_embeddings_alone(recipe: Any, seen: Any, tmp_path: Path) -> None:
+    tied = {"lm_head": True, "lm_loss": "text", "merge": True, "learning_rate": 2e-2}
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    place, heads = str(tmp_path / "tied"), {"num": 2, "lm_head": "own"}
+    recipe(training={"learning_rate": 5e-2}, adapter=tied, backbone=place, heads=heads)
+    ids, trained = torch.tensor([random_ids(9)]), seen[0].backbone.model.eval()
+    merged = load_backbone(str(tmp_path / "out" / "merged"), LoadOptions(device="cpu")).model
+    torch.testing.assert_close(merged(ids).logits, trained(ids).logits, atol=1e-3, rtol=1e-4)
+    assert not torch.allclose(trained(ids).logits, tiny_model("llama", tie_word_embeddings=True)(ids).logits, atol=0.1)
+
+
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(recipe: Any, tmp_path: Path) -> None:
     recipe("whole", adapter={"heads_first": 0.2, "dropout": 0.1})
     (tmp_path / "resumed").mkdir()

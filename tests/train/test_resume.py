@@ -15,7 +15,7 @@ from transformers import TrainerState
 
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
-from tests.helpers import random_ids
+from tests.helpers import random_ids, tiny_model
 from tests.train.processes import forked
 from tests.train.recipes import recipes, run
 from train.checkpoints import is_whole, whole_checkpoints
@@ -52,6 +52,51 @@ def test_other_heads_are_refused_and_recipes_of_older_versions_are_resumed(recip
         assert MedusaHeads.from_pretrained(folder).provenance == stored
     once["training"] |= {"max_steps": SAVE_STEPS + 1}
     assert run(once, resume=True).steps == SAVE_STEPS + 1
+
+
+def test_another_backbone_is_refused(recipe: Any, tmp_path: Path) -> None:
+    """Its heads would be recorded as those of the new backbone, although they have learned nothing of it."""
+    once = recipe("out", max_steps=SAVE_STEPS)
+    run(once)
+    tiny_model("llama", seed=5).save_pretrained(tmp_path / "other")
+    once["training"] |= {"max_steps": SAVE_STEPS + 1}
+    with pytest.raises(RequestError, match=r"checkpoint-2 has heads for another backbone, .*; resume with that"):
+        run(once | {"backbone": str(tmp_path / "other")}, resume=True)
+    assert run(once, resume=True).steps == SAVE_STEPS + 1
+
+
+def test_a_resumed_run_learns_with_its_own_settings(recipe: Any, tmp_path: Path) -> None:
+    """transformers takes those of the checkpoint."""
+    once = recipe("out", max_steps=4, learning_rate=1e-3, logging_steps=1, weight_decay=0.0)
+    run(once)
+    once["training"] |= {"max_steps": 6, "learning_rate": 1e-5, "weight_decay": 0.5, "adam_beta2": 0.5}
+    run(once, resume=True)
+    saved = whole_checkpoints(tmp_path / "out")[-1]
+    history = json.loads((saved / "trainer_state.json").read_text())["log_history"]
+    rates = {line["step"]: line["learning_rate"] for line in history if "learning_rate" in line}
+    assert max(rates[step] for step in (5, 6)) <= 1e-5 < rates[2]
+    (group, *_) = torch.load(saved / "optimizer.pt", weights_only=True)["param_groups"]
+    assert (group["weight_decay"], group["betas"][1]) == (0.5, 0.5)
+
+
+def test_more_patience_continues_a_run(recipe: Any, tmp_path: Path) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 6, "learning_rate": 0.5}
+    once = recipe("out", **settings, lr_scheduler_type="constant", early_stopping_patience=1)
+    once["eval_data"] = once["data"]
+    ended = run(once).steps
+    assert ended < 6
+    once["training"] |= {"early_stopping_patience": 6}
+    assert run(once, resume=True).steps == 6
+
+
+def test_a_run_that_has_ended_says_so(recipe: Any, capsys: pytest.CaptureFixture) -> None:
+    """A larger batch has fewer steps."""
+    once = recipe("out", max_steps=-1, num_train_epochs=1, save_steps=1)
+    run(once)
+    capsys.readouterr()
+    once["training"] |= {"per_device_train_batch_size": 6}
+    run(once, resume=True)
+    assert "nothing is left to train: the run has ended at step 3 of 1" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_the_optimisers_state_is_not_resumed(recipe: Any, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from decode.bench.methods import medusa_method, plain_method
 from decode.settings import Settings
 from decode.texts import tau
 from medusa.backbone import Backbone
-from medusa.errors import RequestError
+from medusa.errors import RequestError, RunError
 from medusa.fingerprint import differs, fingerprint
 from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
@@ -323,6 +323,21 @@ def test_the_best_heads_can_be_kept(recipe: Any, tmp_path: Path) -> None:
     assert not same_weights(
         MedusaHeads.from_pretrained(tmp_path / "out"), MedusaHeads.from_pretrained(tmp_path / "out" / "checkpoint-3")
     )
+
+
+def test_the_best_heads_need_a_checkpoint_at_each_evaluation(recipe: Any, tmp_path: Path) -> None:
+    """Otherwise the last ones were kept, without a word."""
+    with pytest.raises(RequestError, match=r"add training\.save_steps=1, or save_strategy=best"):
+        recipe(
+            content={"eval_data": {"path": str(tmp_path / "data.jsonl"), "sequence_length": 52}},
+            **{"max_steps": 3, "eval_steps": 1, "save_steps": 2, "load_best_model_at_end": True},
+        )
+
+
+def test_heads_that_diverge_are_not_saved(recipe: Any, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"training has diverged: after step [12] the heads are not finite; lower"):
+        recipe(max_steps=4, save_steps=1, learning_rate=1e38, max_grad_norm=0.0, warmup_steps=0)
+    assert not list(tmp_path.glob("out/**/*.safetensors"))
 
 
 def test_the_objective_selects_the_labels(model: Any, tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ class DataCounts:
         """Count a document whose prompt is plain text (`raw`) or in a chat template with `options`; `None`: unknown."""
         self.raw_prompts += raw is True
         self.chat_prompts += raw is False
-        if raw is not True:
-            told = json.dumps(options or {}, sort_keys=True)
+        if raw is not True and options is not None:
+            told = json.dumps(options, sort_keys=True)
             self.options[told] = self.options.get(told, 0) + 1
 
     @property

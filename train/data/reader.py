@@ -64,7 +64,9 @@ class ExampleReader:
             counts.drop(reason, record.where)
             return None
         counts.cut += too_long
-        counts.add_prompt(self._raw(record), self.config.template_options | record.template_options)
+        raw, options = self._raw(record), self.config.template_options | record.template_options
+        is_known = bool(options) or raw is False or record.messages is not None
+        counts.add_prompt(raw, options if is_known else None)
         return example
 
     def _raw(self, record: Record) -> bool | None:

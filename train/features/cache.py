@@ -159,7 +159,13 @@ class FeatureCache:
     @torch.no_grad()
     def _with_hidden(self, batch: Batch) -> Batch:
         hidden = packed_states(self.backbone, batch["input_ids"], batch["position_ids"])
-        return batch | {"hidden": hidden.to(self.dtype)}
+        stored = hidden.to(self.dtype)
+        if not stored.isfinite().all() and hidden.isfinite().all():
+            raise RequestError(
+                f"features_dtype {dtype_name(self.dtype)} cannot hold this backbone's states, which are too large; "
+                "take bfloat16 or float32"
+            )
+        return batch | {"hidden": stored}
 
     def write(self, batch_size: int, process: int = 0, processes: int = 1) -> Iterator[int]:
         """Compute and write the missing shards. After each forward, yield the number of its rows, at most `batch_size`.

@@ -83,6 +83,12 @@ def write_merged(config: TrainConfig, loaded: Loaded, heads: MedusaHeads) -> Pat
     output, dtype = Path(config.output_dir), dtype_name(loaded.model.dtype)
     options = LoadOptions(dtype, "cpu", revision=config.revision, trust_remote_code=config.trust_remote_code)
     base = load_backbone(config.backbone, options).model
+    assert config.adapter is not None
+    head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
+    if config.adapter.lm_head and isinstance(head, nn.Linear) and head.weight is embeddings.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone())  # or the embeddings would change with it
+        for part in {id(one): one for one in (base.config, base.config.get_text_config(decoder=True))}.values():
+            part.tie_word_embeddings = False
     merged = PeftModel.from_pretrained(base, str(output / ADAPTER)).merge_and_unload()
     with replacing_folder(output / "merged") as folder:
         merged.save_pretrained(folder)
