@@ -166,7 +166,7 @@ def _prompts(
     require_batch(ids)
     require_mask(attention_mask, ids)
     if attention_mask is None:
-        require_no_pads(ids, in_effect(model, kwargs, "pad_token_id"))
+        require_no_pads(ids, in_effect(model, kwargs, "pad_token_id"), in_effect(model, kwargs, "eos_token_id"))
     return unpadded(ids, attention_mask)
 
 

@@ -27,6 +27,7 @@ EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cac
 """Model inputs that `generate` itself adds to the ids. Others would change the text, and tree decoding refuses them."""
 
 
+NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")  # of guidance_scale, with a row for each prompt
 LASTING = {EosTokenCriteria, MaxLengthCriteria}
 """Stopping criteria that serve later texts as well; others may note a time or a text."""
 _KEPT: WeakKeyDictionary[PreTrainedModel, tuple[object, Request]] = WeakKeyDictionary()
@@ -48,6 +49,8 @@ def prepare(
     it is given. Raise a `RequestError` if tree decoding does not support an option, or a prompt is empty or too
     long."""
     require_tree_support(model)
+    if not len(prompts):
+        raise RequestError("there are no prompts; give at least one")
     made_of = None if grammar is not None else _made_of(model, kwargs)
     kept = _KEPT.get(model)
     if made_of is not None and kept is not None and kept[0] == made_of:
@@ -95,6 +98,10 @@ def _prepared(
     allowed = kwargs.pop("prefix_allowed_tokens_fn", None)
     copies = in_effect(model, kwargs, "num_return_sequences") or 1
     kwargs.pop("num_return_sequences", None)
+    negative = {name: value for name in NEGATIVE if isinstance(value := kwargs.get(name), Tensor)}
+    for name, value in negative.items():
+        if len(value) not in (1, len(prompts)):
+            raise RequestError(f"{name} has {len(value)} rows; give one for each of the {len(prompts)} prompts")
     requests: list[Request] = []
     backbone = Backbone(model)
     own_length = any(isinstance(criterion, MaxLengthCriteria) for criterion in kwargs.get("stopping_criteria") or ())
@@ -103,7 +110,7 @@ def _prepared(
         if requests and not own_length and _serves_all(requests[0]):
             requests.append(requests[0]._replace(prompt=list(prompt)))
             continue
-        own: dict[str, Any] = {}
+        own: dict[str, Any] = {n: v[row // copies, None] for n, v in negative.items() if len(v) > 1}
         if allowed is not None:
             own["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
         if grammar is not None:
@@ -129,18 +136,25 @@ def with_generators(
     `seeds` holds one seed per row. Without seeds, a single row draws from PyTorch's global generator, as in
     `model.generate`, and the rows of a batch are seeded from that generator. Raise a `RequestError` if the number of
     seeds is not the number of rows, or a seed is out of range."""
+    if seeds is not None:
+        _require_seeds(seeds, len(requests))
     if not requests[0].do_sample or (seeds is None and len(requests) == 1):
         return requests
     if seeds is None:
         seeds = torch.randint(2**63 - 1, (len(requests),)).tolist()
-    if len(seeds) != len(requests):
-        raise RequestError(f"{len(seeds)} seeds were given for {len(requests)} rows; give one per row, copies included")
-    for seed in seeds:
-        if not isinstance(seed, int) or not 0 <= seed < 2**63:
-            raise RequestError(f"seeds holds {seed!r}; a seed is a whole number from 0 to 2**63 - 1")
     device = Backbone(model).device
     generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
     return [request._replace(generator=own) for request, own in zip(requests, generators, strict=True)]
+
+
+def _require_seeds(seeds: Sequence[int], rows: int) -> None:
+    if not isinstance(seeds, Sequence):
+        raise RequestError(f"seeds is {_shown(seeds)}; give a list with one seed per row")
+    if len(seeds) != rows:
+        raise RequestError(f"{len(seeds)} seeds were given for {rows} rows; give one per row, copies included")
+    for seed in seeds:
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise RequestError(f"seeds holds {seed!r}; a seed is a whole number from 0 to 2**63 - 1")
 
 
 def _serves_all(request: Request) -> bool:
@@ -225,16 +239,21 @@ def require_mask(mask: object, ids: Tensor, name: str = "attention_mask") -> Non
     _refuse_right_padding(kept.any(1) & ~kept[:, -1:].any(1), f"{name} hides the end of row")
 
 
-def require_no_pads(ids: Tensor, pad: object) -> None:
-    """Raise a `RequestError` if a batch [B, T] without a mask seems to be padded on the right with the id `pad`.
+def require_no_pads(ids: Tensor, pad: object, ends: object) -> None:
+    """Raise a `RequestError` if a batch [B, T] without a mask seems to be padded with the id `pad`.
 
-    The longest row has no padding, so rows that all end with the id are not padded."""
+    The longest row has no padding, so rows that all begin or end with the id are not padded. transformers makes a mask
+    of padding on the left, unless the id is an EOS, one of `ends`."""
     if ids.shape[1] == 0 or not isinstance(pad, int):
         return
-    ends = ids[:, -1] == pad
-    if not ends.all():
+    begins = ids[:, 0] == pad
+    if begins.any() and not begins.all() and pad not in (ends if isinstance(ends, list) else [ends]):
+        row = int(begins.nonzero()[0])
+        raise RequestError(f"the pad token {pad} begins row {row}, and there is no attention_mask; pass it")
+    last = ids[:, -1] == pad
+    if not last.all():
         found, more = f"there is no attention_mask, and the pad token {pad} ends row", ", and pass the attention_mask"
-        _refuse_right_padding(ends, found, more)
+        _refuse_right_padding(last, found, more)
 
 
 def _refuse_right_padding(rows: Tensor, found: str, more: str = "") -> None:

@@ -30,7 +30,7 @@ from decode.request import require_fitting
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
-from medusa.tree_support import LayerTypes
+from medusa.tree_support import LayerTypes, longrope_boundary
 
 
 @dataclass(eq=False)
@@ -67,6 +67,9 @@ class WholeTexts:
         self.model, self.start = model, prompt
 
     def __call__(self, partials: Sequence[Partial]) -> Tensor:
+        boundary = longrope_boundary(self.model)
+        if boundary is not None and len({len(self.start) + len(partial.ids) > boundary for partial in partials}) > 1:
+            return torch.cat([self([partial]) for partial in partials])  # the longest would rotate all of them
         texts = [[*self.start, *partial.ids] for partial in partials]
         # Texts are padded on the right, where no causal model attends.
         ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)

@@ -67,7 +67,7 @@ def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
     output, tokenizer = command.output, opened.loaded.tokenizer
     results, searches, tokens, start = [], [], 0, perf_counter()
     for result, statistics in _search(strategy, opened, command.batch_size):
-        content = result.to_json(tokenizer)
+        content = result.to_json(tokenizer, opened.settings.stop)
         results.append(content | ({"search": statistics} if statistics else {}))
         searches.append(statistics)
         tokens += len(result.new_ids)

@@ -560,3 +560,42 @@ def test_a_prepared_request_follows_the_models_own_options(change: dict[str, Any
         getattr(request.config, name) == value for request in (*first, *second) for name, value in change.items()
     )
     assert (first[0].criteria is second[0].criteria) == ("max_time" not in change)
+
+
+def test_each_row_has_its_own_negative_prompt(llama: Any, heads: MedusaHeads) -> None:
+    batch, negative = left_padded([random_ids(6, 1), random_ids(9, 2)]), [random_ids(4, 5), random_ids(4, 6)]
+    options = {"do_sample": False, "max_new_tokens": 6, "guidance_scale": 3.0}
+    given = {"negative_prompt_ids": torch.tensor(negative)}
+    expected = llama.generate(**batch, **options, **given)
+    assert torch.equal(generate(llama, heads, **batch, tree=TREE, **options, **given), expected)
+    three = {"negative_prompt_ids": torch.tensor([*negative, negative[0]])}
+    with pytest.raises(RequestError, match="negative_prompt_ids has 3 rows; give one for each of the 2 prompts"):
+        generate(llama, heads, **batch, **options, **three)
+
+
+def test_padding_without_a_mask_is_refused(llama: Any, heads: MedusaHeads) -> None:
+    """transformers makes a mask, unless the token is an EOS or in the text of all rows."""
+    ids = left_padded([random_ids(6, 1), random_ids(9, 2)], pad=3)["input_ids"]
+    options = {"do_sample": False, "max_new_tokens": 4}
+    with pytest.raises(RequestError, match="the pad token 3 begins row 0, and there is no attention_mask; pass it"):
+        generate(llama, heads, ids, pad_token_id=3, **options)
+    assert generate(llama, heads, ids, pad_token_id=3, eos_token_id=[3, 5], **options).shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("seeds", "said"),
+    [
+        (5, "seeds is 5; give a list with one seed per row"),
+        ([True], "seeds holds True"),
+        ([1, 2], "2 seeds were given for 1 rows"),
+    ],
+)
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_wrong_seeds_are_refused(llama: Any, heads: MedusaHeads, seeds: Any, said: str, do_sample: bool) -> None:
+    with pytest.raises(RequestError, match=said):
+        generate(llama, heads, PROMPT, max_new_tokens=2, do_sample=do_sample, seeds=seeds)
+
+
+def test_no_prompts_are_refused(llama: Any, heads: MedusaHeads) -> None:
+    with pytest.raises(RequestError, match="there are no prompts"):
+        generate(llama, heads, torch.zeros(0, 5, dtype=torch.long), max_new_tokens=2)

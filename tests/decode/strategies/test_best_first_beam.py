@@ -10,8 +10,17 @@ import torch
 
 import decode.strategies.best_first_beam
 from decode.reader import Reader
-from decode.strategies.best_first_beam import Hypothesis, OnTree, Search, WholeTexts, best_first_beam, scorer_for
+from decode.strategies.best_first_beam import (
+    Hypothesis,
+    OnTree,
+    Partial,
+    Search,
+    WholeTexts,
+    best_first_beam,
+    scorer_for,
+)
 from medusa.errors import RequestError, RunError
+from medusa.tree_support import longrope_boundary
 from tests.helpers import VOCAB, random_ids, tiny_model
 
 PROMPT = random_ids(7, seed=3)
@@ -132,6 +141,22 @@ def test_models_of_all_kinds(family: str) -> None:
     found = best_first_beam(model, prompt, num_return_sequences=3, **options)
     same(found, expected.finished[:3])
     assert found.calls > 6, "no beginning was left for another one: no power"
+
+
+def test_texts_on_both_sides_of_longropes_boundary_are_scored_apart() -> None:
+    """The longest text of a forward decides how all are rotated."""
+    model = tiny_model("phi3, longrope")
+    boundary, prompt = longrope_boundary(model), random_ids(28)
+    assert boundary is not None
+    score, short, long = (
+        WholeTexts(model, prompt),
+        Partial((1, 2)),
+        Partial(tuple(range(3, 4 + boundary - len(prompt)))),
+    )
+    with torch.no_grad():
+        together, alone = score([short, long]), torch.cat([score([short]), score([long])])
+    assert len(prompt) + len(short.ids) <= boundary < len(prompt) + len(long.ids)
+    torch.testing.assert_close(together, alone)
 
 
 def test_a_wrong_mask_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
