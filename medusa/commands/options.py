@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from decode.settings import Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
-from medusa.commands.effects import require_revisions, require_splits
+from medusa.commands.effects import require_no_input, require_revisions, require_splits
 from medusa.commands.inputs import require_drafter
 from medusa.commands.prompting import raw_option, template_option
 from medusa.errors import OptionError, RequestError
@@ -262,6 +262,8 @@ class CommandOptions(Options):
         super().__post_init__()
         require_uncontrasted(self.settings.compile, self.contrasting.amateur)
         require_revisions(self.models.backbone, self.load.revision)
+        if (prompts := getattr(getattr(self, "prompts", None), "prompts", None)) and Path(prompts).is_file():
+            require_no_input(self.output.json, "json", prompts=prompts)
         if not self.uses_typical:
             for name in ("epsilon", "delta"):
                 if (value := getattr(self.settings, name)) != getattr(Settings, name):

@@ -183,9 +183,17 @@ def without_nulls(value: Any, kept: Collection[str] = ()) -> Any:
 
 
 def parse_json(text: str, where: str) -> object:
-    """Parse JSON text; raise RequestError that begins with `where` (file and line) if the text is not JSON."""
+    """Parse JSON text; raise RequestError that begins with `where` (file and line) if the text is not JSON.
+
+    Raise it, too, for half of a character, which no tokenizer takes: a surrogate without the other one of its pair."""
     try:
-        return json.loads(text)
+        found: object = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise RequestError(f"{where}: {half} is half of a character; repair the text, or leave it out") from None
     except json.JSONDecodeError as error:
         raise RequestError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:  # a number that is too long, or nested too deeply

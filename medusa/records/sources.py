@@ -39,7 +39,8 @@ def read_records(
         yield from _read_saved(path, split)
         return
     if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.endswith((SETTINGS, FAILED)))
+        named = (f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.endswith((SETTINGS, FAILED)))
+        files = sorted(f for f in named if f.is_file())
         if not files:
             raise RequestError(f"{source} holds no data; files end in {', '.join(SUFFIXES)}")
     elif path.is_file():
@@ -114,8 +115,9 @@ def _parquet_rows(path: Path) -> Iterator[object]:
 
 def _json_array(path: Path) -> list[object]:
     """Read a file that contains one JSON array of records."""
+    text = "\n".join(line for _, line in _lines(path))
     try:
-        content = json.loads("\n".join(line for _, line in _lines(path)))
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         hint = "; a file with one record a line is named .jsonl" if error.msg == "Extra data" else ""
         raise RequestError(f"{path}:{error.lineno}: not JSON ({error.msg} at column {error.colno}){hint}") from None
@@ -123,6 +125,8 @@ def _json_array(path: Path) -> list[object]:
         raise RequestError(f"{path}: not JSON ({error})") from None
     if not isinstance(content, list):
         raise RequestError(f"{path} must hold a JSON array of records")
+    if "\\ud" in text.lower():
+        parse_json(text, str(path))  # refuses halves of characters
     return content
 
 

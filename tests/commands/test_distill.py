@@ -143,7 +143,24 @@ def test_self_talk_starts_from_bos(distill: Any, refused: Any, place: Place, tmp
     assert len({line["input_ids"][0] for line in done.lines}) == 1
     assert len({line["answer"] for line in done.lines}) == 3, "every text is a draw of its own"
     argv = ("--self-talk", "2", "--output", tmp_path / "bare.jsonl")
-    assert "BOS" in refused("distill", "--backbone", place.bare, *argv)
+    assert "at temperature 0 all texts are equal" in refused("distill", "--backbone", place.backbone, *argv)
+    assert "BOS" in refused("distill", "--backbone", place.bare, *argv, "--temperature", "1")
+    (tmp_path / "seeds.txt").write_text("abcd\n", encoding="utf-8")
+    seeds = ("--self-talk-seeds", tmp_path / "seeds.txt")
+    assert "2 continues 1 seeds several times" in refused("distill", "--backbone", place.backbone, *argv, *seeds)
+
+
+def test_an_input_is_not_replaced(refused: Any, place: Place, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    prompts = write_rows(folder / "p.jsonl", [{"prompt": "abc"}])
+    argv = ("distill", "--backbone", place.backbone, "--overwrite")
+    assert "would replace --prompts" in refused(*argv, "--prompts", prompts, "--output", prompts)
+    assert "lies in --prompts" in refused(*argv, "--prompts", folder, "--output", folder / "own.jsonl")
+    generate = ("generate", "--backbone", place.backbone, "--plain", "--prompts", prompts)
+    assert "--json" in refused(*generate, "--json", prompts)
+    assert "must end in .jsonl" in refused(*argv, "--prompts", prompts, "--output", tmp_path / "own.txt")
+    assert Path(prompts).read_text() == '{"prompt": "abc"}\n'
 
 
 def test_self_talk_cycles_through_the_beginnings_in_a_file(distill: Any, tmp_path: Path) -> None:
@@ -253,7 +270,7 @@ def test_short_answers_end_the_run_with_the_reason(
 def test_the_reason_for_self_talk_and_for_a_backbone_without_a_template(
     distill: Any, terse: str, place: Place, tmp_path: Path
 ) -> None:
-    done = distill("--self-talk", 40, backbone=terse)
+    done = distill("--self-talk", 40, "--temperature", "1", backbone=terse)
     assert done.status == 1
     assert "give questions with --prompts FILE instead of --self-talk, or add --ignore-eos" in done.err
     base = ending_with(place.backbone, list(range(VOCAB)), tmp_path / "base")
@@ -277,7 +294,7 @@ def test_half_of_the_answers_may_be_short_and_those_after_the_first_32_are_not_j
 
 
 def test_answers_cut_by_the_length_are_not_short(distill: Any) -> None:
-    assert distill("--self-talk", "4", "--ignore-eos", "--max-new-tokens", "1").status == 0
+    assert distill("--self-talk", "4", "--temperature", "1", "--ignore-eos", "--max-new-tokens", "1").status == 0
 
 
 def test_answers_that_were_cut_are_warned_of(tmp_path: Path) -> None:

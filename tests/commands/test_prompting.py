@@ -259,7 +259,7 @@ def test_texts_record_no_form(run: Any, models: Models, tmp_path: Path) -> None:
     assert run(*argv, "--prompts", tmp_path / "p.jsonl").status == 0
     assert "raw_prompt" not in own.read_text()
     assert read_json(Path(trained_on(own, models)) / "config.json")["raw_prompts"] is None
-    seeds = ("--self-talk", "2", "--self-talk-seeds", tmp_path / "p.jsonl", "--overwrite")
+    seeds = ("--self-talk", "1", "--self-talk-seeds", tmp_path / "p.jsonl", "--overwrite")
     assert run(*argv, *seeds).status == 0
     assert "raw_prompt" not in own.read_text()
 

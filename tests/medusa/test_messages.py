@@ -295,3 +295,21 @@ def test_a_thought_is_open_at_the_end_of_a_prompt_or_an_answer() -> None:
     assert not is_endless("a<think>\n", "Well</think>yes")
     assert is_endless("a", "<think>Well")
     assert not is_endless("a", "yes")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_half_a_character_is_named(suffix: str, tmp_path: Path) -> None:
+    """An emoji that was cut; pairs are whole characters."""
+    file = tmp_path / f"p{suffix}"
+    whole, half = r'{"prompt": "good \ud83d\ude00"}', r'{"prompt": "bad \ud83d end"}'
+    file.write_text(f"{whole}\n{half}\n" if suffix == ".jsonl" else f"[{whole}, {half}]")
+    with pytest.raises(RequestError, match=r"p.jsonl?.*\\ud83d is half of a character; repair the text"):
+        list(read_records(str(file)))
+    file.write_text(whole if suffix == ".jsonl" else f"[{whole}]")
+    assert [record.question for record in read_records(str(file))] == ["good \U0001f600"]
+
+
+def test_folders_named_like_data_are_no_files(tmp_path: Path) -> None:
+    (tmp_path / "x.json").mkdir()
+    (tmp_path / "a.txt").write_text("one\n")
+    assert [record.question for record in read_records(str(tmp_path))] == ["one"]

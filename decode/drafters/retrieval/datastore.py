@@ -12,10 +12,12 @@ text and every group, it records the files' lengths. If run again, it cuts the f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -29,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.drafters.retrieval.suffix_array import BLOCK, DEPTH, first_groups, sorted_places
 from medusa.errors import RequestError
-from medusa.files import Json, disk_may_fill, read_json, require_absent, write_json
+from medusa.files import Json, disk_may_fill, lock, read_json, require_absent, write_json
 
 TOKENS, ORDER, DONE, BUILDING = "tokens.bin", "order.bin", "datastore.json", "building.json"
 FORMAT = 1
@@ -183,10 +185,13 @@ def build(
     or if the text is empty or has ids of another tokenizer; raise a `RunError` if the disk is full."""
     settings = json.loads(json.dumps(about | {"format": FORMAT, "depth": DEPTH}))  # as building.json returns them
     is_new = not folder.exists()
-    builder = _Builder(folder, settings, overwrite)
-    with disk_may_fill(folder, lambda: "the progress is kept: make room and run the same command again"):
+    full = disk_may_fill(folder, lambda: "the progress is kept: make room and run the same command again")
+    with contextlib.ExitStack() as stack, full:
+        builder = _Builder(folder, settings, overwrite, stack)
         try:
-            if not builder.state["read"]:
+            if builder.state["read"]:
+                builder.require_same(pieces)
+            else:
                 builder.read(pieces, encode, tell)
         except RequestError:
             if is_new and not read_json(folder / BUILDING)["pieces"]:  # nothing that another run could continue
@@ -199,13 +204,19 @@ def build(
 class _Builder:
     """Writes the files of a datastore, and records the progress of the build in building.json."""
 
-    def __init__(self, folder: Path, about: Json, overwrite: bool) -> None:
+    def __init__(self, folder: Path, about: Json, overwrite: bool, stack: contextlib.ExitStack) -> None:
+        """Begin or continue a build; until `stack` closes, other builds in the folder are refused."""
         require_output(folder, overwrite)
         self.folder, self.end = folder, int(about["vocab_size"])
         self.dtype = _dtype(self.end)
+        folder.mkdir(parents=True, exist_ok=True)
+        if sys.platform != "win32":  # which cannot open a folder
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            if not lock(handle, wait=False):
+                raise RequestError(f"another build is writing to {folder}; wait for it, or choose another place")
         for name in (DONE, TOKENS, ORDER, BUILDING) if overwrite else ():
             (folder / name).unlink(missing_ok=True)  # other files stay: one may be the text to store
-        folder.mkdir(parents=True, exist_ok=True)
         for path in _temporary_files(folder):
             path.unlink()
         counts = {"pieces": 0, "groups": 0, "largest": 0, "documents": 0, "bytes": {TOKENS: 0, ORDER: 0}}
@@ -216,13 +227,23 @@ class _Builder:
                 raise RequestError(f"{folder} was started with other settings; choose another place or add --overwrite")
         write_json(folder / BUILDING, self.state)
 
+    def require_same(self, pieces: Iterable[Piece]) -> None:
+        """Raise a `RequestError` unless these are the pieces that an earlier run has read."""
+        digest = hashlib.sha256()
+        for piece in pieces:
+            digest.update(piece.to_bytes())
+        self._require_digest(digest.hexdigest())
+
+    def _require_digest(self, digest: str) -> None:
+        if digest != self.state["digest"]:
+            raise RequestError(f"{self.folder} was started with another text; add --overwrite to start again")
+
     def read(self, pieces: Iterable[Piece], encode: Callable[[Piece], list[int]], tell: Callable[[str], None]) -> None:
         """Tokenise the pieces of text that no earlier run has read, and append their ids to tokens.bin."""
         digest, remaining, size = hashlib.sha256(), iter(pieces), self.dtype.itemsize
         for piece in islice(remaining, self.state["pieces"]):
             digest.update(piece.to_bytes())
-        if digest.hexdigest() != self.state["digest"]:
-            raise RequestError(f"{self.folder} was started with another text; add --overwrite to start again")
+        self._require_digest(digest.hexdigest())
         with self._open(TOKENS) as file:
             written = file.tell()
             for piece in remaining:

@@ -1,7 +1,8 @@
 """Generate training data with the backbone, because heads must predict the text that the backbone generates.
 
   medusa distill --backbone org/model --prompts chats.jsonl --output own.jsonl
-  medusa distill --backbone demo --self-talk 500 --output own.jsonl
+  medusa distill --backbone demo --self-talk 500 --temperature 1 \\
+                 --output own.jsonl
   medusa distill --backbone org/model --questions 1000 --temperature 1 \\
                  --output questions.jsonl
   medusa distill --backbone org/model --prompts chats.jsonl --output own.jsonl \\
@@ -27,6 +28,7 @@ from medusa.commands.distill.checks import require_room, require_same_settings, 
 from medusa.commands.distill.client import Server
 from medusa.commands.distill.journal import Journal, ShortAnswersError
 from medusa.commands.distill.tasks import Task, digest, tasks_of
+from medusa.commands.effects import require_no_input
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, warn
 from medusa.commands.prompting import PromptForm, prompt_form
 from medusa.errors import RequestError, RunError
@@ -90,10 +92,15 @@ class DistillOptions(CommandOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_writable(self.out, "--output")
+        if Path(self.out).suffix != ".jsonl":
+            raise RequestError(f"--output is {self.out}; its name must end in .jsonl, by which others know the format")
+        require_no_input(self.out, "output", prompts=self.prompts.prompts, self_talk_seeds=self.self_talk_seeds)
         if sum(map(bool, (self.prompts.prompts, self.self_talk, self.questions))) != 1:
             raise RequestError("give one of --prompts FILE, --self-talk N and --questions N")
         if self.questions:
             self._require_asking()
+        if (self.self_talk or 0) > 1 and not self.self_talk_seeds and not self.settings.do_sample:
+            raise RequestError("--self-talk needs --temperature, such as 1; at temperature 0 all texts are equal")
         if self.self_talk_seeds and not self.self_talk:
             raise RequestError("--self-talk-seeds works only with --self-talk N; add --self-talk N, or use --prompts")
         if self.server and self.models.heads:
@@ -237,6 +244,11 @@ def _records(options: DistillOptions) -> list[Record]:
         return [record.as_text() for record in records] if options.prefix_tokens else records
     if options.self_talk_seeds:
         seeds = replace(prompts, prompts=options.self_talk_seeds, max_prompts=options.self_talk).read()
+        if len(seeds) < (options.self_talk or 0) and not options.settings.do_sample:
+            raise RequestError(
+                f"--self-talk {options.self_talk} continues {len(seeds)} seeds several times, and at temperature 0 all "
+                "texts of a seed are equal; add --temperature 1, or ask for fewer texts"
+            )
         return list(islice(cycle([seed.as_text() for seed in seeds]), options.self_talk))
     return []
 

@@ -116,7 +116,11 @@ class Server:
             try:
                 request = urllib.request.Request(self.url + path, data, headers)
                 with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
-                    return json.loads(reply.read())
+                    content = reply.read()
+                found = json.loads(content)
+                if b"\\ud" in content.lower():  # a half of a character, which no tokenizer takes, is no text
+                    json.dumps(found, ensure_ascii=False).encode()
+                return found
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}: {_excerpt(error)}"
                 if error.code not in TRANSIENT:

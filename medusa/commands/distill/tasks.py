@@ -115,5 +115,6 @@ def digest(records: list[Record]) -> str:
     for record in records:
         content: list[object] = [record.text, record.input_ids, record.messages, record.turns, record.tools]
         content += [record.template_options] if record.template_options else []
+        content += ["text"] if record.is_document else [record.prompt_tokens] * bool(record.prompt_tokens)
         found.update(json.dumps(content, default=str).encode())
     return found.hexdigest()[:16]

@@ -4,6 +4,7 @@ decode/drafters/retrieval/rest.py: order, search and drafts, compared with simpl
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,6 +253,40 @@ def test_a_build_does_not_resume_with_another_text_or_setting(tmp_path: Path) ->
         build(tmp_path / "store", pieces, ids_of, about())
     build(tmp_path / "store", pieces[1:], ids_of, about(), overwrite=True)
     assert files(tmp_path / "store") == files(stored(tmp_path / "new", [ids_of(piece) for piece in pieces[1:]]))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_build_whose_text_is_read_does_not_go_on_with_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces, store = [Piece("here", ids) for ids in documents_of(7)], tmp_path / "store"
+    sort = decode.drafters.retrieval.datastore._Builder.sort
+
+    def stops(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode.drafters.retrieval.datastore._Builder, "sort", stops)
+    with pytest.raises(KeyboardInterrupt):
+        build(store, pieces, ids_of, about())
+    monkeypatch.setattr(decode.drafters.retrieval.datastore._Builder, "sort", sort)
+    with pytest.raises(RequestError, match="was started with another text; add --overwrite"):
+        build(store, pieces[1:], ids_of, about())
+    build(store, pieces, ids_of, about())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it locks no folders")
+def test_two_builds_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    pieces = [Piece("here", ids) for ids in documents_of(7)]
+
+    def interrupting() -> Iterator[Piece]:
+        for number, piece in enumerate(pieces):
+            if number == 5:
+                with pytest.raises(RequestError, match=r"another build is writing to .*store; wait for it"):
+                    build(tmp_path / "store", pieces, ids_of, about(), overwrite=True)
+            yield piece
+
+    build(tmp_path / "store", interrupting(), ids_of, about())
+    assert files(tmp_path / "store") == files(stored(tmp_path / "new", [ids_of(piece) for piece in pieces]))
 
 
 def test_an_unrelated_folder_is_never_replaced(tmp_path: Path) -> None:
