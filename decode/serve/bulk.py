@@ -147,6 +147,10 @@ class BulkWriter:
             jobs.extendleft(reversed(joining))
             self._begin_again(jobs)
             return True
+        room = min(room, self.width.rows - len(self.running))  # the limit may be new
+        jobs.extendleft(reversed(joining[max(room, 0) :]))
+        if not (joining := joining[: max(room, 0)]):
+            return False
         kwargs = generator.settings.generate_kwargs(generator.tokenizer)
         prompts, seeds = [job.prompt for job in joining], [job.seed for job in joining]
         try:
