@@ -130,10 +130,13 @@ class BackboneFiles:
                 keywords["quantization_config"] = GgufConfig(dequantize=True)  # to an ordinary model
             if offline := hub_keywords(source.path):
                 keywords["adapter_kwargs"] = offline  # transformers also looks for an adapter of peft
-            loaded: Any = auto_class(config).from_pretrained(source.path, output_loading_info=True, **keywords)
+            # An adapter in the base's own folder would be loaded with it; transformers leaves it out for another one.
+            by_itself = source.adapter is not None and not (Path(source.path) / "adapter_config.json").is_file()
+            place = source.adapter if source.adapter is not None and not by_itself else source.path
+            loaded: Any = auto_class(config).from_pretrained(place, output_loading_info=True, **keywords)
             model, info = loaded
             lacking = _lacking(info)
-            if source.adapter is not None and not lacking:  # by itself, or `info` would be only about the adapter
+            if by_itself and source.adapter is not None and not lacking:  # or `info` would be only about the adapter
                 found = model.load_adapter(source.adapter, dtype=model.dtype)
                 lacking = _lacking({} if found is None else found.to_dict())
         except Exception as error:  # transformers raises errors of many types here

@@ -33,6 +33,8 @@ from train.rescue import InterruptibleTrainer
 from train.scales import even_steps, state_sizes
 
 PROBE_STEPS = 3  # timed training steps, from which a time budget's number of steps is estimated
+HYPERPARAMETERS = ("lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "alpha")
+"""What a resumed run may change of an optimiser; other entries of its groups may be its state."""
 MARGIN = 5  # max_steps is this many times the estimate, so that the clock ends the run and never max_steps
 
 
@@ -186,7 +188,7 @@ class MedusaTrainer(InterruptibleTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the state of the optimiser and the schedule, but keep the learning rate and the like of this run."""
         assert self.optimizer is not None
-        asked = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
+        asked = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in self.optimizer.param_groups]
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
@@ -316,10 +318,15 @@ class MedusaTrainer(InterruptibleTrainer):
                 figures[f"{prefix}head{head}_confidence_loss"] = round(sure / max(count, 1.0), 4)
         return figures
 
+    def require_finite(self) -> None:
+        """Raise RunError if a weight that learns is NaN or infinite."""
+        for parameter in self.trained.parameters():
+            if parameter.requires_grad and parameter.numel() and not torch.stack(parameter.aminmax()).isfinite().all():
+                told = f"training has diverged: after step {self.state.global_step} the heads are not finite"
+                raise RunError(f"{told}; lower training.learning_rate, which is {self.args.learning_rate:g}")
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if not all(parameter.isfinite().all() for parameter in self.heads.parameters()):
-            told = f"training has diverged: after step {self.state.global_step} the heads are not finite"
-            raise RunError(f"{told}; lower training.learning_rate, which is {self.args.learning_rate:g}")
+        self.require_finite()
         if self.args.should_save:
             self.heads.save_pretrained(output_dir or str(self.args.output_dir), self.provenance)
 

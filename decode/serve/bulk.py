@@ -119,7 +119,6 @@ class BulkWriter:
                         raise
                     self.width.limit(self.width.rows // 2)
                     self._begin_again(jobs)
-                    Regions.of(self.generator.model).clear()  # which hold caches of the former width
                     continue
                 self._finish()
                 on_step([len(self.batch.sequences.new_ids[row]) for row in self.running])
@@ -172,6 +171,7 @@ class BulkWriter:
     def _begin_again(self, jobs: deque[Job]) -> None:
         """Give the running texts back to the jobs; their seeds give the same texts again."""
         self.batch.clear()
+        Regions.of(self.generator.model).clear()  # which hold caches of the former width
         jobs.extendleft(reversed(self.running.values()))
         self.running.clear()
 

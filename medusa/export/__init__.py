@@ -19,6 +19,12 @@ REMOVED["ollama"] = "Ollama loads no heads; llama.cpp, on which it is built, doe
 """Formats that this version does not write, with the reason."""
 WRITTEN = (
     *("config.json", "provenance.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors"),
-    *("mask_embedding.pt", "README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"),
+    *(
+        "mask_embedding.pt",
+        "README.md",
+        "custom_generate/generate.py",
+        "custom_generate/requirements.txt",
+        ".gitattributes",
+    ),
 )
 """All files that exports write; a folder with others is not replaced."""

@@ -26,16 +26,23 @@ def require_own_backbone(heads: Checkpoint, name: str, options: LoadOptions, is_
     not be compared, or `None` if they were. Weights are compared if the backbone is a local folder or in the Hub's
     cache; nothing is downloaded. Raise RequestError if it is another backbone."""
     config, folder = heads.config, _local_place(name, options)
-    said, way_out = f"--backbone {name}" if is_named else name, _way_out(config.backbone, name, is_named)
+    recipe = (heads.provenance or {}).get("config") or {}
+    said = f"--backbone {name}" if is_named else name
+    way_out = _way_out(config.backbone, name, is_named, bool(recipe.get("adapter")))
     if folder is None:
         return f"{name} is not on this machine, so this export does not check that the heads belong to it"
-    backbone = load_config(str(folder), options)
+    try:
+        backbone = load_config(str(folder), options)
+    except RequestError as error:
+        if is_named:
+            raise
+        return f"this export does not check that the heads belong to {name}: {error}"
     hidden_size, vocab_size = head_sizes(backbone)
     if hidden_size != config.hidden_size or config.vocab_size not in (None, vocab_size):
         sizes = f"hidden size {config.hidden_size} and {config.vocab_size or 'any number of'} tokens"
         found = f"hidden size {hidden_size} and {vocab_size} tokens"
         raise RequestError(f"{said} has {found}, and these heads need {sizes}; {way_out}")
-    if config.backbone.get("quantization") or ((heads.provenance or {}).get("config") or {}).get("quantization"):
+    if config.backbone.get("quantization") or recipe.get("quantization"):
         return f"the heads record quantised weights, which cannot be compared with those of {name}"
     if not (config.backbone.get("weights") or config.backbone.get("embedding")):
         return f"the heads do not record their backbone's weights, so this export cannot compare them with {name}"
@@ -45,7 +52,9 @@ def require_own_backbone(heads: Checkpoint, name: str, options: LoadOptions, is_
     return None
 
 
-def _way_out(known: Fingerprint, name: str, is_named: bool) -> str:
+def _way_out(known: Fingerprint, name: str, is_named: bool, has_adapter: bool) -> str:
+    if has_adapter:
+        return "they were trained with an adapter; add --backbone, with its folder or the merged model"
     if not is_named:
         return f"add --backbone, with a copy of {name} as it was"
     own = known.get("name")

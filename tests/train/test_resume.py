@@ -79,6 +79,21 @@ def test_a_resumed_run_learns_with_its_own_settings(recipe: Any, tmp_path: Path)
     assert (group["weight_decay"], group["betas"][1]) == (0.5, 0.5)
 
 
+def test_the_state_of_an_optimiser_in_its_groups_is_resumed(recipe: Any, tmp_path: Path) -> None:
+    """As of optimisers without a schedule: only what a recipe sets is taken from the recipe."""
+    once = recipe("out", max_steps=2, save_steps=2)
+    run(once)
+    saved = tmp_path / "out" / "checkpoint-2" / "optimizer.pt"
+    state = torch.load(saved, weights_only=True)
+    for group in state["param_groups"]:
+        group["weight_sum"] = 7.0
+    torch.save(state, saved)
+    once["training"] |= {"max_steps": 4, "weight_decay": 0.25}
+    run(once, resume=True)
+    groups = torch.load(whole_checkpoints(tmp_path / "out")[-1] / "optimizer.pt", weights_only=True)["param_groups"]
+    assert {(group["weight_sum"], group["weight_decay"]) for group in groups} <= {(7.0, 0.25), (7.0, 0.0)}
+
+
 def test_more_patience_continues_a_run(recipe: Any, tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 6, "learning_rate": 0.5}
     once = recipe("out", **settings, lr_scheduler_type="constant", early_stopping_patience=1)

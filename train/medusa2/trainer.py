@@ -149,6 +149,7 @@ class Medusa2Trainer(MedusaTrainer):
         return optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        self.require_finite()
         if self.args.should_save:
             model, original = self.backbone.model, self.heads.config.backbone
             with replacing_folder(Path(output_dir or str(self.args.output_dir)) / ADAPTER) as folder:

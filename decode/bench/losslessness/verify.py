@@ -24,6 +24,8 @@ from medusa.backbone import Backbone
 from medusa.errors import RequestError
 from medusa.quantization import quantization_of
 
+FAR = 1e30  # a gap to a token that processors exclude, as JSON has no infinity
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verification(Job):
@@ -218,5 +220,5 @@ def _divergence(
     gap, best = None, scores.topk(2).values
     if token is not None and other is not None:
         gap = float(scores[token] - scores[other])  # nan if neither token is plausible
-        gap = gap if abs(gap) <= nearest else nearest
-    return Divergence(number, at, token, other, gap, min(float(best[0] - best[1]), nearest), bound)
+        gap = max(min(gap if abs(gap) <= nearest else nearest, FAR), -FAR)
+    return Divergence(number, at, token, other, gap, min(float(best[0] - best[1]), nearest, FAR), bound)

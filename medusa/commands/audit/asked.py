@@ -144,7 +144,7 @@ class Asked:
         for choice in reply["choices"]:
             if not isinstance(choice.get("text"), str):
                 raise ServerError(f"the reply has no text: {str(choice)[:200]}")
-            ids, ended = token_ids(choice), choice.get("finish_reason") == "stop"
+            ids, ended = token_ids(choice), choice.get("finish_reason") in ("stop", "eos", "eos_token", "end_turn")
             written = usage.get("completion_tokens") if len(reply["choices"]) == 1 else None
             tokens = len(ids) if ids is not None else written if isinstance(written, int) else None
             texts.append(Text(choice["text"], ids, ended, usage.get("prompt_tokens"), tokens))

@@ -681,6 +681,16 @@ def test_a_backbone_that_has_changed_since_is_refused(
     assert "model has other weights than the backbone of these heads; add --backbone" in capsys.readouterr().err
 
 
+def test_a_backbone_that_cannot_be_read_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These heads need nothing of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    some_heads(base_model_name_or_path="model").save_pretrained("heads")
+    command = ["export", "--heads", "heads", "--to", "original-v1", "--output", "out"]
+    assert main(command) == 0
+    assert main([*command, "--overwrite", "--backbone", "model"]) == 2
+
+
 def test_an_lm_head_with_an_adapter_is_exported_as_it_computes(tmp_path: Path) -> None:
     tiny_model("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
