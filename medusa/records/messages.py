@@ -188,16 +188,22 @@ def parse_json(text: str, where: str) -> object:
     Raise it, too, for half of a character, which no tokenizer takes: a surrogate without the other one of its pair."""
     try:
         found: object = json.loads(text)
-        if "\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode()
+        require_characters(text, found, where)
         return found
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise RequestError(f"{where}: {half} is half of a character; repair the text, or leave it out") from None
     except json.JSONDecodeError as error:
         raise RequestError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:  # a number that is too long, or nested too deeply
         raise RequestError(f"{where}: not JSON ({error})") from None
+
+
+def require_characters(text: str, found: object, where: str) -> None:
+    """Raise RequestError if the content `found` of JSON `text` holds half of a character (a lone surrogate)."""
+    if "\\ud" in text.lower():  # only an escape can make one
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise RequestError(f"{where}: {half} is half of a character; repair the text, or leave it out") from None
 
 
 def in_api(messages: Sequence[Json]) -> list[Json]:

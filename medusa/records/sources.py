@@ -11,7 +11,7 @@ from pathlib import Path
 
 from medusa import places
 from medusa.errors import RequestError, first_line
-from medusa.records.messages import parse_json
+from medusa.records.messages import parse_json, require_characters
 from medusa.records.record import Record, parse_record
 from medusa.shipped import PROMPTS
 
@@ -125,8 +125,7 @@ def _json_array(path: Path) -> list[object]:
         raise RequestError(f"{path}: not JSON ({error})") from None
     if not isinstance(content, list):
         raise RequestError(f"{path} must hold a JSON array of records")
-    if "\\ud" in text.lower():
-        parse_json(text, str(path))  # refuses halves of characters
+    require_characters(text, content, str(path))
     return content
 
 
