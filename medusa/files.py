@@ -77,15 +77,18 @@ def lock(handle: int, wait: bool) -> bool:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in this context for `folder`, which is made if it does not exist (see `lock`)."""
+def locked(folder: Path, wait: bool = True) -> Iterator[None]:
+    """Wait until no other process is in this context for `folder`, which is made if it does not exist (see `lock`).
+
+    Without `wait`, raise RequestError if another process is in it."""
     folder.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":  # which cannot open a folder
         yield
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        lock(handle, wait=True)
+        if not lock(handle, wait):
+            raise RequestError(f"another process is writing {folder}; wait until it ends, or choose another folder")
         yield
     finally:
         os.close(handle)  # this also unlocks it

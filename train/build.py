@@ -17,10 +17,12 @@ from transformers import PretrainedConfig, PreTrainedModel, set_seed
 from medusa.backbone import Backbone
 from medusa.checkpoints.folder import load as load_heads
 from medusa.errors import RequestError
-from medusa.files import Json
+from medusa.files import Json, read_json
+from medusa.fingerprint import fingerprint, unlike
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, load_backbone, load_tokenizer, text_limits
 from medusa.options import LoadOptions, dtype_name
+from medusa.records.sources import SETTINGS, WEIGHTS
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
 from train.check import check, require_adaptable
@@ -64,6 +66,11 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     backbone = backbone_for(model, layers)
     if config.attention == FLASH:  # after Backbone's test, whose few tokens need no such kernel
         model.set_attn_implementation(FLASH)
+    if not quiet and has_other_writer(config.data.path, model):
+        say(
+            f"warning: {config.data.path} was written by other weights than those of {config.backbone}, and heads "
+            "learn best from the backbone's own text"
+        )
     if dataset is None:
         dataset = open_features(Path(config.data.path), config.data.sequence_length, backbone)
     if by_default := asked.vocabulary is None and start is None and config.adapter is None:
@@ -94,6 +101,14 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
         heads.config.template_options = dataset.counts.template_options
     require_adaptable(config, heads.config)
     return LoadedRun(config, arguments, loaded, dataset, evaluated, quality_rows, heads, started_from(asked, start))
+
+
+def has_other_writer(data: str, model: PreTrainedModel) -> bool:
+    """Whether `medusa distill` noted beside the file `data` that a model with other weights wrote it."""
+    noted = Path(data).with_suffix(SETTINGS)
+    held = read_json(noted) if Path(data).is_file() and noted.is_file() else {}
+    weights = held.get(WEIGHTS) if isinstance(held, dict) else None
+    return bool(weights) and unlike(weights, fingerprint(model)["weights"], quantized="quantization" in held)
 
 
 def build_trainer(run: LoadedRun) -> MedusaTrainer:

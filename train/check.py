@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,8 @@ def check(config: TrainConfig, quiet: bool) -> Checked:
     require_writable_folder(config.output_dir, option="output_dir")
     if config.features_dir is not None:
         require_writable_folder(config.features_dir, option="features_dir")
+        if Path(config.features_dir).resolve() == Path(config.output_dir).resolve():  # --overwrite would delete heads
+            raise RequestError(f"features_dir is output_dir, {config.output_dir}; give features a folder of their own")
     data = config.data
     if is_features(data.path):
         unused = {f"data.{key}": getattr(data, key) for key in ("exclude", "max_examples", "streaming")}

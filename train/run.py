@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Literal
 from medusa.backbone import Backbone
 from medusa.checkpoints.stored import PROVENANCE, WEIGHTS
 from medusa.errors import Interrupted, RequestError
-from medusa.files import Json, disk_may_fill, read_json
+from medusa.files import Json, disk_may_fill, locked, read_json
 from medusa.interruptions import Signals, interruptible
 from medusa.memory import bytes_of
 from medusa.progress import ProgressLines
@@ -61,19 +61,25 @@ def train(config: TrainConfig, *, resume: Resume = False, overwrite: bool = Fals
         checkpoint = checkpoint_to_resume(output, resume, overwrite)
         run = load(config, checkpoint, quiet)
         require_room(output, bytes_of(run.heads), run.arguments)
-        trainer = build_trainer(run)
-        trainer.provenance, trainer.signals = _provenance(run, trainer.args.max_steps), signals
-        if overwrite and trainer.args.process_index == 0:
-            remove_checkpoints(output)  # otherwise --resume could continue from an old one
-        if not quiet:
-            if not isinstance(run.dataset, StreamedDataset):
-                say(f"data: {run.dataset.counts}")
-            say(describe(run.heads.config, run.heads.num_parameters, trainer.backbone))
-            say(describe_precision(run.arguments, trainer.backbone.dtype))
-        if config.cache_features and isinstance(run.dataset, PackedDataset):  # not a stream or features
-            _cache_features(_feature_cache(run, run.dataset, trainer.backbone), trainer, overwrite, quiet)
-        metrics = _train(trainer, checkpoint, signals)
-        return _finish(run, trainer, metrics, quiet)
+        with locked(output, wait=False) if run.arguments.process_index == 0 else nullcontext():
+            return _trained(run, checkpoint, signals, overwrite, quiet)
+
+
+def _trained(run: LoadedRun, checkpoint: Path | None, signals: Signals, overwrite: bool, quiet: bool) -> RunFigures:
+    """Train the heads of a loaded run, and save them."""
+    config, output, trainer = run.config, Path(run.config.output_dir), build_trainer(run)
+    trainer.provenance, trainer.signals = _provenance(run, trainer.args.max_steps), signals
+    if overwrite and trainer.args.process_index == 0:
+        remove_checkpoints(output)  # otherwise --resume could continue from an old one
+    if not quiet:
+        if not isinstance(run.dataset, StreamedDataset):
+            say(f"data: {run.dataset.counts}")
+        say(describe(run.heads.config, run.heads.num_parameters, trainer.backbone))
+        say(describe_precision(run.arguments, trainer.backbone.dtype))
+    if config.cache_features and isinstance(run.dataset, PackedDataset):  # not a stream or features
+        _cache_features(_feature_cache(run, run.dataset, trainer.backbone), trainer, overwrite, quiet)
+    metrics = _train(trainer, checkpoint, signals)
+    return _finish(run, trainer, metrics, quiet)
 
 
 def _train(trainer: MedusaTrainer, checkpoint: Path | None, signals: Signals) -> dict[str, float]:

@@ -15,11 +15,13 @@ from medusa.records.messages import parse_json, require_characters
 from medusa.records.record import Record, parse_record
 from medusa.shipped import PROMPTS
 
-SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")  # of files with records
+SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")  # of files with records, in small or capital letters
+UNREAD = (".csv", ".tsv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")  # of files that probably hold some, too
 SAVED_TO_DISK = (("dataset_dict.json",), ("dataset_info.json", "state.json"))
 """The files in a folder that `save_to_disk` of the library datasets has written: of several splits, or of one."""
 DOCUMENT_SEPARATOR = "<|endoftext|>"  # the usual line between two documents in a text file
 SETTINGS, FAILED = ".settings.json", ".failed.jsonl"  # endings of files without records that `medusa distill` writes
+WEIGHTS = "weights"  # the setting that holds a few weights of the model that wrote the texts (`medusa.fingerprint`)
 
 
 def read_records(
@@ -39,10 +41,7 @@ def read_records(
         yield from _read_saved(path, split)
         return
     if path.is_dir():
-        named = (f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.endswith((SETTINGS, FAILED)))
-        files = sorted(f for f in named if f.is_file())
-        if not files:
-            raise RequestError(f"{source} holds no data; files end in {', '.join(SUFFIXES)}")
+        files = _files_in(path)
     elif path.is_file():
         files = [path]
     else:
@@ -54,10 +53,23 @@ def read_records(
         raise RequestError(f"{source} is empty; it must hold at least one record")
 
 
+def _files_in(folder: Path) -> list[Path]:
+    """The files of a folder that hold records. Raise RequestError if there are none, or some that cannot be read."""
+    ends, known = f"files end in {', '.join(SUFFIXES)}", (*SUFFIXES, *UNREAD)
+    named = (f for f in folder.rglob("*") if f.suffix.lower() in known and not f.name.endswith((SETTINGS, FAILED)))
+    files = sorted(f for f in named if f.is_file())
+    if not files:
+        raise RequestError(f"{folder} holds no data; {ends}")
+    for file in files:
+        if file.suffix.lower() in UNREAD:
+            raise RequestError(f"{file} cannot be read; {ends}: convert it, or move it to another folder")
+    return files
+
+
 def require_records(source: str) -> None:
     """Raise RequestError if `source` is no file, folder or shipped file, and can be no Hub id. The Hub is not asked."""
     path = PROMPTS.get(source, Path(source))
-    may_be_id = path.suffix not in SUFFIXES and places.SHORT_HUB_ID.fullmatch(source)
+    may_be_id = path.suffix.lower() not in SUFFIXES and places.SHORT_HUB_ID.fullmatch(source)
     if not path.exists() and (not may_be_id or (path.parent.is_dir() and len(path.parts) > 2)):
         kinds = f"a file ({', '.join(SUFFIXES)}), a folder, a Hub dataset id or demo"
         raise RequestError(f"no data at {source}: give {kinds}")
@@ -65,17 +77,18 @@ def require_records(source: str) -> None:
 
 def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
     """Read the records of one file, in the format that the file's suffix shows."""
-    if path.suffix == ".parquet":
+    kind = path.suffix.lower()
+    if kind == ".parquet":
         yield from (parse_record(row, f"{path}, row {n}", arrow=True) for n, row in enumerate(_parquet_rows(path), 1))
-    elif path.suffix == ".jsonl":
+    elif kind == ".jsonl":
         for number, line in _lines(path):
             if line.strip():
                 yield parse_record(parse_json(line, f"{path}:{number}"), f"{path}:{number}")
-    elif path.suffix == ".json":
+    elif kind == ".json":
         yield from (parse_record(row, f"{path}, record {number}") for number, row in enumerate(_json_array(path), 1))
-    elif path.suffix == ".txt" and separator is not None:
+    elif kind == ".txt" and separator is not None:
         yield from _documents(path, separator)
-    elif path.suffix == ".txt":
+    elif kind == ".txt":
         for number, line in _lines(path):
             if line.strip():
                 yield Record(f"{path}:{number}", text=line, is_prompt=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from chat_families import family_tokenizer
@@ -439,6 +440,26 @@ def test_a_finished_distillation_changes_only_if_asked(distill: Any, medusa: Any
     assert lines_of(output) == whole
     done = distill("--ignore-eos", "--overwrite", prompts=MANY)
     assert (done.status, done.lines[0]["finish_reason"]) == (0, "length")
+
+
+def test_a_model_with_other_weights_does_not_continue_texts(distill: Any, talking: str, tmp_path: Path) -> None:
+    """A model that was trained further under its old name."""
+    backbone = tmp_path / "backbone"
+    shutil.copytree(talking, backbone)
+    whole = distill("--max-prompts", "3", prompts=MANY, backbone=str(backbone))
+    assert distill("--max-prompts", "3", prompts=MANY, backbone=str(backbone)).status == 0
+    model = AutoModelForCausalLM.from_pretrained(backbone)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.01)
+    model.save_pretrained(backbone)
+    done = distill("--max-prompts", "3", prompts=MANY, backbone=str(backbone))
+    assert (done.status, done.lines) == (2, whole.lines)
+    assert "was written by other weights than those of" in done.err
+    settings = read_json(tmp_path / "own.settings.json")
+    del settings["weights"]  # as earlier versions wrote them
+    write_json(tmp_path / "own.settings.json", settings)
+    assert distill("--max-prompts", "3", prompts=MANY, backbone=str(backbone)).status == 0
 
 
 def test_an_unexpected_line_is_named(distill: Any, tmp_path: Path) -> None:

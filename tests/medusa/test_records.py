@@ -155,11 +155,14 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_is_read_in_file_order(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    write(tmp_path / "b.jsonl", '{"text": "b"}')
+    write(tmp_path / "b.JSONL", '{"text": "b"}')
     write(tmp_path / "a.json", '[{"text": "a"}]')
     write(tmp_path / "sub" / "c.txt", "c")
     write(tmp_path / "notes.md", "not data")
     assert [record.text for record in read_records(str(tmp_path))] == ["a", "b", "c"]
+    write(tmp_path / "sub" / "d.csv", "d")
+    with pytest.raises(RequestError, match=r"d\.csv cannot be read; files end in"):
+        list(read_records(str(tmp_path)))
 
 
 def test_a_folder_of_distill_is_read_as_data(tmp_path: Path) -> None:

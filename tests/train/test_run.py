@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import tiny_models
 from chat_families import byte_tokenizer
 from medusa.__main__ import main
 from medusa.errors import RequestError, RunError
+from medusa.files import locked
+from medusa.fingerprint import fingerprint
 from medusa.heads.independent import MedusaHeads
 from tests.gguf_files import write_gguf
 from tests.helpers import random_ids, tiny_model
@@ -28,7 +31,7 @@ from tests.train.recipes import run as run_recipe
 from tests.train.templates import CHATML
 from train.checkpoints import whole_checkpoints
 from train.recipe import parse_recipe
-from train.run import plan_features
+from train.run import plan_features, train
 
 WEIGHTS = "medusa_lm_head.safetensors"
 LAYERS = {"kind": "eagle", "block": "gated", "feature_layers": "usual"}
@@ -56,6 +59,34 @@ def run(path: Path, **kwargs: Any) -> dict[str, Any]:
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.build.load_backbone", lambda *args, **kwargs: pytest.fail("a backbone was loaded"))
+
+
+# --- the folder of a run ---------------------------------------------------------------------------------------------
+
+
+def test_two_runs_do_not_write_into_one_folder(recipe: Any, tmp_path: Path) -> None:
+    path = recipe()
+    with locked(tmp_path / "out"), pytest.raises(RequestError, match=r"another process is writing .*out; wait"):
+        run(path)
+    assert not [*(tmp_path / "out").iterdir()]
+    assert run(path)["steps"] == 4
+
+
+def test_features_have_a_folder_of_their_own(recipe: Any, tmp_path: Path) -> None:
+    content = json.loads(recipe().read_text(encoding="utf-8")) | {"cache_features": True}
+    with pytest.raises(RequestError, match="features_dir is output_dir"):
+        run_recipe(content | {"features_dir": str(tmp_path / "sub" / ".." / "out")})
+
+
+def test_text_of_other_weights_gives_a_warning(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The settings that `medusa distill` keeps beside its texts name some of the model's weights."""
+    content = json.loads(recipe(max_steps=1).read_text(encoding="utf-8"))
+    own = fingerprint(AutoModelForCausalLM.from_pretrained(content["backbone"]))["weights"]
+    for weights, warned in ((own, False), ([value + 0.1 for value in own], True), (None, False)):
+        noted = {} if weights is None else {"weights": weights}
+        (tmp_path / "data.settings.json").write_text(json.dumps(noted), encoding="utf-8")
+        train(parse_recipe(content, "test"), overwrite=True)
+        assert ("data.jsonl was written by other weights" in capsys.readouterr().err) == warned
 
 
 # --- streams and counts ----------------------------------------------------------------------------------------------

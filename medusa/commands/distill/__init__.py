@@ -37,7 +37,7 @@ from medusa.interruptions import interruptible
 from medusa.options import REQUIRED, count, group, option
 from medusa.records.questions import QuestionForm, question_form
 from medusa.records.record import Record, naming, tokens_of
-from medusa.records.sources import SETTINGS, require_records
+from medusa.records.sources import SETTINGS, WEIGHTS, require_records
 from medusa.records.template import template_options
 
 if TYPE_CHECKING:
@@ -191,7 +191,11 @@ def distill(options: DistillOptions) -> DistillFigures:
     _require_answerable(options, tasks)
     require_room(path, tasks, options.settings)
     asks = tasks[0].asks if tasks else None
-    engine = _server_engine(options, asks) if options.server else _local_engine(options, asks)
+    local = None if options.server else _local_engine(options, asks)
+    if local is not None:
+        about[WEIGHTS] = local.weights
+        require_same_settings(path, about, options.overwrite)
+    engine = local or _server_engine(options, asks)
     journal = Journal(path, tasks, options.overwrite)
     write_json(path.with_suffix(SETTINGS), about)
     advice = "all finished texts are kept: make room and run the same command again"

@@ -15,7 +15,7 @@ from medusa.errors import RequestError
 from medusa.files import Json, free_bytes, read_json, readable
 from medusa.records.messages import REASONING
 from medusa.records.record import Record
-from medusa.records.sources import SETTINGS
+from medusa.records.sources import SETTINGS, WEIGHTS
 from medusa.records.template import is_endless, template_switches
 
 if TYPE_CHECKING:
@@ -28,10 +28,21 @@ BYTES_PER_TOKEN = 12  # of one answer: an id, a comma, a space, and the text of 
 def require_same_settings(path: Path, about: Json, overwrite: bool) -> None:
     """Raise a `RequestError` if the output file has texts and its settings are not `about`, unless `overwrite` is true.
 
-    A run that ended before it could write its settings leaves an empty file."""
+    A run that ended before it could write its settings leaves an empty file. Weights, which are known only after the
+    model is loaded, count only if `about` has some, and the file's settings too: earlier versions wrote none."""
     sidecar, has_texts = path.with_suffix(SETTINGS), path.exists() and path.stat().st_size > 0
-    if has_texts and not overwrite and not (sidecar.exists() and read_json(sidecar) == about):
-        raise RequestError(f"{path} exists and was made with other settings; choose another file or add --overwrite")
+    if not has_texts or overwrite:
+        return
+    held = read_json(sidecar) if sidecar.exists() else {}
+    earlier, weights = held.pop(WEIGHTS, None), about.get(WEIGHTS)
+    way = "choose another file or add --overwrite"
+    if held != {name: value for name, value in about.items() if name != WEIGHTS}:
+        raise RequestError(f"{path} exists and was made with other settings; {way}")
+    if earlier and weights:
+        from medusa.fingerprint import unlike  # which imports torch
+
+        if unlike(earlier, weights, quantized="quantization" in about):
+            raise RequestError(f"{path} was written by other weights than those of {about['backbone']}; {way}")
 
 
 def require_room(path: Path, tasks: list[Task], settings: Settings) -> None:

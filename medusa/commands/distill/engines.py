@@ -23,6 +23,7 @@ from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task
 from medusa.errors import RequestError, RunError
 from medusa.files import Json
+from medusa.fingerprint import fingerprint
 from medusa.loading import TextLimits
 from medusa.records.pieces import text_of
 from medusa.records.questions import QuestionForm
@@ -54,6 +55,11 @@ class LocalEngine:
     """The limits of the backbone, in whose context every prompt must fit."""
     width: int | None
     """The number of texts at a time; `None`: as many as memory and speed allow."""
+
+    @property
+    def weights(self) -> list[float]:
+        """A few weights of the model, by which a continued run recognises it."""
+        return fingerprint(self.generator.model)["weights"]
 
     def write(self, journal: Journal) -> float:
         """Generate the missing answers, those of a conversation in turn, and return the seconds that this took."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from medusa.commands.fit.options import FitOptions, choose_heads
 from medusa.commands.options import Output
 from medusa.errors import Interrupted, RequestError
+from medusa.files import locked
 from medusa.interruptions import interruptible
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def fit(options: FitOptions) -> FitState | None:
     if options.plan:
         options.output.write({"plan": plan.to_json(), "probe": asdict(probe)})
         return None
-    with continued_by(options.folder, options.output):  # not before: so far, the folder holds at most an earlier run
+    # Not before: so far, the folder holds at most an earlier run.
+    with locked(options.folder, wait=False), continued_by(options.folder, options.output):
         if options.overwrite:
             remove_earlier(options.folder, MADE)  # not before: the plan fails if the model is missing or unsuitable
         is_new = state.planned is None
