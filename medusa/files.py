@@ -34,7 +34,13 @@ def user_cache() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path for a new file next to `path`. The file replaces `path` on success and is removed after an error."""
+    """Yield a path for a new file next to `path`. The file replaces `path` on success and is removed after an error.
+
+    A link stays, and what it names is replaced. A pipe or a device, such as /dev/stdout, is written itself."""
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     try:
@@ -49,7 +55,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `path`. It replaces `path` on success and is removed after an error."""
+    """Yield a temporary folder next to `path`. It replaces `path` on success and is removed after an error.
+
+    A link stays, and the folder that it names is replaced."""
+    path = Path(os.path.realpath(path))
     temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     temporary.mkdir(parents=True)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import importlib.util
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -65,3 +66,24 @@ def test_a_folder_is_replaced_atomically(tmp_path: Path) -> None:
         fail()
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["new"]
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
+    for name in ("file", "folder"):
+        (tmp_path / f"link-{name}").symlink_to(tmp_path / "elsewhere" / name)
+    for content in ("old", "new"):
+        files.write_text(tmp_path / "link-file", content)
+        with files.replacing_folder(tmp_path / "link-folder") as folder:
+            (folder / content).touch()
+    assert (tmp_path / "elsewhere" / "file").read_text(encoding="utf-8") == "new"
+    assert [path.name for path in (tmp_path / "elsewhere" / "folder").iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_symlink()) == ["link-file", "link-folder"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such file")
+def test_a_device_is_written_itself() -> None:
+    """An administrator, such as in a container, could replace it."""
+    before = os.stat("/dev/null")
+    files.write_text(Path("/dev/null"), "x")
+    assert os.stat("/dev/null").st_ino == before.st_ino
+    assert Path("/dev/null").is_char_device()
