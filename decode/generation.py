@@ -166,7 +166,8 @@ def _prompts(
     require_batch(ids)
     require_mask(attention_mask, ids)
     if attention_mask is None:
-        require_no_pads(ids, in_effect(model, kwargs, "pad_token_id"), in_effect(model, kwargs, "eos_token_id"))
+        pad, bos, ends = (in_effect(model, kwargs, f"{name}_token_id") for name in ("pad", "bos", "eos"))
+        require_no_pads(ids, pad, [bos, *(ends if isinstance(ends, list) else [ends])])
     return unpadded(ids, attention_mask)
 
 

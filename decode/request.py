@@ -239,15 +239,15 @@ def require_mask(mask: object, ids: Tensor, name: str = "attention_mask") -> Non
     _refuse_right_padding(kept.any(1) & ~kept[:, -1:].any(1), f"{name} hides the end of row")
 
 
-def require_no_pads(ids: Tensor, pad: object, ends: object) -> None:
+def require_no_pads(ids: Tensor, pad: object, text: Sequence[object]) -> None:
     """Raise a `RequestError` if a batch [B, T] without a mask seems to be padded with the id `pad`.
 
-    The longest row has no padding, so rows that all begin or end with the id are not padded. transformers makes a mask
-    of padding on the left, unless the id is an EOS, one of `ends`."""
+    transformers makes a mask of padding on the left, unless the id is an EOS. `text`: EOS and BOS ids, which texts may
+    begin with. The longest row has no padding, so rows that all end with the id are not padded on the right."""
     if ids.shape[1] == 0 or not isinstance(pad, int):
         return
     begins = ids[:, 0] == pad
-    if begins.any() and not begins.all() and pad not in (ends if isinstance(ends, list) else [ends]):
+    if begins.any() and pad not in text:
         row = int(begins.nonzero()[0])
         raise RequestError(f"the pad token {pad} begins row {row}, and there is no attention_mask; pass it")
     last = ids[:, -1] == pad

@@ -76,6 +76,13 @@ def test_an_api_key_is_sent_in_one_line_or_not_at_all(
     assert server.asked[0][2].get("Authorization") == sent
 
 
+def test_a_key_that_no_header_can_hold_is_refused(client: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "\u201csecret\u201d")
+    with pytest.raises(RequestError, match="OPENAI_API_KEY holds characters that no key has") as refused:
+        client.complete("abc", FEW)
+    assert "secret" not in str(refused.value)
+
+
 TROUBLE: list[Reply] = [(503, {}, "later"), (429, {}, "slowly"), (200, {}, '{"choices": [{"te'), None]
 
 
@@ -104,7 +111,12 @@ def test_client_errors_are_not_retried(server: FakeServer, client: Server) -> No
 
 @pytest.mark.parametrize(
     ("body", "said"),
-    [({"choices": []}, "no choice"), ([], "no choice"), ({"choices": [{"finish_reason": "stop"}]}, "no text")],
+    [
+        ({"choices": []}, "no choice"),
+        ([], "no choice"),
+        ({"choices": [{"finish_reason": "stop"}]}, "no text"),
+        ({"choices": [{"text": "ab", "finish_reason": "abort"}]}, "broke the text off, with finish_reason 'abort'"),
+    ],
 )
 def test_malformed_replies_are_failures(server: FakeServer, client: Server, body: Any, said: str) -> None:
     server.trouble = lambda number, asked: (200, {}, json.dumps(body))
@@ -121,6 +133,7 @@ def test_malformed_replies_are_failures(server: FakeServer, client: Server, body
         ({"finish_reason": "stop"}, {"stop": ["zz"]}, "stop"),
         ({"finish_reason": "stop", "stop_reason": None}, {"stop": ["zz"]}, "eos"),
         ({"finish_reason": "tool_calls"}, {"stop": ["zz"]}, "eos"),
+        ({"finish_reason": "eos_token"}, {"stop": ["zz"]}, "eos"),
         ({"finish_reason": "length"}, {}, "length"),
     ],
 )

@@ -273,8 +273,9 @@ def test_pad_tokens_inside_a_prompt_are_ordinary_tokens(llama: Any, heads: Medus
     mask = torch.ones_like(prompt)
     expected = llama.generate(prompt, attention_mask=mask, **options)
     assert torch.equal(generate(llama, heads, prompt, attention_mask=mask, **options), expected)
-    written = [t for step in steps(llama, heads, prompt, **options) for t in step.ids[0]]
-    assert written == expected[0, 5:].tolist()
+    expected = llama.generate(prompt[:, 1:], attention_mask=mask[:, 1:], **options)
+    written = [t for step in steps(llama, heads, prompt[:, 1:], **options) for t in step.ids[0]]
+    assert written == expected[0, 4:].tolist()
 
 
 def test_typical_is_deterministic_with_any_seed(llama: Any, heads: MedusaHeads) -> None:
@@ -574,12 +575,15 @@ def test_each_row_has_its_own_negative_prompt(llama: Any, heads: MedusaHeads) ->
 
 
 def test_padding_without_a_mask_is_refused(llama: Any, heads: MedusaHeads) -> None:
-    """transformers makes a mask, unless the token is an EOS or in the text of all rows."""
+    """transformers makes a mask, unless the token is an EOS. A text may begin with BOS, whatever else it is."""
     ids = left_padded([random_ids(6, 1), random_ids(9, 2)], pad=3)["input_ids"]
     options = {"do_sample": False, "max_new_tokens": 4}
     with pytest.raises(RequestError, match="the pad token 3 begins row 0, and there is no attention_mask; pass it"):
         generate(llama, heads, ids, pad_token_id=3, **options)
+    with pytest.raises(RequestError, match="the pad token 3 begins row 0"):
+        generate(llama, heads, ids[:1], pad_token_id=3, **options)
     assert generate(llama, heads, ids, pad_token_id=3, eos_token_id=[3, 5], **options).shape[0] == 2
+    assert generate(llama, heads, ids, pad_token_id=3, bos_token_id=3, **options).shape[0] == 2
 
 
 @pytest.mark.parametrize(

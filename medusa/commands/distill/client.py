@@ -18,6 +18,8 @@ from medusa.records.messages import in_api, messages_of, text_of
 
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 """HTTP statuses after which the same request may succeed."""
+EOS = ("tool_calls", "function_call", "eos", "eos_token", "end_turn")
+"""Finish reasons of servers for texts that the model itself has ended; `stop` can also mean a stop string."""
 ATTEMPTS = 6  # of each request
 LONGEST_WAIT, TIMEOUT = 60.0, 600.0  # seconds between two attempts, and seconds to wait for a reply
 
@@ -109,6 +111,8 @@ class Server:
         headers = {"Content-Type": "application/json"}
         # Without line breaks, which no header can hold: the error would quote the key.
         if key := "".join(os.environ.get("OPENAI_API_KEY", "").split()):
+            if not key.isascii():
+                raise RequestError("OPENAI_API_KEY holds characters that no key has, such as “ or …; copy it again")
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         for attempt in range(1, attempts + 1):
@@ -149,7 +153,9 @@ def _answer(choice: Json, text: object, message: Json, options: Json) -> Answer:
     if not isinstance(text, str):
         raise ServerError(f"the reply has no text: {json.dumps(choice)[:200]}")
     reason = str(choice.get("finish_reason"))
+    if reason not in (*EOS, "stop", "length", "None"):  # an error or a filter, and the rest of the text is missing
+        raise ServerError(f"the server broke the text off, with finish_reason {reason!r}")
     # The `stop_reason` of vLLM is the stop string, or null if the model ended the text. Other servers have none.
     may_be_string = isinstance(choice["stop_reason"], str) if "stop_reason" in choice else bool(options.get("stop"))
-    is_eos = reason == "tool_calls" or (reason == "stop" and not may_be_string)
+    is_eos = reason in EOS or (reason == "stop" and not may_be_string)
     return Answer(text, "eos" if is_eos else reason, message)
