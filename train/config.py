@@ -126,6 +126,14 @@ def own_section(kind: str) -> type[Section]:
     return section_of(settings.Settings, {}, without)
 
 
+def require_needed(section: Section, needs: dict[str, str], prefix: str = "") -> None:
+    """Raise RequestError if a key has a value of its own, but the key that it needs is not set."""
+    for key, needed in needs.items():
+        changed = getattr(section, key) != type(section).model_fields[key].default
+        if changed and not getattr(section, needed):
+            raise RequestError(f"{prefix}{key} is for {prefix}{needed}; set that, too, or leave {prefix}{key} out")
+
+
 class DataConfig(Section):
     """The sections `data` and `eval_data` of a recipe: texts and how to pack them. A plain string sets only `path`."""
 
@@ -162,6 +170,11 @@ class DataConfig(Section):
     @classmethod
     def _path_alone(cls, content: object) -> object:
         return {"path": content} if isinstance(content, str) else content
+
+    @model_validator(mode="after")
+    def _keys_have_effect(self) -> DataConfig:
+        require_needed(self, {"exclude_window": "exclude", "shuffle_buffer": "streaming"}, "data.")
+        return self
 
 
 class AdapterConfig(Section):
@@ -251,6 +264,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> TrainConfig:
+        require_needed(self, dict.fromkeys(("features_dir", "features_dtype"), "cache_features"))
         adapter, streaming = self.adapter, self.data.streaming
         if streaming and self.cache_features:
             raise RequestError("data.streaming has no end to cache; leave cache_features out")

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from medusa.errors import RequestError
+from train import recipe_file
 from train.architecture import BackboneSizes, HeadShape, choose
 from train.arguments import MedusaTrainingArguments, training_section
 from train.config import HeadsConfig, TrainConfig
@@ -56,6 +57,39 @@ def test_every_key_can_be_overridden(read: Any) -> None:
 def test_a_section_given_as_a_string_can_be_overridden_within(read: Any) -> None:
     config = read(LEAST, "data.sequence_length=32")
     assert (config.data.path, config.data.sequence_length) == ("d.jsonl", 32)
+
+
+def test_a_string_for_a_section_sets_its_path_alone(read: Any) -> None:
+    data = {"path": "d.jsonl", "sequence_length": 32, "exclude": "test.jsonl"}
+    config = read(LEAST | {"data": data, "eval_data": dict(data)}, "data=own.jsonl", "eval_data=null")
+    assert (config.data.path, config.data.sequence_length, config.data.exclude) == ("own.jsonl", 32, "test.jsonl")
+    assert config.eval_data is None
+    assert read(LEAST | {"data": data}, "data={path: own.jsonl}").data.sequence_length == 512
+
+
+@pytest.mark.parametrize("twice", ["training: {seed: 5}\ntraining: {max_steps: 4}", "training:\n  seed: 5\n  seed: 5"])
+def test_a_key_that_occurs_twice_is_refused(read: Any, twice: str) -> None:
+    key = "training" if "max_steps" in twice else "seed"
+    with pytest.raises(RequestError, match=rf"lines \d and \d both set {key}; leave one out"):
+        read(yaml.safe_dump(LEAST) + twice)
+    with pytest.raises(RequestError, match="is not YAML"):
+        read(LEAST, "training={seed: 5, seed: 6}")
+    merged = "base: &base {seed: 5}\n"
+    assert _merged(merged + "training: {<<: *base, seed: 6}") == {"seed": 6}, "a merge is no second key"
+
+
+def _merged(text: str) -> Any:
+    return recipe_file._read(text)["training"]
+
+
+@pytest.mark.parametrize(
+    "override", ["data.exclude_window=5", "data.shuffle_buffer=9", "features_dir=f", "features_dtype=float16"]
+)
+def test_keys_that_need_another_key_are_refused_without_it(read: Any, override: str) -> None:
+    """They had no effect, and nothing said so."""
+    key = override.partition("=")[0]
+    with pytest.raises(RequestError, match=f"{key} is for .*; set that, too, or leave {key} out"):
+        read(LEAST, override)
 
 
 @pytest.mark.parametrize("override", ["heads={kind: markov, rank: null}", "heads={rank: null, window: null}"])
