@@ -162,8 +162,9 @@ def test_a_missing_server_is_a_request_error(server: FakeServer) -> None:
             Server(url)
     server.shutdown()
     server.server_close()
-    with pytest.raises(RequestError, match="no OpenAI-compatible server at"):
-        Server(server.url)
+    for model in (None, "named"):
+        with pytest.raises(RequestError, match="no OpenAI-compatible server at"):
+            Server(server.url, model)
 
 
 def test_of_several_models_one_must_be_chosen(server: FakeServer) -> None:
@@ -259,6 +260,7 @@ def test_a_server_answers_conversations_turn_by_turn(by_server: Any, server: Fak
     ]
     assert (lines[1, 1]["teach"], lines[1, 1]["finish_reason"]) == ("last", "eos")
     assert lines[0, 1]["category"] == "writing"
+    assert done.figures["new_tokens"] == sum(len(line["answer"]) for line in done.lines), "one token a letter"
     assert {path for path, _, _ in server.asked} == {"/v1/chat/completions"}
 
 

@@ -140,7 +140,7 @@ class DistillFigures:
     """The answers that could not be generated; `failed_path` lists the reasons."""
     failed_path: Path
     tokens: int
-    """The tokens of all answers in the file. The answers of a server's chat are text, and count 0."""
+    """The tokens of all answers in the file; of a server's chat, as it counts them, or else those of the text."""
     new_tokens: int
     """Those that this run generated."""
     seconds: float

@@ -28,6 +28,10 @@ class ServerError(Exception):
     """Error for a request that the server rejected, or whose attempts all failed."""
 
 
+class NoServerError(ServerError):
+    """Error for a request to which nothing replied."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """A text that the server generated."""
@@ -38,6 +42,8 @@ class Answer:
     EOS."""
     message: Json = field(default_factory=dict)
     """In a chat, the whole answer: a message with the text, the reasoning and the tool calls."""
+    tokens: int | None = None
+    """The number of its tokens, if the server counts them."""
 
 
 class Server:
@@ -52,24 +58,27 @@ class Server:
     ) -> None:
         """Use `model` on the server at `url`, with or without /v1; by default the only model that the server has.
 
-        `options` are those that give the URL and the model, for errors. RequestError if `url` is no HTTP URL. Without
-        `model`, also if the server is down or has several models."""
+        `options` are those that give the URL and the model, for errors. RequestError if `url` is no HTTP URL, or no
+        server is there; without `model`, also if the server has several models, or does not list them."""
         self.options = options
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise RequestError(f"{options[0]} is {url!r}; give a URL such as http://localhost:8000/v1")
         self.url = url.rstrip("/") if parts.path.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1"
         self.sleep = sleep
-        self.model = model or self._only_model()
+        self.model = self._served(model)
 
-    def _only_model(self) -> str:
+    def _served(self, model: str | None) -> str:
+        """Return `model`, or the only model of the server; raise RequestError as `__init__` does."""
         try:
             served = [str(entry["id"]) for entry in self._ask("/models", None, attempts=1)["data"]]
         except (ServerError, KeyError, TypeError) as error:
-            raise RequestError(
-                f"no OpenAI-compatible server at {self.url} ({error}); start one, or name its model with "
-                f"{self.options[1]}"
-            ) from None
+            if model and not isinstance(error, NoServerError):  # it does not list its models
+                return model
+            way = "" if model else f", or name its model with {self.options[1]}"
+            raise RequestError(f"no OpenAI-compatible server at {self.url} ({error}); start one{way}") from None
+        if model:  # even if it is not listed: some servers take any name
+            return model
         if len(served) != 1:
             raise RequestError(
                 f"{self.url} serves {', '.join(served) or 'no model'}; choose one with {self.options[1]}"
@@ -78,13 +87,14 @@ class Server:
 
     def complete(self, prompt: list[int] | str, options: Json) -> Answer:
         """Let the model continue a text or token ids; `options` are request parameters. Failures raise ServerError."""
-        choice = self.reply("/completions", {"prompt": prompt} | options)["choices"][0]
-        return _answer(choice, choice.get("text"), {}, options)
+        reply = self.reply("/completions", {"prompt": prompt} | options)
+        return _answer(reply, reply["choices"][0].get("text"), {}, options)
 
     def chat(self, messages: list[Json], tools: list[Json] | None, options: Json) -> Answer:
         """Let the model answer a conversation; `options` are request parameters. Failures raise ServerError."""
         body = {"messages": in_api(messages)} | ({"tools": tools} if tools else {}) | options
-        choice = self.reply("/chat/completions", body)["choices"][0]
+        reply = self.reply("/chat/completions", body)
+        choice = reply["choices"][0]
         said = choice.get("message")
         if not isinstance(said, dict):
             raise ServerError(f"the reply has no message: {json.dumps(choice)[:200]}")
@@ -94,7 +104,7 @@ class Server:
             raise ServerError(str(error)) from None
         if said.get("content") is None and len(message) == 2:
             raise ServerError(f"the reply has no text: {json.dumps(choice)[:200]}")
-        return _answer(choice, text_of(message), message, options)
+        return _answer(reply, text_of(message), message, options)
 
     def reply(self, path: str, body: Json, attempts: int = ATTEMPTS) -> Json:
         """Send a request about the model to a path after /v1, and return the reply, whose `choices` are not empty.
@@ -116,7 +126,7 @@ class Server:
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         for attempt in range(1, attempts + 1):
-            wait = 2.0 ** (attempt - 1)
+            wait, failure = 2.0 ** (attempt - 1), ServerError
             try:
                 request = urllib.request.Request(self.url + path, data, headers)
                 with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
@@ -132,12 +142,12 @@ class Server:
                 asked = error.headers.get("Retry-After", "")
                 wait = float(asked) if asked.isdecimal() else wait
             except (OSError, http.client.HTTPException) as error:  # no connection, a broken connection, or a timeout
-                reason = str(error) or type(error).__name__
+                reason, failure = str(error) or type(error).__name__, NoServerError
             except ValueError as error:
                 reason = f"the reply is not JSON ({error})"
             if attempt < attempts:
                 self.sleep(min(LONGEST_WAIT, wait))
-        raise ServerError(reason + (f" ({attempts} attempts)" if attempts > 1 else ""))
+        raise failure(reason + (f" ({attempts} attempts)" if attempts > 1 else ""))
 
 
 def _excerpt(error: urllib.error.HTTPError) -> str:
@@ -149,7 +159,8 @@ def _excerpt(error: urllib.error.HTTPError) -> str:
     return " ".join(str(text).split())[:200]
 
 
-def _answer(choice: Json, text: object, message: Json, options: Json) -> Answer:
+def _answer(reply: Json, text: object, message: Json, options: Json) -> Answer:
+    choice, usage = reply["choices"][0], reply.get("usage")
     if not isinstance(text, str):
         raise ServerError(f"the reply has no text: {json.dumps(choice)[:200]}")
     reason = str(choice.get("finish_reason"))
@@ -158,4 +169,5 @@ def _answer(choice: Json, text: object, message: Json, options: Json) -> Answer:
     # The `stop_reason` of vLLM is the stop string, or null if the model ended the text. Other servers have none.
     may_be_string = isinstance(choice["stop_reason"], str) if "stop_reason" in choice else bool(options.get("stop"))
     is_eos = reason in EOS or (reason == "stop" and not may_be_string)
-    return Answer(text, "eos" if is_eos else reason, message)
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return Answer(text, "eos" if is_eos else reason, message, tokens if isinstance(tokens, int) else None)

@@ -216,6 +216,10 @@ class ServerEngine:
         answer = self.server.chat(messages, task.tools, options)
         line: Json = {"messages": [*messages, answer.message], "teach": "last"}
         line |= {"answer": answer.text, "finish_reason": answer.finish_reason}
+        if answer.tokens is None and self.tokenizer is not None:  # about as many: thoughts and tool calls do not count
+            line["tokens"] = len(tokens_of(answer.text, self.tokenizer))
+        elif answer.tokens is not None:
+            line["tokens"] = answer.tokens
         return line | ({"tools": task.tools} if task.tools else {})
 
     def _question(self, task: Task, form: QuestionForm, options: Json) -> Json:

@@ -42,7 +42,7 @@ class Journal:
         self.done: dict[Key, Json | None] = {}
         self.reasons: Counter[str] = Counter()  # the number of texts for each finish reason
         self.first = {(task.index, 0): False for task in tasks[:CHECKED]}  # whether it is empty or one token long
-        self.tokens = 0  # the number of tokens in all answers; those of a server's chat are text, and count 0
+        self.tokens = 0  # the number of tokens in all answers
         self._lock = threading.Lock()
         self._start = perf_counter()
         self._advance: Callable[..., None]  # advances the progress bar by a number of texts, under a title

@@ -186,7 +186,8 @@ def recipe(run: Run, choice: HeadsChoice) -> Json:
 
 def calibration_stage(run: Run, choice: HeadsChoice, state: FitState) -> Stage:
     """The stage that finds the fastest tree for one kind of heads, after the text stage."""
-    length = min(max(state.stages["text"]["mean_tokens"], 1), CALIBRATION_TOKENS)
+    mean = state.stages["text"]["mean_tokens"] or run.plan.text_tokens / run.plan.texts  # 0: a server did not tell
+    length = min(max(mean, 1), CALIBRATION_TOKENS)
     planned = run.plan.compiled
 
     def options(compiled: bool) -> CalibrateOptions:
