@@ -19,7 +19,7 @@ from decode.bench.methods import Method, medusa_method, plain_method, transforme
 from decode.drafters.layouts import DynamicTree, default_tree
 from decode.serve.bulk import BulkWriter, Job
 from decode.texts import tau
-from medusa.commands.fit.prompts import Split
+from medusa.commands.fit.prompts import Split, asked
 from medusa.commands.models import Opened, fitted_heads
 from medusa.commands.options import batches
 from medusa.errors import RequestError
@@ -43,9 +43,9 @@ def read_prompts(data: Path, more: Sequence[Path]) -> tuple[Split, dict[str, lis
         records = [replace(record, category=name) for record in read_records(str(data / folder))]
         tests[name] = records[-aside:]
         train += records[:-aside]
-    asked = {record.question for records in tests.values() for record in records}
     train += [record for file in more for record in read_records(str(file))]
-    chosen = list({record.question: record for record in train if record.question not in asked}.values())
+    aside_too = {asked(record) for records in tests.values() for record in records}
+    chosen = list({its: record for record in train if (its := asked(record)) not in aside_too}.values())
     random.Random(0).shuffle(chosen)
     return Split(chosen, []), tests
 

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from medusa.commandline import OneLineParser, exit_status
+from medusa.errors import RequestError
 from medusa.files import write_text
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
@@ -37,9 +38,18 @@ def write_jsonl(path: Path, key: str, values: Iterable[object]) -> Path:
 
 
 def read_documents(source: str, limit: int | None = None) -> list[str]:
-    """Read the first `limit` documents of a file, a folder or a Hub dataset; empty documents are left out."""
-    records = islice(read_records(source, separator=DOCUMENT_SEPARATOR), limit)
-    return [text for record in records if (text := (record.text or "").strip())]
+    """Read the first `limit` documents of a file, a folder or a Hub dataset; empty documents are left out.
+
+    Raise RequestError for a record that is no document, such as a conversation, and if all documents are empty."""
+    found = []
+    for record in islice(read_records(source, separator=DOCUMENT_SEPARATOR), limit):
+        if record.text is None or record.answer is not None:
+            raise RequestError(f"{record.where} is no plain text; give records with `text`, or a .txt file")
+        if text := record.text.strip():
+            found.append(text)
+    if not found:
+        raise RequestError(f"{source} holds no text")
+    return found
 
 
 def write_page(description: str | None, page: Path, content: Callable[[], str], argv: Sequence[str] | None) -> None:

@@ -68,8 +68,9 @@ class Record:
 
     @property
     def question(self) -> str:
-        """The text of a prompt; of several turns, the first one."""
-        return text_of(self.messages[0]) if self.messages else self.text or ""
+        """The text of a prompt; of a conversation, the first question of the user."""
+        messages = self.messages or []
+        return text_of(next((m for m in messages if m["role"] == "user"), messages[0])) if messages else self.text or ""
 
     @property
     def is_answered(self) -> bool:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from decode.bench.calibration.stored import TooFewStepsError
+from decode.bench.calibration.stored import Calibration, CalibrationPoint, RecordedTexts, TooFewStepsError
 from medusa import MedusaHeads
 from medusa.__main__ import main
 from medusa.arguments import add_arguments, as_arguments, read
@@ -47,7 +47,7 @@ from medusa.commands.fit.plan import (
     what_fits,
 )
 from medusa.commands.fit.probe import Probe
-from medusa.commands.fit.prompts import answerable, split, write_prompts
+from medusa.commands.fit.prompts import answerable, asked, split, write_prompts
 from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, Prompts
 from medusa.config import MedusaConfig
@@ -726,6 +726,46 @@ def models_at_each_load(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     gc.disable()
     yield numbers
     gc.enable()
+
+
+def test_a_question_is_the_same_in_every_form() -> None:
+    """Else the model would learn from a prompt that is set aside in another form."""
+    forms: list[dict[str, Any]] = [
+        {"prompt": "a"},
+        {"prompt": "a", "completion": "b", "category": "x"},
+        {"turns": ["a"]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    ]
+    with_system: list[dict[str, Any]] = [
+        {"prompt": "a", "system": "s"},
+        {"turns": ["a"], "system": "s"},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]},
+    ]
+    others: list[dict[str, Any]] = [
+        {"turns": ["a", "b"]},
+        {"text": "a"},
+        {"input_ids": [1, 2], "prompt_tokens": 1},
+        {"input_ids": [2]},
+        {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]},
+    ]
+    keys = [{asked(parse_record(row, "here")) for row in rows} for rows in (forms, with_system)]
+    assert [*map(len, keys)] == [1, 1]
+    assert len(keys[0] | keys[1] | {asked(parse_record(row, "here")) for row in others}) == 2 + len(others)
+
+
+@pytest.mark.parametrize("purpose", ["transformers", "vllm"])
+def test_a_server_gets_the_speedup_of_the_heads_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, purpose: str
+) -> None:
+    """N-grams, which a calibration may choose, are not exported."""
+    run = stages.Run(options(purpose=purpose, out=str(tmp_path)), tmp_path, planned(), PROBE)
+    words = stages.benchmark_stage(run, WRITTEN, False).command.split()
+    assert ("--drafter" in words) == (purpose == "vllm")
+    points = [CalibrationPoint(8, [[0]], 1.2, 2.0), CalibrationPoint(11, [], 1.9, 1.0, drafter="ngram")]
+    found = Calibration(points, 1, [1.0], {}, RecordedTexts(9), chosen_tree=0)
+    monkeypatch.setattr(stages, "find_tree", lambda options: found)
+    stage = stages.calibration_stage(run, choose_heads(run.options)[0], WRITTEN)
+    assert stage.work()["drafter"] == ("heads" if purpose == "vllm" else "ngram")
 
 
 @pytest.mark.full

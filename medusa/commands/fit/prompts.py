@@ -33,7 +33,7 @@ def split(records: Sequence[Record], seed: int) -> Split:
     Equal prompts fall on the same side, so that no test prompt is trained on. Both sides are in random order, because
     stages may use their first prompts only, and a file may be sorted. Raise RequestError if there are fewer than 60
     different prompts."""
-    distinct = list({_key(record): record for record in records}.values())
+    distinct = list({asked(record): record for record in records}.values())
     if len(distinct) < LEAST:
         raise RequestError(
             f"there are {len(distinct)} different prompts, and fit needs at least {LEAST}: {FEWEST} to measure the "
@@ -97,12 +97,20 @@ def to_json(record: Record) -> Json:
     return row
 
 
-def _key(record: Record) -> str:
-    """Return what a record asks, without the answers that it holds: the model writes its own."""
+def asked(record: Record) -> str:
+    """Return what a record asks, in whatever form, and without the answers that it holds: the model writes its own."""
     row = to_json(record) | {"category": None}
+    if record.is_prompt and not record.turns:
+        row |= {"prompt": None, "turns": [record.question]}
     if "messages" in row:
-        row["messages"] = [message for message in row["messages"] if message["role"] != "assistant"]
+        said = [message for message in row["messages"] if message["role"] != "assistant"]
+        rest = said[1:] if (system := said[0]["role"] == "system") else said
+        if all(message.keys() == {"role", "content"} and message["role"] == "user" for message in rest):
+            row["messages"], row["turns"] = None, [text_of(message) for message in rest]
+            row |= {"system": text_of(said[0])} if system else {}
+        else:
+            row["messages"] = said
     if "input_ids" in row:
         row["input_ids"] = row["input_ids"][: row["prompt_tokens"] or None]
         row["prompt_tokens"] = len(row["input_ids"])
-    return json.dumps(row, sort_keys=True)
+    return json.dumps({name: value for name, value in row.items() if value is not None}, sort_keys=True)

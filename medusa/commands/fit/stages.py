@@ -26,6 +26,7 @@ from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import Split, write_prompts
 from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, ModelsWithHeads, Prompts, warn
+from medusa.commands.trees import HEADS
 from medusa.errors import NotCompilableError
 from medusa.files import Json, write_text
 from medusa.memory import release
@@ -54,6 +55,11 @@ class Run(NamedTuple):
     work: Path
     plan: Plan
     probe: Probe
+
+    @property
+    def for_transformers(self) -> bool:
+        """Whether the heads are for this toolkit, and not for a server."""
+        return self.options.purpose == "transformers"
 
     def prompts(self, name: str, most: int | None = None) -> Prompts:
         """The prompts in a file of the work folder, all of them or the first `most`."""
@@ -89,7 +95,7 @@ def make(run: Run, state: FitState, sides: Split, choices: list[HeadsChoice]) ->
     install(run.work / best.name, run.options.folder)
     state.content["kind"] = best.name
     finish(benchmark_stage(run, state, state.is_compiled(f"calibrate {best.name}")), run, state)
-    if run.options.purpose != "transformers":
+    if not run.for_transformers:
         finish(export_stage(run), run, state)
     state.finish_run()
 
@@ -206,9 +212,9 @@ def calibration_stage(run: Run, choice: HeadsChoice, state: FitState) -> Stage:
         except TooFewStepsError as error:  # too little text: decoding takes the default tree
             run.options.output.note(f"no calibration: {error}")
             return {"refused": str(error), "compiled": planned}
-        return {name: getattr(found.best, name) for name in ("nodes", "dynamic", "drafter", "tau", "step_ms")} | {
-            "compiled": compiled
-        }
+        best = found.best if run.for_transformers else found.of_heads  # a server gets nothing but the heads
+        names = ("nodes", "dynamic", "drafter", "tau", "step_ms")
+        return {name: getattr(best, name) for name in names} | {"compiled": compiled}
 
     title = f"3/4 The fastest tree for heads of kind {choice.name}"
     return Stage(f"calibrate {choice.name}", title, command_line("calibrate", options(planned)), work)
@@ -223,6 +229,7 @@ def benchmark_stage(run: Run, state: FitState, planned: bool) -> Stage:
     def options(compiled: bool) -> BenchmarkOptions:
         return BenchmarkOptions(
             models=Models(backbone=run.options.model, heads=str(folder), tree="auto"),
+            drafter=() if run.for_transformers else (HEADS,),
             load=run.options.load,
             prompts=run.prompts(TEST, run.plan.test_prompts),
             settings=run.settings(run.plan.benchmark_tokens, compiled=compiled),
