@@ -19,6 +19,7 @@ from medusa import RequestError, tree_support
 from medusa.backbone import Backbone
 from medusa.tree_support import LayerKind, LayerKinds, additive
 from tests.helpers import FAMILIES, REFUSED, at_once, random_heads, random_ids, rename_attention, tiny_model, weekly
+from tiny_models import RECURRENT
 
 WINDOWED = ["mistral", "qwen2", "gemma3_text", "gemma2", "llama4_text"]
 PROMPT = torch.tensor([random_ids(6)])
@@ -45,6 +46,14 @@ def test_models_with_tree_support_pass(family: str, dtype: torch.dtype) -> None:
     # Half of what would still pass: the limits leave room for machines that round otherwise.
     assert check.error < check.limit / 2
     assert check.control > 0.1, "no power"
+
+
+def test_recurrent_layers_round_as_float32_in_any_dtype() -> None:
+    """transformers computes their states in float32: its own forwards differ by as much in a model of float64."""
+    layers = RECURRENT["qwen3_5_text"]["layer_types"]
+    deep: dict[str, Any] = {"num_hidden_layers": 8, "layer_types": (8 * layers)[:8]}
+    check = check_tree_forward(tiny_model("qwen3_5_text", seed=3, dtype=torch.float64, **deep))
+    assert 1e-5 < check.error < check.limit / 2, "more than rounding in float64, or no power"
 
 
 # Broken masks, positions and caches
