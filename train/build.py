@@ -108,7 +108,7 @@ def has_other_writer(data: str, model: PreTrainedModel) -> bool:
     noted = Path(data).with_suffix(SETTINGS)
     held = read_json(noted) if Path(data).is_file() and noted.is_file() else {}
     weights = held.get(WEIGHTS) if isinstance(held, dict) else None
-    return bool(weights) and unlike(weights, fingerprint(model)["weights"], quantized="quantization" in held)
+    return weights is not None and unlike(weights, fingerprint(model)["weights"], quantized="quantization" in held)
 
 
 def build_trainer(run: LoadedRun) -> MedusaTrainer:

@@ -143,8 +143,14 @@ class ReplyReader:
 
         With `tools`, arguments get the types of the tools' schemas."""
         self.parser = tokenizer.get_response_parser(form, prefix=prompt, tools=list(tools) if tools else None)
+        self.start = len(self.parser._buffer)  # of the prompt; no public attribute tells how far a text is read
+        calls = form["fields"].get(CALLS, {})
+        self.shows_its_end = calls.get("content") == "json" or not {"close", "close_pattern"} & calls.keys()
+        """Whether a call that the end of the text closes, and not its mark, is known to be whole."""
         self.calls = 0
-        self.unsent = ""  # text since the last delta, which may be the beginning of a call
+        self.text = ""  # as far as it is fed
+        self.given = 0  # the end of what deltas gave; what follows may be the beginning of a call
+        self.in_call = False
         self.broken = False  # whether the text has left its format
         self.spoken = False  # whether there was content yet, before which spaces are left out
 
@@ -167,7 +173,7 @@ class ReplyReader:
             if self.broken:
                 yield from self._content(letter)
                 continue
-            self.unsent += letter
+            self.text += letter
             try:
                 events = self.parser.feed(letter)
             except ValueError:
@@ -179,34 +185,45 @@ class ReplyReader:
         """Yield the deltas that the end of the text gives."""
         if self.broken:
             return
+        read = self._read
         try:
             _, events = self.parser.finalize()
         except ValueError:
             yield from self._break_off()
             return
-        yield from self._deltas(events)
-        if self.unsent.strip() and not self.calls:  # text that belongs to no part of the format
-            yield from self._content(self.unsent)
+        opens = any(event["type"] == "region_open" and event["field"] == CALLS for event in events)
+        read += sum(len(event["text"]) for event in events if event["type"] == "region_chunk")
+        cut = not self.shows_its_end and (opens or (self.in_call and read >= len(self.text)))
+        yield from self._break_off() if cut else self._deltas(events)
+        if self.text[max(self.given, 0) :].strip() and not self.calls and not self.broken:  # of no part of the format
+            yield from self._content(self.text[max(self.given, 0) :])
+
+    @property
+    def _read(self) -> int:
+        """The number of letters that the parser has read; negative while it keeps some of the prompt's."""
+        return self.parser._pos - self.start
 
     def _deltas(self, events: Sequence[Json]) -> Iterator[Json]:
         for event in events:
             kind, field = event["type"], event["field"]
             if kind == "region_chunk" and field != CALLS:
-                text = event["text"]
-                self.unsent = self.unsent[self.unsent.rfind(text) + len(text) :]
-                yield from self._content(text) if field == "content" else [{THOUGHT_KEY: text}]
-            elif kind == "region_close":
-                if field == CALLS:
-                    values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                    try:
-                        calls = [_call(value) for value in values]
-                    except RequestError:
-                        yield from self._break_off()
-                        return
-                    for call in calls:
-                        yield {CALLS: [{"index": self.calls} | call]}
-                        self.calls += 1
-                self.unsent = ""
+                self.given += len(event["text"])
+                yield from self._content(event["text"]) if field == "content" else [{THOUGHT_KEY: event["text"]}]
+            elif kind == "region_open" and field == CALLS:
+                self.in_call = True
+            elif kind == "region_close" and field == CALLS:
+                self.in_call = False
+                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+                try:
+                    calls = [_call(value) for value in values]
+                except RequestError:
+                    yield from self._break_off()
+                    return
+                for call in calls:
+                    yield {CALLS: [{"index": self.calls} | call]}
+                    self.calls += 1
+        if events and not self.in_call:  # without events, the text belongs to no part of the format
+            self.given = self._read
 
     def _content(self, text: str) -> Iterator[Json]:
         text = text if self.spoken else text.lstrip()
@@ -216,7 +233,7 @@ class ReplyReader:
 
     def _break_off(self) -> Iterator[Json]:
         self.broken = True
-        yield from self._content(self.unsent)
+        yield from self._content(self.text[max(self.given, 0) :])
 
 
 def message_of(deltas: Sequence[Json]) -> Json:

@@ -66,6 +66,38 @@ def test_a_call_that_breaks_the_format_is_text(name: str) -> None:
     assert found["content"].strip()
 
 
+SPOKEN = ("channels (gpt-oss)",)  # formats with a mark for content
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_a_cut_call_is_text_and_no_call_that_lacks_arguments(name: str) -> None:
+    """An agent would carry it out. Only JSON shows its own end, so only there the closing mark may be missing."""
+    call = WRITTEN[name].partition("<|end|>")[2] or WRITTEN[name]
+    before = "" if name in SPOKEN or name == "Llama 3.1" else "Let me see.\n"  # there, a call begins the text
+    closed = read(name, before + call)
+    assert closed["content"] == (before.rstrip() or None)
+    for end in range(1, len(call)):
+        found = read(name, before + call[:end], seed=end)
+        if calls := found.get("tool_calls"):
+            assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}, "cut after its last letter"
+        else:
+            assert found["content"] == before + call[:end]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in SPOKEN])
+def test_without_a_valid_call_every_letter_is_content(name: str) -> None:
+    opening = WRITTEN[name][: WRITTEN[name].index("{" if name != "XML parameters (Qwen3-Coder, Qwen3.5)" else "1")]
+    draw, tries = random.Random(0), 0
+    for seed in range(60):
+        pieces = [draw.choice(["a", " ", "\n", "<", "[", opening, opening[:5], "b c", "{", "}"]) for _ in range(9)]
+        text = "x" + "".join(pieces) + "."
+        found = read(name, text, seed)
+        assert "tool_calls" not in found
+        assert found["content"] == text
+        tries += opening in text
+    assert tries > 10, "no power"
+
+
 def test_a_piece_of_text_is_one_delta() -> None:
     form = FORMATS["Hermes and Qwen"][1]
     reader = ReplyReader(form, form["start_anchor"], byte_tokenizer("{# <tool_call> #}"), ADD)
