@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from socket import socket
+from weakref import WeakSet
 
 import uvicorn
 from starlette.applications import Starlette
@@ -37,16 +38,26 @@ from medusa.files import Json
 from medusa.records.replies import ReplyReader, message_of, response_template
 
 MAX_BODY = 2**24  # largest request, in bytes
+GRACE = 3  # seconds that answers may still take when the server stops
+LETTERS = 256  # more than the tokens of a text have on average, whatever the tokenizer
 
 
 class ApiAnswer:
     """Collects the texts for one API request from the worker thread, and sends them as JSON or as a stream."""
 
     def __init__(
-        self, model: str, is_chat: bool, is_stream: bool, prompt_tokens: int, tokenizer: PreTrainedTokenizerBase
+        self,
+        model: str,
+        is_chat: bool,
+        is_stream: bool,
+        prompt_tokens: int,
+        tokenizer: PreTrainedTokenizerBase,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """Make an answer that has no texts yet. `prompt_tokens`: number of tokens in all prompts together."""
-        self.is_chat, self.prompt_tokens, self.tokenizer = is_chat, prompt_tokens, tokenizer
+        """Make an answer that has no texts yet. `prompt_tokens`: number of tokens in all prompts together.
+
+        `loop` is that of the HTTP thread."""
+        self.is_chat, self.prompt_tokens, self.tokenizer, self.loop = is_chat, prompt_tokens, tokenizer, loop
         number = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         kind = "text_completion"
         if is_chat:
@@ -56,7 +67,6 @@ class ApiAnswer:
         self.returns_ids = False  # whether the choices list the ids of their tokens
         self.echoes: list[str] = []  # the text with which each choice begins
         self.readers: list[ReplyReader] = []  # of the texts that may call tools
-        self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[int, RowEvent]] = asyncio.Queue()
 
     def put(self, index: int, event: RowEvent) -> None:
@@ -123,7 +133,7 @@ class ApiAnswer:
         """Wait until the client has disconnected, and then end this answer with an error."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        self.events.put_nowait((0, RowEvent(error=_left())))
+        self.fail(_left())
 
     async def _until_all_ended(self) -> AsyncIterator[tuple[int, RowEvent]]:
         """Yield pairs of a text's index and its next event until all texts have ended; raise errors as `ApiError`."""
@@ -138,6 +148,10 @@ class ApiAnswer:
                 raise ApiError(f"decoding failed: {type(event.error).__name__}: {event.error}", 500)
             running -= event.finish_reason is not None
             yield index, event
+
+    def fail(self, error: ApiError) -> None:
+        """End the answer with an error; called in the HTTP thread."""
+        self.events.put_nowait((0, RowEvent(error=error)))
 
     def _leave(self) -> None:  # the worker then stops decoding the rows that are not finished
         for row in self.rows:
@@ -181,6 +195,8 @@ class CompletionApi:
         self.worker, self.name, self.seed, self.generator = worker, name, seed, worker.generator
         self.template_options: Json = dict(template_options or {})
         self.answered = 0
+        self.answers: WeakSet[ApiAnswer] = WeakSet()  # those that are being sent
+        self.turn = asyncio.Lock()  # of the requests that are being read: a tokenizer encodes one text at a time
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
         self.about = about | {"max_model_len": Backbone(self.generator.model).context}
 
@@ -218,6 +234,11 @@ class CompletionApi:
             lifespan=lifespan,
         )
 
+    def stop(self) -> None:
+        """End all answers, because the server stops; called in the HTTP thread."""
+        for answer in self.answers:
+            answer.fail(ApiError("the server stops; ask again", 503))
+
     async def health(self, request: HttpRequest) -> Response:
         alive = self.worker.thread is not None and self.worker.thread.is_alive()
         return JSONResponse({"status": "ok" if alive else "the worker has ended"}, 200 if alive else 503)
@@ -249,8 +270,10 @@ class CompletionApi:
             raise _left() from None
         if max(told, len(content)) > MAX_BODY:
             raise ApiError(f"the request is longer than {MAX_BODY // 2**20} MiB", 413)
-        asked = parse(bytes(content), kind)
-        answer = self.begin(asked)
+        async with self.turn:  # in another thread, so that a long request lets others be answered
+            asked = await asyncio.to_thread(parse, bytes(content), kind)
+            answer = await asyncio.to_thread(self.begin, asked, asyncio.get_running_loop())
+        self.answers.add(answer)
         if not asked.stream:
             return JSONResponse(await answer.whole(request))
         chunks = answer.chunks(bool(asked.stream_options.include_usage))
@@ -265,9 +288,14 @@ class CompletionApi:
             return replace(settings, grammar=None)
         return replace(settings, grammar=self.generator.grammars.compiled(json_schema_source(schema)))
 
-    def begin(self, asked: CompletionRequest | ChatRequest) -> ApiAnswer:
-        """Check a request, start its texts in the worker thread, and return the answer; raises an `ApiError`."""
+    def begin(self, asked: CompletionRequest | ChatRequest, loop: asyncio.AbstractEventLoop) -> ApiAnswer:
+        """Check a request, start its texts in the worker thread, and return the answer; raises an `ApiError`.
+
+        `loop` is that of the HTTP thread."""
         self._require_model(self.name if asked.model is None else asked.model)
+        context = Backbone(self.generator.model).context
+        if context is not None and asked.letters > LETTERS * context:  # it is not even encoded
+            raise ApiError(f"the prompt has {asked.letters} characters, but the context ends at {context} tokens")
         try:
             settings = self._with_format(asked.settings(self.generator.settings), asked.response_format)
             tokenizer = self.worker.tokenizer
@@ -283,7 +311,9 @@ class CompletionApi:
             raise ApiError(f"{count} texts were asked for; a request has at most {MAX_CHOICES}")
         self.answered += 1
         seed = self.seed + self.answered * MAX_CHOICES if asked.seed is None else asked.seed
-        answer = ApiAnswer(self.name, isinstance(asked, ChatRequest), asked.stream, sum(map(len, prompts)), tokenizer)
+        answer = ApiAnswer(
+            self.name, isinstance(asked, ChatRequest), asked.stream, sum(map(len, prompts)), tokenizer, loop
+        )
         answer.returns_ids = asked.return_token_ids
         for index in range(count):
             number, copy = divmod(index, asked.n)
@@ -312,8 +342,12 @@ async def _refuse(request: HttpRequest, error: Exception) -> Response:
     return JSONResponse(error.to_json(), error.status)
 
 
-def serve(app: Starlette, host: str, port: int, on_start: Callable[[], object]) -> None:
-    """Run the HTTP server until the process is stopped. `on_start` is called when the server begins to listen."""
+def serve(
+    app: Starlette, host: str, port: int, on_start: Callable[[], object], on_end: Callable[[], object] = lambda: None
+) -> None:
+    """Run the HTTP server until the process is stopped. `on_start` is called when the server begins to listen.
+
+    `on_end` is called if answers still run some seconds after the stop; it should end them."""
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket] | None = None) -> None:
@@ -323,4 +357,10 @@ def serve(app: Starlette, host: str, port: int, on_start: Callable[[], object]) 
                 raise RunError(f"cannot listen at {host}, port {port}; choose another --port or --host") from None
             on_start()
 
-    Server(uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=3)).run()
+        async def shutdown(self, sockets: list[socket] | None = None) -> None:
+            ending = asyncio.get_running_loop().call_later(GRACE, on_end)
+            await super().shutdown(sockets)
+            ending.cancel()
+
+    config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=GRACE + 2)
+    Server(config).run()

@@ -51,6 +51,8 @@ class Conversation:
     template_options: Json = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     """The strings that end an answer."""
+    way_out: str = "start again with /reset"
+    """What a user can do when the conversation fills the context."""
 
     def __post_init__(self) -> None:
         if self.system is not None and self.tokenizer.chat_template is None:
@@ -72,9 +74,10 @@ class Conversation:
             raise RequestError("the message is empty; write something")
         prompt = self._templated(message) if self.has_template else self._continued(message)
         for backbone in map(Backbone, models):
-            require_fitting([prompt], backbone)
             if backbone.context is not None and len(prompt) >= backbone.context:
-                raise RequestError(f"the context of {backbone.context} tokens is full; start again with /reset")
+                way = self.way_out if self.turns else "shorten the message"
+                raise RequestError(f"the context of {backbone.context} tokens is full; {way}")
+            require_fitting([prompt], backbone)
         return Turn(message, prompt)
 
     def keep(self, turn: Turn, result: Result, text: str) -> None:
@@ -96,8 +99,12 @@ class Conversation:
         if last is None or last.result is None or last.result.finish_reason == "eos":  # the message begins a new text
             return prompt_ids(Record("the text", text=message), self.tokenizer)
         ids = last.result.input_ids + last.result.new_ids
+        if not message:  # goes on after a stop string, which the model would otherwise write again
+            return ids
+        if last.result.finish_reason == "stop":  # the text goes on as it was shown, without the stop string
+            ids = [*last.result.input_ids, *continuation_ids(last.result.input_ids, last.text, self.tokenizer)]
         space = "" if last.text[-1:].isspace() else " "
-        return [*ids, *continuation_ids(ids, space + message, self.tokenizer)] if message else ids
+        return [*ids, *continuation_ids(ids, space + message, self.tokenizer)]
 
 
 REFRESH = 0.08  # seconds between two snapshots of a growing text

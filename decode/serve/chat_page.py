@@ -62,7 +62,8 @@ class PageConfig:
     def conversation(self, tokenizer: PreTrainedTokenizerBase, system: str | None) -> Conversation:
         """Make an empty conversation."""
         options, stop = self.template_options, self.worker.generator.settings.stop or ()
-        return Conversation(tokenizer, system, raw=self.raw, template_options=options, stop=stop)
+        way = 'press "Start again"'
+        return Conversation(tokenizer, system, raw=self.raw, template_options=options, stop=stop, way_out=way)
 
 
 def serve(config: PageConfig, host: str, port: int, allowed_hosts: list[str], on_start: Callable[[], object]) -> None:

@@ -187,6 +187,11 @@ class CompletionRequest(GenerationRequest):
 
     add_special_tokens: bool = Field(True, description="true or false")  # whether a BOS begins a prompt
 
+    @property
+    def letters(self) -> int:
+        """The number of characters of the longest text to continue."""
+        return max((len(part) for part in self.prompt if isinstance(part, str)), default=0)
+
     def prompts(self, tokenizer: PreTrainedTokenizerBase, template_options: Json) -> list[list[int]]:
         """Return the token ids of each prompt; raises an `ApiError` if the text of a prompt is empty."""
         encode = text_ids if self.add_special_tokens else tokens_of
@@ -228,6 +233,11 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs: true; add it, or leave top_logprobs out", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def letters(self) -> int:
+        """The number of characters of the messages' texts together."""
+        return sum(len(content) for message in self.messages if isinstance(content := message.get("content"), str))
 
     @property
     def offered(self) -> list[Json] | None:
@@ -284,5 +294,6 @@ def parse(content: bytes, kind: type[AnyRequest]) -> AnyRequest:
         known = ", ".join(sorted({*kind.model_fields, *UNSUPPORTED, *IGNORED}))
         told = f"{unknown[0]} is not a parameter of this endpoint; its parameters are {known}"
         raise ApiError(told, param=unknown[0])
-    value = f"is {short(body[names[0]])}" if names[0] in body else "is missing"
-    raise ApiError(f"{names[0]} {value}; it must be {kind.model_fields[names[0]].description}", param=names[0])
+    given = next((name for name in body if ALIASES.get(name, name) == names[0]), names[0])  # as the client wrote it
+    value = f"is {short(body[given])}" if given in body else "is missing"
+    raise ApiError(f"{given} {value}; it must be {kind.model_fields[names[0]].description}", param=given)

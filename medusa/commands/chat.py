@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -220,6 +221,8 @@ class _Terminal:
 def _lines() -> Iterator[str]:
     """Yield the lines that the user types, until the end of the input."""
     if not sys.stdin.isatty():
+        if isinstance(sys.stdin, TextIOWrapper):  # a line that is not UTF-8 is refused alone
+            sys.stdin.reconfigure(errors="surrogateescape")
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
     with contextlib.suppress(ImportError):

@@ -82,4 +82,4 @@ def run(options: ServeOptions) -> None:
     name = options.name or options.models.backbone
     api = CompletionApi(worker, name, options.runtime.seed, opened.form.options)
     app = api.app(network.allowed_hosts, options.cors)
-    serve(app, network.host, network.port, lambda: network.announce("serve"))
+    serve(app, network.host, network.port, lambda: network.announce("serve"), api.stop)

@@ -325,7 +325,7 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids of a text that a model continues: with BOS where the tokenizer adds it, but not twice.
 
     An EOS that the tokenizer adds is left out, because the model would continue a text that has ended."""
-    ids, begin, end = tokenizer(text)["input_ids"], tokenizer.bos_token_id, tokenizer.eos_token_id
+    ids, begin, end = _encoded(text, tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
     if end not in (None, begin) and ids[-1:] == [end] and ids.count(end) > tokens_of(text, tokenizer).count(end):
         ids = ids[:-1]
     return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
@@ -333,7 +333,17 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def tokens_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids of a text and of no other tokens, such as a BOS that a chat template has written already."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return _encoded(text, tokenizer, add_special_tokens=False)
+
+
+def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: bool) -> list[int]:
+    """Encode a text; raise RequestError for bytes that are no UTF-8, as a terminal or a pipe may give them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(error.start - 20, 0) : error.end]
+        raise RequestError(f"the text is not UTF-8 after {around!a}; convert it, as with iconv") from None
+    return tokenizer(text, **options)["input_ids"]
 
 
 def continuation_ids(prompt: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -57,6 +57,17 @@ def test_a_conversation_through_a_pipe(say: Any, tmp_path: Path) -> None:
     assert content["settings"]["drafter"] == "heads"
 
 
+def test_a_line_that_is_not_utf8_is_refused_alone(medusa: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = io.TextIOWrapper(io.BytesIO(b"Once upon a time\ncaf\xe9 and\nThe dog\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", lines)
+    done = medusa(*CHAT, "--plain")
+    assert (done.status, len(done.out.splitlines())) == (0, 2)
+    assert "the text is not UTF-8 after" in done.err
+    done = medusa("generate", "demo", "caf\udce9 and", "--max-new-tokens", "2")
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert "is not UTF-8" in done.err
+
+
 def test_quiet_prints_only_the_answers(say: Any) -> None:
     done = say(*CHAT, "--plain", "--quiet", lines="Once upon a time\n/plain\n/quit\nnever read\n")
     assert (done.status, len(done.out.splitlines()), done.err) == (0, 1, "")

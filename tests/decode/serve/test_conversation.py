@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,22 @@ def test_without_a_template_a_message_is_appended_to_the_text(generator: TextGen
     assert generator.tokenizer.decode(turn.prompt, skip_special_tokens=True) == f"{PROMPT}{first} But the dog"
 
 
+def test_a_message_after_a_stop_string_follows_the_text_that_was_shown(generator: TextGenerator) -> None:
+    whole = answer(generator, Conversation(generator.tokenizer), PROMPT)
+    stop = whole.split()[2]
+    conversation = Conversation(generator.tokenizer, stop=(stop,))
+    turn, settings = conversation.ask(PROMPT, generator.model), replace(generator.settings, stop=(stop,))
+    run = begin(generator, turn.prompt, settings)
+    list(run)
+    shown = whole[: whole.index(stop)]
+    conversation.keep(turn, run.results[0], shown)
+    asked = conversation.ask("But the dog", generator.model).prompt
+    assert generator.tokenizer.decode(asked, skip_special_tokens=True).split() == f"{PROMPT}{shown} But the dog".split()
+    assert stop in generator.tokenizer.decode(conversation.ask("", generator.model).prompt), (
+        "or it would be written again"
+    )
+
+
 def test_after_the_end_of_a_text_a_new_text_begins(generator: TextGenerator) -> None:
     conversation = Conversation(generator.tokenizer)
     turn = conversation.ask(PROMPT, generator.model)
@@ -88,7 +105,7 @@ def test_invalid_messages_are_refused(generator: TextGenerator, with_template: A
     conversation = Conversation(with_template)
     with pytest.raises(RequestError, match="the message is empty"):
         conversation.ask(" \n", generator.model)
-    with pytest.raises(RequestError, match="the backbone's context ends at 512"):
+    with pytest.raises(RequestError, match="the context of 512 tokens is full; shorten the message"):
         conversation.ask("word " * 600, generator.model)
     with_template.chat_template = None
     with pytest.raises(RequestError, match="--system needs a chat template"):
@@ -100,8 +117,9 @@ def test_invalid_messages_are_refused(generator: TextGenerator, with_template: A
 def test_a_full_context_is_reported(generator: TextGenerator) -> None:
     conversation = Conversation(generator.tokenizer)
     conversation.keep(conversation.ask(PROMPT, generator.model), Result([5] * 500, [5] * 12), "")
-    with pytest.raises(RequestError, match="the context of 512 tokens is full"):
-        conversation.ask("", generator.model)
+    for message in ("", "One day"):
+        with pytest.raises(RequestError, match="the context of 512 tokens is full; start again with /reset"):
+            conversation.ask(message, generator.model)
 
 
 # --- runs -----------------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -18,6 +21,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from decode.serve import app
 from decode.serve.app import CompletionApi, serve
 from decode.serve.schema import ApiError, ChatRequest, CompletionRequest
 from decode.serve.worker import BatchRow, BatchWorker
@@ -105,6 +109,8 @@ WRONG_COMPLETIONS: list[tuple[Any, str]] = [
     ({"prompt": ""}, "the prompt is empty"),
     ({"prompt": [99999]}, "vocabulary has 4096"),
     ({"prompt": "word " * 600}, "context ends at 512"),
+    ({"prompt": "word " * 40_000}, "the prompt has 200000 characters, but the context ends at 512 tokens"),
+    ({"prompt": "a", "n_predict": "x"}, "n_predict is 'x'; it must be a whole number"),
     ({"prompt": "a", "temprature": 1}, "temprature is not a parameter of this endpoint"),
     ({"prompt": "a", "": 1}, " is not a parameter of this endpoint"),
     ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'; it must be a number"),
@@ -258,6 +264,41 @@ def test_a_completion_goes_on_with_the_text_of_its_prompt(stream: bool) -> None:
     assert "hello" + answer["message"]["content"] == whole
 
 
+def test_a_request_that_takes_long_to_read_keeps_no_other_waiting(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, may_end, parse = threading.Event(), threading.Event(), app.parse
+
+    def slow(*given: Any) -> Any:
+        began.set()
+        assert may_end.wait(60)
+        return parse(*given)
+
+    monkeypatch.setattr(app, "parse", slow)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, url, "/v1/completions", {"prompt": PROMPTS[0]})
+        assert began.wait(60)
+        assert ask(url, "/health")[0] == 200
+        may_end.set()
+        assert asked.result(60)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_stops_ends_answers_with_an_error(url: str, api: CompletionApi, stream: bool) -> None:
+    body = {"prompt": PROMPTS[0], "n": 64, "max_tokens": 400, "ignore_eos": True, "stream": stream}
+    before = {*api.answers}
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, url, "/v1/completions", body)
+        while not (new := {*api.answers} - before):
+            time.sleep(0.01)
+        new.pop().loop.call_soon_threadsafe(api.stop)
+        status, reply = asked.result(60)
+    if stream:
+        assert status == 200
+        reply = json.loads(reply.rstrip().rpartition("data: ")[2])
+    else:
+        assert status == 503
+    assert (reply["error"]["message"], reply["error"]["type"]) == ("the server stops; ask again", "server_error")
+
+
 # --- the worker ------------------------------------------------------------------------------------------------------
 
 
@@ -287,7 +328,7 @@ def test_a_prompt_that_does_not_fit_the_amateur_is_refused_alone(generator: Text
     amateur = Amateur(tiny_model("llama", vocab_size=4096, max_position_embeddings=32))
     api = CompletionApi(BatchWorker(replace(generator, settings=Settings(amateur=amateur)), 4), "demo")
     with pytest.raises(ApiError, match="the amateur's context ends at 32"):
-        api.begin(CompletionRequest(prompt=[[5] * 40]))
+        api.begin(CompletionRequest(prompt=[[5] * 40]), asyncio.new_event_loop())
     assert api.worker.arrivals.empty()
 
 
