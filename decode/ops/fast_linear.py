@@ -2,9 +2,11 @@
 
 In bfloat16, PyTorch multiplies by oneDNN, which rearranges a weight in each product. With packed weights, the layers of
 SmolLM2-135M take 0.6 to 0.7 times as long for 1 to 36 tokens, and results are equal bit by bit (Intel Xeon with AMX,
-one thread). In float32, PyTorch multiplies with MKL, which is as fast as without AVX-512 on AMD CPUs. For one token
-this does not matter, because reading the weights takes the time. For 8 tokens, oneDNN takes 0.5 to 0.8 times as long as
-MKL, and for 64 tokens half as long (AMD EPYC with AVX-512, one thread). Results are equal up to rounding.
+one thread). In float32, PyTorch multiplies with MKL, which on AMD CPUs is as fast as without AVX-512. For one token this
+does not matter, because reading the weights takes the time. For 8 tokens, oneDNN takes 0.5 to 0.8 times as long as MKL,
+and for 64 tokens half as long (AMD EPYC with AVX-512, one thread). Without AVX-512, packed weights take 0.5 to 1.05
+times as long for 2 to 32 tokens, and weights that are not packed more than MKL (AMD EPYC with AVX2): a step of
+SmolLM2-135M with 4, 8 and 16 nodes takes 0.81, 0.85 and 0.82 times as long. Results are equal up to rounding.
 
 Packed weights are a second copy of the weights, in the order in which oneDNN multiplies them. They are packed when a
 model's first text begins, if the copies fit in `SHARE` of the memory. A weight may change later, and not all changes
@@ -45,14 +47,16 @@ SHARE = 1 / 8
 ROWS = 32
 """Tokens of a block of stable products. oneDNN's bfloat16 kernels take as long for 32 tokens as for one."""
 PLAIN_TYPES = (Tensor, nn.Parameter)  # subclasses, for example quantised weights, have their own products
-HAS_ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+UNPACKED = CAPABILITY == "AVX512"
+"""Whether oneDNN is faster in float32 with weights that are not packed, too."""
 TYPES = {
     dtype
     for dtype, is_faster in (
-        (torch.float32, "AuthenticAMD" in cpuinfo("vendor_id")),
-        (torch.bfloat16, has_fast_bfloat16()),
+        (torch.float32, "AuthenticAMD" in cpuinfo("vendor_id") and CAPABILITY in ("AVX512", "AVX2")),
+        (torch.bfloat16, has_fast_bfloat16() and CAPABILITY == "AVX512"),
     )
-    if is_faster and HAS_ONEDNN
+    if is_faster and torch.backends.mkldnn.is_available()
 }
 """The dtypes whose weights are packed on this machine."""
 STOCK = F.linear
@@ -72,7 +76,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.ops.medusa.linear(input, weight, bias) if is_plain(weight) else STOCK(input, weight, bias)
     arranged = packed(weight)
-    if arranged is not None or (float32 and products >= MIN_PRODUCTS and is_plain(weight)):
+    if arranged is not None or (UNPACKED and float32 and products >= MIN_PRODUCTS and is_plain(weight)):
         return _by_onednn(input, weight if arranged is None else arranged, bias)
     return STOCK(input, weight, bias)
 

@@ -33,8 +33,9 @@ WEIGHT = torch.nn.Parameter(torch.randn(1024, 256))
 
 @pytest.fixture(autouse=True)
 def amd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all machines behave like one with an AMD CPU that multiplies no bfloat16."""
+    """Let all machines behave like one with an AMD CPU with AVX-512 that multiplies no bfloat16."""
     monkeypatch.setattr(module, "TYPES", {torch.float32})
+    monkeypatch.setattr(module, "UNPACKED", True)
 
 
 @pytest.fixture
@@ -72,6 +73,16 @@ def test_products_equal_those_of_pytorch(x: Tensor, weight: Tensor, bias: Tensor
     torch.testing.assert_close(STOCK(x, weight, bias).double(), exact, rtol=0, atol=2e-4)
 
 
+def test_without_avx512_only_packed_weights_are_multiplied_by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "UNPACKED", False)
+    layer = nn.Linear(256, 1024)
+    assert not used_in(layer.weight, 8)
+    pack(layer)
+    with torch.no_grad(), fast_linear(layer.weight, 8), ByOneDNN() as used:
+        layer(torch.randn(8, 256))
+    assert used.count == 1
+
+
 def test_everything_else_is_left_to_pytorch() -> None:
     x, one, few = torch.randn(8, 256), torch.randn(1, 256), torch.randn(MIN_PRODUCTS // WEIGHT.numel() - 1, 256)
     with fast_linear(WEIGHT, 8), ByOneDNN() as used:
@@ -97,7 +108,7 @@ def test_unusual_weights_and_biases_are_left_to_pytorch() -> None:
 
 
 def used_in(weight: Tensor, tokens: int) -> int:
-    """The products that oneDNN computes of 8 tokens, in a context for a forward over so many `tokens`."""
+    """The products of 8 tokens and `WEIGHT` that oneDNN computes, in a context for a forward over so many `tokens`."""
     with torch.no_grad(), fast_linear(weight, tokens), ByOneDNN() as used:
         F.linear(torch.randn(8, 256), WEIGHT)
     return used.count
