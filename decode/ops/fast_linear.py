@@ -2,11 +2,11 @@
 
 In bfloat16, PyTorch multiplies by oneDNN, which rearranges a weight in each product. With packed weights, the layers of
 SmolLM2-135M take 0.6 to 0.7 times as long for 1 to 36 tokens, and results are equal bit by bit (Intel Xeon with AMX,
-one thread). In float32, PyTorch multiplies with MKL, which on AMD CPUs is as fast as without AVX-512. For one token this
-does not matter, because reading the weights takes the time. For 8 tokens, oneDNN takes 0.5 to 0.8 times as long as MKL,
-and for 64 tokens half as long (AMD EPYC with AVX-512, one thread). Without AVX-512, packed weights take 0.5 to 1.05
-times as long for 2 to 32 tokens, and weights that are not packed more than MKL (AMD EPYC with AVX2): a step of
-SmolLM2-135M with 4, 8 and 16 nodes takes 0.81, 0.85 and 0.82 times as long. Results are equal up to rounding.
+one thread). In float32, PyTorch multiplies with MKL, which on AMD CPUs is as fast as without AVX-512. For one token
+this does not matter, because reading the weights takes the time. For 8 tokens, oneDNN takes 0.5 to 0.8 times as long as
+MKL, and for 64 tokens half as long (AMD EPYC with AVX-512, one thread). Without AVX-512, packed weights take 0.5 to
+1.05 times as long for 2 to 32 tokens, and weights that are not packed longer than with MKL (AMD EPYC with AVX2): a step
+of SmolLM2-135M with 4, 8 and 16 nodes takes 0.81, 0.85 and 0.82 times as long. Results are equal up to rounding.
 
 Packed weights are a second copy of the weights, in the order in which oneDNN multiplies them. They are packed when a
 model's first text begins, if the copies fit in `SHARE` of the memory. A weight may change later, and not all changes
