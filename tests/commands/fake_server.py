@@ -20,6 +20,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         self.models = ["the-model"]
+        self.context: int | None = None
         self.trouble: Callable[[int, dict[str, Any]], Reply | bool] = lambda number, body: False
         """Given the number of the request and its body: what to reply instead of an answer, or False."""
         self.lock = threading.Lock()
@@ -38,7 +39,8 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None: ...
 
     def do_GET(self) -> None:
-        self._reply(200, {}, json.dumps({"data": [{"id": name} for name in self.server.models]}))
+        told = {} if self.server.context is None else {"max_model_len": self.server.context}
+        self._reply(200, {}, json.dumps({"data": [{"id": name} | told for name in self.server.models]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -231,6 +231,21 @@ def test_a_correct_server_passes(audit: Callable[..., Any], sharp: Place, writer
     assert ("it takes no token ids" in done.out) == writer.strict
 
 
+def test_a_server_with_a_shorter_context_may_end_its_texts_there(
+    audit: Callable[..., Any], sharp: Place, server: FakeServer
+) -> None:
+    class Short(Writer):
+        def texts(self, ids: list[int], body: dict[str, Any], beside: int) -> list[list[int]]:
+            return super().texts(ids, body | {"max_tokens": min(body["max_tokens"], 16 - len(ids))}, beside)
+
+    done, _ = audit(Short(sharp), "--draws", 50)
+    assert done.status == 1, "nobody told that its context is short"
+    server.context = 16
+    done, found = audit(Short(sharp), "--draws", 50)
+    assert done.status == 0, done.out
+    assert found["greedy"]["alone"]["tokens"] > 30
+
+
 def test_an_empty_text_is_no_text_of_the_model(audit: Callable[..., Any], sharp: Place) -> None:
     """Also from a server that tells neither the ids nor the number of tokens."""
 

@@ -114,13 +114,14 @@ def print_verification(console: Console, outcome: VerificationResult, full: bool
 def print_calibration(console: Console, found: Calibration, measured: float | None, place: Path) -> None:
     """Print the trees that a calibration tried, its file `place`, and tau `measured` on held-out texts (or `None`)."""
     rows, plain = [], found.points[0].tokens_per_second
+    speed = "tokens/s" if found.holds_for.get("batch_size", 1) == 1 else "tokens/s of each text"
     for index, point in enumerate(found.points):
         rate = point.tokens_per_second
         figures = (f"{point.tau:.2f}", f"{point.step_ms:.2f}", f"{rate:.0f}", f"{rate / plain:.2f}")
         rows.append([point.kind, str(point.nodes), *figures, "chosen" if index == found.chosen else ""])
     print_table(
         console,
-        ("draft", "nodes", "tau", "ms per step", "tokens/s", "x plain", ""),
+        ("draft", "nodes", "tau", "ms per step", speed, "x plain", ""),
         rows,
         keys=2,
         styles=["bold" if index == found.chosen else "" for index in range(len(rows))],

@@ -171,7 +171,8 @@ def _with_model(
     with command.output.stage("measuring the rounding of the reference"):
         known = [token for token in ids if token is not None]
         most = command.settings.max_new_tokens
-        return asked, list(opened.prompts), ModelReference(opened.loaded.model, tokenizer, known, opened.prompts, most)
+        reference = ModelReference(opened.loaded.model, tokenizer, known, opened.prompts, most, server.context)
+        return asked, list(opened.prompts), reference
 
 
 def print_audit(console: Console, found: Audit) -> None:

@@ -62,10 +62,13 @@ class ModelReference:
         eos: Sequence[int],
         prompts: Sequence[list[int]],
         max_tokens: int,
+        served_context: int | None = None,
     ) -> None:
         """Take a loaded model with its EOS ids, and measure its rounding on the texts after some prompts.
 
-        A text that is judged has `max_tokens`, unless the model or its context ends it."""
+        A text that is judged has `max_tokens`, unless the model, its context or the server's `served_context` ends it.
+        """
+        self.context = min(filter(None, (text_limits(model.config).context, served_context)), default=None)
         self.model, self.tokenizer, self.eos, self.max_tokens = model, tokenizer, list(eos), max_tokens
         self.dtype: str | None = dtype_name(model.dtype)
         self.limits: list[str] = []
@@ -157,8 +160,7 @@ class ModelReference:
 
     def _is_cut(self, prompt: list[int], text: Text) -> bool:
         """Whether a text that the model has not ended is shorter than the limits of tokens and of the context."""
-        context = text_limits(self.model.config).context
-        most = self.max_tokens if context is None else min(self.max_tokens, context - len(prompt))
+        most = self.max_tokens if self.context is None else min(self.max_tokens, self.context - len(prompt))
         if text.tokens is None:  # in how many tokens a server has written a text is then unknown
             return most > 0 and not text.text
         return text.tokens < most and not (text.ids and text.ids[-1] in self.eos)

@@ -66,24 +66,24 @@ class Server:
             raise RequestError(f"{options[0]} is {url!r}; give a URL such as http://localhost:8000/v1")
         self.url = url.rstrip("/") if parts.path.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1"
         self.sleep = sleep
-        self.model = self._served(model)
+        served = self._served(model)
+        if model is None and len(served) != 1:
+            raise RequestError(f"{self.url} serves {', '.join(served) or 'no model'}; choose one with {options[1]}")
+        self.model = model or next(iter(served))  # even if it is not listed: some servers take any name
+        self.context = served.get(self.model)
+        """The context of the model in tokens, if the server tells it, as vLLM and `medusa serve` do."""
 
-    def _served(self, model: str | None) -> str:
-        """Return `model`, or the only model of the server; raise RequestError as `__init__` does."""
+    def _served(self, model: str | None) -> dict[str, int | None]:
+        """Return the contexts of the server's models by name; raise RequestError as `__init__` does."""
         try:
-            served = [str(entry["id"]) for entry in self._ask("/models", None, attempts=1)["data"]]
-        except (ServerError, KeyError, TypeError) as error:
+            listed = self._ask("/models", None, attempts=1)["data"]
+            lengths = {str(entry["id"]): entry.get("max_model_len") for entry in listed}
+            return {name: length if isinstance(length, int) else None for name, length in lengths.items()}
+        except (ServerError, KeyError, TypeError, AttributeError) as error:
             if model and not isinstance(error, NoServerError):  # it does not list its models
-                return model
+                return {}
             way = "" if model else f", or name its model with {self.options[1]}"
             raise RequestError(f"no OpenAI-compatible server at {self.url} ({error}); start one{way}") from None
-        if model:  # even if it is not listed: some servers take any name
-            return model
-        if len(served) != 1:
-            raise RequestError(
-                f"{self.url} serves {', '.join(served) or 'no model'}; choose one with {self.options[1]}"
-            )
-        return served[0]
 
     def complete(self, prompt: list[int] | str, options: Json) -> Answer:
         """Let the model continue a text or token ids; `options` are request parameters. Failures raise ServerError."""
