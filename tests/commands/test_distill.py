@@ -139,6 +139,7 @@ def test_only_the_beginning_of_a_text_is_used_as_a_prompt(distill: Any) -> None:
 
 def test_self_talk_starts_from_bos(distill: Any, refused: Any, place: Place, tmp_path: Path) -> None:
     done = distill("--self-talk", "3", "--temperature", "1", "--ignore-eos", backbone=place.backbone)
+    assert "were cut at" not in done.err, "as --ignore-eos asks for"
     assert done.status == 0
     assert [line["prompt_tokens"] for line in done.lines] == [1, 1, 1]
     assert len({line["input_ids"][0] for line in done.lines}) == 1

@@ -218,7 +218,9 @@ def distill(options: DistillOptions) -> DistillFigures:
         seconds=seconds,
         finish_reasons=dict(sorted(journal.reasons.items())),
         settings=about,
-        warning=why_cut(path, journal.reasons, options.settings.max_new_tokens, options.files.tokenizer),
+        warning=None
+        if options.settings.ignore_eos  # then the limit ends every text, as asked
+        else why_cut(path, journal.reasons, options.settings.max_new_tokens, options.files.tokenizer),
     )
 
 
