@@ -51,15 +51,21 @@ def accept_greedy(draft: Draft, best: Tensor, depth_limit: Tensor | None = None)
 
 
 def accept_walk(
-    draft: Draft, target: Scores, decide: Decide, depth_limit: Tensor | None = None, lazy: bool = True
+    draft: Draft,
+    target: Scores,
+    decide: Decide,
+    depth_limit: Tensor | None = None,
+    lazy: bool = True,
+    ends: Tensor | None = None,
 ) -> Acceptance:
     """Decide on one token at a time from the target's scores, and walk down the tree to the child with this token.
 
     If no child holds the decided token, the walk ends, and the token is the next root. `target` gives the scores after
     nodes, and `decide` takes a token from them: the most probable one, or a draw. No decided token is thrown away, so
     the text has exactly the target's distribution, whatever the draft, if it does not depend on these draws. If the
-    draft tree is not drawn at random, no lossless rule accepts more tokens on average. `lazy`: see `TreeWalk`."""
-    walk, root = TreeWalk(draft, depth_limit, lazy), torch.zeros_like(draft.ids[:, 0])
+    draft tree is not drawn at random, no lossless rule accepts more tokens on average. `lazy`, `ends`: see `TreeWalk`.
+    """
+    walk, root = TreeWalk(draft, depth_limit, lazy, ends), torch.zeros_like(draft.ids[:, 0])
     for depth in range(draft.topology.max_depth + 1):
         if not len(walk.rows):
             break
@@ -72,7 +78,12 @@ def accept_walk(
 
 
 def accept_sampled(
-    draft: Draft, target: Scores, draws: Draws, depth_limit: Tensor | None = None, lazy: bool = True
+    draft: Draft,
+    target: Scores,
+    draws: Draws,
+    depth_limit: Tensor | None = None,
+    lazy: bool = True,
+    ends: Tensor | None = None,
 ) -> Acceptance:
     """Accept nodes of a sampled tree by rejection sampling; the text has exactly the target's distribution.
 
@@ -84,7 +95,7 @@ def accept_sampled(
     Sources: Leviathan et al. 2023 for one draft token; SpecInfer and recursive rejection sampling (RRSw; Jeon et al.
     2024) for siblings drawn without replacement."""
     assert draft.proposal is not None, "only a drawn draft can be rejected by p / q"
-    (q, of_children), walk, widths = draft.proposal, TreeWalk(draft, depth_limit, lazy), draft.topology.widths
+    (q, of_children), walk, widths = draft.proposal, TreeWalk(draft, depth_limit, lazy, ends), draft.topology.widths
     *tries, last = draws.uniforms(walk.rows, sum(widths) + 1).split([*widths, 1], dim=1)
     found: list[Tensor] = []  # distributions, from some of which the next roots are drawn
     left, known, shared = torch.zeros_like(walk.rows), 0, False  # `left` [B]: the index of each row's distribution
@@ -214,8 +225,9 @@ class TreeWalk:
     A `lazy` walk leaves out rows that have ended and stops with the last one, for which the host reads from the device
     at each depth. Else all B rows go down to the greatest depth, and what is decided for ended rows has no effect."""
 
-    def __init__(self, draft: Draft, depth_limit: Tensor | None, lazy: bool) -> None:
-        self.draft, self.depth_limit, self.lazy = draft, depth_limit, lazy
+    def __init__(self, draft: Draft, depth_limit: Tensor | None, lazy: bool, ends: Tensor | None = None) -> None:
+        """Begin at the roots. `ends` [B, N]: nodes at which a text ends, so that nothing is decided after them."""
+        self.draft, self.depth_limit, self.lazy, self.ends = draft, depth_limit, lazy, ends
         self.end = torch.zeros_like(draft.ids[:, 0])  # [B] the node that each row has reached
         self.rows = torch.arange(len(self.end), device=self.end.device)  # [R] the rows that the walk looks at
         self.walking = torch.ones_like(self.rows, dtype=torch.bool)  # [R] whether each row's walk goes on
@@ -246,13 +258,13 @@ class TreeWalk:
 
     def go_on(self, child: Tensor) -> None:
         """Move rows to their `child` [R]; -1 ends a walk."""
+        self.end[self.rows] = torch.where(child >= 0, child, self.nodes)
         self.walking = child >= 0
+        if self.ends is not None:
+            self.walking = self.walking & ~self.ends[self.rows, self.nodes]
         if self.lazy:
-            self.rows, child = self.rows[self.walking], child[self.walking]
+            self.rows = self.rows[self.walking]
             self.walking = torch.ones_like(self.rows, dtype=torch.bool)
-            self.end[self.rows] = child
-        else:
-            self.end = torch.where(self.walking, child, self.end)
 
 
 def ended_at(draft: Draft, end: Tensor, next_root: Tensor) -> Acceptance:

@@ -124,18 +124,19 @@ def medusa_generate(
     medusa_drafter: DrafterLike = None,
     medusa_amateur: AmateurLike = None,
     medusa_streamer: BaseStreamer | None = None,
+    medusa_seeds: Sequence[int] | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """A decoding method for `model.generate(custom_generate=medusa_generate, medusa_heads=heads)`.
 
     An argument `medusa_NAME` is the argument NAME of `decode.generate`. transformers passes no `streamer`, `tokenizer`
     or `assistant_model` to a custom decoding method, and prepares processors for the padded batch. So pass
-    `medusa_streamer`, and use `decode.generate` for stop strings and for penalties in batches. Raise a `RequestError`
-    as `generate` does, and if `model.generate` got a `streamer` or an `assistant_model`."""
+    `medusa_streamer`, and use `decode.generate` for stop strings, grammars, and penalties in batches. Raise a
+    `RequestError` as `generate` does, and if `model.generate` got a `streamer` or an `assistant_model`."""
     _require_nothing_dropped()
     options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
     requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-    requests, context = with_generators(model, requests), DrafterContext(model, medusa_heads, medusa_tree)
+    requests, context = with_generators(model, requests, medusa_seeds), DrafterContext(model, medusa_heads, medusa_tree)
     begun = _start(context, requests, options, medusa_drafter, medusa_amateur)
     return _finished(begun, medusa_streamer, input_ids, generation_config)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from decode.draft import Drafter, DraftRecord, forget
-from decode.ops.draws import NO_TOKEN, RewoundDraws
+from decode.ops.draws import NO_TOKEN, RewoundDraws, RowDraws
 from decode.ops.fast_linear import fast_linear
 from decode.ops.transfer import host_waits
 from decode.rules import AcceptanceRule
@@ -18,7 +18,10 @@ from decode.session import Read, Session
 from decode.step import Decided, Judge, State, decode_step
 from medusa.errors import RunError
 
-NOT_DEFINED = "the model gives probabilities that are NaN; load it in another dtype, such as float32"
+NOT_DEFINED = (
+    "no next token can be chosen: the options exclude every token, such as bans, a grammar or a minimal length, or the "
+    "model gives probabilities that are NaN, which another dtype such as float32 may repair"
+)
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Stepper:
 
     state: State  # from `start` on
     roots: list[int]  # the next token of each live row, which is decided, but not written yet
+    draws: RowDraws | None = None  # of the last step, if the host can take them back
 
     def __init__(self, session: Session, drafter: Drafter, rule: AcceptanceRule, keep_drafts: bool = False) -> None:
         """Make a stepper. `keep_drafts`: every step also copies its drafts to the host, for `Step.drafts`."""
@@ -88,15 +92,21 @@ class Stepper:
         """Decode one step of all live rows."""
         self.session.reread()
         draws = self.session.target.draws.of(self.rows)
-        if not self.judge.lazy:
+        criteria, target = self.session.sequences.criteria, self.session.target
+        if not self.judge.lazy or (target.do_sample and any(criteria[row] for row in self.rows)):
             draws = RewoundDraws(draws, self.state.root.device)
         # The context covers the draft, too, because most of its time goes to the LM head.
         with fast_linear(self.session.backbone.head_weight, 2 * len(self.rows)):
             decided = decode_step(self.state, self.drafter, partial(self.judge, draws), timer.lap)
         outcome = unpack(decided.packed.tolist())  # the one moment at which most steps wait for the device
-        draws.rewind(outcome.lengths)
+        self.draws = draws
         self.state.count(outcome.lengths)
         return self._finished(decided, outcome)
+
+    def rewind(self, counts: Sequence[int]) -> None:
+        """Tell how many tokens of the last step each of its rows needed; draws after them are taken back."""
+        if self.draws is not None:
+            self.draws.rewind(counts)
 
     def _finished(self, decided: Decided, outcome: StepOutcome) -> StepOutcome:
         """Keep what the step decided, and the hidden states and drafts that are to be recorded."""
@@ -162,10 +172,13 @@ def advance(stepper: Stepper, timer: Timer) -> Step:
     if not stepper.rows:
         return step
     timer.lap("other")
-    outcome = stepper.step(timer)
+    outcome, needed = stepper.step(timer), []
     for row, ids, length in zip(stepper.rows, outcome.ids, outcome.lengths, strict=True):
-        step.ids[row] += sequences.extend(row, ids[1:length])
+        written = sequences.extend(row, ids[1:length])
+        step.ids[row] += written
         step.lengths[row] = length
+        needed.append(length if sequences.finish_reason[row] is None else len(written))
+    stepper.rewind(needed)
     if outcome.drafts:
         step.drafts = dict(zip(stepper.rows, outcome.drafts, strict=True))
     _drop_ended(stepper)

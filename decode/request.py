@@ -104,7 +104,7 @@ def _prepared(
             raise RequestError(f"{name} has {len(value)} rows; give one for each of the {len(prompts)} prompts")
     requests: list[Request] = []
     backbone = Backbone(model)
-    own_length = any(isinstance(criterion, MaxLengthCriteria) for criterion in kwargs.get("stopping_criteria") or ())
+    own_length = any(type(criterion) is MaxLengthCriteria for criterion in kwargs.get("stopping_criteria") or ())
     for row, prompt in enumerate(prompt for prompt in prompts for _ in range(copies)):
         require_fitting([prompt], backbone)
         if requests and not own_length and _serves_all(requests[0]):
@@ -114,10 +114,18 @@ def _prepared(
         if allowed is not None:
             own["prefix_allowed_tokens_fn"] = lambda _, ids, row=row: allowed(row, ids)
         if grammar is not None:
+            _require_same_ends(grammar, in_effect(model, kwargs, "eos_token_id"))
             others = kwargs.get("logits_processor") or []
             own["logits_processor"] = LogitsProcessorList([*others, grammar.processor(prompt)])
         requests += _prepare_row(backbone, prompt, kwargs | own)
     return requests
+
+
+def _require_same_ends(grammar: Grammar, eos: int | list[int] | None) -> None:
+    """Raise a `RequestError` if a text of the grammar cannot end with an EOS of the call."""
+    if not {*grammar.ends} & {*(eos if isinstance(eos, list) else [eos])}:
+        ends = " or ".join(map(str, grammar.ends))
+        raise RequestError(f"a text of the grammar ends with {ends}, and eos_token_id is {eos}; leave it out")
 
 
 def in_effect(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
@@ -167,7 +175,7 @@ def _serves_all(request: Request) -> bool:
 
 def _max_length(config: GenerationConfig, criteria: StoppingCriteriaList) -> int:
     """The number of tokens at which a text ends, its prompt and padding included; a user's criterion comes first."""
-    return min((c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=int(config.max_length))
+    return min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=int(config.max_length))
 
 
 def _prepare_row(backbone: Backbone, prompt: Sequence[int], kwargs: dict[str, Any]) -> list[Request]:
@@ -198,7 +206,7 @@ def requests_of(
     _require_supported(generation_config, input_ids, model_kwargs)
     rows = unpadded(input_ids, model_kwargs.get("attention_mask"))
     require_fitting(rows, text_limits(model.config))
-    foreign = [p for p in logits_processor if not isinstance(p, WARPERS)]
+    foreign = [p for p in logits_processor if type(p) not in WARPERS]
     if foreign and (len(rows) > 1 or len(rows[0]) < input_ids.shape[1]):
         raise RequestError(
             f"{type(foreign[0]).__name__} was made for the padded batch; use decode.generate, which prepares each row"

@@ -22,6 +22,10 @@ EPSILON, DELTA = 0.09, 0.3
 """Default constants of typical acceptance (Medusa paper, section 2.3.1)."""
 
 
+IMPLAUSIBLE = 1e5
+"""By how much contrastive decoding lowers the scores of implausible tokens, whose probability is then 0."""
+
+
 def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
     """A mask [..., V] of the typical tokens, whose probability p is above min(epsilon, delta exp(-entropy)).
 
@@ -38,21 +42,26 @@ def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
 def among_best(scores: Tensor, k: int) -> Tensor:
     """A mask [..., V] of the k tokens with the highest scores [..., V] (Stern et al. 2018, section 5.1).
 
-    Tokens that a logits processor set to -inf are excluded."""
+    Tokens that a logits processor or a contrast excludes do not pass."""
     import torch
 
     best = scores.topk(min(k, scores.shape[-1])).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (scores > -torch.inf)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & _possible(scores)
 
 
 def near_best(scores: Tensor, distance: int) -> Tensor:
     """A mask [..., V] of the ids within `distance` of the id with the best score (Stern et al. 2018, section 5.2).
 
-    Neighbouring ids must mean similar values, as for pixels or audio samples. Tokens with score -inf are excluded."""
+    Neighbouring ids must mean similar values, as for pixels or audio samples. Excluded tokens do not pass."""
     import torch
 
     ids = torch.arange(scores.shape[-1], device=scores.device)
-    return ((ids - scores.argmax(-1, keepdim=True)).abs() <= distance) & (scores > -torch.inf)
+    return ((ids - scores.argmax(-1, keepdim=True)).abs() <= distance) & _possible(scores)
+
+
+def _possible(scores: Tensor) -> Tensor:
+    """A mask [..., V] of the tokens that no processor has excluded by -inf, and no contrast as implausible."""
+    return scores > scores.amax(-1, keepdim=True) - IMPLAUSIBLE / 2
 
 
 class Rule(NamedTuple):

@@ -50,11 +50,11 @@ class Sequences:
         self.limits = [min(end, context or end) - len(prompt) for end, prompt in zip(ends, self.prompts, strict=True)]
         self.finish_reason = ["length" if limit <= 0 else None for limit in self.limits]
         self.eos = [
-            {int(i) for c in r.criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.flatten()}
+            {int(i) for c in r.criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.flatten()}
             for r in requests
         ]
-        checked = (EosTokenCriteria, MaxLengthCriteria)
-        self.criteria = [StoppingCriteriaList(c for c in r.criteria if not isinstance(c, checked)) for r in requests]
+        checked = (EosTokenCriteria, MaxLengthCriteria)  # a subclass of a user decides by itself
+        self.criteria = [StoppingCriteriaList(c for c in r.criteria if type(c) not in checked) for r in requests]
         # Not for all new tokens that are allowed, which can be any number for models without a context.
         width = max(len(p) + min(max(limit, 0), AHEAD) for p, limit in zip(self.prompts, self.limits, strict=True))
         self.buffer = torch.zeros(len(requests), width + slack + 1, dtype=torch.long, device=device)

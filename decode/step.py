@@ -194,10 +194,22 @@ class Judge:
             return accept_longest(draft, scores_of_nodes, self.rule.passes, depth_limit)
         if target.is_argmax:
             return accept_greedy(draft, most_probable(logits).to(draft.ids.device), depth_limit)
-        scores = partial(self._scores, draft, logits, state.rows)
+        scores, ends = partial(self._scores, draft, logits, state.rows), self._ends(draft, state.rows)
         if draft.proposal is not None:
-            return accept_sampled(draft, scores, draws, depth_limit, self.lazy)
-        return accept_walk(draft, scores, partial(target.decide, draws), depth_limit, self.lazy)
+            return accept_sampled(draft, scores, draws, depth_limit, self.lazy, ends)
+        return accept_walk(draft, scores, partial(target.decide, draws), depth_limit, self.lazy, ends)
+
+    def _ends(self, draft: Draft, live: Sequence[int]) -> Tensor:
+        """Return the nodes [B, N] at which a text ends: with its last allowed token, or an EOS.
+
+        Processors are asked for each token of a text, and draws are made for it, but not for tokens after it."""
+        device, sequences = draft.ids.device, self.sequences
+        left = on_device([sequences.tokens_left(row) for row in live], device)
+        ends = (draft.topology.depth >= left[:, None]).expand_as(draft.ids)
+        if eos := sorted(set().union(*(sequences.eos[row] for row in live))):
+            own = on_device([[token if token in sequences.eos[row] else -1 for token in eos] for row in live], device)
+            ends = ends | (draft.ids[:, :, None] == own[:, None]).any(-1)
+        return ends
 
     def _scores(
         self, draft: Draft, logits: Tensor, live: Sequence[int], rows: Tensor, nodes: Tensor, depth: int

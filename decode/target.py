@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-from decode.ops.draws import Draws
+from decode.ops.draws import NO_TOKEN, Draws
 from decode.ops.fast_topk import most_probable
 from decode.ops.transfer import on_device
 from decode.rules import AcceptanceRule
@@ -32,7 +32,7 @@ WARPERS = (
     logits_process.TopPLogitsWarper,
     logits_process.TypicalLogitsWarper,
 )
-"""Processors of transformers that look only at scores. All others may depend on the row's text or its length."""
+"""Processors of transformers that look only at scores. All others, and subclasses of a user, may read the text."""
 READERS = (
     logits_process.ExponentialDecayLengthPenalty,
     logits_process.ForcedBOSTokenLogitsProcessor,
@@ -112,7 +112,7 @@ class Target:
         for row, samples in zip(running, sampling, strict=True):
             best = [] if samples == self.do_sample else [MostProbable()]
             self.processors[row] = LogitsProcessorList([*requests[row].processors, *best])
-        self.warpers = [LogitsProcessorList(p for p in own if isinstance(p, WARPERS)) for own in self.processors]
+        self.warpers = [LogitsProcessorList(p for p in own if type(p) in WARPERS) for own in self.processors]
         self.draws = requests[0].draws([request.generator for request in requests])
         keeps = self.kept_scores is not None or self.kept_logits is not None
         self.is_argmax = not self.do_sample and not keeps and not any(self.processors)
@@ -173,7 +173,7 @@ class Target:
         are made in the order of the tokens, one for each written token in effect, so with `RowDraws` a seed gives the
         text of `model.generate`."""
         if not self.do_sample:
-            return scores.argmax(-1)[index]
+            return best_of(scores)[index]
         return draws.tokens(rows, scores.softmax(-1), index)
 
     def next(
@@ -189,7 +189,7 @@ class Target:
         else:
             scores = torch.cat([self.scores(row, sequences.prefix(row), logits[i]) for i, row in enumerate(rows)])
         if most_probable_only:
-            return scores.argmax(-1)
+            return best_of(scores)
         everyone = torch.arange(len(rows), device=scores.device)
         return self.decide(self.draws.of(rows), everyone, scores, everyone)
 
@@ -209,6 +209,12 @@ class Target:
     def _no_text(self, scores: Tensor) -> Tensor:
         """Ids [X, 1] for the scores [X, V] of processors that read no ids."""
         return torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
+
+
+def best_of(scores: Tensor) -> Tensor:
+    """Return the best token [X] by the scores [X, V], and `NO_TOKEN` where they exclude every token."""
+    best = scores.max(-1)
+    return best.indices.masked_fill(best.values == -torch.inf, NO_TOKEN)
 
 
 def processed(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:

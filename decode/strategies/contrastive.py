@@ -22,6 +22,7 @@ from decode.draft import Draft
 from decode.drafters.small_model import require_same_vocabulary
 from decode.reader import OnHidden, Reader, ReaderFactory
 from decode.request import require_fitting, require_longrope_alone
+from decode.rules import IMPLAUSIBLE
 from decode.sequences import Request
 from decode.strategies.options import ContrastOptions, require_uncontrasted
 from decode.tree_check import require_tree_forward
@@ -38,7 +39,10 @@ class Contrast(ContrastOptions, kw_only=False):
     (1 + beta) log p(expert) - beta log p(amateur), as in O'Brien and Lewis (2023, arXiv 2309.09117)."""
 
     def __call__(self, expert: Tensor, amateur: Tensor) -> Tensor:
-        """Score tokens by both models' logits [..., V]; tokens that the expert finds implausible get -inf."""
+        """Score tokens by both models' logits [..., V].
+
+        Tokens that the expert finds implausible score far lower than all others, in the expert's order, and not -inf as
+        in the paper: where bans, a grammar or a minimal length exclude every plausible token, one of them follows."""
         dtype = torch.promote_types(expert.dtype, torch.float32)  # of the scores: float32, or the expert's float64
         expert_log_p = expert.to(dtype).log_softmax(-1)
         amateur_log_p = (amateur.to(expert.device, dtype) / self.temperature).log_softmax(-1).clamp_min(MIN_LOG_PROB)
@@ -46,7 +50,7 @@ class Contrast(ContrastOptions, kw_only=False):
             scores = expert_log_p - amateur_log_p
         else:
             scores = (1 + self.beta) * expert_log_p - self.beta * amateur_log_p
-        return scores.masked_fill(self.margin(expert_log_p) < 0, -torch.inf)
+        return torch.where(self.margin(expert_log_p) < 0, expert_log_p - IMPLAUSIBLE, scores)
 
     def margin(self, expert: Tensor) -> Tensor:
         """Log-probability of each token minus the threshold of plausible tokens, from the expert's logits [..., V]."""

@@ -20,16 +20,18 @@ from transformers import (
     StoppingCriteriaList,
     TemperatureLogitsWarper,
 )
-from transformers.generation import MaxLengthCriteria
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from decode import generate, medusa_generate, steps
 from decode.bench.benchmark import STAGES, StageTimer
 from decode.drafters.heads import HeadsDrafter
 from decode.drafters.layouts import default_tree, resolve_tree
+from decode.drafters.model import DraftModel
 from decode.request import _KEPT, prepare
 from decode.target import settings_of
 from medusa import MedusaConfig, MedusaHeads, RequestError, Tree
 from medusa.backbone import Backbone
+from medusa.errors import RunError
 from medusa.tree import named_trees
 from tests.helpers import (
     REFUSED,
@@ -197,6 +199,8 @@ def test_num_return_sequences(llama: Any, heads: MedusaHeads) -> None:
 class ReadsText(TemperatureLogitsWarper):
     """A user's warper, which may look at more than scores; as a grammar, it makes another processor."""
 
+    ends = (2,)
+
     @staticmethod
     def processor(prompt: list[int]) -> LogitsProcessor:
         return MinLengthLogitsProcessor(len(prompt), 1)
@@ -215,7 +219,7 @@ class ReadsText(TemperatureLogitsWarper):
         ({"max_new_tokens": 9, "min_new_tokens": 2, "eos_token_id": 4}, 3),
         ({"max_new_tokens": 9, "repetition_penalty": 1.3}, 3),
         ({"max_new_tokens": 9, "prefix_allowed_tokens_fn": lambda row, ids: [row]}, 3),
-        ({"max_new_tokens": 9, "grammar": ReadsText}, 3),
+        ({"max_new_tokens": 9, "grammar": ReadsText, "eos_token_id": 2}, 3),
         ({"max_new_tokens": 9, "logits_processor": LogitsProcessorList([ReadsText(0.7)])}, 3),
     ],
 )
@@ -603,3 +607,115 @@ def test_wrong_seeds_are_refused(llama: Any, heads: MedusaHeads, seeds: Any, sai
 def test_no_prompts_are_refused(llama: Any, heads: MedusaHeads) -> None:
     with pytest.raises(RequestError, match="there are no prompts"):
         generate(llama, heads, torch.zeros(0, 5, dtype=torch.long), max_new_tokens=2)
+
+
+# --- the end of a text ------------------------------------------------------------------------------------------------
+
+
+class Counted(LogitsProcessor):
+    """A user's processor that has something for each new token, and nothing for one after the end."""
+
+    def __init__(self, tokens: int) -> None:
+        self.biases, self.calls = torch.linspace(-0.1, 0.1, tokens), list[int]()
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        new = input_ids.shape[1] - PROMPT.shape[1]
+        self.calls.append(new)
+        return scores + self.biases[new]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("tree", [None, TREE, Tree.chain(4)])
+def test_nothing_is_asked_after_the_end_of_a_text(llama: Any, heads: MedusaHeads, tree: Tree | None) -> None:
+    """A usual trie allows nothing after a label, and a draft may hold more."""
+    drafter = None if tree is not None else "ngram"
+    label = [7, 8, 7, 8, 7, 9]
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 9, "pad_token_id": 0}
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        return label[len(ids) - PROMPT.shape[1] :][:1]
+
+    found = generate(llama, heads, PROMPT, tree=tree, drafter=drafter, prefix_allowed_tokens_fn=allowed, **options)
+    assert found[0, PROMPT.shape[1] :].tolist() == label
+    for new in (1, 5, 8):
+        counted = Counted(new)
+        options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": None}
+        generate(llama, heads, PROMPT, tree=tree, drafter=drafter, logits_processor=[counted], **options)
+        assert counted.calls == list(range(new)), "once for each token, in order"
+
+
+class AtToken(EosTokenCriteria):
+    """Ends a text at its second end token; transformers' own would end it at the first."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        return torch.isin(input_ids[:, PROMPT.shape[1] :], self.eos_token_id).sum(1) >= 2  # type: ignore[return-value]
+
+
+class AtLength(MaxLengthCriteria):
+    """Counts new tokens; transformers' own counts the prompt, too."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        return torch.tensor([input_ids.shape[1] - PROMPT.shape[1] >= self.max_length] * len(input_ids))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", ["token", "length"])
+def test_a_users_own_kind_of_a_criterion_is_asked(llama: Any, heads: MedusaHeads, kind: str) -> None:
+    free = plain(llama, PROMPT[0].tolist(), max_new_tokens=20, eos_token_id=None)
+    twice = next(token for token in free if free.count(token) > 1)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+    options["attention_mask"], texts = torch.ones_like(PROMPT), []
+    for run in (llama.generate, lambda *a, **k: generate(llama, heads, *a, tree=TREE, **k)):
+        criterion = AtToken(twice) if kind == "token" else AtLength(7)
+        texts.append(run(PROMPT, stopping_criteria=StoppingCriteriaList([criterion]), **options))
+    assert torch.equal(*texts)
+    assert texts[0].shape[1] < PROMPT.shape[1] + 20, "no power"
+
+
+@pytest.mark.parametrize("ending", ["length", "eos", "criterion"])
+@pytest.mark.parametrize("tree", [Tree.top_k([5, 5]), Tree.chain(3)])
+def test_samples_after_one_seed_equal_those_of_transformers(llama: Any, ending: str, tree: Tree) -> None:
+    """No draw is made, or kept, after the end of a text, so that the next text draws as after plain decoding."""
+    drafter = DraftModel(llama, tree)
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 9, "eos_token_id": None, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(PROMPT)
+    if ending == "eos":
+        options |= {"eos_token_id": list(range(8))}
+    elif ending == "criterion":
+        options |= {"stopping_criteria": StoppingCriteriaList([lambda ids, scores, **_: ids[:, -1] < 8])}
+    texts = []
+    for run in (llama.generate, lambda *a, **k: generate(llama, None, *a, drafter=drafter, **k)):
+        torch.manual_seed(3)
+        texts.append([run(PROMPT, **options)[0].tolist() for _ in range(6)])
+    assert texts[0] == texts[1]
+    if ending != "length":
+        assert any(len(text) < PROMPT.shape[1] + 9 for text in texts[0]), "no power"
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_options_that_exclude_every_token_are_named(llama: Any, heads: MedusaHeads, do_sample: bool) -> None:
+    """Greedy decoding wrote the id 0, and sampling blamed the dtype."""
+    options = {"do_sample": do_sample, "max_new_tokens": 4, "suppress_tokens": list(range(VOCAB))}
+    with pytest.raises(RunError, match="no next token can be chosen: the options exclude every token"):
+        generate(llama, heads, PROMPT, tree=TREE, **options)
+
+
+def test_a_users_own_kind_of_a_warper_sees_the_text_even_if_drafts_are_drawn(llama: Any) -> None:
+    class Cooling(TemperatureLogitsWarper):
+        seen: list[int]
+
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            self.seen.append(input_ids.shape[1])
+            return scores / (1 + 0.1 * (input_ids.shape[1] - PROMPT.shape[1]))  # type: ignore[return-value]
+
+    cooling = Cooling(1.0)
+    cooling.seen = []
+    options = {"do_sample": True, "max_new_tokens": 6, "eos_token_id": None, "draft": "sample"}
+    generate(llama, None, PROMPT, drafter=DraftModel(llama, Tree.chain(3)), logits_processor=[cooling], **options)
+    assert cooling.seen == list(range(PROMPT.shape[1], PROMPT.shape[1] + 6))
+
+
+def test_seeds_reach_a_custom_method(llama: Any, heads: MedusaHeads) -> None:
+    options = {"do_sample": True, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    batch = left_padded([random_ids(6, 1), random_ids(9, 2)])
+    expected = generate(llama, heads, **batch, tree=TREE, seeds=[4, 5], **options)
+    given = {"medusa_heads": heads, "medusa_tree": TREE, "medusa_seeds": [4, 5]}
+    assert torch.equal(llama.generate(**batch, custom_generate=medusa_generate, **given, **options), expected)

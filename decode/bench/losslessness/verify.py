@@ -219,6 +219,6 @@ def _divergence(
             bound *= max(processor.penalty, 1 / processor.penalty)
     gap, best = None, scores.topk(2).values
     if token is not None and other is not None:
-        gap = float(scores[token] - scores[other])  # nan if neither token is plausible
+        gap = float(scores[token] - scores[other])
         gap = max(min(gap if abs(gap) <= nearest else nearest, FAR), -FAR)
     return Divergence(number, at, token, other, gap, min(float(best[0] - best[1]), nearest, FAR), bound)

@@ -19,7 +19,7 @@ from decode.draft import NoDraft
 from decode.drafters.trained_heads import TrainedHeads
 from decode.loop import Stepper, Timer, run
 from decode.request import prepare
-from decode.rules import AcceptanceRule
+from decode.rules import IMPLAUSIBLE, AcceptanceRule
 from decode.session import Session
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur, Contrast, ContrastReader
@@ -87,7 +87,8 @@ def test_the_worked_example() -> None:
     assert Contrast()(torch.tensor(expert).log(), torch.tensor(amateur).log()).argmax() == 1
     # ... unless it is implausible: 0.04 is less than a tenth of 0.5.
     expert, amateur = [0.5, 0.04, 0.25, 0.21], [0.25, 0.0004, 0.5, 0.2496]
-    assert scored(expert, amateur)[:3] == [0.6931, -math.inf, -0.6931]
+    found = scored(expert, amateur)[:3]
+    assert (found[0], found[1] < -IMPLAUSIBLE, found[2]) == (0.6931, True, -0.6931)
     assert scored(expert, amateur, alpha=0.0)[:3] == [0.6931, 4.6052, -0.6931]
 
 
@@ -102,7 +103,7 @@ def test_the_published_forms(dtype: torch.dtype) -> None:
     for beta, written in ((None, (p / q).log()), (0.7, e * 1.7 - a / 0.5 * 0.7)):
         found = Contrast(0.3, beta, 0.5)(expert, amateur)
         assert found.dtype == wide
-        assert (found > -math.inf).equal(plausible)
+        assert (found > -IMPLAUSIBLE).equal(plausible)
         expected = written.masked_fill(~plausible, -math.inf).softmax(-1)
         torch.testing.assert_close(found.softmax(-1), expected)
     alone = Contrast(alpha=0.0, beta=0.0)(expert, amateur).softmax(-1)
@@ -117,6 +118,38 @@ def test_tokens_that_a_model_excludes() -> None:
     assert found[2] == -math.inf
     assert found[[0, 1, 3]].isfinite().all()
     assert found.softmax(-1).isfinite().all()
+
+
+# --- bans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_where_bans_exclude_all_plausible_tokens_the_best_allowed_one_follows(
+    expert: Any, small: Any, do_sample: bool
+) -> None:
+    """A grammar or a minimal length can allow implausible tokens alone; the text was id 0, or an error about NaN."""
+    prompt, allowed = PROMPTS[0], [3, 11]
+    options: dict[str, Any] = {"do_sample": do_sample, "max_new_tokens": NEW, "eos_token_id": None}
+    if do_sample:
+        options["temperature"] = 1e-3
+    found = generate(
+        expert,
+        drafter="ngram",
+        input_ids=torch.tensor([prompt]),
+        amateur=Amateur(small, Contrast(alpha=0.99)),
+        prefix_allowed_tokens_fn=lambda row, ids: allowed,
+        **options,
+    )
+    text, only = list(prompt), 0
+    for token in found[0, len(prompt) :].tolist():
+        with torch.no_grad():
+            logits, theirs = (m(torch.tensor([text]), use_cache=False).logits[0, -1].double() for m in (expert, small))
+        p, ratio = logits.softmax(-1), logits.log_softmax(-1) - theirs.log_softmax(-1)
+        plausible = [one for one in allowed if p[one] >= 0.99 * p.max()]
+        only += not plausible
+        assert token == max(plausible or allowed, key=lambda one: float((ratio if plausible else p)[one]))
+        text.append(token)
+    assert only > NEW / 2, "no power"
 
 
 # --- the same text with a drafter as without -------------------------------------------------------------------------
@@ -222,7 +255,7 @@ def experiment(expert: Any, amateur: Amateur, **options: Any) -> Experiment:
 def test_samples_have_the_contrasts_distribution(expert: Any, small: Any, options: dict[str, Any]) -> None:
     """Compare 60,000 draws of each form of rejection with plain forwards of both models; false alarm below 1e-4."""
     made = experiment(expert, Amateur(small, Contrast(alpha=0.2)), **options)
-    assert 8 <= (made.after_root > -math.inf).sum() < VOCAB / 2, "few words are plausible: no power"
+    assert 8 <= (made.after_root > -IMPLAUSIBLE).sum() < VOCAB / 2, "few words are plausible: no power"
     cases = [made.run(rule, 0, 60_000) for rule in RULES[:2]]
     assert passes(cases)
     assert all(case.mean_accepted > 0.02 for case in cases), "hardly anything was accepted: no power"

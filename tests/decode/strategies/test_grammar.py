@@ -233,6 +233,13 @@ def test_json_is_always_valid(temperature: float, options: dict[str, Any]) -> No
         assert tokenizer.eos_token_id in row
 
 
+def test_a_call_without_the_ends_of_a_grammar_is_refused(demo: Any, demo_json: Grammar) -> None:
+    """Its text could not end, and wrote end tokens up to the limit."""
+    for eos in (5, None):
+        with pytest.raises(RequestError, match=f"a text of the grammar ends with 0, and eos_token_id is {eos}"):
+            generate(demo.model, drafter="ngram", input_ids=torch.tensor([[5]]), grammar=demo_json, eos_token_id=eos)
+
+
 def test_wrong_grammars_are_named(letters: Grammars) -> None:
     with pytest.raises(RequestError, match="the JSON schema is invalid: Invalid type: objekt"):
         json_schema_source({"type": "objekt"})
