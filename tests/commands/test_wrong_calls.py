@@ -417,7 +417,7 @@ adapter.rank=0 -> adapter.rank
 cache_features=maybe -> cache_features
 data.path=prompts.jsonl data.shuffle_buffer=0 -> data.shuffle_buffer is 0
 data.path=prompts.jsonl data.streaming=perhaps -> data.streaming
-features_dir=notes.txt -> features_dir notes.txt is a file
+cache_features=true features_dir=notes.txt -> features_dir notes.txt is a file
 """,
     "info": """
 --json full -> full

@@ -167,7 +167,12 @@ def test_documents_longer_than_a_row(
     rows = [{"input_ids": [n] * length} for n, length in ((1, 3), (2, 8), (3, 3))]
     data = jsonl(tmp_path / "d.jsonl", *rows, {"input_ids": [4] * 7, "prompt_tokens": 6})
     config = DataConfig(
-        path=data, sequence_length=6, long_documents=policy, max_examples=4, streaming=streaming, shuffle_buffer=1
+        path=data,
+        sequence_length=6,
+        long_documents=policy,
+        max_examples=4,
+        streaming=streaming,
+        **({"shuffle_buffer": 1} if streaming else {}),
     )
     dataset = load_dataset(config, None, VOCAB, context=None)
     if isinstance(dataset, StreamedDataset):

@@ -32,7 +32,7 @@ from medusa.commands.effects import require_no_input
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, Models, Prompts, warn
 from medusa.commands.prompting import PromptForm, prompt_form
 from medusa.errors import RequestError, RunError
-from medusa.files import Json, disk_may_fill, require_writable, write_json
+from medusa.files import Json, disk_may_fill, read_json, require_writable, write_json
 from medusa.interruptions import interruptible
 from medusa.options import REQUIRED, count, group, option
 from medusa.records.questions import QuestionForm, question_form
@@ -197,7 +197,8 @@ def distill(options: DistillOptions) -> DistillFigures:
         require_same_settings(path, about, options.overwrite)
     engine = local or _server_engine(options, asks)
     journal = Journal(path, tasks, options.overwrite)
-    write_json(path.with_suffix(SETTINGS), about)
+    if not (noted := path.with_suffix(SETTINGS)).exists() or read_json(noted) != about:
+        write_json(noted, about)
     advice = "all finished texts are kept: make room and run the same command again"
     kept = partial(_kept, options, journal)
     try:
