@@ -612,35 +612,36 @@ def test_no_prompts_are_refused(llama: Any, heads: MedusaHeads) -> None:
 # --- the end of a text ------------------------------------------------------------------------------------------------
 
 
-class Counted(LogitsProcessor):
-    """A user's processor that has something for each new token, and nothing for one after the end."""
+CYCLE = [7, 8, 9, 4]  # a text that repeats its prompt, so that drafts go on after each end
 
-    def __init__(self, tokens: int) -> None:
-        self.biases, self.calls = torch.linspace(-0.1, 0.1, tokens), list[int]()
+
+class Cycle(LogitsProcessor):
+    """A user's processor that has a token for each place of a text, and nothing for one after its end."""
+
+    def __init__(self, end: int) -> None:
+        self.end, self.calls = end, list[int]()
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        new = input_ids.shape[1] - PROMPT.shape[1]
+        new = input_ids.shape[1] - 8
+        assert new < self.end
         self.calls.append(new)
-        return scores + self.biases[new]  # type: ignore[return-value]
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, CYCLE[new % 4]] = 0.0
+        return forced  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("tree", [None, TREE, Tree.chain(4)])
-def test_nothing_is_asked_after_the_end_of_a_text(llama: Any, heads: MedusaHeads, tree: Tree | None) -> None:
+@pytest.mark.parametrize("drafter", ["ngram", "ngram:tokens=1", "model"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_nothing_is_asked_after_the_end_of_a_text(llama: Any, drafter: str, do_sample: bool) -> None:
     """A usual trie allows nothing after a label, and a draft may hold more."""
-    drafter = None if tree is not None else "ngram"
-    label = [7, 8, 7, 8, 7, 9]
-    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 9, "pad_token_id": 0}
-
-    def allowed(row: int, ids: torch.Tensor) -> list[int]:
-        return label[len(ids) - PROMPT.shape[1] :][:1]
-
-    found = generate(llama, heads, PROMPT, tree=tree, drafter=drafter, prefix_allowed_tokens_fn=allowed, **options)
-    assert found[0, PROMPT.shape[1] :].tolist() == label
-    for new in (1, 5, 8):
-        counted = Counted(new)
-        options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": None}
-        generate(llama, heads, PROMPT, tree=tree, drafter=drafter, logits_processor=[counted], **options)
-        assert counted.calls == list(range(new)), "once for each token, in order"
+    prompt, made = torch.tensor([2 * CYCLE]), drafter if drafter != "model" else DraftModel(llama, Tree.top_k([60, 60]))
+    for new, eos in ((1, None), (5, None), (6, None), (12, 9), (12, 4)):
+        end = CYCLE.index(eos) + 1 if eos else new
+        cycle, options = Cycle(end), {"max_new_tokens": new, "eos_token_id": eos, "pad_token_id": 0}
+        processors = LogitsProcessorList([cycle])
+        found = generate(llama, None, prompt, drafter=made, logits_processor=processors, do_sample=do_sample, **options)
+        assert found[0, 8:].tolist() == (3 * CYCLE)[:end]
+        assert cycle.calls == list(range(end)), "once for each token, in order"
 
 
 class AtToken(EosTokenCriteria):
