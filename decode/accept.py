@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.ops.draws import Draws, cumulative, invert
+from decode.ops.draws import Draws, best_of, cumulative, invert
 
 Scores = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(rows [R], nodes [R], their depth) -> scores [M, V] whose softmax is the target, each row's index into scores [R]."""
@@ -206,7 +206,7 @@ def accept_longest(
         rows = slice(start, start + len(scores))
         of_node = parent[rows] * scores.shape[-1] + ids[rows]  # each node's token, after its parent
         judged = (passes(scores), scores.log_softmax(-1))
-        found.append((*(each.flatten(1).gather(1, of_node) for each in judged), scores.argmax(-1)))
+        found.append((*(each.flatten(1).gather(1, of_node) for each in judged), best_of(scores)))
         start = rows.stop
     fits, log_p, best = map(torch.cat, zip(*found, strict=True))
     no_part = topology.non_ancestors

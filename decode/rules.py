@@ -22,8 +22,8 @@ EPSILON, DELTA = 0.09, 0.3
 """Default constants of typical acceptance (Medusa paper, section 2.3.1)."""
 
 
-IMPLAUSIBLE = 1e5
-"""By how much contrastive decoding lowers the scores of implausible tokens, whose probability is then 0."""
+IMPLAUSIBLE = 2e3
+"""How far below the others contrastive decoding scores implausible tokens, whose probability is then 0."""
 
 
 def typical(p: Tensor, epsilon: float, delta: float) -> Tensor:
@@ -60,7 +60,7 @@ def near_best(scores: Tensor, distance: int) -> Tensor:
 
 
 def _possible(scores: Tensor) -> Tensor:
-    """A mask [..., V] of the tokens that no processor has excluded by -inf, and no contrast as implausible."""
+    """A mask [..., V] of the tokens whose probability is not 0: no processor or contrast has excluded them."""
     return scores > scores.amax(-1, keepdim=True) - IMPLAUSIBLE / 2
 
 

@@ -202,7 +202,8 @@ class Judge:
     def _ends(self, draft: Draft, live: Sequence[int]) -> Tensor:
         """Return the nodes [B, N] at which a text ends: with its last allowed token, or an EOS.
 
-        Processors are asked for each token of a text, and draws are made for it, but not for tokens after it."""
+        A walk asks processors for each token of a text, and draws it, but nothing after it. Criteria such as stop
+        strings are asked later: processors may then see more, and the draws are taken back (`Stepper.rewind`)."""
         device, sequences = draft.ids.device, self.sequences
         left = on_device([sequences.tokens_left(row) for row in live], device)
         ends = (draft.topology.depth >= left[:, None]).expand_as(draft.ids)

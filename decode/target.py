@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-from decode.ops.draws import NO_TOKEN, Draws
+from decode.ops.draws import Draws, best_of
 from decode.ops.fast_topk import most_probable
 from decode.ops.transfer import on_device
 from decode.rules import AcceptanceRule
@@ -71,8 +71,9 @@ class MostProbable(LogitsProcessor):
     """Leaves only the most probable token, so that a draw is the choice of greedy decoding."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        kept = torch.full_like(scores, -torch.inf)
-        return cast(torch.FloatTensor, kept.scatter_(-1, scores.argmax(-1, keepdim=True), 0.0))
+        kept, best = torch.full_like(scores, -torch.inf), scores.max(-1, keepdim=True)
+        only = torch.zeros_like(best.values).masked_fill(best.values == -torch.inf, -torch.inf)  # all are excluded
+        return cast(torch.FloatTensor, kept.scatter_(-1, best.indices, only))
 
 
 SCORES_ONLY = (*WARPERS, Passing)
@@ -209,12 +210,6 @@ class Target:
     def _no_text(self, scores: Tensor) -> Tensor:
         """Ids [X, 1] for the scores [X, V] of processors that read no ids."""
         return torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
-
-
-def best_of(scores: Tensor) -> Tensor:
-    """Return the best token [X] by the scores [X, V], and `NO_TOKEN` where they exclude every token."""
-    best = scores.max(-1)
-    return best.indices.masked_fill(best.values == -torch.inf, NO_TOKEN)
 
 
 def processed(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:

@@ -36,9 +36,13 @@ def user_cache() -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path for a new file next to `path`. The file replaces `path` on success and is removed after an error.
 
-    A link stays, and what it names is replaced. A pipe or a device, such as /dev/stdout, is written itself."""
-    if path.exists() and not path.is_file():
-        yield path
+    A link stays, and what it names is replaced. To pipes and devices, and to /dev/stdout, the content is appended."""
+    is_special = path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",))
+    if is_special or (path.exists() and not path.is_file()):
+        with tempfile.TemporaryDirectory() as folder:
+            yield (made := Path(folder) / path.name)
+            with made.open("rb") as content, path.open("ab") as output:
+                shutil.copyfileobj(content, output)
         return
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +93,7 @@ def lock(handle: int, wait: bool) -> bool:
 def locked(folder: Path, wait: bool = True) -> Iterator[None]:
     """Wait until no other process is in this context for `folder`, which is made if it does not exist (see `lock`).
 
-    Without `wait`, raise RequestError if another process is in it."""
+    Without `wait`, raise RequestError if another process is in it, and leave no empty folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":  # which cannot open a folder
         yield
@@ -98,7 +102,12 @@ def locked(folder: Path, wait: bool = True) -> Iterator[None]:
     try:
         if not lock(handle, wait):
             raise RequestError(f"another process is writing {folder}; wait until it ends, or choose another folder")
-        yield
+        try:
+            yield
+        finally:
+            if not wait:
+                with contextlib.suppress(OSError):  # it holds something
+                    folder.rmdir()
     finally:
         os.close(handle)  # this also unlocks it
 

@@ -40,6 +40,13 @@ def fingerprint(model: PreTrainedModel, name: str | None = None, revision: str |
     return found if quantization is None else {**found, "quantization": quantization}
 
 
+def known_weights(model: PreTrainedModel) -> list[float]:
+    """Return the weights of the model's fingerprint; none if some are not loaded, as the others would be chosen."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return []
+    return fingerprint(model)["weights"]
+
+
 def weight_sample(names: Iterable[str], read: Callable[[str], Tensor | ProbedWeight]) -> list[float]:
     """Return up to 64 single weights of the parameters `names`; `read` returns the parameter with a name."""
     keys, values = sorted(names), []

@@ -18,10 +18,11 @@ from medusa.backbone import Backbone
 from medusa.checkpoints.folder import load as load_heads
 from medusa.errors import RequestError
 from medusa.files import Json, read_json
-from medusa.fingerprint import fingerprint, unlike
+from medusa.fingerprint import known_weights, unlike
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded, load_backbone, load_tokenizer, text_limits
 from medusa.options import LoadOptions, dtype_name
+from medusa.quantization import quantized_layers
 from medusa.records.sources import SETTINGS, WEIGHTS
 from train.arguments import MedusaTrainingArguments
 from train.callbacks import say
@@ -105,10 +106,14 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
 
 def has_other_writer(data: str, model: PreTrainedModel) -> bool:
     """Whether `medusa distill` noted beside the file `data` that a model with other weights wrote it."""
-    noted = Path(data).with_suffix(SETTINGS)
-    held = read_json(noted) if Path(data).is_file() and noted.is_file() else {}
+    if not Path(data).is_file() or not (noted := Path(data).with_suffix(SETTINGS)).is_file():
+        return False
+    held, quantized = read_json(noted), bool(quantized_layers(model))
     weights = held.get(WEIGHTS) if isinstance(held, dict) else None
-    return weights is not None and unlike(weights, fingerprint(model)["weights"], quantized="quantization" in held)
+    if not weights or quantized != ("quantization" in held):  # which changes weights by itself
+        return False
+    own = known_weights(model)
+    return bool(own) and unlike(weights, own, quantized)
 
 
 def build_trainer(run: LoadedRun) -> MedusaTrainer:

@@ -171,11 +171,6 @@ class DataConfig(Section):
     def _path_alone(cls, content: object) -> object:
         return {"path": content} if isinstance(content, str) else content
 
-    @model_validator(mode="after")
-    def _keys_have_effect(self) -> DataConfig:
-        require_needed(self, {"exclude_window": "exclude", "shuffle_buffer": "streaming"}, "data.")
-        return self
-
 
 class AdapterConfig(Section):
     """The section `adapter` of a recipe, which trains the backbone too, through a LoRA adapter (Medusa-2)."""
@@ -265,6 +260,9 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _keys_go_together(self) -> TrainConfig:
         require_needed(self, dict.fromkeys(("features_dir", "features_dtype"), "cache_features"))
+        for prefix, section in (("data.", self.data), ("eval_data.", self.eval_data)):
+            if section is not None:
+                require_needed(section, {"exclude_window": "exclude", "shuffle_buffer": "streaming"}, prefix)
         adapter, streaming = self.adapter, self.data.streaming
         if streaming and self.cache_features:
             raise RequestError("data.streaming has no end to cache; leave cache_features out")

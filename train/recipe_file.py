@@ -17,15 +17,16 @@ TEXTS = ("data", "eval_data")  # sections that a string can stand for: their pat
 class _Loader(yaml.SafeLoader):
     """Reads YAML in which no key occurs twice; PyYAML itself would keep the last value and say nothing."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)  # before merges (<<) add keys, which may occur again
         lines: dict[str, int] = {}
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":  # which may occur twice
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 line = key.start_mark.line + 1
                 if key.value in lines:
                     raise yaml.YAMLError(f"lines {lines[key.value]} and {line} both set {key.value}; leave one out")
                 lines[key.value] = line
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _read(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from contextlib import nullcontext, suppress
@@ -14,7 +15,7 @@ from typing import Literal
 from medusa.backbone import Backbone
 from medusa.checkpoints.stored import PROVENANCE, WEIGHTS
 from medusa.errors import Interrupted, RequestError
-from medusa.files import Json, disk_may_fill, locked, read_json
+from medusa.files import Json, disk_may_fill, locked, read_json, require_writable_folder
 from medusa.interruptions import Signals, interruptible
 from medusa.memory import bytes_of
 from medusa.progress import ProgressLines
@@ -56,13 +57,14 @@ def train(config: TrainConfig, *, resume: Resume = False, overwrite: bool = Fals
     if resume == "auto" and (done := finished(config)) is not None:
         say(f"{output} holds the trained heads of this recipe already")
         return done
-    full = disk_may_fill(output, lambda: way_out_of_full_disk(output))
-    with interruptible(lambda: kept(output)) as signals, full, precision_restored():
+    require_writable_folder(output, option="output_dir")
+    full, first = disk_may_fill(output, lambda: way_out_of_full_disk(output)), os.environ.get("RANK", "0") == "0"
+    alone = locked(output, wait=False) if first else nullcontext()
+    with interruptible(lambda: kept(output)) as signals, full, precision_restored(), alone:
         checkpoint = checkpoint_to_resume(output, resume, overwrite)
         run = load(config, checkpoint, quiet)
         require_room(output, bytes_of(run.heads), run.arguments)
-        with locked(output, wait=False) if run.arguments.process_index == 0 else nullcontext():
-            return _trained(run, checkpoint, signals, overwrite, quiet)
+        return _trained(run, checkpoint, signals, overwrite, quiet)
 
 
 def _trained(run: LoadedRun, checkpoint: Path | None, signals: Signals, overwrite: bool, quiet: bool) -> RunFigures:

@@ -116,6 +116,12 @@ Draws = RowDraws | SharedDraws
 """Draws of the tokens of a walk, and of drafts."""
 
 
+def best_of(scores: Tensor) -> Tensor:
+    """Return the best tokens [...] by the scores [..., V], and `NO_TOKEN` where they exclude every token."""
+    best = scores.max(-1)
+    return best.indices.masked_fill(best.values == -torch.inf, NO_TOKEN)
+
+
 def default_generator(device: torch.device) -> torch.Generator:
     """PyTorch's global generator of a device."""
     if device.type == "cpu":

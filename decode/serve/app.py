@@ -196,7 +196,8 @@ class CompletionApi:
         self.template_options: Json = dict(template_options or {})
         self.answered = 0
         self.answers: WeakSet[ApiAnswer] = WeakSet()  # those that are being sent
-        self.turn = asyncio.Lock()  # of the requests that are being read: a tokenizer encodes one text at a time
+        self.stopped = False
+        self.turn = asyncio.Lock()  # of the requests that are being encoded: a tokenizer encodes one text at a time
         about = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "medusa"}
         self.about = about | {"max_model_len": Backbone(self.generator.model).context}
 
@@ -236,6 +237,7 @@ class CompletionApi:
 
     def stop(self) -> None:
         """End all answers, because the server stops; called in the HTTP thread."""
+        self.stopped = True
         for answer in self.answers:
             answer.fail(ApiError("the server stops; ask again", 503))
 
@@ -270,10 +272,12 @@ class CompletionApi:
             raise _left() from None
         if max(told, len(content)) > MAX_BODY:
             raise ApiError(f"the request is longer than {MAX_BODY // 2**20} MiB", 413)
-        async with self.turn:  # in another thread, so that a long request lets others be answered
-            asked = await asyncio.to_thread(parse, bytes(content), kind)
+        asked = await asyncio.to_thread(parse, bytes(content), kind)  # in other threads, so that texts go on meanwhile
+        async with self.turn:
             answer = await asyncio.to_thread(self.begin, asked, asyncio.get_running_loop())
         self.answers.add(answer)
+        if self.stopped:
+            self.stop()
         if not asked.stream:
             return JSONResponse(await answer.whole(request))
         chunks = answer.chunks(bool(asked.stream_options.include_usage))

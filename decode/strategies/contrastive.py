@@ -50,7 +50,10 @@ class Contrast(ContrastOptions, kw_only=False):
             scores = expert_log_p - amateur_log_p
         else:
             scores = (1 + self.beta) * expert_log_p - self.beta * amateur_log_p
-        return torch.where(self.margin(expert_log_p) < 0, expert_log_p - IMPLAUSIBLE, scores)
+        implausible = self.margin(expert_log_p) < 0
+        lowest = scores.masked_fill(implausible, torch.inf).amin(-1, keepdim=True)
+        best = expert_log_p.masked_fill(~implausible, -torch.inf).amax(-1, keepdim=True)
+        return torch.where(implausible, lowest - IMPLAUSIBLE + (expert_log_p - best), scores)
 
     def margin(self, expert: Tensor) -> Tensor:
         """Log-probability of each token minus the threshold of plausible tokens, from the expert's logits [..., V]."""

@@ -694,9 +694,19 @@ def test_samples_after_one_seed_equal_those_of_transformers(llama: Any, ending: 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_options_that_exclude_every_token_are_named(llama: Any, heads: MedusaHeads, do_sample: bool) -> None:
     """Greedy decoding wrote the id 0, and sampling blamed the dtype."""
-    options = {"do_sample": do_sample, "max_new_tokens": 4, "suppress_tokens": list(range(VOCAB))}
-    with pytest.raises(RunError, match="no next token can be chosen: the options exclude every token"):
-        generate(llama, heads, PROMPT, tree=TREE, **options)
+    allowed: dict[str, Any] = {"prefix_allowed_tokens_fn": lambda row, ids: list(range(VOCAB)), "max_new_tokens": 9}
+
+    class Nothing(LogitsProcessor):
+        """Excludes every token from the third one on."""
+
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            ends = input_ids.shape[1] > PROMPT.shape[1] + 1
+            return torch.full_like(scores, -torch.inf) if ends else scores  # type: ignore[return-value]
+
+    for rule in ("rejection", "typical") if do_sample else ("rejection", "topk:2", "distance:2"):
+        options = allowed | {"do_sample": do_sample, "acceptance": rule, "logits_processor": [Nothing()]}
+        with pytest.raises(RunError, match="no next token can be chosen: the options exclude every token"):
+            generate(llama, heads, PROMPT, tree=TREE, **options)
 
 
 def test_a_users_own_kind_of_a_warper_sees_the_text_even_if_drafts_are_drawn(llama: Any) -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import importlib.util
 import os
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -81,8 +82,13 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such file")
-def test_a_device_is_written_itself() -> None:
+def test_a_device_is_written_itself(tmp_path: Path) -> None:
     """An administrator, such as in a container, could replace it."""
+    files.write_text(tmp_path / "log", "old\n")
+    write = "from medusa.files import write_text; from pathlib import Path; write_text(Path('/dev/stdout'), 'new\\n')"
+    with (tmp_path / "log").open("a") as log:
+        subprocess.run([sys.executable, "-c", write], stdout=log, check=True)
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "old\nnew\n"
     before = os.stat("/dev/null")
     files.write_text(Path("/dev/null"), "x")
     assert os.stat("/dev/null").st_ino == before.st_ino

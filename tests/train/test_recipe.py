@@ -74,8 +74,9 @@ def test_a_key_that_occurs_twice_is_refused(read: Any, twice: str) -> None:
         read(yaml.safe_dump(LEAST) + twice)
     with pytest.raises(RequestError, match="is not YAML"):
         read(LEAST, "training={seed: 5, seed: 6}")
-    merged = "base: &base {seed: 5}\n"
+    merged = "base: &base {seed: 5}\ngroup:\n  m: &m\n    <<: *base\n    seed: 6\n"
     assert _merged(merged + "training: {<<: *base, seed: 6}") == {"seed": 6}, "a merge is no second key"
+    assert _merged(merged + "training:\n  <<: *m\n") == {"seed": 6}
 
 
 def _merged(text: str) -> Any:

@@ -194,7 +194,7 @@ def distill(options: DistillOptions) -> DistillFigures:
     local = None if options.server else _local_engine(options, asks)
     if local is not None:
         about[WEIGHTS] = local.weights
-        require_same_settings(path, about, options.overwrite)
+        require_same_settings(path, about, options.overwrite, local.quantized)
     engine = local or _server_engine(options, asks)
     journal = Journal(path, tasks, options.overwrite)
     if not (noted := path.with_suffix(SETTINGS)).exists() or read_json(noted) != about:

@@ -25,11 +25,12 @@ BYTES_PER_LINE = 100  # of one answer, without its tokens
 BYTES_PER_TOKEN = 12  # of one answer: an id, a comma, a space, and the text of the token
 
 
-def require_same_settings(path: Path, about: Json, overwrite: bool) -> None:
+def require_same_settings(path: Path, about: Json, overwrite: bool, quantized: bool = False) -> None:
     """Raise a `RequestError` if the output file has texts and its settings are not `about`, unless `overwrite` is true.
 
     A run that ended before it could write its settings leaves an empty file. Weights, which are known only after the
-    model is loaded, count only if `about` has some, and the file's settings too: earlier versions wrote none."""
+    model is loaded, count only if `about` has some, and the file's settings too: earlier versions wrote none.
+    `quantized`: whether they are those of quantised layers."""
     sidecar, has_texts = path.with_suffix(SETTINGS), path.exists() and path.stat().st_size > 0
     if not has_texts or overwrite:
         return
@@ -41,7 +42,7 @@ def require_same_settings(path: Path, about: Json, overwrite: bool) -> None:
     if earlier and weights:
         from medusa.fingerprint import unlike  # which imports torch
 
-        if unlike(earlier, weights, quantized="quantization" in about):
+        if unlike(earlier, weights, quantized):
             raise RequestError(f"{path} was written by other weights than those of {about['backbone']}; {way}")
 
 

@@ -20,6 +20,8 @@ TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
 """HTTP statuses after which the same request may succeed."""
 EOS = ("tool_calls", "function_call", "eos", "eos_token", "end_turn")
 """Finish reasons of servers for texts that the model itself has ended; `stop` can also mean a stop string."""
+BROKEN = ("error", "abort", "cancelled", "content_filter")
+"""Finish reasons of servers for texts that lack their rest."""
 ATTEMPTS = 6  # of each request
 LONGEST_WAIT, TIMEOUT = 60.0, 600.0  # seconds between two attempts, and seconds to wait for a reply
 
@@ -164,7 +166,7 @@ def _answer(reply: Json, text: object, message: Json, options: Json) -> Answer:
     if not isinstance(text, str):
         raise ServerError(f"the reply has no text: {json.dumps(choice)[:200]}")
     reason = str(choice.get("finish_reason"))
-    if reason not in (*EOS, "stop", "length", "None"):  # an error or a filter, and the rest of the text is missing
+    if reason in BROKEN:
         raise ServerError(f"the server broke the text off, with finish_reason {reason!r}")
     # The `stop_reason` of vLLM is the stop string, or null if the model ended the text. Other servers have none.
     may_be_string = isinstance(choice["stop_reason"], str) if "stop_reason" in choice else bool(options.get("stop"))

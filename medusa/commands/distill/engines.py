@@ -23,8 +23,9 @@ from medusa.commands.distill.journal import Journal
 from medusa.commands.distill.tasks import Task
 from medusa.errors import RequestError, RunError
 from medusa.files import Json
-from medusa.fingerprint import fingerprint
+from medusa.fingerprint import known_weights
 from medusa.loading import TextLimits
+from medusa.quantization import quantized_layers
 from medusa.records.pieces import text_of
 from medusa.records.questions import QuestionForm
 from medusa.records.record import continuation_ids, tokens_of
@@ -59,7 +60,12 @@ class LocalEngine:
     @property
     def weights(self) -> list[float]:
         """A few weights of the model, by which a continued run recognises it."""
-        return fingerprint(self.generator.model)["weights"]
+        return known_weights(self.generator.model)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the model has quantised layers, whose weights can differ a little on another device."""
+        return bool(quantized_layers(self.generator.model))
 
     def write(self, journal: Journal) -> float:
         """Generate the missing answers, those of a conversation in turn, and return the seconds that this took."""

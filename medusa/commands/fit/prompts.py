@@ -104,8 +104,8 @@ def asked(record: Record) -> str:
         row |= {"prompt": None, "turns": [record.question]}
     if "messages" in row:
         said = [message for message in row["messages"] if message["role"] != "assistant"]
-        rest = said[1:] if (system := said[0]["role"] == "system") else said
-        if all(message.keys() == {"role", "content"} and message["role"] == "user" for message in rest):
+        rest = said[1:] if (system := bool(said) and said[0]["role"] == "system") else said
+        if rest and all(message.keys() == {"role", "content"} and message["role"] == "user" for message in rest):
             row["messages"], row["turns"] = None, [text_of(message) for message in rest]
             row |= {"system": text_of(said[0])} if system else {}
         else:

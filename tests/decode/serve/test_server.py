@@ -282,7 +282,10 @@ def test_a_request_that_takes_long_to_read_keeps_no_other_waiting(url: str, monk
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_server_that_stops_ends_answers_with_an_error(url: str, api: CompletionApi, stream: bool) -> None:
+def test_a_server_that_stops_ends_answers_with_an_error(
+    url: str, api: CompletionApi, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "stopped", False)  # and again after this test
     body = {"prompt": PROMPTS[0], "n": 64, "max_tokens": 400, "ignore_eos": True, "stream": stream}
     before = {*api.answers}
     with ThreadPoolExecutor() as pool:
