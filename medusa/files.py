@@ -23,6 +23,7 @@ ASSETS = Path(__file__).parent / "assets"  # a small backbone with heads and a d
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, an exceeded quota, a too large file
 OF_TORCH = "inline_container.cc"  # in an error of torch's archive writer; that of its reader means a damaged file
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # from file systems, such as some of a network, without locks
+STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # what a process has open, also regular files
 PICTURES = (".png", ".pdf", ".svg", ".jpg")  # the formats of plots
 Json = dict[str, Any]  # a JSON object whose content has not been checked
 
@@ -37,8 +38,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a path for a new file next to `path`. The file replaces `path` on success and is removed after an error.
 
     A link stays, and what it names is replaced. To pipes and devices, and to /dev/stdout, the content is appended."""
-    is_special = path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",))
-    if is_special or (path.exists() and not path.is_file()):
+    if str(path).startswith(STREAMS) or (path.exists() and not path.is_file()):
         with tempfile.TemporaryDirectory() as folder:
             yield (made := Path(folder) / path.name)
             with made.open("rb") as content, path.open("ab") as output:
