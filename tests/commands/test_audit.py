@@ -239,7 +239,7 @@ def test_a_server_with_a_shorter_context_may_end_its_texts_there(
             return super().texts(ids, body | {"max_tokens": min(body["max_tokens"], 16 - len(ids))}, beside)
 
     done, _ = audit(Short(sharp), "--draws", 50)
-    assert done.status == 1, "nobody told that its context is short"
+    assert done.status == 1, "the server does not tell its context"
     server.context = 16
     done, found = audit(Short(sharp), "--draws", 50)
     assert done.status == 0, done.out

@@ -621,13 +621,13 @@ class Cycle(LogitsProcessor):
     def __init__(self, end: int) -> None:
         self.end, self.calls = end, list[int]()
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
         new = input_ids.shape[1] - 8
         assert new < self.end
         self.calls.append(new)
         forced = torch.full_like(scores, -torch.inf)
         forced[:, CYCLE[new % 4]] = 0.0
-        return forced  # type: ignore[return-value]
+        return forced
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "ngram:tokens=1", "model"])
@@ -647,15 +647,15 @@ def test_nothing_is_asked_after_the_end_of_a_text(llama: Any, drafter: str, do_s
 class AtToken(EosTokenCriteria):
     """Ends a text at its second end token; transformers' own would end it at the first."""
 
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        return torch.isin(input_ids[:, PROMPT.shape[1] :], self.eos_token_id).sum(1) >= 2  # type: ignore[return-value]
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        return torch.isin(input_ids[:, PROMPT.shape[1] :], self.eos_token_id).sum(1) >= 2
 
 
 class AtLength(MaxLengthCriteria):
     """Counts new tokens; transformers' own counts the prompt, too."""
 
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        return torch.tensor([input_ids.shape[1] - PROMPT.shape[1] >= self.max_length] * len(input_ids))  # type: ignore[return-value]
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        return torch.tensor([input_ids.shape[1] - PROMPT.shape[1] >= self.max_length] * len(input_ids))
 
 
 @pytest.mark.parametrize("kind", ["token", "length"])
@@ -699,9 +699,9 @@ def test_options_that_exclude_every_token_are_named(llama: Any, heads: MedusaHea
     class Nothing(LogitsProcessor):
         """Excludes every token from the third one on."""
 
-        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
             ends = input_ids.shape[1] > PROMPT.shape[1] + 1
-            return torch.full_like(scores, -torch.inf) if ends else scores  # type: ignore[return-value]
+            return torch.full_like(scores, -torch.inf) if ends else scores
 
     for rule in ("rejection", "typical") if do_sample else ("rejection", "topk:2", "distance:2"):
         options = allowed | {"do_sample": do_sample, "acceptance": rule, "logits_processor": [Nothing()]}
@@ -713,9 +713,9 @@ def test_a_users_own_kind_of_a_warper_sees_the_text_even_if_drafts_are_drawn(lla
     class Cooling(TemperatureLogitsWarper):
         seen: list[int]
 
-        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
             self.seen.append(input_ids.shape[1])
-            return scores / (1 + 0.1 * (input_ids.shape[1] - PROMPT.shape[1]))  # type: ignore[return-value]
+            return scores / (1 + 0.1 * (input_ids.shape[1] - PROMPT.shape[1]))
 
     cooling = Cooling(1.0)
     cooling.seen = []

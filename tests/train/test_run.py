@@ -29,6 +29,7 @@ from tests.helpers import random_ids, tiny_model
 from tests.train.recipes import assert_close, recipes, same
 from tests.train.recipes import run as run_recipe
 from tests.train.templates import CHATML
+from train.build import has_other_writer
 from train.checkpoints import whole_checkpoints
 from train.recipe import parse_recipe
 from train.run import plan_features, train
@@ -87,6 +88,10 @@ def test_text_of_other_weights_gives_a_warning(recipe: Any, tmp_path: Path, caps
         (tmp_path / "data.settings.json").write_text(json.dumps(noted), encoding="utf-8")
         train(parse_recipe(content, "test"), overwrite=True)
         assert ("data.jsonl was written by other weights" in capsys.readouterr().err) == warned
+    noted = {"weights": [value * 1.001 for value in own], "quantization": "int8"}  # whose weights differ by themselves
+    (tmp_path / "data.settings.json").write_text(json.dumps(noted), encoding="utf-8")
+    assert not has_other_writer(content["data"]["path"], AutoModelForCausalLM.from_pretrained(content["backbone"]))
+    assert not has_other_writer(".", AutoModelForCausalLM.from_pretrained(content["backbone"])), "a folder has no note"
 
 
 # --- streams and counts ----------------------------------------------------------------------------------------------

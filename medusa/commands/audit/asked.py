@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from medusa.commands.distill.client import Server, ServerError
+from medusa.commands.distill.client import EOS, Server, ServerError
 from medusa.errors import RequestError, RunError
 from medusa.files import Json
 from medusa.records.record import text_ids
@@ -144,7 +144,7 @@ class Asked:
         for choice in reply["choices"]:
             if not isinstance(choice.get("text"), str):
                 raise ServerError(f"the reply has no text: {str(choice)[:200]}")
-            ids, ended = token_ids(choice), choice.get("finish_reason") in ("stop", "eos", "eos_token", "end_turn")
+            ids, ended = token_ids(choice), choice.get("finish_reason") in ("stop", *EOS)
             written = usage.get("completion_tokens") if len(reply["choices"]) == 1 else None
             tokens = len(ids) if ids is not None else written if isinstance(written, int) else None
             texts.append(Text(choice["text"], ids, ended, usage.get("prompt_tokens"), tokens))
