@@ -27,7 +27,7 @@ from medusa.files import ASSETS, read_json
 from medusa.gguf import gguf_file, read_gguf
 from medusa.options import DTYPE_NAMES, LoadOptions
 from medusa.places import SHIPPED, hub_keywords, may_be_on_hub, require_backbone, why_missing
-from medusa.quantization import layer_without_groups, quantization_config, quantized_layers
+from medusa.quantization import layer_without_groups, quantization_config, quantized_layers, warn_of_plain_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -145,6 +145,8 @@ class BackboneFiles:
             raise RequestError(f"no backbone at {self.name}: its files lack the weights {lacking[0]}")
         if options.quantization is not None and not quantized_layers(model):
             raise RequestError(f"--quantization {options.quantization} changes no layer of {self.name}; leave it out")
+        if options.quantization is not None:
+            warn_of_plain_weights(model, options.quantization)
         if source.gguf is not None:
             model.config.name_or_path = str(source.gguf)
         model = model.eval() if placed else model.eval().to(device)

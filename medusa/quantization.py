@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import chain
 
 import torch
@@ -86,6 +87,21 @@ def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
         for name, layer in model.named_modules()
         if linear_sizes(layer) and not any(layer.children()) and not is_plain(getattr(layer, "weight", None))
     }
+
+
+def warn_of_plain_weights(model: PreTrainedModel, kind: str) -> None:
+    """Log a warning if most weights of a quantised model are none of its linear layers', and so stay as they were.
+
+    transformers keeps all experts of a layer in one tensor, which torchao and bitsandbytes leave alone."""
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    held = {id(parameter) for table in tables if table is not None for parameter in table.parameters()}
+    layers = quantized_layers(model).values()
+    packed = sum(sizes[0] * sizes[1] for layer in layers if (sizes := linear_sizes(layer)))
+    names = {name: value for name, value in model.named_parameters() if is_plain(value) and id(value) not in held}
+    if (plain := sum(value.numel() for value in names.values())) > packed:
+        largest = max(names, key=lambda name: names[name].numel())
+        told = "%s quantises only %.0f %% of the weights beside the embeddings: %s and its like stay as they are"
+        logging.getLogger("medusa").warning(told, kind, 100 * packed / (packed + plain), largest)
 
 
 class ProbedWeight:

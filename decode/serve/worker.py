@@ -83,7 +83,11 @@ class BatchRow:
         if self.scores is None or self.left.is_set():
             return event
         start = 0 if self.scores_prompt else len(self.prompt)
-        return event._replace(scored=scored(backbone, [*self.prompt, *new_ids], start, self.scores))
+        try:
+            found = scored(backbone, [*self.prompt, *new_ids], start, self.scores)
+        except Exception as error:  # such as too little memory for a long text; the other texts go on
+            return RowEvent(error=error)
+        return event._replace(scored=found)
 
 
 class BatchWorker:

@@ -19,6 +19,7 @@ from medusa.export.card import Facts
 from medusa.heads import class_of
 from medusa.loading import DEMO, LOAD_DEFAULTS, LoadOptions, load_backbone, load_config, on_meta
 from medusa.options import dtype_name
+from medusa.quantization import is_plain, linear_sizes
 
 FORMER_LM_HEADS = ("embed_out.weight",)
 """Older names of the LM head's weight, under which transformers still saves it for some models."""
@@ -120,12 +121,16 @@ def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
 
     if (found := _read_alone(name, options, find, FORMER_LM_HEADS)) is not None:
         return found
-    head = load_backbone(name, replace(options, device="cpu")).model.get_output_embeddings()
+    loaded = load_backbone(name, replace(options, device="cpu")).model
+    head = loaded.get_output_embeddings()
     weight = _without_bias(head, name).detach()
-    if not hasattr(head, "base_layer"):
+    if is_plain(weight) and not hasattr(head, "base_layer"):
         return weight
-    with torch.no_grad():  # the weight is that of the layer below an adapter of peft
-        return head(torch.eye(weight.shape[1], dtype=weight.dtype)).T.contiguous()
+    # The stored weight is quantised, or that of the layer below an adapter of peft.
+    sizes, dtype = linear_sizes(head), weight.dtype if is_plain(weight) else loaded.dtype
+    assert sizes is not None
+    with torch.no_grad():
+        return head(torch.eye(sizes[0], dtype=dtype)).T.contiguous()
 
 
 def read_embeddings(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
@@ -198,9 +203,9 @@ def is_whole_model(folder: Path) -> bool:
 def stored_tensor(stored: Stored, model: PreTrainedModel, name: str, like: Tensor) -> Tensor | None:
     """Return the stored tensor with the `name` of a parameter, or with this name without the model's prefix.
 
-    The tensor must hold floats and have the shape of `like`. Return `None` if there is none."""
+    The tensor must have the shape of `like`, and hold floats that need no scale. Return `None` if there is none."""
     for key in (name, name.removeprefix(f"{model.base_model_prefix}.")):
-        if key in stored and stored[key].shape == like.shape and stored[key].is_floating_point():
+        if key in stored and stored[key].shape == like.shape and is_plain(stored[key]):
             return stored[key]
     return None
 

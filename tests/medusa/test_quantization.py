@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,19 @@ def test_a_backbone_is_loaded_with_quantised_layers(kind: str) -> None:
     assert known["quantization"] == kind
     assert not differs(model, known)
     assert differs(whole, known)
+
+
+@needs_torchao
+@pytest.mark.parametrize("family", ["mixtral", "llama"])
+def test_experts_that_stay_unquantised_are_told(tmp_path: Path, family: str, capfd: pytest.CaptureFixture) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    load_backbone(str(tmp_path), LoadOptions(quantization="int8"))
+    told = capfd.readouterr().err
+    share = re.search(r"int8 quantises only (\d+) % of .*: model.layers.0.mlp.experts.gate_up_proj and", told)
+    assert "quantises only" not in told if family == "llama" else share
+    if share:
+        attention, experts = 2 * (32 * 32 + 16 * 32), 4 * 3 * 32 * 48
+        assert int(share[1]) == pytest.approx(100 * attention / (attention + experts), abs=1)  # and a few norms
 
 
 @needs_torchao

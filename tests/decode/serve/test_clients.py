@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from chat_families import family_tokenizer
+from chat_families import byte_tokenizer, family_tokenizer
 from decode.serve.fields import IGNORED, UNSUPPORTED
 from decode.serve.schema import ApiError, ChatRequest, CompletionRequest, parse
 from decode.settings import Settings
@@ -57,6 +57,17 @@ def test_requests_of_real_clients(case: dict[str, Any]) -> None:
 def test_there_are_sixty_of_them() -> None:
     assert len(BODIES) >= 60
     assert len({case["client"] for case in BODIES}) == len(BODIES)
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_what_the_chat_template_does_not_read_is_refused(name: str) -> None:
+    """Else the model would answer without tools, and the client would not know why."""
+    body = {"messages": [{"role": "user", "content": "hi"}], name: [{"type": "function", "function": {"name": "add"}}]}
+    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ApiError, match=f"reads no {name}; leave them out"):
+        parse(json.dumps(body).encode(), ChatRequest).prompts(tokenizer, {})
+    unused: dict[str, Any] = {"tool_choice": "none"} if name == "tools" else {name: []}
+    assert parse(json.dumps(body | unused).encode(), ChatRequest).prompts(tokenizer, {})
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])

@@ -103,6 +103,20 @@ class BreakingRow(BatchRow):
         return request._replace(processors=LogitsProcessorList([*request.processors, breaks]))
 
 
+def test_a_text_that_cannot_be_scored_ends_alone(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise torch.OutOfMemoryError("too long")
+
+    monkeypatch.setattr("decode.serve.worker.scored", fail)
+    row, other = row_of(0), row_of(1)
+    row.scores = 0
+    own, others = decode(BatchWorker(generator, 2), row, other)
+    assert isinstance(own[-1].error, torch.OutOfMemoryError)
+    assert others[-1].new_ids == tuple(reference(generator, other))
+
+
 @pytest.mark.parametrize(
     ("how", "value"),
     [("heads", "nan"), ("heads", "inf"), ("heads", "-inf"), ("adaptive", "nan"), ("plain", "-inf"), ("drawn", "nan")],

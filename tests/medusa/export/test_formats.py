@@ -783,6 +783,18 @@ def test_weights_are_those_that_transformers_loads(tmp_path: Path, family: str, 
         require_own_backbone(heads, place, load_options)
 
 
+def test_an_lm_head_of_8_bit_floats_is_read_as_transformers_loads_it(tmp_path: Path) -> None:
+    """Such floats usually have a scale beside them, so that their values alone are wrong."""
+    model = tiny_model("llama", tie_word_embeddings=False)
+    model.config.save_pretrained(tmp_path)
+    state = dict(model.state_dict())
+    state["lm_head.weight"] = state["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(state, tmp_path / MODEL, metadata={"format": "pt"})
+    rows = read_lm_head(str(tmp_path))
+    assert rows.dtype == torch.float32
+    assert torch.equal(rows, AutoModelForCausalLM.from_pretrained(tmp_path).get_output_embeddings().weight)
+
+
 @torch.no_grad()
 def test_embeddings_that_a_model_scales_are_read_scaled(tmp_path: Path) -> None:
     model = tiny_model("gemma2")
