@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import medusa
 from medusa.commandline import OneLineParser, exit_status, until_pipe_closes
-from medusa.errors import choose_one_of
+from medusa.errors import RequestError, choose_one_of
 
 COMMANDS = {
     "fit": "make heads for a model in one command, and measure",
@@ -31,6 +32,7 @@ COMMANDS = {
     "export": "convert heads to the format of a server",
     "datastore": "build a datastore for --drafter rest:DIR",
 }
+SEVERAL = ("train", "info")  # commands that may run as several processes
 
 PURPOSE = """\
 Train Medusa heads on a frozen language model, decode with them, and measure
@@ -116,7 +118,21 @@ def _run(arguments: Sequence[str]) -> int:
         parser.error(f"there is no command {command!r}; {choose_one_of(command, COMMANDS)}")
     args = parser.parse_args(arguments)
     args.command_line = shlex.join(["medusa", *arguments])  # is written into results
-    return exit_status(f"medusa {args.command}", lambda: args.run(args))
+
+    def run() -> int | None:
+        _require_one_process(args.command)
+        return args.run(args)
+
+    return exit_status(f"medusa {args.command}", run)
+
+
+def _require_one_process(command: str) -> None:
+    """Raise RequestError if a launcher has started several processes of a command that runs as one.
+
+    They would write the same files, and torchrun ends all of them as soon as one of them fails."""
+    if command not in SEVERAL and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        way = "start it without torchrun; for several GPUs, add --device auto, or train by torchrun -m medusa train"
+        raise RequestError(f"medusa {command} runs as one process, and a launcher started several; {way}")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Backbone:
         return known[1]
 
     @cached_property
-    def _keeps_logits(self) -> bool:
+    def keeps_logits(self) -> bool:
         """Whether the model can compute logits at selected positions only; few models are asked this."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
@@ -167,7 +167,7 @@ class Backbone:
             if self.feature_layers is None:  # the same states
                 return Readout(hidden if all_hidden else read, self.head(read))
             return Readout(hidden if all_hidden else at(hidden, last), self.head(read))
-        if last is not None and not all_hidden and self._keeps_logits and self.feature_layers is None:
+        if last is not None and not all_hidden and self.keeps_logits and self.feature_layers is None:
             # The model takes one list of positions for all rows, so compute every position that some row asks for.
             kept, last = last.unique(return_inverse=True)
             kwargs["logits_to_keep"] = kept.cpu()  # an index on the CPU works on every device

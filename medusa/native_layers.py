@@ -164,13 +164,10 @@ def _naming_layers(model: PreTrainedModel) -> PreTrainedModel:
     shares all of its parts; the model itself is not changed."""
     named: Any = copy.copy(model)
     if (layout := _layout(model.config)) is None:
-        text = model.config.get_text_config(decoder=True)
-        first = text.num_hidden_layers
-        numbers = "|".join(map(str, range(first, first + text.num_mtp_layers)))
-        setattr(named, IGNORED, [*(getattr(model, IGNORED) or ()), rf"(^|\.)layers\.({numbers})\."])
+        setattr(named, IGNORED, [*(getattr(model, IGNORED) or ()), _pattern(model.config)])
         return named
     named.config = _described(model.config)
-    setattr(named, IGNORED, [layout.tensors])
+    setattr(named, IGNORED, [_pattern(model.config)])
     # All conversions of the type: the model's own experts may be stored fused, and those of the MTP layer one by one.
     # Those of the text decoder, because the conversions of a multimodal model only hold below the decoder's prefix.
     named._weight_conversions = [
@@ -180,16 +177,23 @@ def _naming_layers(model: PreTrainedModel) -> PreTrainedModel:
     return named
 
 
+def _pattern(config: PretrainedConfig) -> str:
+    """A pattern of the names of the tensors of a model's MTP layers, by their layout or by the number of the layers."""
+    if (layout := _layout(config)) is not None:
+        return layout.tensors
+    text = config.get_text_config(decoder=True)
+    first = text.num_hidden_layers
+    return rf"(^|\.)layers\.({'|'.join(map(str, range(first, first + text.num_mtp_layers)))})\."
+
+
 def _check_names(model: PreTrainedModel) -> None:
     """Raise ValueError if the files of `model` lack the MTP layer of its `Layout`, or hold a quantised one.
 
     transformers would take the codes of quantised tensors for the weights."""
-    if (layout := _layout(model.config)) is None:
-        return
-    names = _tensor_names(model.config.name_or_path)
-    own = [name for name in names if re.match(layout.tensors, name)]
+    names, layout = _tensor_names(model.config.name_or_path), _layout(model.config)
+    own = [name for name in names if re.search(_pattern(model.config), name)]
     scales = [name for name in own if "scale" in name]
-    if names and not own:
+    if names and not own and layout is not None:  # a tensor that other layers lack is an error of transformers
         raise ValueError(f"the name of no tensor begins with {layout.prefix}")
     if scales:
         raise ValueError(f"its tensors are quantised, as {scales[0]} shows; load a checkpoint with plain ones")

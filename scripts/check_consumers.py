@@ -29,9 +29,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from medusa.errors import RequestError, RunError
-from medusa.files import Json, read_json, write_json, write_text
+from medusa.files import Json, read_json, require_writable_folder, write_json, write_text
 from medusa.loading import DEMO
-from script_tools import markdown_table, medusa, run_script, script_parser
+from script_tools import markdown_table, medusa, run_program, run_script, script_parser
 
 KNOWN = yaml.safe_load(Path(__file__).with_name("consumers").joinpath("known.yaml").read_text(encoding="utf-8"))
 KINDS: dict[str, str] = KNOWN["kinds"]
@@ -100,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if read.isdisjoint(args.kinds):
         raise RequestError(f"--only {' '.join(args.only)} reads none of --kinds; it reads: {'; '.join(sorted(read))}")
     require_program(args.python)
+    require_writable_folder(args.work, option="--work")
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     prompts = decoded(work / "plain.json", "--plain", args)
@@ -130,13 +131,13 @@ def environment(folder: Path, consumer: Consumer, python: str) -> Path:
     """Make the environment of a consumer with this `python`, unless it exists; return its own Python."""
     own = folder / "bin" / "python"
     if not (folder / "complete").is_file():
-        subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
+        run_program([python, "-m", "venv", "--clear", str(folder)])
         pip = [str(own), "-m", "pip", "--quiet"]
-        subprocess.run([*pip, "install", *consumer.packages.split()], check=True)
+        run_program([*pip, "install", *consumer.packages.split()])
         if consumer.alone:
-            subprocess.run([*pip, "install", "--no-deps", *consumer.alone.split()], check=True)
+            run_program([*pip, "install", "--no-deps", *consumer.alone.split()])
         if consumer.without:
-            subprocess.run([*pip, "uninstall", "--yes", *consumer.without.split()], check=True)
+            run_program([*pip, "uninstall", "--yes", *consumer.without.split()])
         write_text(folder / "complete", "")
     return own
 

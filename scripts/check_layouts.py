@@ -28,7 +28,7 @@ from check_consumers import KNOWN, Consumer, environment, file_name, require_pro
 from medusa import MedusaHeads
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
-from medusa.files import Json, write_json
+from medusa.files import Json, require_writable_folder, write_json
 from medusa.loading import DEMO, load_backbone, load_tokenizer
 from medusa.records.sources import read_records
 from medusa.vocabulary import lm_head_for
@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.draws <= 0:
         raise RequestError("--draws must be greater than 0")
     require_program(args.python)
+    require_writable_folder(args.work, option="--work")
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     model, tokenizer, rows, holds = load_backbone("demo").model, load_tokenizer("demo"), [], True

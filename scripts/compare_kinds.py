@@ -30,7 +30,8 @@ from medusa.commands.trees import choose_tree, heads_folder
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.loading import Loaded
-from medusa.options import REQUIRED, count, group, option
+from medusa.options import REQUIRED, count, dtype_name, group, option
+from medusa.quantization import quantization_of
 from medusa.tree import Tree
 from script_tools import markdown_table, run_script, script_parser
 
@@ -92,6 +93,9 @@ def without_folder(place: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(KindsOptions, script_parser(__doc__), argv)
+    given = [named.partition("=")[0] for named in options.heads]
+    if twice := next((name for name in given if given.count(name) > 1), None):
+        raise RequestError(f"--heads names two folders {twice}; give each another name")
     measured, settings = open_models(options, options.prompts.read()), options.settings
     require_tree_forward(measured.loaded.model)
     loaded = measured.loaded
@@ -106,7 +110,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             own = replace(options, models=replace(options.models, heads=folder, tree=asked))
             tree = tree_for(own, loaded, heads)
             methods[f"{name} {asked}"] = medusa_method(loaded.model, heads, settings, tree=tree)
-            about = {"heads": name, "tree": asked, "nodes": tree.num_nodes, "parameters": heads.num_parameters}
+            about = {
+                "heads": name,
+                "folder": without_folder(folder),
+                "tree": asked,
+                "nodes": tree.num_nodes,
+                "parameters": heads.num_parameters,
+            }
             rows[f"{name} {asked}"] = about
     region.KEPT = max(region.KEPT, len(methods))  # compiled regions that are kept: each method needs its own
     figures = take_turns(options, measured, methods)
@@ -119,7 +129,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = [[row["heads"], row["tree"], *(format(row[k], to) for k, to in formats.items())] for row in rows.values()]
     options.output.console.print(markdown_table(head, lines), markup=False, highlight=False, soft_wrap=True)
     about = {"backbone": without_folder(loaded.name), "compile": settings.compile, "prompts": len(measured.prompts)}
-    about |= {"max_new_tokens": settings.max_new_tokens, "rounds": options.rounds, "batch_size": options.batch_size}
+    about |= {
+        "source": without_folder(options.prompts.prompts or "--prompt"),
+        "max_new_tokens": settings.max_new_tokens,
+    }
+    about |= {"rounds": options.rounds, "batch_size": options.batch_size, "seed": options.runtime.seed}
+    about |= {"dtype": dtype_name(loaded.model.dtype), "attention": loaded.model.config._attn_implementation}
+    about |= {"numerics": settings.numerics, "quantization": quantization_of(loaded.model)}
     options.output.write({"machine": asdict(machine()), "settings": about, "rows": list(rows.values())})
 
 

@@ -17,6 +17,7 @@ from matplotlib.patches import FancyBboxPatch
 
 from decode.bench.report import plots
 from decode.bench.report.plots import INK
+from medusa.files import require_writable_folder
 from script_tools import run_script, script_parser
 
 HEADS = (1, 2, 3)
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = script_parser(__doc__)
     parser.add_argument("folder", type=Path, help="write a PNG file for each kind here")
     args = parser.parse_args(argv)
+    require_writable_folder(args.folder)
     args.folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
         draw_kind(kind).savefig(args.folder / f"{kind}.png", dpi=150, bbox_inches="tight")

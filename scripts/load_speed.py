@@ -15,12 +15,13 @@ import random
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import NamedTuple
 
 import psutil
 
+from decode.bench.machine import machine
 from load_clients import ask
 from load_test import Server, served
 from medusa.arguments import parse
@@ -76,14 +77,16 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(SpeedOptions, script_parser(__doc__), argv)
-    numbers, prompts = options.numbers, [str(record.text) for record in read_records(options.prompts)]
+    numbers, prompts = options.numbers, [record.question for record in read_records(options.prompts)]
     words = f"{options.serve} --name model --batch-size {max(numbers)} {ALWAYS}"
     rows: list[Row] = []
     with served(words) as adaptive, served(f"{words} --plain") as plain:
         for number in numbers:
             rows.append(measured(number, (adaptive, plain), prompts, options))
             print(f"{number} clients: {median(rows[-1].ratios):.2f}", file=sys.stderr)
-    options.output.write({"options": options.serve, "rows": [vars(row) | {"ratios": row.ratios} for row in rows]})
+    about = {name: getattr(options, name) for name in ("serve", "prompts", "chat", "tokens", "texts", "rounds")}
+    counted = [vars(row) | {"ratios": row.ratios} for row in rows]
+    options.output.write({"machine": asdict(machine()), "options": about, "rows": counted})
     cells = []
     for row in rows:
         speeds = [f"{median(speeds):.0f}" for speeds in (row.adaptive, row.plain)]

@@ -35,6 +35,7 @@ from medusa.arguments import parse
 from medusa.commands.options import Output
 from medusa.errors import RunError
 from medusa.files import ASSETS, Json
+from medusa.interruptions import interruptible
 from medusa.options import Options, count, group, option, positive
 from medusa.records.sources import read_records
 from script_tools import markdown_table, run_script, script_parser
@@ -93,14 +94,15 @@ def served(words: str, log: IO[str] | None = None) -> Iterator[Server]:
     command = [sys.executable, "-m", "medusa", "serve", *words.split(), "--port", str(address[1])]
     process = subprocess.Popen(command, stderr=log)
     try:
-        while True:
-            if process.poll() is not None:
-                raise RunError(f"the server ended with status {process.returncode}")
-            with suppress(urllib.error.URLError, ConnectionError):
-                urllib.request.urlopen(f"http://{address[0]}:{address[1]}/health").close()
-                break
-            time.sleep(0.2)
-        yield address, process
+        with interruptible(lambda: ""):  # else SIGTERM would leave the server behind
+            while True:
+                if process.poll() is not None:
+                    raise RunError(f"the server ended with status {process.returncode}")
+                with suppress(urllib.error.URLError, ConnectionError):
+                    urllib.request.urlopen(f"http://{address[0]}:{address[1]}/health").close()
+                    break
+                time.sleep(0.2)
+            yield address, process
     finally:
         process.terminate()
         process.wait(30)
@@ -142,6 +144,7 @@ def load(address: tuple[str, int], pool: Sequence[Wanted], options: LoadOptions,
     clients = [Client(address, pool, found, options.seed + number) for number in range(options.clients)]
     threads = [threading.Thread(target=client.run, args=(lambda: time.monotonic() < end,)) for client in clients]
     for thread in threads:
+        thread.daemon = True  # an interrupted test ends at once
         thread.start()
     time.sleep(6 * options.minutes)
     sizes["after_the_warm_up"] = largest = memory()

@@ -113,19 +113,36 @@ class RealModel:
             print(f"{name} ...", file=sys.stderr)
             release()  # the memory may hold the model only once
             self.runtime.prepare()
-            cpu, wall = process_time(), perf_counter()
-            found = work()
-            times = {"cpu_seconds": process_time() - cpu, "seconds": perf_counter() - wall}
+            unfinished = self.state.content.setdefault("unfinished", {})
+            before, cpu, wall = unfinished.get(name, [0.0, 0.0]), process_time(), perf_counter()
+            try:
+                found = work()
+            except BaseException:  # what an interrupted stage has used counts when it is finished later
+                unfinished[name] = [before[0] + process_time() - cpu, before[1] + perf_counter() - wall]
+                self.state.write()
+                raise
+            unfinished.pop(name, None)
+            times = {"cpu_seconds": before[0] + process_time() - cpu, "seconds": before[1] + perf_counter() - wall}
             self.state.finish(name, found | times)
         return self.state.stages[name]
 
     def make(self) -> None:
         """Do the stages that are asked for and not finished."""
         dtype, *others = self.args.dtypes
-        self.stage("plan", self.plan)
-        self.stage("text", self.text)
-        for choice in self.choices:
-            self.stage(f"train {choice.name}", lambda c=choice: self.train(c))
+        last = max((STAGES.index(name) for name in self.args.only if name != "report"), default=-1)
+        if last < 0 and "plan" not in self.state.stages:
+            raise RequestError(f"{self.args.output} has no finished stage to report; leave out --only report")
+        if last >= 0:
+            self.stage("plan", self.plan)
+            self.stage("text", self.text)
+        if last >= STAGES.index("train"):
+            for choice in self.choices:
+                self.stage(f"train {choice.name}", lambda c=choice: self.train(c))
+        if last >= STAGES.index("calibrate"):
+            self.measure(dtype, others)
+
+    def measure(self, dtype: str, others: Sequence[str]) -> None:
+        """Do the stages after training. Others than the first dtype count for the speed of the fastest kind only."""
         for kind in self.args.kinds:
             self.stage(f"calibrate {kind} {dtype}", lambda k=kind: self.calibrate(k, dtype))
         best = self.fastest()
@@ -326,7 +343,9 @@ class RealModel:
 
 def names(text: str) -> list[str]:
     """Read names that commas separate."""
-    return [name for name in text.split(",") if name]
+    if not (found := [name for name in text.split(",") if name]):
+        raise argparse.ArgumentTypeError("is empty; give at least one name")
+    return found
 
 
 def kind_and_settings(text: str) -> tuple[str, Json]:
@@ -357,6 +376,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a twentieth of the text and training, few prompts")
     parser.add_argument("--overwrite", action="store_true", help="delete an earlier run in DIR and start again")
     args = parser.parse_args(argv)
+    if any(minutes is not None and minutes <= 0 for minutes in (args.minutes_of_text, args.minutes_of_training)):
+        raise RequestError("--minutes-of-text and --minutes-of-training must be greater than 0")
     for kind in args.kinds:
         kind_and_settings(kind)
     for dtype in args.dtypes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from medusa.commandline import OneLineParser, exit_status
-from medusa.errors import RequestError
+from medusa.errors import RequestError, RunError
 from medusa.files import write_text
 from medusa.records.sources import DOCUMENT_SEPARATOR, read_records
 
@@ -28,7 +29,13 @@ def run_script(main: Callable[[], int | None]) -> None:
 
 def medusa(command: str, *more: object) -> None:
     """Run `medusa` in a separate process; the words of `command` come first, then the arguments `more`."""
-    subprocess.run([sys.executable, "-m", "medusa", *command.split(), *map(str, more)], check=True)
+    run_program([sys.executable, "-m", "medusa", *command.split(), *map(str, more)])
+
+
+def run_program(words: Sequence[str]) -> None:
+    """Run a program; raise RunError if it fails, after it has printed the reason."""
+    if status := subprocess.run(words, check=False).returncode:
+        raise RunError(f"{shlex.join(words)} ended with status {status}")
 
 
 def write_jsonl(path: Path, key: str, values: Iterable[object]) -> Path:

@@ -26,6 +26,7 @@ from decode.reader import ReaderFactory
 from decode.topology import Topology, chain
 from medusa import Tree
 from medusa.backbone import Backbone
+from medusa.errors import RequestError
 from script_tools import markdown_table, run_script, script_parser
 
 CONFIG = Qwen3_5TextConfig(
@@ -139,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, default=8, metavar="N", help="of the draft, the root included")
     parser.add_argument("--rounds", type=int, default=9, metavar="N")
     args = parser.parse_args(argv)
+    if min(args.nodes, args.rounds) < 1:
+        raise RequestError("--nodes and --rounds must be at least 1")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)

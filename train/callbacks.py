@@ -55,7 +55,7 @@ class TimeBudget(TrainerCallback, ExportableState):
     def __init__(self, seconds: float, elapsed: float = 0.0, cpu: bool = False) -> None:
         """Make a budget of which `elapsed` seconds are spent; with `cpu`, its clock is this process's CPU time."""
         self.seconds, self.elapsed, self.cpu = seconds, elapsed, cpu
-        self._clock = time.process_time if cpu else time.monotonic
+        self.clock = time.process_time if cpu else time.monotonic
         self._resumed_at: float | None = None
         self._agreed: float | None = None
 
@@ -64,7 +64,7 @@ class TimeBudget(TrainerCallback, ExportableState):
 
     def spent(self) -> float:
         """Seconds of training so far by this process's clock, also before an interruption."""
-        return self.elapsed + (0.0 if self._resumed_at is None else self._clock() - self._resumed_at)
+        return self.elapsed + (0.0 if self._resumed_at is None else self.clock() - self._resumed_at)
 
     def agreed(self) -> float:
         """Seconds of training so far as the first process measures them, so that all processes use the same clock."""
@@ -82,7 +82,7 @@ class TimeBudget(TrainerCallback, ExportableState):
         return min(progress / warmup if warmup else 1.0, max(0.0, 1.0 - progress) / max(1e-9, 1.0 - warmup))
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        self._resumed_at = self._clock()
+        self._resumed_at = self.clock()
 
     def on_optimizer_step(self, args: TrainingArguments, *_: object, **__: object) -> None:
         if args.world_size > 1:

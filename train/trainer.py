@@ -35,7 +35,7 @@ from train.scales import even_steps, state_sizes
 PROBE_STEPS = 3  # timed training steps, from which a time budget's number of steps is estimated
 HYPERPARAMETERS = ("lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "alpha")
 """What a resumed run may change of an optimiser; other entries of its groups may be its state."""
-MARGIN = 5  # max_steps is this many times the estimate, so that the clock ends the run and never max_steps
+MARGIN = 100  # max_steps is this many times the estimate, so that the clock ends the run and never max_steps
 
 
 class MedusaTrainer(InterruptibleTrainer):
@@ -72,6 +72,7 @@ class MedusaTrainer(InterruptibleTrainer):
         self.loss_is_scaled_for_ga = True  # `compute_loss` scales it for gradient accumulation
         self._batch_sums = torch.zeros(3, heads.config.num_heads)  # of the last batch: losses, right guesses, labels
         self._evaluated: list[Tensor] = []  # the same of each batch of an evaluation
+        self._objectives: list[Tensor] = []  # of each such batch: the loss times the number of labels, and this number
         self.eval_tree = load_tree(args.eval_tree, heads.config.num_heads).clip(heads.config.num_heads)
         self._guesses = GuessCounts(heads.config.num_heads, self.eval_tree)
         self._stepped = False  # whether training has begun a step
@@ -151,23 +152,25 @@ class MedusaTrainer(InterruptibleTrainer):
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
         """Time a few training steps, undo them, and return seconds per step; `prepare` changes each batch, untimed.
 
-        If the backbone's states are kept for later epochs, a step has the time of a later epoch."""
+        The clock is the budget's, as CPU time is a small part of the time on a busy machine. If the backbone's states
+        are kept for later epochs, a step has the time of a later epoch."""
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().to("cpu", copy=True) for parameter in learning]  # a GPU may have no room
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # its slowest value
         device, times = self.args.device, []
+        clock = time.perf_counter if self.budget is None else self.budget.clock
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             optimizer = torch.optim.AdamW(learning, lr=1e-4)
             for _, batch in zip(range(PROBE_STEPS + 1), self.get_train_dataloader(), strict=False):
                 inputs = prepare(self._prepare_inputs(batch))
                 for _ in range(1 + self.trained.read.keeps):
                     synchronize(device)
-                    start = time.perf_counter()
+                    start = clock()
                     self.compute_loss(self.trained, inputs).backward()
                     optimizer.step()
                     optimizer.zero_grad()
                     synchronize(device)
-                    times.append(time.perf_counter() - start)
+                    times.append(clock() - start)
         for parameter, old in zip(learning, before, strict=True):
             parameter.data.copy_(old)
         return min(times) * self.args.gradient_accumulation_steps  # min, because the first step is slow
@@ -271,6 +274,8 @@ class MedusaTrainer(InterruptibleTrainer):
             losses = self.trained.losses(found)
         self._guesses.add(label_ranks(self.backbone, self.heads, found.inputs, found.labels), found.labels != IGNORE)
         self._evaluated.append(losses.sums.double().cpu())
+        labels = losses.total.sum().double().cpu()
+        self._objectives.append(torch.stack([losses.objective.double().cpu() * labels, labels]))
         return losses.objective, None, None
 
     def _without_repeats(self, batch: Batch) -> Batch:
@@ -299,6 +304,9 @@ class MedusaTrainer(InterruptibleTrainer):
         """Write a line of the log, with each head's loss and accuracy, and after an evaluation the expected tau."""
         if "eval_loss" in logs and self._evaluated:
             sums, self._evaluated = torch.stack(self._evaluated).sum(0), []
+            objectives, self._objectives = torch.stack(self._objectives).sum(0), []
+            loss, labels = self._over_processes(objectives)
+            logs["eval_loss"] = (loss / labels.clamp_min(1)).item()  # the Trainer's own mean is over batches
             logs |= self.figures(self._over_processes(sums), "eval_") | self._guess_figures()
         elif "loss" in logs and (taken := self.log_sums.take()) is not None:
             loss, steps, *_ = sums = self._over_processes(taken)

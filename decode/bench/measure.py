@@ -151,15 +151,20 @@ def compare_lossy_rules(job: BenchmarkJob) -> list[LossyFigures]:
 
 @torch.inference_mode()
 def log_likelihood(backbone: Backbone, results: Sequence[Result], temperature: float) -> float:
-    """Compute the mean log-likelihood of the new tokens under the backbone at `temperature`, in nats per token."""
+    """Compute the mean log-likelihood of the new tokens under the backbone at `temperature`, in nats per token.
+
+    The logits are those of a forward of the whole model, which may cap or scale what its LM head returns."""
     total, count = 0.0, 0
     for result in results:
+        if not (new := len(result.new_ids)):
+            continue
         ids = torch.tensor([result.input_ids + result.new_ids], device=backbone.device)
-        hidden = backbone.hidden_states(ids[:, :-1], use_cache=False)[0, len(result.input_ids) - 1 :]
-        for part, wanted in zip(hidden.split(64), ids[0, len(result.input_ids) :].split(64), strict=True):
-            log_p = (backbone.lm_head(part).float() / temperature).log_softmax(-1)
-            total += float(log_p.gather(1, wanted[:, None]).sum())
-        count += len(result.new_ids)
+        kept = {"logits_to_keep": new} if backbone.keeps_logits else {}
+        logits = backbone.model(input_ids=ids[:, :-1], use_cache=False, **kept).logits[0, -new:]
+        wanted = ids[0, -new:, None].to(logits.device)
+        for part, own in zip(logits.split(64), wanted.split(64), strict=True):
+            total += float((part.float() / temperature).log_softmax(-1).gather(1, own).sum())
+        count += new
     return total / max(count, 1)
 
 

@@ -148,11 +148,18 @@ class ContrastProcessor(LogitsProcessor):
     def __init__(self, amateur: Amateur, attention_mask: Tensor) -> None:
         """Make a processor for a batch of prompts with this `attention_mask` [B, T], padded on the left."""
         self.amateur, self.mask = amateur, attention_mask
-        self.cache = DynamicCache(config=amateur.model.config)
+        self.cache: DynamicCache | None = DynamicCache(config=amateur.model.config)
+        try:
+            self.cache.get_seq_length()
+        except ValueError:  # a model without attention: its states cannot be continued for a padded batch
+            self.cache = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        held, total = self.cache.get_seq_length(), input_ids.shape[1]
-        mask = F.pad(self.mask, (0, total - self.mask.shape[1]), value=1)
+        mask = F.pad(self.mask, (0, input_ids.shape[1] - self.mask.shape[1]), value=1)
+        if self.cache is None:
+            logits = self.amateur.model(input_ids, attention_mask=mask, use_cache=False).logits
+            return self.amateur.contrast(scores, logits[:, -1])
+        held = self.cache.get_seq_length()
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, held:]
         logits = self.amateur.model(
             input_ids[:, held:], attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True

@@ -31,6 +31,7 @@ from medusa.commands.fit import fit, stages
 from medusa.commands.fit import plan as plan_module
 from medusa.commands.fit.options import FitOptions, choose_heads
 from medusa.commands.fit.plan import (
+    CHECKPOINTS,
     COMPILING,
     COMPILING_LAYER,
     EPOCHS,
@@ -60,6 +61,8 @@ from tests.commands.fake_server import FakeServer
 from tests.commands.place import Place
 from tests.helpers import LETTERS
 from train.architecture import BackboneSizes, choose
+from train.arguments import MedusaTrainingArguments
+from train.checkpoints import require_room
 from train.config import HeadsConfig
 from train.hardware import HeadsSize, heads_size
 
@@ -693,9 +696,26 @@ def test_a_run_that_is_stopped_in_every_stage(
 
 
 def test_several_processes_are_refused(command: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """By every command that writes or decodes, before it loads anything."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(command()) == 2
-    assert "runs as one process, and a launcher started several; start it without torchrun" in capsys.readouterr().err
+    others = [["distill", "--backbone", "nowhere", "--prompts", "none", "--output", "x"], ["generate", "nowhere", "a"]]
+    for words in (command(), *others):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert f"medusa {words[0]} runs as one process, and a launcher started several; start it without torchr" in told
+    assert main(["info", "demo"]) == 0
+
+
+def test_the_planned_room_on_the_disk_is_what_training_asks_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    weights, arguments = 10**9, MedusaTrainingArguments(str(tmp_path), max_minutes=10)
+    planned = weights * (1 + 3 * CHECKPOINTS)
+    monkeypatch.setattr("train.checkpoints.free_bytes", lambda folder: planned)
+    require_room(tmp_path, weights, arguments)
+    monkeypatch.setattr("train.checkpoints.free_bytes", lambda folder: planned - 1)
+    with pytest.raises(RequestError, match="but its disk has"):
+        require_room(tmp_path, weights, arguments)
 
 
 @pytest.mark.usefixtures("short_fit")

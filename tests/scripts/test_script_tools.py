@@ -21,25 +21,40 @@ WRONG = {
     "check_consumers": [
         "--work {tmp} --python ./no/python",
         "--work {tmp} --prompts 0",
+        "--work {file}",
         "--work {tmp} --only trt",
         "--work {tmp} --only vllm --kinds cascade",
     ],
-    "check_layouts": ["--work {tmp} --draws 0", "--work {tmp} --only vllm", "--work {tmp} --python ./no/python"],
+    "check_layouts": [
+        "--work {tmp} --draws 0",
+        "--work {file}",
+        "--work {tmp} --only vllm",
+        "--work {tmp} --python ./no/python",
+    ],
     "commands_page": ["--fast"],
-    "compare_kinds": ["--backbone demo --prompt Hi --heads demo", "--backbone ./no/model --prompt Hi --heads a=b"],
+    "compare_kinds": [
+        "--backbone demo --prompt Hi --heads demo",
+        "--backbone ./no/model --prompt Hi --heads a=b",
+        "--backbone demo --prompt Hi --heads a=demo a=demo",
+    ],
     "data_page": ["--fast"],
-    "draw_kinds": [""],
+    "draw_kinds": ["", "{file}"],
     "fuzz": ["--minutes 0", "--cases 0", "--minutes 1 --case 2"],
     "gpu_battery": ["--seconds soon --output {tmp}", "--stage dance --output {tmp}"],
     "gpu_battery/bundle": ["make", "open no/part --output {tmp}/x"],
     "load_speed": ["--clients 1,x", "--rounds 0"],
-    "state_speed": ["--nodes x", "--dtype int8"],
+    "state_speed": ["--nodes x", "--nodes 0", "--dtype int8"],
     "load_test": ["--minutes 0", "--clients 0"],
     "make_backbone": ["--data no.txt --output {tmp}/x --steps 1"],
     "make_shipped_heads": ["--data no.txt --work {tmp} --output {tmp}/x"],
     "peers": ["demo --data {tmp} --run {tmp} --output {tmp}/x"],
     "plant_faults": ["--only nothing-like-this"],
-    "real_model": ["demo --data {tmp} --output {tmp}/x", "demo --data {tmp} --output {tmp}/x --kinds markof"],
+    "real_model": [
+        "demo --data {tmp} --output {tmp}/x",
+        "demo --data {tmp} --output {tmp}/x --kinds markof",
+        "demo --data {tmp} --output {tmp}/x --dtypes ,",
+        "demo --data {tmp} --output {tmp}/x --minutes-of-text 0",
+    ],
     "recipe_page": ["--fast"],
     "../.ci/check_wheel": ["--fast"],
     "../notebooks/run": ["no.ipynb"],
@@ -71,7 +86,8 @@ def test_a_wrong_request_is_one_line_and_status_2(
         module = module_of(SCRIPTS / f"{name}.py")
     else:
         module = importlib.import_module("scripts.gpu_battery.__main__" if name == "gpu_battery" else name)
-    argv = words.format(tmp=tmp_path).split()
+    (tmp_path / "file").touch()
+    argv = words.format(tmp=tmp_path, file=tmp_path / "file").split()
     try:
         status = exit_status(name, lambda: module.main(argv))
     except SystemExit as exit_:  # argparse's own way

@@ -266,6 +266,23 @@ def test_evaluation_gives_accuracies_and_the_trees_tau(model: Any, texts: list[O
     assert not any(parameter.grad is not None for parameter in run.heads.parameters())
 
 
+def test_the_loss_of_an_evaluation_is_a_mean_over_labels(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
+    """Rows with few labels, or none, do not count as much as others; no more where they have a batch of their own."""
+    answers = [
+        Example(text.input_ids, [position >= start for position in range(52)])
+        for text, start in zip(texts, (2, 52, 44, 20), strict=False)
+    ]
+    found = []
+    for size in (1, 4):
+        run = trainer(model, texts, tmp_path, per_device_eval_batch_size=size)
+        for parameter in run.heads.parameters():
+            parameter.data += torch.linspace(-0.3, 0.3, parameter.numel()).view_as(parameter)
+        run.eval_dataset = PackedDataset(answers, sequence_length=52)
+        found.append(run.evaluate()["eval_loss"])
+    # Heads further ahead have a label or two less at the end of each row, so the weights are not quite those of each.
+    assert found[0] == pytest.approx(found[1], rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("heads", "backend"),
     [
@@ -507,6 +524,29 @@ def test_a_time_budget_is_used_up_where_later_epochs_are_faster(
     assert run.budget.progress() == 1, f"{now} seconds after {run.state.global_step} steps"
 
 
+def test_a_cpu_time_budget_is_used_up_on_a_busy_machine(
+    model: Any, texts: list[OwnText], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 20 ms of CPU time, but waits for seconds while the first steps are timed."""
+    now, busy = {"process_time": 0.0, "perf_counter": 0.0, "monotonic": 0.0}, True
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        for clock in now:
+            now[clock] += 0.02 + (clock != "process_time" and busy) * 5
+        return stock(*args, **kwargs)
+
+    for clock in now:
+        monkeypatch.setattr(time, clock, lambda clock=clock: now[clock])
+    run = trainer(model, texts, tmp_path, max_steps=-1, max_cpu_minutes=0.5 / 60, save_steps=0.2)
+    stock = run.compute_loss
+    monkeypatch.setattr(run, "compute_loss", compute_loss)
+    run.fit_budget()
+    assert run.args.save_steps == 5, "a share of the steps that fit"
+    busy = False
+    run.train()
+    assert run.budget.progress() == 1, f"ended after {run.state.global_step} steps"
+
+
 def test_a_cpu_time_budget_does_not_count_waiting(model: Any, texts: list[OwnText], tmp_path: Path) -> None:
     """Waiting on a busy machine is not counted."""
 
@@ -555,7 +595,7 @@ def test_the_steps_of_a_resumed_run_are_estimated_on_top_of_those_done(
     """On a slower machine fewer steps fit into the whole budget than the run has done, but the rest is to be used."""
     settings = {"max_minutes": 10.0, "save_strategy": "steps", "save_steps": 3, "max_steps": 3}
     trainer(model, texts, tmp_path, **settings).train()
-    monkeypatch.setattr(MedusaTrainer, "seconds_per_step", lambda self: 300.0)
+    monkeypatch.setattr(MedusaTrainer, "seconds_per_step", lambda self: 6000.0)
     resumed = trainer(model, texts, tmp_path, **settings | {"max_steps": -1})
     resumed.train(resume_from_checkpoint=True)  # the last one
     assert resumed.state.global_step == 3 + 10

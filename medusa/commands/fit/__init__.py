@@ -11,7 +11,6 @@ interrupted run. At the end, the output folder holds the heads, a report (report
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from medusa.commands.fit.options import FitOptions, choose_heads
 from medusa.commands.options import Output
-from medusa.errors import Interrupted, RequestError
+from medusa.errors import Interrupted
 from medusa.files import locked
 from medusa.interruptions import interruptible
 
@@ -46,9 +45,6 @@ def fit(options: FitOptions) -> FitState | None:
     from medusa.commands.fit.state import FitState, remove_earlier
     from train.hardware import require_own_device
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        way = "start it without torchrun; for several GPUs, add --device auto, or train by torchrun -m medusa train"
-        raise RequestError(f"medusa fit runs as one process, and a launcher started several; {way}")
     require_own_device(options.load.device)
     records = options.prompts.read()
     request, command = options.request(digest(records)), options.output.continuing

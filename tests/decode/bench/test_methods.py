@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from decode.bench.measure import log_likelihood
 from decode.bench.methods import left_padded, medusa_method, plain_method, transformers_method
 from decode.settings import Settings
-from decode.texts import tau
+from decode.texts import Result, tau
 from medusa import MedusaConfig, MedusaHeads
 from medusa.backbone import Backbone
 from tests.helpers import HIDDEN, VOCAB, plain, random_heads, random_ids, tiny_model
@@ -156,3 +157,18 @@ def test_texts_end_at_the_end_of_the_context(name: str) -> None:
         assert result.new_ids == (plain(model, prompt, max_new_tokens=left) if left else [])
         assert result.finish_reason == "length"
         assert sum(result.step_lengths) == left
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "cohere"])
+@torch.no_grad()
+def test_the_likelihood_of_a_text_is_that_of_the_whole_model(family: str) -> None:
+    """Gemma 2 caps its LM head's logits, and the others scale them."""
+    more = {"gemma2": {"final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 8.0}}
+    model, results = tiny_model(family, **more.get(family, {})), [Result(ids) for ids in PROMPTS]
+    for result, length in zip(results, (70, 0, 3), strict=True):
+        result.new_ids = random_ids(length, seed=7)
+    found, each = log_likelihood(Backbone(model), results, 0.7), []
+    for result in results:
+        log_p = (model(torch.tensor([result.input_ids + result.new_ids])).logits[0] / 0.7).log_softmax(-1)
+        each += [log_p[len(result.input_ids) + n - 1, token] for n, token in enumerate(result.new_ids)]
+    assert found == pytest.approx(float(torch.stack(each).mean()), abs=1e-5)

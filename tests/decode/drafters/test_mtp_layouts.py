@@ -16,7 +16,7 @@ from medusa.errors import RequestError
 from medusa.heads.mtp import new_layers
 from medusa.native_layers import native_config, native_heads
 from tests.helpers import left_padded, plain, random_ids, tiny_model, weekly
-from tests.native_models import add_tensors
+from tests.native_models import add_tensors, save_native
 from tests.published_mtp import PublishedLayer, save_published
 
 CASES = {
@@ -111,6 +111,18 @@ def test_files_without_a_complete_plain_layer_are_refused(
     with pytest.raises(RequestError, match=said) as error:
         native_heads(AutoModelForCausalLM.from_pretrained(tmp_path), 2)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_quantised_layer_that_transformers_knows_is_refused(tmp_path: Path, family: str) -> None:
+    """As in the FP8 checkpoints of DeepSeek-V3, whose layer is stored behind the last one."""
+    save_native(family, tmp_path, num_mtp_layers=1)
+    before = native_heads(AutoModelForCausalLM.from_pretrained(tmp_path), 2).state_dict()
+    name = f"model.layers.{tiny_model(family).config.num_hidden_layers}.eh_proj.weight"
+    codes = (before["layer.eh_proj.weight"] * 448).to(torch.float8_e4m3fn)
+    add_tensors(tmp_path, {name: codes, f"{name}_scale_inv": torch.full((1, 1), 1 / 448)})
+    with pytest.raises(RequestError, match=rf"\(its tensors are quantised, as {name}_scale_inv shows; load"):
+        native_heads(AutoModelForCausalLM.from_pretrained(tmp_path), 2)
 
 
 def test_configs_without_a_layer_that_we_can_read_are_refused() -> None:

@@ -103,9 +103,7 @@ class BreakingRow(BatchRow):
         return request._replace(processors=LogitsProcessorList([*request.processors, breaks]))
 
 
-def test_a_text_that_cannot_be_scored_ends_alone(
-    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_cannot_be_scored_ends_alone(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: object) -> None:
         raise torch.OutOfMemoryError("too long")
 

@@ -230,6 +230,16 @@ def test_every_drafter_and_model_generate_write_the_same(expert: Any, small: Any
         assert texts[0] == obvious(expert, amateur, PROMPTS[0], penalty=settings.repetition_penalty or 1.0)
 
 
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", *weekly("mamba", "falcon_mamba", "jamba")])
+def test_model_generate_contrasts_with_recurrent_amateurs(expert: Any, family: str) -> None:
+    """Alone, and in padded batches."""
+    settings = Settings(max_new_tokens=NEW, amateur=Amateur(tiny_model(family, seed=1)))
+    texts = [result.new_ids for result in plain_method(expert, settings)(PROMPTS)]
+    theirs = transformers_method(expert, settings)
+    assert [result.new_ids for result in theirs(PROMPTS)] == texts
+    assert [theirs([prompt])[0].new_ids for prompt in PROMPTS] == texts
+
+
 def test_scores_equal_the_contrast(expert: Any, small: Any) -> None:
     """The logits that `generate` returns are the warpers' input."""
     ids = torch.tensor([PROMPTS[0]])
