@@ -57,6 +57,17 @@ def test_a_conversation_through_a_pipe(say: Any, tmp_path: Path) -> None:
     assert content["settings"]["drafter"] == "heads"
 
 
+def test_commands_take_nothing_and_paths_are_messages(say: Any) -> None:
+    done = say(*CHAT, "--plain", lines="/reset now\n/quit please\n/foo\n/etc/hosts\n/\n/quit\nnever read\n")
+    assert (done.status, len(done.out.splitlines())) == (0, 2)
+    warnings = [line for line in done.err.splitlines() if line.startswith("warning: ")]
+    assert warnings == [
+        "warning: /reset takes nothing after it; type /reset alone",
+        "warning: /quit takes nothing after it; type /quit alone",
+        "warning: there is no command /foo; choose /plain, /reset, /help or /quit",
+    ]
+
+
 def test_a_line_that_is_not_utf8_is_refused_alone(medusa: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = io.TextIOWrapper(io.BytesIO(b"Once upon a time\ncaf\xe9 and\nThe dog\n"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", lines)
@@ -108,6 +119,30 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(say: Any, monkeypatch: pytes
     assert done.err.count("(stopped)") == 2
     assert "8 tokens" not in done.err
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_ends_the_program_and_keeps_the_finished_answers(
+    say: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both come while the second prompt is read, before any text is shown."""
+    steps, asked = Decoding.__iter__, list[Decoding]()
+
+    def interrupted(self: Decoding) -> Any:
+        asked.append(self)
+        for step in steps(self):
+            if len(asked) == 2:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            yield step
+
+    monkeypatch.setattr(Decoding, "__iter__", interrupted)
+    monkeypatch.setattr("decode.texts.TextGenerator.warm_up", lambda *_: None)
+    kept = tmp_path / "chat.json"
+    done = say(*WITH_HEADS, "--json", str(kept), lines="Once upon a time\nOne day\nThe dog\n")
+    assert done.status == 130
+    assert done.err.splitlines()[-2:] == ["stopping ...", "medusa chat: interrupted"]
+    (result,) = json.loads(kept.read_text(encoding="utf-8"))["results"]
+    assert result["text"] == done.out.splitlines()[0]
 
 
 def test_without_the_extra_an_error_names_the_package_to_install(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +15,12 @@ import pytest
 
 pytest.importorskip("nicegui", reason="needs the extra web")
 
-from nicegui import ui
+from nicegui import app, binding, ui
 from nicegui.testing import user_simulation
 
 from decode.draft import DraftRecord
-from decode.serve.chat import ChatWorker, Conversation, Side, Snapshot, Verdict, verdict
+from decode.serve import chat_page
+from decode.serve.chat import ChatWorker, Conversation, Side, Snapshot, Stop, Verdict, verdict
 from decode.serve.chat_card import marked
 from decode.serve.chat_options import NO_DRAFTER, drafters_of
 from decode.serve.chat_page import ChatPage, PageConfig
@@ -135,7 +138,7 @@ def test_the_worker_writes_texts_in_sequence(generator: TextGenerator) -> None:
 
     async def scene() -> list[list[Side]]:
         worker = ChatWorker(generator)
-        stops = [threading.Event() for _ in range(3)]
+        stops = [Stop() for _ in range(3)]
         stops[1].set()
 
         def begin(name: str) -> list[Side]:
@@ -152,15 +155,15 @@ def test_the_worker_writes_texts_in_sequence(generator: TextGenerator) -> None:
 
 
 def test_the_worker_stops_on_request(generator: TextGenerator) -> None:
-    stopped = threading.Event()
+    stop = Stop()
 
     def begin() -> list[Side]:
         sides = sides_of(generator)
         sides[0].step()
-        stopped.set()
+        stop.set()
         return sides
 
-    sides = asyncio.run(ChatWorker(generator).write(begin, lambda looks: None, stopped))
+    sides = asyncio.run(ChatWorker(generator).write(begin, lambda looks: None, stop))
     assert {side.result.finish_reason for side in sides} == {"stopped"}
     assert Snapshot.at(sides[0]).finish_reason == "stopped"
     assert sum(len(side.result.new_ids) for side in sides) < 8
@@ -178,9 +181,16 @@ def simulated(
     async def run() -> None:
         async with user_simulation(root=lambda: pages.append(ChatPage(config)) or pages[-1].build()) as user:
             await user.open("/")
+            while not pages[0].restored:
+                await asyncio.sleep(0.01)
             await scene(user, pages)
 
     asyncio.run(run())
+
+
+def listener_of(element: Any, event: str) -> str:
+    """The id of an element's listener to an event."""
+    return next(name for name, one in element._event_listeners.items() if one.type == event)
 
 
 def test_a_conversation_is_continued_and_reset(generator: TextGenerator) -> None:
@@ -224,11 +234,11 @@ def test_an_answer_that_is_not_written_again_is_kept(generator: TextGenerator) -
             free = threading.Event()
             page.config.worker.thread.submit(free.wait)
             again = asyncio.create_task(page._again())
-            while page.stopped is None:
+            while page.stop is None:
                 await asyncio.sleep(0.01)
-            page.stopped.set()
-            free.set()
+            page.stop.set()
             await again
+            free.set()
         assert page.conversation.turns == before
         assert [exchange.turn for exchange in page.history.exchanges] == before
         assert len(page.articles) == 1
@@ -240,12 +250,150 @@ def test_a_message_sent_too_early_stays_in_the_field(generator: TextGenerator) -
     async def scene(user: Any, pages: list[ChatPage]) -> None:
         (page,) = pages
         with user:
-            page.stopped = threading.Event()  # an answer is being written
+            page.stop = Stop()  # an answer is being written
             page.input.value = "And then?"
             await page._ask()
         assert page.input.value == "And then?"
         assert user.notify.messages == ["the answer is not finished: wait, or stop it first"]
         assert page.articles == []
+
+    simulated(generator, scene)
+
+
+def test_a_message_without_an_answer_goes_back_into_the_field(generator: TextGenerator) -> None:
+    """One message does not fit the context. The answer to the other is stopped before the model is free."""
+
+    async def scene(user: Any, pages: list[ChatPage]) -> None:
+        (page,) = pages
+        with user:
+            page.input.value = "word " * 600
+            await page._ask()
+            assert page.input.value == "word " * 600
+            assert user.notify.messages == ["the context of 512 tokens is full; shorten the message"]
+            free = threading.Event()
+            page.config.worker.thread.submit(free.wait)
+            page.input.value = "The dog"
+            asked = asyncio.create_task(page._ask())
+            while page.stop is None:
+                await asyncio.sleep(0.01)
+            assert page.input.value == ""
+            page.input.value = "And then?"  # typed while waiting
+            page.stop.set()
+            await asyncio.wait_for(asked, 60)
+            free.set()
+        assert page.input.value == "The dog\nAnd then?"
+        assert page.articles == [] == page.conversation.turns
+
+    simulated(generator, scene)
+
+
+@pytest.fixture
+def slowly(generator: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> TextGenerator:
+    """The generator, with texts that do not end before a test stops them."""
+    step = Side.step
+    monkeypatch.setattr(Side, "step", lambda self: (time.sleep(0.02), step(self)))
+    return replace(generator, settings=Settings(max_new_tokens=400))
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["reload", "lost connection"])
+def test_an_answer_that_is_being_written_is_kept_with_the_options(slowly: TextGenerator, closed: bool) -> None:
+    async def scene(user: Any, pages: list[ChatPage]) -> None:
+        options = pages[0].options
+        options.both, options.drafter = True, "heads, chain of 7 nodes"
+        with user:
+            assert options.change(lambda now: replace(now, temperature=0.7, max_new_tokens=300))
+        user.find("Once upon a time").click()
+        while not (pages[0].articles and pages[0].articles[0].cards[1].snapshot):
+            await asyncio.sleep(0.01)
+        if closed:
+            user.client.delete()
+        await user.open("/")
+        await user.should_see("stopped: speeds are compared only for finished texts", retries=600)
+        page = pages[1]
+        (turn,) = page.conversation.turns
+        assert (turn.message, turn.result.finish_reason, page.stop) == ("Once upon a time", "stopped", None)
+        assert 0 < len(turn.result.new_ids) < 300
+        assert page.articles[0].cards[1].snapshot.pieces != []
+        assert page.options.drafter == "heads, chain of 7 nodes"
+        assert (page.options.settings.temperature, page.options.settings.max_new_tokens) == (0.7, 300)
+        assert page.about == "heads, chain of 7 nodes · rejection"
+        assert [len(other.articles) for other in pages] == [1, 1]
+        page._leave()
+        assert page.history.page is None
+
+    simulated(slowly, scene)
+
+
+def test_a_message_that_waits_is_in_the_field_after_a_reload(generator: TextGenerator) -> None:
+    async def scene(user: Any, pages: list[ChatPage]) -> None:
+        free = threading.Event()
+        pages[0].config.worker.thread.submit(free.wait)
+        user.find("Once upon a time").click()
+        while pages[0].stop is None:
+            await asyncio.sleep(0.01)
+        await user.open("/")
+        while len(pages) < 2 or not pages[1].input.value:
+            await asyncio.sleep(0.01)
+        free.set()
+        assert pages[1].input.value == "Once upon a time"
+        assert pages[1].articles == [] == pages[1].conversation.turns
+
+    simulated(generator, scene)
+
+
+def test_a_duplicated_tab_continues_with_a_copy(slowly: TextGenerator) -> None:
+    """The answer of the first tab is not stopped."""
+
+    async def scene(user: Any, pages: list[ChatPage]) -> None:
+        user.find("Once upon a time").click()
+        while pages[0].stop is None:
+            await asyncio.sleep(0.01)
+        app.storage._tabs["another"] = app.storage._tabs[user.tab_id]  # as NiceGUI does for a duplicate
+        user.tab_id = "another"
+        await user.open("/")
+        while not pages[1].restored:
+            await asyncio.sleep(0.01)
+        assert pages[0].stop is not None
+        assert not pages[0].stop.is_set()
+        assert pages[1].stop is None
+        assert pages[1].options is not pages[0].options
+        pages[0].stop.set()
+        while pages[0].stop is not None:
+            await asyncio.sleep(0.01)
+        assert [len(page.conversation.turns) for page in pages] == [1, 0]
+
+    simulated(slowly, scene)
+
+
+def test_the_server_waits_for_a_browser_that_reconnects_and_logs_no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, said = dict[str, Any](), list[str]()
+    monkeypatch.setattr(app, "add_middleware", lambda *args, **kwargs: None)
+    monkeypatch.setattr(app, "on_startup", lambda handler: None)
+    monkeypatch.setattr(ui, "run", lambda root, **options: given.update(options))
+    monkeypatch.setattr(binding, "MAX_PROPAGATION_TIME", binding.MAX_PROPAGATION_TIME)
+    monkeypatch.setattr(binding, "time", SimpleNamespace(time=count(0, 5).__next__))
+    monkeypatch.setattr(binding.log, "warning", said.append)
+    binding._refresh_step()
+    assert len(said) == 1, "NiceGUI warns of slow updates"
+    chat_page.serve(None, "127.0.0.1", 8765, [], lambda: None)  # type: ignore[arg-type]
+    binding._refresh_step()
+    assert len(said) == 1
+    assert given["reconnect_timeout"] == 30
+
+
+@pytest.mark.parametrize(
+    ("typed", "used"), [(3.7, 4), (None, 8), (0, 1), (-5, 1), (1e9, 100_000), (float("inf"), 100_000), (60, 60)]
+)
+def test_the_field_of_the_length_shows_what_is_used(generator: TextGenerator, typed: float | None, used: int) -> None:
+    async def scene(user: Any, pages: list[ChatPage]) -> None:
+        (field,) = (one for one in user.client.elements.values() if isinstance(one, ui.number))
+        with user:
+            field.value = typed
+            field._handle_event({"listener_id": listener_of(field, "change"), "args": {}})
+            field.sanitize()  # when the field loses the focus
+        assert pages[0].options.settings.max_new_tokens == used == field.value
+        assert field.props["model-value"] == str(used)
+        assert user.notify.messages == []
 
     simulated(generator, scene)
 
@@ -270,7 +418,7 @@ def test_a_system_message_applies_from_the_next_answer_on(generator: TextGenerat
         ]
         await user.open("/")  # a reload
         await user.should_see("And in the end?")
-        assert pages[1].options.system == ""
+        assert pages[1].options.system.strip() == ""
 
     simulated(generator, scene, "Be kind.")
 
