@@ -33,6 +33,7 @@ from train.rescue import InterruptibleTrainer
 from train.scales import even_steps, state_sizes
 
 PROBE_STEPS = 3  # timed training steps, from which a time budget's number of steps is estimated
+PROBE_SECONDS = 5.0  # after which no further batch is timed: steps of a large model on a CPU take half a minute
 HYPERPARAMETERS = ("lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "alpha")
 """What a resumed run may change of an optimiser; other entries of its groups may be its state."""
 MARGIN = 100  # max_steps is this many times the estimate, so that the clock ends the run and never max_steps
@@ -162,6 +163,8 @@ class MedusaTrainer(InterruptibleTrainer):
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             optimizer = torch.optim.AdamW(learning, lr=1e-4)
             for _, batch in zip(range(PROBE_STEPS + 1), self.get_train_dataloader(), strict=False):
+                if len(times) > 1 and sum(times) > PROBE_SECONDS:
+                    break
                 inputs = prepare(self._prepare_inputs(batch))
                 for _ in range(1 + self.trained.read.keeps):
                     synchronize(device)

@@ -247,7 +247,8 @@ def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list
     """Compute, for each node that was accepted, the fraction (0 to 1) of the recorded steps of `results` that did so.
 
     `ranks`: for each result, the ranks [P, K] (0: best) of the correct tokens among K heads' guesses at P positions.
-    Nodes with a rank `MISSED` on their path are left out: heads' guesses are recorded to a limited rank only."""
+    Nodes with a rank `MISSED` on their path are left out: heads' guesses are recorded to a limited rank only. So are
+    those deeper than K, which other drafters add to a mix."""
     counts: Counter[tuple[int, ...]] = Counter()
     steps = 0
     for table, result in zip(ranks, results, strict=True):
@@ -255,6 +256,7 @@ def accepted_by_node(ranks: Sequence[Tensor], results: Sequence[Result]) -> list
         for length in result.uncut_lengths:
             if at + length <= len(lines):  # guesses past the end of the text have no ranks
                 steps += 1
-                counts.update(tuple(lines[at][:depth]) for depth in range(1, length) if MISSED not in lines[at][:depth])
+                paths = (tuple(lines[at][:depth]) for depth in range(1, min(length, table.shape[1] + 1)))
+                counts.update(path for path in paths if MISSED not in path)
             at += length
     return [AcceptedNode(list(path), count / steps) for path, count in sorted(counts.items())]

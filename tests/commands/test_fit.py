@@ -137,6 +137,25 @@ def test_two_answers_to_a_prompt_do_not_bring_it_to_both_sides(form: str) -> Non
     assert not trained & measured
 
 
+def test_conversations_with_one_first_question_stay_on_one_side() -> None:
+    """The model answers each question of those that it learns from; the benchmark asks the first one."""
+    rows: list[dict[str, Any]] = []
+    for number in range(100):
+        said = [{"role": "user", "content": str(number)}, {"role": "assistant", "content": "yes"}]
+        more = [*said, {"role": "user", "content": "Why?"}]
+        rows += [{"turns": [str(number), "Why?"]}, {"prompt": str(number)}, {"messages": more}, {"messages": said}]
+        rows += [{"text": str(number)}]  # of a model without a chat template
+    sides = split([parse_record(row, "mine") for row in rows], seed=0)
+    trained, measured = ([record.question for record in side] for side in sides)
+    assert len(measured) == len({*measured}) == 20
+    assert not {*trained} & {*measured}
+    assert len(trained) == 80 * 3, "two of the five forms ask what another one asks"
+    documents = [
+        {"messages": [{"role": "system", "content": str(n)}, {"role": "user", "content": "a"}]} for n in range(60)
+    ]
+    assert len(split([parse_record(row, "mine") for row in documents], seed=0).test) == 20
+
+
 def test_the_first_prompts_of_both_sides_come_from_the_whole_file() -> None:
     """Short runs answer, calibrate on and measure the first ones, and a file may hold all of one subject first."""
     sides = split(

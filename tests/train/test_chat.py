@@ -267,6 +267,23 @@ def test_what_heads_learn_from_conversations_of_a_family(family: str) -> None:
         assert sorted({reasons[error.reason] for error in errors}) == expected.get(f"{name}, left out", []), name
 
 
+@pytest.mark.parametrize("family", list(TEMPLATES))
+def test_an_answer_of_several_calls_is_taught_whole_or_left_out(family: str) -> None:
+    """gpt-oss writes the first call only, and the calls may differ in a number."""
+    arguments: tuple[Any, Any] = ({"a": 17, "b": True}, {"a": 18, "b": False})
+    calls = [{"type": "function", "function": {"name": "add", "arguments": given}} for given in arguments]
+    row = {"messages": [message("user", "hi"), message("assistant", "", tool_calls=calls)]}
+    try:
+        examples, _ = to_examples(parse_record(row, "here"), tokenizer := family_tokenizer(family))
+    except RequestError:
+        return
+    for example in examples:
+        told = show(tokenizer, example.input_ids, example.loss_mask)
+        assert -1 < told.find("17") < told.find("18"), told
+        assert told.count("add") == 2
+        assert ("true" in told) or ("True" in told)
+
+
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 

@@ -122,3 +122,7 @@ def test_the_time_of_a_step_ends_when_the_device_has_finished(monkeypatch: pytes
     monkeypatch.setattr("train.trainer.synchronize", wait)
     monkeypatch.setattr("train.trainer.time.perf_counter", lambda: now[0])
     assert trainer.seconds_per_step() == 1.0
+    before = now[0]
+    monkeypatch.setattr("train.trainer.PROBE_SECONDS", 1.5)
+    assert trainer.seconds_per_step() == 1.0
+    assert now[0] - before == 2, "slow steps are timed twice, not four times"

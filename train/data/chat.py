@@ -193,12 +193,15 @@ def _restored(message: Json, content: str, text: str) -> str:
     the same order and with the same spaces."""
     thought, calls = message.get(REASONING[0]), message.get("tool_calls", ())
     start = 0 if thought is None else _after(thought, text, 0)
+    behind = 0  # the call before
     for call in calls:
-        for part in _texts([call["function"]["name"], call["function"]["arguments"]]):
-            if not any(
-                form in text for form in (part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1])
-            ):
-                raise _changed(part, text)
+        ends = [behind]
+        for part in _parts([call["function"]["name"], call["function"]["arguments"]]):
+            places = [(text.find(form, behind), len(form)) for form in _forms(part)]
+            if not (found := [at + length for at, length in places if at >= 0]):
+                raise _changed(str(part), text)
+            ends.append(min(found))
+        behind = max(ends)
     core = content.strip()
     if calls:
         _after(core, text, start)
@@ -232,16 +235,23 @@ def _changed(part: str, text: str) -> LeftOutError:
     return LeftOutError(CHANGED, f"the message has {_short(part)}, and the template writes {_short(text)}")
 
 
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str):
+def _parts(value: object) -> Iterator[str | float]:
+    """Yield the names, texts, numbers and truth values of the arguments of a call."""
+    if isinstance(value, str | int | float):
         yield value
     elif isinstance(value, dict):
         for key, item in value.items():
             yield key
-            yield from _texts(item)
+            yield from _parts(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _texts(item)
+            yield from _parts(item)
+
+
+def _forms(part: str | float) -> set[str]:
+    """The forms in which a template may write a part: as it is, or in JSON."""
+    forms = {json.dumps(part), json.dumps(part, ensure_ascii=False)}
+    return {str(part), *((form[1:-1] for form in forms) if isinstance(part, str) else forms)}
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> str:

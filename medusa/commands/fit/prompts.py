@@ -30,18 +30,23 @@ class Split(NamedTuple):
 def split(records: Sequence[Record], seed: int) -> Split:
     """Set a fifth of the prompts aside, from 20 to 100, by a seeded random draw.
 
-    Equal prompts fall on the same side, so that no test prompt is trained on. Both sides are in random order, because
-    stages may use their first prompts only, and a file may be sorted. Raise RequestError if there are fewer than 60
-    different prompts."""
-    distinct = list({asked(record): record for record in records}.values())
-    if len(distinct) < LEAST:
+    Prompts that begin with the same question fall on the same side, so that no test prompt is trained on: the model
+    answers all questions of a conversation. One of them is measured on. Both sides are in random order, because stages
+    may use their first prompts only, and a file may be sorted. Raise RequestError if there are fewer than 60 different
+    first questions."""
+    groups: dict[str, list[Record]] = {}
+    for record in {asked(record): record for record in records}.values():
+        groups.setdefault(opening(record), []).append(record)
+    if len(groups) < LEAST:
         raise RequestError(
-            f"there are {len(distinct)} different prompts, and fit needs at least {LEAST}: {FEWEST} to measure the "
-            "speedup on, and the others to train on; give more --prompts"
+            f"there are {len(groups)} different prompts, and fit needs at least {LEAST}: {FEWEST} to measure the "
+            "speedup on, and the others to train on; give more --prompts, with other first questions"
         )
-    aside = min(max(len(distinct) // SHARE, FEWEST), MOST)
-    random.Random(seed).shuffle(distinct)
-    return Split(train=distinct[aside:], test=distinct[:aside])
+    aside, mixed = min(max(len(groups) // SHARE, FEWEST), MOST), list(groups.values())
+    random.Random(seed).shuffle(mixed)
+    return Split(
+        train=[record for group in mixed[aside:] for record in group], test=[first for first, *_ in mixed[:aside]]
+    )
 
 
 def answerable(options: FitOptions, records: Sequence[Record]) -> list[Record]:
@@ -114,3 +119,12 @@ def asked(record: Record) -> str:
         row["input_ids"] = row["input_ids"][: row["prompt_tokens"] or None]
         row["prompt_tokens"] = len(row["input_ids"])
     return json.dumps({name: value for name, value in row.items() if value is not None}, sort_keys=True)
+
+
+def opening(record: Record) -> str:
+    """Return how a prompt begins, in whatever form: its first question, after which system message and tools."""
+    if record.input_ids is not None:
+        return json.dumps(record.input_ids[: record.prompt_tokens or None])
+    first = next(iter(record.messages or ()), {})
+    system = text_of(first) if first.get("role") in ("system", "developer") else None
+    return json.dumps([record.question, system, record.tools or None], sort_keys=True)

@@ -21,6 +21,7 @@ from decode.bench.benchmark import (
 from decode.bench.compare import Sample
 from decode.bench.figures import AcceptedNode, MethodFigures, PositionFigures, Rate
 from decode.bench.methods import plain_method
+from decode.bench.report.plots import alone, tree
 from decode.settings import Settings
 from decode.texts import Result
 from medusa.heads.guesses import MISSED
@@ -244,6 +245,14 @@ def test_accepted_nodes_are_counted_at_starts_of_steps() -> None:
     ]
     beyond = torch.tensor([[0, MISSED, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])  # a node beyond the recorded guesses
     assert accepted_by_node([beyond], [Result([1], uncut_lengths=[4])]) == [AcceptedNode([0], 1.0)]
+
+
+def test_tokens_of_ngrams_beyond_the_heads_are_no_nodes_of_theirs() -> None:
+    """A mix accepts more tokens than there are heads; no node may count more often than the one before it."""
+    ranks, results = torch.tensor([[1, 3], *[[0, 0]] * 8]), [Result([1], uncut_lengths=[7, 2])]
+    found = accepted_by_node([ranks], results)
+    assert found == [AcceptedNode([0], 0.5), AcceptedNode([1], 0.5), AcceptedNode([1, 3], 0.5)]
+    alone(tree, found)  # is drawn
 
 
 @pytest.mark.parametrize(
