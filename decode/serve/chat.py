@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from time import perf_counter
 from typing import NamedTuple
@@ -241,18 +241,15 @@ class Exchange:
     verdict: Verdict | None  # `None`: there is only one text
 
 
-@dataclass
-class History:
-    """All that a reload of the page shows again."""
+class Stop(threading.Event):
+    """A request to stop an answer. An answer that still waits for its turn ends at once."""
 
-    conversation: Conversation
-    exchanges: list[Exchange] = field(default_factory=list)
-    answers: int = 0  # number of answers begun, from which the next answer's seed is made
+    job: Future[list[Side]] | None = None  # the answer's work in the worker's thread
 
-    def copy(self) -> History:
-        """Copy the history, so that the page of before the reload no longer changes it."""
-        conversation = replace(self.conversation, turns=list(self.conversation.turns))
-        return History(conversation, list(self.exchanges), self.answers)
+    def set(self) -> None:
+        super().set()
+        if self.job is not None:
+            self.job.cancel()  # does nothing once the work has begun
 
 
 class ChatWorker:
@@ -264,19 +261,20 @@ class ChatWorker:
         self.waiting = 0  # number of requested answers that are not finished
 
     async def write(
-        self, begin: Callable[[], list[Side]], show: Callable[[list[Snapshot]], None], stopped: threading.Event
+        self, begin: Callable[[], list[Side]], show: Callable[[list[Snapshot]], None], stop: Stop
     ) -> list[Side]:
-        """Decode the texts of one race until all are finished, or until `stopped` is set, and return them.
+        """Decode the texts of one race until all are finished, or until `stop` is set, and return them.
 
-        The race waits for earlier races. If it is stopped before its turn, the list is empty. `begin` starts the texts
-        in the worker's thread. `show` receives snapshots of the texts in the event loop's thread."""
+        The race waits for earlier races. If it is stopped before its turn, it ends at once, and the list is empty.
+        `begin` starts the texts in the worker's thread. `show` receives snapshots of the texts in the event loop's
+        thread."""
         loop = asyncio.get_running_loop()
 
         def work() -> list[Side]:
             shown = perf_counter()
-            sides = [] if stopped.is_set() else begin()
+            sides = [] if stop.is_set() else begin()
             for _ in race(sides):
-                if stopped.is_set():
+                if stop.is_set():
                     for side in sides:
                         side.stop()
                 elif perf_counter() - shown > REFRESH:
@@ -285,7 +283,12 @@ class ChatWorker:
             return sides
 
         self.waiting += 1
+        stop.job = self.thread.submit(work)
         try:
-            return await loop.run_in_executor(self.thread, work)
+            return await asyncio.wrap_future(stop.job)
+        except asyncio.CancelledError:
+            if not stop.is_set():  # the task of the caller was cancelled
+                raise
+            return []
         finally:
             self.waiting -= 1

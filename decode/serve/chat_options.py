@@ -61,6 +61,7 @@ class PageOptions:
     drafters: dict[str, DrafterFactory | None]
     drafter: str
     system: str = ""  # the system message; empty: none
+    both: bool = True  # whether plain decoding writes the text, too
 
     def change(self, change: Callable[[Settings], Settings]) -> bool:
         """Change the settings; settings that do not fit together are left as they are, with a message."""
@@ -75,10 +76,7 @@ class PageOptions:
         """Add the fields of the options to the page. Only a `templated` conversation can have a system message."""
         with ui.menu().props("anchor='bottom right' self='top right'"), ui.element("div").classes("options"):
             self._sampling()
-            ui.label("Maximum of new tokens")
-            length = ui.number(value=self.settings.max_new_tokens, min=1, max=100_000, step=32, precision=0)
-            length.props("dense outlined aria-label='Maximum of new tokens'")
-            length.on("change", lambda: self.change(lambda now: replace(now, max_new_tokens=int(length.value or 0))))
+            self._length()
             ui.label("Drafter")
             drafter = ui.select(list(self.drafters), value=self.drafter)
             drafter.props("dense outlined options-dense aria-label=Drafter").bind_value_to(self, "drafter")
@@ -86,6 +84,20 @@ class PageOptions:
                 ui.label("System message")
                 system = ui.textarea(placeholder="none").props("dense outlined autogrow aria-label='System message'")
                 system.bind_value(self, "system")
+
+    def _length(self) -> None:
+        ui.label("Maximum of new tokens")
+        used = self.settings.max_new_tokens
+        length = ui.number(value=used, min=1, max=100_000, step=32, precision=0, format="%.0f")
+        length.props("dense outlined aria-label='Maximum of new tokens'")
+
+        def lengthen() -> None:
+            if length.value is not None:
+                length.sanitize()  # rounds; NiceGUI does it only later, when the field loses the focus
+                self.change(lambda now: replace(now, max_new_tokens=int(length.value)))
+            length.value = self.settings.max_new_tokens
+
+        length.on("change", lengthen)
 
     def _sampling(self) -> None:
         settings = self.settings
@@ -108,5 +120,5 @@ class PageOptions:
 
         if settings.compile and not settings.temperature:
             temperature.disable()
-        temperature.on("change", sample)
-        top_p.on("change", sample)
+        for slider in (temperature, top_p):  # the event `change` can come before the value
+            slider.on_value_change(sample)

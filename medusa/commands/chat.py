@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from io import TextIOWrapper
@@ -39,6 +39,7 @@ HELP = """\
 /help    print this list
 /quit    leave (also Ctrl-D)
 Ctrl-C stops an answer."""
+COMMANDS = ("/plain", "/reset", "/help", "/quit")
 
 
 class Page(Network):
@@ -108,8 +109,10 @@ def run(options: ChatOptions) -> None:
     with options.warming_up():
         generator.warm_up(begin)
     terminal = _Terminal(options, generator, conversation)
-    terminal.run()
-    options.output.write(models.results_json(options, opened, terminal.results))
+    try:
+        terminal.run()
+    finally:  # a second Ctrl-C ends the program, and keeps the finished answers
+        options.output.write(models.results_json(options, opened, terminal.results))
 
 
 def _say_form(options: ChatOptions, form: PromptForm) -> None:
@@ -148,8 +151,9 @@ class _Terminal:
             typed = line.strip()
             if typed == "/quit":
                 break
-            if typed.startswith("/"):
-                self._obey(typed)
+            word, *rest = typed.split() or [""]
+            if word.startswith("/") and word[1:].isalpha():  # not a path such as /etc/hosts
+                self._obey(word, bool(rest))
                 continue
             try:
                 turn = self.conversation.ask(line, *self.generator.models)
@@ -159,8 +163,12 @@ class _Terminal:
                 continue
             self._answer(turn)
 
-    def _obey(self, command: str) -> None:
-        if command == "/reset":
+    def _obey(self, command: str, has_rest: bool) -> None:
+        if command not in COMMANDS:
+            warn(f"there is no command {command}; choose {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}")
+        elif has_rest:
+            warn(f"{command} takes nothing after it; type {command} alone")
+        elif command == "/reset":
             self.conversation.turns.clear()
             self.notes.print("new conversation", style="dim")
         elif command == "/plain" and self.generator.source is None:
@@ -168,10 +176,8 @@ class _Terminal:
         elif command == "/plain":
             self.plain = not self.plain
             self.notes.print("drafter off: one token a step" if self.plain else "drafter on", style="dim")
-        elif command == "/help":
-            self.notes.print(HELP, highlight=False)
         else:
-            warn(f"there is no command {command.split()[0]}; choose /plain, /reset, /help or /quit")
+            self.notes.print(HELP, highlight=False)
 
     def _answer(self, turn: Turn) -> None:
         from decode.texts import end_of_context, prompt_seeds, tau
@@ -182,7 +188,12 @@ class _Terminal:
         decoding = write.start([turn.prompt], prompt_seeds(self.options.runtime.seed, [len(self.results)]))
         before = () if self.conversation.has_template else turn.prompt
         stream, text = TextStream(self.conversation.tokenizer, settings.stop, before=before), ""
-        with _interruptible() as interrupts:
+
+        def stopping() -> None:
+            if not text:  # the model still reads the prompt, which can take long
+                self.notes.print("stopping ...", style="dim")
+
+        with _interruptible(stopping) as interrupts:
             for step in decoding:
                 text += self._print(stream.step(step.ids[0]))
                 if interrupts:
@@ -238,14 +249,17 @@ def _lines() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """Yield a list to which the first Ctrl-C adds an item, to stop an answer. A second raises `KeyboardInterrupt`."""
+def _interruptible(notice: Callable[[], None]) -> Iterator[list[int]]:
+    """Yield a list to which the first Ctrl-C adds an item, to stop an answer. A second raises `KeyboardInterrupt`.
+
+    The first one also calls `notice`."""
     seen: list[int] = []
 
     def note(number: int, frame: object) -> None:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
+        notice()
 
     before = signal.signal(signal.SIGINT, note)
     try:

@@ -213,6 +213,64 @@ def test_a_stopped_answer_shows_no_speedup(browser: Any, port: int) -> None:
     assert page.locator(".faster").count() == 0
 
 
+def test_a_reload_keeps_the_answer_that_is_being_written_and_the_options(browser: Any, port: int) -> None:
+    page = opened(browser, port)
+    page.get_by_label("Options").click()
+    length = page.get_by_label("Maximum of new tokens")
+    for typed, used in (("", "24"), ("0", "1"), ("450.4", "450")):
+        length.fill(typed)
+        page.keyboard.press("Tab")
+        page.wait_for_function("used => document.querySelector('.options input').value === used", arg=used)
+    page.get_by_role("slider", name="Temperature").click()
+    for _ in range(3):
+        page.keyboard.press("ArrowLeft")
+    page.get_by_text("heads, 8 nodes · rejection").wait_for()
+    page.wait_for_timeout(300)
+    heat = page.get_by_text("Temperature 0.").inner_text()
+    page.keyboard.press("Escape")
+    page.get_by_text("The old boat").click()
+    page.wait_for_selector(".drafted mark")
+    page.reload()
+    page.get_by_text("stopped: speeds are compared only for finished texts").wait_for()
+    assert page.locator(".message").inner_text() == "The old boat"
+    assert page.locator(".drafted mark").count() > 0
+    page.get_by_label("Options").click()
+    assert (length.input_value(), page.get_by_text("Temperature 0.").inner_text()) == ("450", heat)
+
+
+def test_the_enter_key_ends_a_composition_and_sends_otherwise(browser: Any, port: int) -> None:
+    """Chromium and Firefox say that a word is being composed; Safari only has another code of the key."""
+    page = opened(browser, port)
+    page.wait_for_function("window.did_handshake")
+    field = page.get_by_label("Message", exact=True)
+    field.fill("にほん")
+    for how in ({"isComposing": True}, {"keyCode": 229}):
+        enter = {"key": "Enter", "bubbles": True, "cancelable": True, **how}
+        assert field.evaluate("(field, enter) => field.dispatchEvent(new KeyboardEvent('keydown', enter))", enter)
+    page.wait_for_timeout(500)
+    assert page.locator("article").count() == 0
+    assert field.input_value() == "にほん"
+    field.press("Enter")
+    page.wait_for_selector("article")
+    assert (page.locator(".message").inner_text(), field.input_value()) == ("にほん", "")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_options_fit_into_their_menu(browser: Any, port: int, width: int) -> None:
+    page = opened(browser, port, viewport={"width": width, "height": 800})
+    page.get_by_label("Options").click()
+    page.get_by_label("Drafter").click()
+    page.get_by_role("option", name="heads, dynamic tree of 16 nodes").click()
+    page.wait_for_timeout(500)  # until the menu is where it stays
+    menu = page.locator(".q-menu", has=page.locator(".options"))
+    assert menu.evaluate("menu => menu.scrollWidth - menu.clientWidth") == 0
+    edges = menu.evaluate(
+        "menu => [menu, ...menu.querySelectorAll('.options > *')].map(one => one.getBoundingClientRect().right)"
+    )
+    assert max(edges) == edges[0] <= width
+    assert menu.bounding_box()["x"] >= 0
+
+
 def test_plain_decoding_can_be_chosen(browser: Any, port: int) -> None:
     page = opened(browser, port)
     page.get_by_label("Options").click()

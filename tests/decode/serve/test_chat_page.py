@@ -303,7 +303,7 @@ def test_an_answer_that_is_being_written_is_kept_with_the_options(slowly: TextGe
         with user:
             assert options.change(lambda now: replace(now, temperature=0.7, max_new_tokens=300))
         user.find("Once upon a time").click()
-        while not (pages[0].articles and pages[0].articles[0].cards[1].snapshot):
+        while not (pages[0].articles and (shown := pages[0].articles[0].cards[1].snapshot) and shown.tokens):
             await asyncio.sleep(0.01)
         if closed:
             user.client.delete()
@@ -396,6 +396,24 @@ def test_the_field_of_the_length_shows_what_is_used(generator: TextGenerator, ty
         assert user.notify.messages == []
 
     simulated(generator, scene)
+
+
+@pytest.mark.parametrize(("acceptance", "used"), [(None, 0.7), ("greedy", 0.0)])
+def test_the_slider_of_the_temperature_shows_what_is_used(
+    generator: TextGenerator, acceptance: str | None, used: float
+) -> None:
+    """A value that the settings refuse goes back."""
+    settings = replace(SHORT, acceptance=acceptance)
+
+    async def scene(user: Any, pages: list[ChatPage]) -> None:
+        slider = next(one for one in user.client.elements.values() if isinstance(one, ui.slider))
+        slider._handle_event({"listener_id": listener_of(slider, "update:modelValue"), "args": 0.7})
+        assert (
+            pages[0].options.settings.temperature == slider.value == slider._to_dict()["props"]["model-value"] == used
+        )
+        assert len(user.notify.messages) == (used == 0.0)
+
+    simulated(replace(generator, settings=settings), scene)
 
 
 def test_a_system_message_applies_from_the_next_answer_on(generator: TextGenerator, with_template: Any) -> None:
