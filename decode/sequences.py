@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class Sequences:
         self.criteria = [StoppingCriteriaList(c for c in r.criteria if type(c) not in checked) for r in requests]
         # Not for all new tokens that are allowed, which can be any number for models without a context.
         width = max(len(p) + min(max(limit, 0), AHEAD) for p, limit in zip(self.prompts, self.limits, strict=True))
+        self.scores: list[list[Tensor]] | None = None  # per row, of each decided token, for criteria that read scores
         self.buffer = torch.zeros(len(requests), width + slack + 1, dtype=torch.long, device=device)
         for row, prompt in enumerate(self.prompts):
             self.buffer[row, : len(prompt)] = on_device(prompt, device)
@@ -127,5 +128,6 @@ class Sequences:
 
     def _stops(self, row: int, kept: list[int]) -> bool:
         prefix = self.prefix(row, on_device(kept, self.buffer.device))
-        # No criterion that is left here reads scores.
-        return bool(self.criteria[row](cast(torch.LongTensor, prefix), None).all())
+        count = len(self.new_ids[row]) + len(kept)
+        scores: Any = None if self.scores is None else tuple(self.scores[row][:count])
+        return bool(self.criteria[row](cast(torch.LongTensor, prefix), scores).all())

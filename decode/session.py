@@ -56,6 +56,8 @@ class Session:
         self.target = Target(requests)
         readers = readers or ReaderFactory()
         self.sequences = Sequences(requests, readers.context(self.backbone), self.backbone.device, slack)
+        if requests[0].config.return_dict_in_generate:  # then transformers gives them to criteria, too
+            self.sequences.scores = self.target.kept_scores
         longest = max(len(request.prompt) for request in requests)
         self.capacity = capacity = longest + min(max(request.max_new_tokens for request in requests), AHEAD) + slack + 1
         self.reader = readers.create(self.backbone, len(requests), capacity, fixed)

@@ -157,7 +157,10 @@ def _check(model: PreTrainedModel, by_kernel: bool = False) -> TreeCheck:
         raise
     except Exception as raised:  # a model without support for trees may raise anything
         lines = str(raised).splitlines() or [""]
-        return TreeCheck(nan, control, tolerance, f"a tree forward raises {type(raised).__name__}: {lines[0]}")
+        reason = f"a tree forward raises {type(raised).__name__}: {lines[0]}"
+        if model.training:
+            reason = f"the model is in train mode, and {reason}; call model.eval()"
+        return TreeCheck(nan, control, tolerance, reason)
     check = TreeCheck(_difference(got, right, right, tolerance), control, tolerance)
     if check.error > check.limit and LayerTypes(backbone.config).has_states and updates_by_functions(model):
         # Some recurrent layers compute a text otherwise than the same tokens one by one, as `generate` reads them.

@@ -90,7 +90,7 @@ class Registry:
             self.register(point.name, point.load())
         except RequestError as error:
             return str(error)
-        except Exception as error:  # code of another package
+        except (Exception, SystemExit) as error:  # code of another package
             return f"{type(error).__name__}: {first_line(error)}"
         return None
 

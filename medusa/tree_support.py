@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 # One mask, or one for each kind of layer, by transformers' names; None: no layer, or none of this kind, takes a mask.
@@ -77,6 +77,30 @@ def rope_kinds(config: PretrainedConfig) -> list[dict[str, Any]]:
     """Return the parameters of RoPE in the config of a text decoder: one set, or one for each type of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+
+
+def why_not_this_call(model: PreTrainedModel) -> str | None:
+    """Return the reason why peft's `generate` of this model does more than the model's forward; `None`: it does not.
+
+    It adds soft prompts where the inputs are prepared, and chooses adapters by hooks that it sets for one call. These
+    are removed here, because the reason ends the call."""
+    prepares = vars(model).get("prepare_inputs_for_generation")  # peft sets its own on the model that it wraps
+    tuned = getattr(getattr(prepares, "__self__", model), "active_peft_config", None)
+    if getattr(tuned, "is_prompt_learning", False):
+        return "peft puts a soft prompt before its text, which a tree does not read; train another kind of adapter"
+    if hasattr(model, "peft_config") and (hooks := list(_hooks_of_one_call(model))):
+        for module, key in hooks:  # peft does not remove them if an error ends its `generate`
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        return "adapter_names chooses its adapters for one call of generate; call set_adapter instead"
+    return None
+
+
+def _hooks_of_one_call(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
+    for module in model.modules():
+        for key, hook in module._forward_pre_hooks.items():
+            if "adapter_names" in getattr(hook, "keywords", ()):
+                yield module, key
 
 
 def why_no_tree(model: PreTrainedModel, branches_states: bool = False) -> str | None:

@@ -17,6 +17,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
+    StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
 )
@@ -658,6 +659,33 @@ class AtLength(MaxLengthCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
         return torch.tensor([input_ids.shape[1] - PROMPT.shape[1] >= self.max_length] * len(input_ids))
+
+
+class Unsure(StoppingCriteria):
+    """Ends a text at a token of little probability, and notes the scores that it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[float]]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.seen.append([score[0].tolist() for score in scores])
+        return torch.tensor([bool(len(scores) > 9 and scores[-1].softmax(-1).max() < 0.9)])
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_criteria_read_the_scores_that_a_call_returns(llama: Any, heads: MedusaHeads, do_sample: bool) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, "do_sample": do_sample}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "attention_mask": torch.ones_like(PROMPT)}
+    texts, asked = [], []
+    for run in (llama.generate, lambda *a, **k: generate(llama, heads, *a, tree=TREE, **k)):
+        torch.manual_seed(3)
+        criterion = Unsure()
+        texts.append(run(PROMPT, stopping_criteria=StoppingCriteriaList([criterion]), **options).sequences)
+        asked.append([torch.tensor(scores) for scores in criterion.seen])
+    assert torch.equal(*texts)
+    assert PROMPT.shape[1] + 9 < texts[0].shape[1] < PROMPT.shape[1] + 20, "no power"
+    for theirs, ours in zip(*asked, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ["token", "length"])

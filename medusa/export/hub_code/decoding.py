@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from medusa.recording import names_of, recorded
-from medusa.tree_support import LayerKinds, additive, longrope_boundary, text_config, why_no_tree
+from medusa.tree_support import LayerKinds, additive, longrope_boundary, text_config, why_no_tree, why_not_this_call
 
 from .heads import CandidateTree, Heads, require
 
@@ -157,7 +157,8 @@ def require_tree_support(model: PreTrainedModel) -> None:
     key = (model.dtype, model.device, model.training, getattr(text_config(model), "_attn_implementation", None))
     if key not in known:
         known[key] = why_no_tree(model) or _failed_test(model)
-    require(known[key] is None, f"{type(model).__name__} cannot hold a tree: {known[key]}")
+    reason = why_not_this_call(model) or known[key]
+    require(reason is None, f"{type(model).__name__} cannot hold a tree: {reason}")
 
 
 @torch.no_grad()
