@@ -158,7 +158,7 @@ class MedusaTrainer(InterruptibleTrainer):
         learning = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         before = [parameter.detach().to("cpu", copy=True) for parameter in learning]  # a GPU may have no room
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # its slowest value
-        device, times = self.args.device, []
+        device, times = self.args.device, list[float]()
         clock = time.perf_counter if self.budget is None else self.budget.clock
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             optimizer = torch.optim.AdamW(learning, lr=1e-4)
