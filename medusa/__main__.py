@@ -130,7 +130,8 @@ def _require_one_process(command: str) -> None:
     """Raise RequestError if a launcher has started several processes of a command that runs as one.
 
     They would write the same files, and torchrun ends all of them as soon as one of them fails."""
-    if command not in SEVERAL and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    started = os.environ.get("WORLD_SIZE", "")
+    if command not in SEVERAL and started.isdecimal() and int(started) > 1:
         way = "start it without torchrun; for several GPUs, add --device auto, or train by torchrun -m medusa train"
         raise RequestError(f"medusa {command} runs as one process, and a launcher started several; {way}")
 

@@ -100,7 +100,7 @@ def warn_of_plain_weights(model: PreTrainedModel, kind: str) -> None:
     names = {name: value for name, value in model.named_parameters() if is_plain(value) and id(value) not in held}
     if (plain := sum(value.numel() for value in names.values())) > packed:
         largest = max(names, key=lambda name: names[name].numel())
-        told = "%s quantises only %.0f %% of the weights beside the embeddings: %s and its like stay as they are"
+        told = "%s quantises only %.0f %% of the weights, without embeddings and LM head; the others, such as %s, stay"
         logging.getLogger("medusa").warning(told, kind, 100 * packed / (packed + plain), largest)
 
 

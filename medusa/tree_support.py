@@ -88,18 +88,20 @@ def why_not_this_call(model: PreTrainedModel) -> str | None:
     tuned = getattr(getattr(prepares, "__self__", model), "active_peft_config", None)
     if getattr(tuned, "is_prompt_learning", False):
         return "peft puts a soft prompt before its text, which a tree does not read; train another kind of adapter"
+    if getattr(tuned, "alora_invocation_tokens", None):
+        return "its adapter (aLoRA) begins in the middle of a text; train another kind of adapter"
     if hasattr(model, "peft_config") and (hooks := list(_hooks_of_one_call(model))):
         for module, key in hooks:  # peft does not remove them if an error ends its `generate`
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-        return "adapter_names chooses its adapters for one call of generate; call set_adapter instead"
+        return "peft chooses its adapters for one call of generate (adapter_names); call set_adapter instead"
     return None
 
 
 def _hooks_of_one_call(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
     for module in model.modules():
         for key, hook in module._forward_pre_hooks.items():
-            if "adapter_names" in getattr(hook, "keywords", ()):
+            if {*getattr(hook, "keywords", ())} & {"adapter_names", "alora_offsets"}:
                 yield module, key
 
 

@@ -150,6 +150,11 @@ class MedusaTrainer(InterruptibleTrainer):
                 if share is not None and share < 1:
                     setattr(self.args, name, max(1, round(share * (done + self.budget.seconds / seconds))))
 
+    @property
+    def probe_clock(self) -> Callable[[], float]:
+        """The clock by which steps are timed: that of the time budget, if there is one."""
+        return time.perf_counter if self.budget is None else self.budget.clock
+
     def seconds_per_step(self, prepare: Callable[[Batch], Batch] = dict) -> float:
         """Time a few training steps, undo them, and return seconds per step; `prepare` changes each batch, untimed.
 
@@ -159,12 +164,12 @@ class MedusaTrainer(InterruptibleTrainer):
         before = [parameter.detach().to("cpu", copy=True) for parameter in learning]  # a GPU may have no room
         self.trained.scheduled_sampling = self.trained.args.scheduled_sampling  # its slowest value
         device, times = self.args.device, list[float]()
-        clock = time.perf_counter if self.budget is None else self.budget.clock
+        clock = self.probe_clock
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             optimizer = torch.optim.AdamW(learning, lr=1e-4)
             for _, batch in zip(range(PROBE_STEPS + 1), self.get_train_dataloader(), strict=False):
-                if len(times) > 1 and sum(times) > PROBE_SECONDS:
-                    break
+                if self.args.world_size == 1 and len(times) > 1 and sum(times) > PROBE_SECONDS:
+                    break  # several processes would have to agree on it
                 inputs = prepare(self._prepare_inputs(batch))
                 for _ in range(1 + self.trained.read.keeps):
                     synchronize(device)

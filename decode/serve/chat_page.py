@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from decode.serve.chat import ChatWorker, Conversation, Exchange, Shown, Side, S
 from decode.serve.chat_card import Article, StepPanel
 from decode.serve.chat_options import PageOptions, drafters_of
 from decode.texts import prompt_seeds
-from medusa.errors import RequestError
+from medusa.errors import RequestError, first_line
 from medusa.files import Json
 from medusa.records.pieces import TextStream
 
@@ -299,9 +300,11 @@ class ChatPage:
         added = False
         try:
             added = await self._write(turn, source, article, history.writing)
-        except RequestError as error:
+        except Exception as error:  # also one of the model: the page goes on, and the terminal shows where it arose
+            if not isinstance(error, RequestError):
+                traceback.print_exc()
             if history.page is self:
-                ui.notify(str(error), type="negative", timeout=0, close_button=True)
+                ui.notify(first_line(error), type="negative", timeout=0, close_button=True)
         finally:
             history.writing = None
             self._occupy(None)

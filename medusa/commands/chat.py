@@ -259,7 +259,8 @@ def _interruptible(notice: Callable[[], None]) -> Iterator[list[int]]:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
-        notice()
+        with contextlib.suppress(RuntimeError):  # the signal has come while the same stream was printed to
+            notice()
 
     before = signal.signal(signal.SIGINT, note)
     try:

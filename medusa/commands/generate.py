@@ -87,8 +87,14 @@ def run(options: GenerateOptions) -> None:
         search.run(options, options.strategy, opened)
         return
     opened.structure(options.structured, "a grammar")
-    with _recording(options, options.record, opened) if options.record is not None else nullcontext() as recorder:
-        results = _generate(options, opened, recorder)
+    results: list[Result] = []
+    try:
+        with _recording(options, options.record, opened) if options.record is not None else nullcontext() as recorder:
+            _generate(options, opened, recorder, results)
+    except BaseException:
+        if results:  # of the finished prompts
+            options.output.write(models.results_json(options, opened, results))
+        raise
     tokens, per_step = sum(len(result.new_ids) for result in results), tau(results)
     seconds = sum(result.seconds for result in results[:: options.batch_size])  # every result has its batch's time
     options.output.note(speed_line(tokens, seconds, per_step))
@@ -99,13 +105,14 @@ def run(options: GenerateOptions) -> None:
     options.output.write(models.results_json(options, opened, results))
 
 
-def _generate(options: GenerateOptions, opened: Opened, recorder: Recorder | None) -> list[Result]:
-    """Decode all prompts, print the texts, and add them with their hidden states to the recorder, if there is one."""
+def _generate(options: GenerateOptions, opened: Opened, recorder: Recorder | None, results: list[Result]) -> None:
+    """Decode all prompts, print the texts, and append their results to `results`.
+
+    The texts and their hidden states are added to the recorder, if there is one."""
     from decode.texts import prompt_seeds
     from medusa.records.pieces import TextStream, joined, text_of
 
     settings, tokenizer, shown = opened.settings, opened.loaded.tokenizer, not options.output.quiet
-    results: list[Result] = []
     write = replace(opened.generator, keep_hidden=recorder is not None)
     for batch in batches(opened.prompts, options.batch_size):
         stream = TextStream(tokenizer, settings.stop) if shown and tokenizer and len(batch) == 1 else None
@@ -125,7 +132,6 @@ def _generate(options: GenerateOptions, opened: Opened, recorder: Recorder | Non
             if recorder is not None and result.hidden is not None:
                 recorder.add(result.input_ids + result.new_ids, result.hidden, len(result.input_ids))
                 result.hidden = None  # frees memory
-    return results
 
 
 @contextmanager

@@ -128,7 +128,8 @@ def read_lm_head(name: str, options: LoadOptions = LOAD_DEFAULTS) -> Tensor:
         return weight
     # The stored weight is quantised, or that of the layer below an adapter of peft.
     sizes, dtype = linear_sizes(head), weight.dtype if is_plain(weight) else loaded.dtype
-    assert sizes is not None
+    if sizes is None:
+        raise RequestError(f"the LM head of {name} is no linear layer; this format needs its weight")
     with torch.no_grad():
         return head(torch.eye(sizes[0], dtype=dtype)).T.contiguous()
 

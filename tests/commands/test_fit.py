@@ -145,11 +145,12 @@ def test_conversations_with_one_first_question_stay_on_one_side() -> None:
         more = [*said, {"role": "user", "content": "Why?"}]
         rows += [{"turns": [str(number), "Why?"]}, {"prompt": str(number)}, {"messages": more}, {"messages": said}]
         rows += [{"text": str(number)}]  # of a model without a chat template
+        rows += [{"prompt": str(number), "system": "Be kind."}]
     sides = split([parse_record(row, "mine") for row in rows], seed=0)
     trained, measured = ([record.question for record in side] for side in sides)
     assert len(measured) == len({*measured}) == 20
     assert not {*trained} & {*measured}
-    assert len(trained) == 80 * 3, "two of the five forms ask what another one asks"
+    assert len(trained) == 80 * 4, "two of the six forms ask what another one asks"
     documents = [
         {"messages": [{"role": "system", "content": str(n)}, {"role": "user", "content": "a"}]} for n in range(60)
     ]

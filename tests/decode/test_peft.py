@@ -46,7 +46,7 @@ def test_adapters_of_one_call_are_refused(adapted: Any) -> None:
     for inputs, names in ((INPUTS, ["two"]), (INPUTS, ["__base__"]), (both, ["two", "__base__"])):
         with pytest.raises(RequestError, match=r"adapter_names cannot be combined with heads; call model\.set_adapter"):
             generate(adapted, heads, **inputs, **OPTIONS, adapter_names=names)
-        with pytest.raises(RequestError, match="adapter_names chooses its adapters for one call"):
+        with pytest.raises(RequestError, match=r"peft chooses its adapters for one call of generate \(adapter_names\)"):
             adapted.generate(
                 **inputs, **OPTIONS, adapter_names=names, custom_generate=medusa_generate, medusa_heads=heads
             )
@@ -61,4 +61,13 @@ def test_soft_prompts_are_refused(kind: Any) -> None:
     with pytest.raises(RequestError, match="peft puts a soft prompt before its text"):
         generate(model, heads, **INPUTS, **OPTIONS)
     with pytest.raises(RequestError, match="peft puts a soft prompt before its text"):
+        model.generate(**INPUTS, **OPTIONS, custom_generate=medusa_generate, medusa_heads=heads)
+
+
+def test_adapters_that_begin_in_the_middle_of_a_text_are_refused() -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=PROMPT[2:4])
+    model, heads = get_peft_model(tiny_model(), lora).eval(), random_heads(tiny_model())
+    with pytest.raises(RequestError, match="aLoRA"):
+        generate(model, heads, **INPUTS, **OPTIONS)
+    with pytest.raises(RequestError, match="adapters for one call"):
         model.generate(**INPUTS, **OPTIONS, custom_generate=medusa_generate, medusa_heads=heads)

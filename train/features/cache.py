@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -137,10 +136,10 @@ class FeatureCache:
         args, forwards = trainer.args, []
 
         def timed(batch: Batch) -> Batch:
-            start = time.perf_counter()
+            start = trainer.probe_clock()
             batch = self._with_hidden(batch)
             batch["hidden"][-1, -1, -1].item()  # waits until the device has computed it
-            forwards.append(time.perf_counter() - start)
+            forwards.append(trainer.probe_clock() - start)
             return batch
 
         heads = trainer.seconds_per_step(timed)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from transformers import PreTrainedModel
@@ -48,12 +49,15 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import Tree
 
+USUAL_NODES = 8
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)  # numbers of nodes of the trees to try; 1 is plain decoding
 COMPILED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # of compiled steps on a GPU
 WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
 NODES = 256  # of a batch, all rows together: the most with which a step on a CPU can pay
 WARM_UP = 2  # steps at the beginning of each timing that do not count
 TOGETHER = 8  # trees whose steps take turns, each with its own cache
+DECODED = 2000  # tokens of the texts that are decoded again, by each tree or drafter whose tau nothing else can show
+BETTER = 1.25  # times the gain of a static tree that a dynamic one of as many nodes can reach; 1.12 is the most we saw
 PROMISING = 0.8  # of the highest speed after one round: slower trees are not timed again, as no error is so large
 
 
@@ -91,9 +95,15 @@ def calibrate(
     points = [_point(tree, of_step, predicted) for tree, of_step, predicted in timed if predicted is not None]
     unknown = [(tree, of_step) for tree, of_step, predicted in timed if predicted is None]
 
+    few = first_texts(texts, DECODED)
+    # A static tree, whose tau is predicted for all texts, shows how these few differ from them.
+    usual = next((tree for tree in trees if isinstance(tree, Tree) and tree.num_nodes >= USUAL_NODES), trees[0])
+    scale = predicted_tau(usual, recording) / predicted_tau(usual, recording.part(range(few)))
+
     def measured_tau(tree: Layout | DrafterFactory) -> float:
         on_progress(f"decoding with a draft of {tree.num_nodes} nodes")
-        return decoded_tau(model, heads, prompts, tree, replace(settings, max_new_tokens=longest, compile=False))
+        eager = replace(settings, max_new_tokens=longest, compile=False)
+        return max(1.0, scale * decoded_tau(model, heads, prompts[:few], tree, eager))
 
     points = sorted(add_competitive(points, unknown, recording, measured_tau), key=lambda one: (one.dynamic, one.nodes))
     about = RecordedTexts(len(texts), recording.tokens, sum(map(len, prompts)), steps=recording.steps)
@@ -112,6 +122,12 @@ def calibrate(
         add_copies(found, with_copies(model, heads, found, sizes), measured_tau, partial(compared, rounds=rounds))
         found.chosen = best_of(points)
     return found
+
+
+def first_texts(texts: Sequence[Text], tokens: int) -> int:
+    """Return how many of the first texts hold so many new tokens together, or the number of all texts."""
+    lengths = accumulate(len(new) for _, new in texts)
+    return next((count for count, length in enumerate(lengths, 1) if length >= tokens), len(texts))
 
 
 def require_steps(recording: Recording) -> None:
@@ -148,10 +164,16 @@ def add_competitive(
     """Return `points` with those of the trees in `unknown` that can still be the fastest.
 
     `unknown` lists trees with the seconds of a step. Measuring a tau takes long. So trees are measured in the order of
-    their highest possible speed (`highest_tau`), until this speed is below that of the fastest measured tree."""
+    their highest possible speed (`highest_tau`, and `BETTER` times the gain of the best known tree that is not larger),
+    until this speed is below that of the fastest measured tree."""
     points = list(points)
     fastest = max(WORTHWHILE * points[0].tokens_per_second, *(one.tokens_per_second for one in points))
-    bounds = [(highest_tau(tree.num_nodes, recording) / seconds, tree, seconds) for tree, seconds in unknown]
+
+    def bound_of(nodes: int) -> float:
+        gain = max((one.tau - 1 for one in points if one.nodes <= nodes), default=0.0)
+        return min(highest_tau(nodes, recording), 1 + BETTER * gain)
+
+    bounds = [(bound_of(tree.num_nodes) / seconds, tree, seconds) for tree, seconds in unknown]
     for bound, tree, seconds in sorted(bounds, key=lambda entry: entry[0], reverse=True):
         if bound <= fastest:
             break

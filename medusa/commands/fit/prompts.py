@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,9 +34,10 @@ def split(records: Sequence[Record], seed: int) -> Split:
     answers all questions of a conversation. One of them is measured on. Both sides are in random order, because stages
     may use their first prompts only, and a file may be sorted. Raise RequestError if there are fewer than 60 different
     first questions."""
-    groups: dict[str, list[Record]] = {}
-    for record in {asked(record): record for record in records}.values():
-        groups.setdefault(opening(record), []).append(record)
+    distinct = list({asked(record): record for record in records}.values())
+    groups = grouped(distinct, question)
+    if len(groups) < LEAST:  # such as one question about many documents, which are in the system message
+        groups = grouped(distinct, opening)
     if len(groups) < LEAST:
         raise RequestError(
             f"there are {len(groups)} different prompts, and fit needs at least {LEAST}: {FEWEST} to measure the "
@@ -121,10 +122,23 @@ def asked(record: Record) -> str:
     return json.dumps({name: value for name, value in row.items() if value is not None}, sort_keys=True)
 
 
-def opening(record: Record) -> str:
-    """Return how a prompt begins, in whatever form: its first question, after which system message and tools."""
+def grouped(records: Iterable[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
+    """Return the records by their keys, in order."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups
+
+
+def question(record: Record) -> str:
+    """Return the first question of a record, in whatever form."""
     if record.input_ids is not None:
         return json.dumps(record.input_ids[: record.prompt_tokens or None])
+    return record.question
+
+
+def opening(record: Record) -> str:
+    """Return the first question of a record, its system message and its tools."""
     first = next(iter(record.messages or ()), {})
     system = text_of(first) if first.get("role") in ("system", "developer") else None
-    return json.dumps([record.question, system, record.tools or None], sort_keys=True)
+    return json.dumps([question(record), system, record.tools or None], sort_keys=True)
