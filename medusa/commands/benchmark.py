@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from decode.settings import Settings
 from medusa.commands.effects import require_distinct, require_of_kind
 from medusa.commands.inputs import require_against, require_drafter
-from medusa.commands.options import PAGE_SUFFIXES, CommandOptions, Models, Prompts
+from medusa.commands.options import PAGE_SUFFIXES, CommandOptions, Models, Prompts, warn_of_copies
 from medusa.commands.speed import warn_if_useless
 from medusa.errors import RequestError
 from medusa.files import (
@@ -250,6 +250,7 @@ def measure(
     if earlier:
         require_same_prompts(options, records, earlier)  # before the weights are loaded and a tree is calibrated
     opened = models.open_models(options, records, options.drafters, calibrates, options.prompts.skip_long)
+    warn_of_copies(opened.prompts, opened.settings)
     source, *others = opened.drafters
     with output.progress_bars() as start_progress:
         job = BenchmarkJob(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from decode.settings import Settings
 from medusa.commands.effects import require_distinct
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, ModelsWithHeads, Prompts
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, ModelsWithHeads, Prompts, warn_of_copies
 from medusa.errors import RequestError
 from medusa.files import replacing, require_picture
 from medusa.options import count, group, option
@@ -95,6 +95,7 @@ def find_tree(options: CalibrateOptions) -> Calibration:
     model, tokenizer = loaded.model, loaded.tokenizer
     assert heads is not None  # the drafter is `heads` or `mtp`
     eager = replace(settings, compile=False)  # only the timing needs compiled steps
+    warn_of_copies(prompts, settings)
     with output.stage("generating") as status:
         if settings.compile:  # fails now, not after the texts; the timing uses this step again
             begin, first = [[loaded.bos_token_id or 0]] * options.batch_size, replace(settings, max_new_tokens=2)

@@ -15,7 +15,7 @@ from itertools import islice
 
 from decode.settings import Settings
 from medusa.commands.effects import require_splits
-from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, ModelsWithHeads
+from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, ModelsWithHeads, warn_of_copies
 from medusa.errors import RequestError, RunError
 from medusa.options import REQUIRED, Options, count, group, option
 from medusa.records.record import naming
@@ -81,6 +81,7 @@ def run(options: EvaluateOptions) -> None:
     for record, prompt in zip(records, prompts, strict=True):
         with naming(record.where):
             require_fitting([prompt], backbone)
+    warn_of_copies(prompts, options.settings)
     write, texts = TextGenerator(loaded.model, options.settings, loaded.tokenizer), []
     for prompt in output.track(prompts, "generating"):
         result = write([prompt])[0]

@@ -336,3 +336,11 @@ def batches(items: list[Item], size: int) -> list[list[Item]]:
 def warn(message: str) -> None:
     """Print a warning on standard error."""
     print(f"warning: {message}", file=sys.stderr)
+
+
+def warn_of_copies(prompts: Sequence[Sequence[int]], settings: Settings) -> None:
+    """Warn if some prompts of a greedy measurement are equal: their texts are, too, and show nothing new."""
+    if not settings.do_sample and (different := len(set(map(tuple, prompts)))) < len(prompts):
+        warn(
+            f"only {different} of {len(prompts)} prompts differ, and copies make no figure more certain; leave them out"
+        )

@@ -987,3 +987,12 @@ def test_a_datastore_of_files(datastore: Any, place: Place, tmp_path: Path, monk
     assert opened.tokens.tolist() == [*spelled, *end, *map(LETTERS.index, "defg"), *end, *[VOCAB] * DEPTH]
     assert datastore("--data", sources, "--suffix", ".py", "--max-bytes", "5", name="less")[0].status == 0
     assert Datastore(tmp_path / "less").about["documents"] == 1
+
+
+@pytest.mark.parametrize("command", ["benchmark", "evaluate"])
+def test_copies_of_a_prompt_are_told(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.jsonl").write_text(3 * '{"prompt": "Once"}\n' + '{"prompt": "There was"}\n')
+    words = {"benchmark": ["--prompts", "--tree", "chain:3", "--rounds", "1"], "evaluate": ["--data"]}[command]
+    words = [command, "demo", words[0], str(tmp_path / "p.jsonl"), *words[1:], "--max-new-tokens", "8"]
+    assert main([*words, "--threads", "1"]) == 0
+    assert "warning: only 2 of 4 prompts differ" in capsys.readouterr().err

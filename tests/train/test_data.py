@@ -362,6 +362,23 @@ def test_questions_can_be_excluded_from_a_base_models_data(tmp_path: Path) -> No
     assert packed.counts.dropped == {"shared with the excluded text": 1}
 
 
+def test_answers_of_every_layout_are_excluded(tmp_path: Path) -> None:
+    """Such as held-out answers of `medusa distill`: decoding will write them."""
+    answer, tokenizer = "the quick brown fox jumps over it", byte_tokenizer()
+    rows: list[dict[str, Any]] = [
+        {"question": "Why?", "answer": answer},
+        {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]},
+        {"input_ids": tokenizer(f"Why? {answer}")["input_ids"], "prompt_tokens": 4},
+        {"text": answer},
+    ]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    data = jsonl(tmp_path / "d.jsonl", {"text": f"Tom saw {answer}"}, {"text": "something else, which nobody asked"})
+    for row in rows:
+        excluded = jsonl(tmp_path / "e.jsonl", row)
+        packed = load_dataset(DataConfig(path=data, exclude=excluded, exclude_window=16), tokenizer, 512, 64)
+        assert packed.counts.dropped == {"shared with the excluded text": 1}, row
+
+
 def test_a_shared_run_of_tokens_is_found_wherever_it_lies(tmp_path: Path) -> None:
     """At the start, in the middle and at the end of either text; a run that is one token shorter is none."""
     shared, other = random_ids(4, seed=1), [50, 51]

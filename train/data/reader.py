@@ -121,18 +121,23 @@ def to_examples(
 
 
 def excluded_windows(config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> set[tuple[int, ...]]:
-    """Collect every run of `config.exclude_window` tokens in the texts of `config.exclude`."""
+    """Collect every run of `config.exclude_window` tokens in the questions and texts of `config.exclude`."""
     windows: set[tuple[int, ...]] = set()
     for record in records_of(config, config.exclude) if config.exclude else ():
         if record.messages is not None and tokenizer is not None and not record.is_prompt:
             text = conversation_text(record.messages, record, tokenizer, config.template_options, prompt=False)
-            ids = tokens_of(text, tokenizer)
+            parts = [tokens_of(text, tokenizer)]
+        elif record.input_ids is not None:
+            parts = [record.input_ids]
         else:
-            ids = prompt_ids(record, tokenizer, raw=True)
-        if len(ids) < config.exclude_window:
+            parts = [prompt_ids(record, tokenizer, raw=True)]
+            if record.answer and tokenizer is not None:
+                parts.append(tokens_of(record.answer, tokenizer))
+        if max(map(len, parts)) < config.exclude_window:
             short = f"a text in {config.exclude} is shorter than exclude_window; it excludes nothing"
             warnings.warn(short, stacklevel=2)
-        windows.update(_windows(ids, config.exclude_window))
+        for ids in parts:
+            windows.update(_windows(ids, config.exclude_window))
     return windows
 
 
