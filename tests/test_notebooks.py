@@ -51,6 +51,13 @@ def test_code_of_notebooks_runs(path: Path, capsys: pytest.CaptureFixture[str]) 
     assert TOLD[path.stem] in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_saved_outputs_are_those_of_the_code(path: Path) -> None:
+    """GitHub and the site show them."""
+    saved = [output for cell in cells(path) if cell.cell_type == "code" for output in cell.outputs]
+    assert TOLD[path.stem] in "".join(output.get("text", "") for output in saved)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)  # seconds on a free machine
 def test_notebooks_run_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
