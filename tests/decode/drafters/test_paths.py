@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decode import reader
 from decode.bench.calibration.calibrate import calibrate
+from decode.bench.calibration.recording import grow, predicted_tau, record
 from decode.bench.methods import medusa_method, plain_method
 from decode.draft import Draft, Frontier
 from decode.drafters import levelwise
@@ -291,6 +292,28 @@ def test_calibration_decodes_with_dynamic_trees_that_may_be_fastest(
         tree = DynamicTree.over_heads(nodes, 3, tuple(found.temperatures))
         method = medusa_method(llama, heads, settings, tree=tree)
         assert found_tau == tau([method([prompt])[0] for prompt in prompts])
+
+
+def test_the_tau_of_a_few_texts_is_brought_to_that_of_all(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is predicted of a static tree, for these texts and for all."""
+    monkeypatch.setattr("decode.bench.calibration.calibrate.MIN_STEPS", 1)
+    monkeypatch.setattr("decode.bench.calibration.calibrate.DECODED", 20)
+    monkeypatch.setattr(
+        "decode.bench.calibration.calibrate.time_steps",
+        lambda *args: [1.0 if isinstance(tree, DynamicTree) else 100.0 for tree in args[3]],
+    )
+    settings, prompts = Settings(max_new_tokens=16), [random_ids(5, seed=seed) for seed in range(4)]
+    texts = [(result.input_ids, result.new_ids) for result in plain_method(llama, settings)(prompts)]
+    heads = heads_for(llama, "hydra", scale=0.05)
+    found = calibrate(llama, heads, texts, settings, sizes=(1, 8))
+    (point,) = [point for point in found.points if point.kind == "dynamic"]
+    recording = record(Backbone(llama), heads, texts)
+    static = grow(recording, 8)
+    scale = predicted_tau(static, recording) / predicted_tau(static, recording.part(range(2)))
+    tree = DynamicTree.over_heads(8, heads.config.num_heads, tuple(found.temperatures))
+    method = medusa_method(llama, heads, settings, tree=tree)
+    assert point.tau == pytest.approx(scale * tau([method([prompt])[0] for prompt in prompts[:2]]))
+    assert scale != 1, "no power"
 
 
 def test_the_drafter_for_every_kind(llama: Any) -> None:
