@@ -228,6 +228,13 @@ def test_a_plan_divides_the_minutes() -> None:
     assert plan.seconds > 30 * 60
 
 
+@pytest.mark.parametrize(("step", "prompt", "seconds"), [(0.045, 0.0006, 337.5), (0.08, 0.004, 800.0)])
+def test_a_calibration_takes_longer_where_each_token_takes_its_time(step: float, prompt: float, seconds: float) -> None:
+    """SmolLM2 on one CPU thread, in bfloat16 with AMX and in float32 with AVX2; the second took 840 s."""
+    found = planned(replace(PROBE, step_seconds=step, prompt_seconds=prompt))
+    assert found.calibration_seconds == pytest.approx(seconds)
+
+
 def test_short_runs_take_small_training_steps() -> None:
     plans = [planned(minutes=minutes, train=1000, test=100) for minutes in (1.0, 20.0, 400.0)]
     assert [(plan.rows, plan.sequence_length) for plan in plans] == [(1, 384), (7, 512), (8, 512)]

@@ -41,7 +41,8 @@ CHECKPOINTS = 4  # two kept, one that is being written, and a rescue; each holds
 TEXT_BYTES = 12  # of a token in the file of texts
 MANY = 1000  # texts, of which one takes what it takes in a long run
 ROW_BLOCK = 64  # tokens to whose multiples a packed row is rounded
-CALIBRATION_STEPS, CALIBRATION_TOKENS = 1500, 6000  # steps that are timed, and tokens that are generated before
+CALIBRATION_STEPS = 7500  # plain ones that a calibration takes as long as, where many tokens take as long as one
+CALIBRATION_FORWARDS, CALIBRATION_READ = 4000, 120_000  # forwards, and tokens in them, where each token takes its time
 BENCHMARK_TOKENS, FEWEST_BENCHMARK_TOKENS = 128, 64  # that each method writes to a prompt, if time allows
 FEWEST_TEST = 20
 BENCHMARK_SHARE, BENCHMARK_SECONDS = 0.25, 75.0  # the benchmark may take this share of the minutes, or so many seconds
@@ -192,7 +193,7 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
     batch = (probe.model_bytes, probe.hidden_size, rows * sequence_length, probe.device)
     cached = (1 if options.server else probe.width) * (probe.longest_prompt + most) * probe.cache_bytes
     slowest_tree = max(cost.tree_seconds for cost in costs)
-    written = CALIBRATION_TOKENS * probe.step_seconds
+    reading = CALIBRATION_FORWARDS * probe.step_seconds + CALIBRATION_READ * probe.prompt_seconds
     return Plan(
         minutes=minutes,
         reason=reason,
@@ -206,7 +207,7 @@ def make_plan(options: FitOptions, probe: Probe, costs: list[Costs], train_promp
         test_prompts=measured,
         rounds=rounds,
         benchmark_tokens=length,
-        calibration_seconds=written + CALIBRATION_STEPS * probe.step_seconds,
+        calibration_seconds=max(CALIBRATION_STEPS * probe.step_seconds, reading),
         benchmark_seconds=rounds * measured * length * METHODS * probe.step_seconds,
         memory_bytes=max(training_bytes(cost.size, *batch) for cost in costs),
         decoding_bytes=probe.model_bytes + 4 * trained + cached,
