@@ -28,11 +28,8 @@ EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cac
 
 
 NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")  # of guidance_scale, with a row for each prompt
-NOT_WITH_HEADS = (
-    ("assistant_model", "leave it out"),
-    ("custom_generate", "leave it out"),
-    ("adapter_names", "call model.set_adapter instead"),  # of peft, for one call of `generate`
-)
+NOT_WITH_HEADS = dict.fromkeys(("assistant_model", "custom_generate"), "leave it out")  # and the ways out
+NOT_WITH_HEADS |= {"adapter_names": "call model.set_adapter instead"}  # peft's, for one call of `generate`
 LASTING = {EosTokenCriteria, MaxLengthCriteria}
 """Stopping criteria that serve later texts as well; others may note a time or a text."""
 _KEPT: WeakKeyDictionary[PreTrainedModel, tuple[object, Request]] = WeakKeyDictionary()
@@ -93,7 +90,7 @@ def _prepared(
 ) -> list[Request]:
     if kwargs.get("streamer") is not None:
         raise RequestError("decode.steps yields the tokens and takes no streamer; pass the streamer to decode.generate")
-    for name, way in NOT_WITH_HEADS:
+    for name, way in NOT_WITH_HEADS.items():
         if kwargs.get(name) is not None:
             raise RequestError(f"{name} cannot be combined with heads; {way}")
     require_plain(partial(in_effect, model, kwargs), model.generation_config)  # before transformers prepares the caches

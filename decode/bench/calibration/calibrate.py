@@ -49,7 +49,7 @@ from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.tree import Tree
 
-USUAL_NODES = 8
+USUAL_NODES = 8  # of the static tree by which texts are compared
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32, 48, 64)  # numbers of nodes of the trees to try; 1 is plain decoding
 COMPILED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # of compiled steps on a GPU
 WORTHWHILE = 1.02  # smallest predicted speedup with which a tree is chosen: about the error of timing
@@ -96,9 +96,7 @@ def calibrate(
     unknown = [(tree, of_step) for tree, of_step, predicted in timed if predicted is None]
 
     few = first_texts(texts, DECODED)
-    # A static tree, whose tau is predicted for all texts, shows how these few differ from them.
-    usual = next((tree for tree in trees if isinstance(tree, Tree) and tree.num_nodes >= USUAL_NODES), trees[0])
-    scale = predicted_tau(usual, recording) / predicted_tau(usual, recording.part(range(few)))
+    scale = tau_of_all(trees, recording, few)
 
     def measured_tau(tree: Layout | DrafterFactory) -> float:
         on_progress(f"decoding with a draft of {tree.num_nodes} nodes")
@@ -128,6 +126,14 @@ def first_texts(texts: Sequence[Text], tokens: int) -> int:
     """Return how many of the first texts hold so many new tokens together, or the number of all texts."""
     lengths = accumulate(len(new) for _, new in texts)
     return next((count for count, length in enumerate(lengths, 1) if length >= tokens), len(texts))
+
+
+def tau_of_all(trees: Sequence[Layout], recording: Recording, few: int) -> float:
+    """Return by what a tau of the first `few` texts is to be multiplied: as much as that of a static tree differs.
+
+    The tau of a static tree is predicted, for these texts and for all."""
+    usual = next((tree for tree in trees if isinstance(tree, Tree) and tree.num_nodes >= USUAL_NODES), trees[0])
+    return predicted_tau(usual, recording) / predicted_tau(usual, recording.part(range(few)))
 
 
 def require_steps(recording: Recording) -> None:
