@@ -161,6 +161,7 @@ class ChatPage:
             ui.space()
             self.both = ui.switch("side by side", value=True).props("dense")
             self.tune = ui.button(icon="tune").props("flat round dense aria-label=Options")
+            self.tune.disable()  # until its menu is there
             light = ui.button(icon="contrast", on_click=lambda: dark.set_value(dark.value is None or not dark.value))
             light.props("flat round dense aria-label='Light or dark'")
             ui.button(icon="restart_alt", on_click=self._reset).props("flat round dense aria-label='Start again'")
@@ -197,6 +198,7 @@ class ChatPage:
         history.tab, history.page = tab, self
         with self.tune:
             self.options.build(self.templated)
+        self.tune.enable()
         self.both.bind_value(self.options, "both")
         self._show_kept()
         if history.writing is not None:
