@@ -23,6 +23,7 @@ from decode.drafters.base import DrafterContext, DrafterLike
 from decode.drafters.layouts import TreeLike
 from decode.loop import Step, Timer
 from decode.request import (
+    ADAPTERS_OF_A_CALL,
     in_effect,
     prepare,
     requests_of,
@@ -39,6 +40,7 @@ from decode.strategies.contrastive import Amateur, AmateurLike
 from decode.texts import Decoding, stepper_for
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.tree_support import drop_call_hooks
 
 
 @listing_options()
@@ -134,6 +136,8 @@ def medusa_generate(
     `medusa_streamer`, and use `decode.generate` for stop strings, grammars, and penalties in batches. Raise a
     `RequestError` as `generate` does, and if `model.generate` got a `streamer` or an `assistant_model`."""
     _require_nothing_dropped()
+    if drop_call_hooks(model):
+        raise RequestError(ADAPTERS_OF_A_CALL)
     options = DecodingOptions.taken_from(model_kwargs, prefix="medusa_")
     requests = requests_of(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
     requests, context = with_generators(model, requests, medusa_seeds), DrafterContext(model, medusa_heads, medusa_tree)

@@ -23,13 +23,12 @@ from medusa.errors import RequestError
 from medusa.loading import TextLimits, text_limits
 from medusa.tree_support import TOKEN_TYPES, longrope_boundary, without_text_types
 
+ADAPTERS_OF_A_CALL = "adapter_names cannot be combined with heads; call model.set_adapter instead"
 EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 """Model inputs that `generate` itself adds to the ids. Others would change the text, and tree decoding refuses them."""
 
 
 NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")  # of guidance_scale, with a row for each prompt
-NOT_WITH_HEADS = dict.fromkeys(("assistant_model", "custom_generate"), "leave it out")  # and the ways out
-NOT_WITH_HEADS |= {"adapter_names": "call model.set_adapter instead"}  # peft's, for one call of `generate`
 LASTING = {EosTokenCriteria, MaxLengthCriteria}
 """Stopping criteria that serve later texts as well; others may note a time or a text."""
 _KEPT: WeakKeyDictionary[PreTrainedModel, tuple[object, Request]] = WeakKeyDictionary()
@@ -90,9 +89,11 @@ def _prepared(
 ) -> list[Request]:
     if kwargs.get("streamer") is not None:
         raise RequestError("decode.steps yields the tokens and takes no streamer; pass the streamer to decode.generate")
-    for name, way in NOT_WITH_HEADS.items():
+    for name in ("assistant_model", "custom_generate"):
         if kwargs.get(name) is not None:
-            raise RequestError(f"{name} cannot be combined with heads; {way}")
+            raise RequestError(f"{name} cannot be combined with heads; leave it out")
+    if kwargs.get("adapter_names") is not None:
+        raise RequestError(ADAPTERS_OF_A_CALL)
     require_plain(partial(in_effect, model, kwargs), model.generation_config)  # before transformers prepares the caches
     kwargs = with_stop_strings(model, without_text_types(model, kwargs))
     inputs = {*inspect.signature(model.forward).parameters, *TOKEN_TYPES} - {"inputs_embeds"}

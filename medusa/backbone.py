@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from medusa.errors import RequestError, first_line
 from medusa.recording import names_of, recorded
-from medusa.tree_support import longrope_boundary, text_config, why_no_tree, why_not_this_call
+from medusa.tree_support import longrope_boundary, text_config, why_no_tree
 from medusa.versions import warn_if_untested
 
 SAME_BASE = 0.05
@@ -335,5 +335,5 @@ def at(values: Tensor, last: Tensor | None) -> Tensor:
 
 def require_tree_support(model: PreTrainedModel) -> None:
     """Raise RequestError with the reason if the config shows that the model cannot verify a tree in one forward."""
-    if (reason := why_not_this_call(model) or why_no_tree(model, branches_states=True)) is not None:
+    if (reason := why_no_tree(model, branches_states=True)) is not None:
         raise RequestError(f"{type(model).__name__} ({text_config(model).model_type}) cannot hold a tree: {reason}")

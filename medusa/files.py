@@ -93,7 +93,9 @@ def lock(handle: int, wait: bool) -> bool:
 def locked(folder: Path, wait: bool = True) -> Iterator[None]:
     """Wait until no other process is in this context for `folder`, which is made if it does not exist (see `lock`).
 
-    Without `wait`, raise RequestError if another process is in it, and leave no empty folder."""
+    Without `wait`, raise RequestError if another process is in it, and at the end remove a folder that was made here
+    and is still empty."""
+    made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":  # which cannot open a folder
         yield
@@ -105,7 +107,7 @@ def locked(folder: Path, wait: bool = True) -> Iterator[None]:
         try:
             yield
         finally:
-            if not wait:
+            if made and not wait:
                 with contextlib.suppress(OSError):  # it holds something
                     folder.rmdir()
     finally:

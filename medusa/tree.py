@@ -199,6 +199,8 @@ def load_tree(spec: str, num_heads: int) -> Tree:
         return Tree.chain(lengths[0])
     if name == "topk":
         return Tree.top_k(_whole_numbers(spec, argument))
+    if name in ("auto", "dynamic"):
+        raise RequestError(f"the tree {spec!r} is chosen while decoding; take a static one, such as topk:3,3,2")
     named = named_trees()
     if spec in named:
         return Tree.from_paths(named[spec])

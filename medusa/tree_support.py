@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 # One mask, or one for each kind of layer, by transformers' names; None: no layer, or none of this kind, takes a mask.
@@ -79,36 +79,37 @@ def rope_kinds(config: PretrainedConfig) -> list[dict[str, Any]]:
     return [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
 
 
-def why_not_this_call(model: PreTrainedModel) -> str | None:
-    """Return the reason why peft's `generate` of this model does more than the model's forward; `None`: it does not.
-
-    It adds soft prompts where the inputs are prepared, and chooses adapters by hooks that it sets for one call. These
-    are removed here, because the reason ends the call."""
+def _why_no_adapter(model: PreTrainedModel) -> str | None:
+    """Return the reason why peft's `generate` of this model does more than the model's forward; `None`: it does not."""
     prepares = vars(model).get("prepare_inputs_for_generation")  # peft sets its own on the model that it wraps
     tuned = getattr(getattr(prepares, "__self__", model), "active_peft_config", None)
     if getattr(tuned, "is_prompt_learning", False):
         return "peft puts a soft prompt before its text, which a tree does not read; train another kind of adapter"
     if getattr(tuned, "alora_invocation_tokens", None):
         return "its adapter (aLoRA) begins in the middle of a text; train another kind of adapter"
-    if hasattr(model, "peft_config") and (hooks := list(_hooks_of_one_call(model))):
-        for module, key in hooks:  # peft does not remove them if an error ends its `generate`
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-        return "peft chooses its adapters for one call of generate (adapter_names); call set_adapter instead"
     return None
 
 
-def _hooks_of_one_call(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
-    for module in model.modules():
-        for key, hook in module._forward_pre_hooks.items():
+def drop_call_hooks(model: PreTrainedModel) -> bool:
+    """Remove the hooks by which peft's `generate` chooses adapters for one call; return whether there were any.
+
+    A decoding method calls this that refuses such a call: if an error ends its `generate`, peft leaves the hooks."""
+    found = False
+    for module in model.modules() if hasattr(model, "peft_config") else ():
+        for key, hook in [*module._forward_pre_hooks.items()]:
             if {*getattr(hook, "keywords", ())} & {"adapter_names", "alora_offsets"}:
-                yield module, key
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                found = True
+    return found
 
 
 def why_no_tree(model: PreTrainedModel, branches_states: bool = False) -> str | None:
     """Return the reason why the model cannot verify a tree in one forward; `None` if the config shows no reason.
 
     `branches_states`: whether the caller can let the states of recurrent layers branch, as `decode` does."""
+    if (reason := _why_no_adapter(model)) is not None:
+        return reason
     config = text_config(model)
     types = set(getattr(config, "layer_types", None) or ())
     unfit = sorted(types - {FULL, SLIDING, CHUNKED, *STATES, *BOTH, *NEITHER})

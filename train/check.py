@@ -92,10 +92,6 @@ def check(config: TrainConfig, quiet: bool) -> Checked:
     arguments = _training_arguments(config, rate, quiet)
     if data.streaming and arguments.max_steps <= 0 and not (arguments.max_minutes or arguments.max_cpu_minutes):
         raise RequestError("data.streaming reads without end; give training.max_steps or training.max_minutes")
-    if arguments.eval_tree.partition(":")[0] in ("auto", "dynamic"):
-        raise RequestError(
-            f"training.eval_tree is {arguments.eval_tree!r}; it must be a static tree, such as topk:3,3,2"
-        )
     load_tree(arguments.eval_tree, num_heads)
     require_usable(arguments, num_heads)
     if config.adapter is not None and known_classes(backbone):  # one that brings its code is checked later

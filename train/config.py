@@ -162,7 +162,7 @@ class DataConfig(Section):
     """Options of the chat template for all conversations, such as {enable_thinking: false}; a record's own
     chat_template_kwargs come first. Heads record them, and decoding then uses them by default."""
     exclude: str | None = None
-    """Test prompts (file, folder or dataset); examples that share `exclude_window` consecutive tokens are dropped."""
+    """Test texts (file, folder or dataset); examples that share `exclude_window` consecutive tokens are dropped."""
     exclude_window: int = Field(default=32, ge=1)
     """Number of consecutive shared tokens for which `exclude` drops an example."""
 

@@ -18,7 +18,7 @@ from decode.settings import Settings
 from medusa.files import Json
 from medusa.records.messages import messages_of, tools_of
 from medusa.records.record import Record, conversation_text, text_ids, tokens_of
-from medusa.records.template import FIXED, source_of
+from medusa.records.template import FIXED, source_of, variables_of
 
 MAX_CHOICES = 128  # largest number of texts in one request
 MAX_TOP = 20  # largest number of most probable tokens that are listed beside a token
@@ -260,14 +260,14 @@ class ChatRequest(GenerationRequest):
             raise ApiError(f"continue_final_message continues an answer; {way_out}", param="continue_final_message")
         if taken := next((name for name in self.chat_template_kwargs if name in FIXED), None):
             raise ApiError(f"chat_template_kwargs has {taken}, which is no option of a template; leave it out")
-        source = source_of(tokenizer, self.offered)
+        read = variables_of(source_of(tokenizer, self.offered))
         for name, given in (("tools", self.offered), ("documents", self.documents)):
-            if given and name not in source:
+            if given and read is not None and name not in read:
                 raise ApiError(f"this model's chat template reads no {name}; leave them out", param=name)
         options = template_options | self.chat_template_kwargs
         if self.documents:
             options["documents"] = self.documents
-        if self.reasoning_effort is not None and "reasoning_effort" in source:
+        if self.reasoning_effort is not None and (read is None or "reasoning_effort" in read):
             options.setdefault("reasoning_effort", self.reasoning_effort)
         record = Record("messages", tools=self.offered, template_options=options)
         prompt, continued = self.add_generation_prompt, self.continue_final_message

@@ -88,13 +88,11 @@ def run(options: GenerateOptions) -> None:
         return
     opened.structure(options.structured, "a grammar")
     results: list[Result] = []
-    try:
-        with _recording(options, options.record, opened) if options.record is not None else nullcontext() as recorder:
-            _generate(options, opened, recorder, results)
-    except BaseException:
-        if results:  # of the finished prompts
-            options.output.write(models.results_json(options, opened, results))
-        raise
+    with (
+        options.output.written(results, lambda: models.results_json(options, opened, results)),
+        _recording(options, options.record, opened) if options.record is not None else nullcontext() as recorder,
+    ):
+        _generate(options, opened, recorder, results)
     tokens, per_step = sum(len(result.new_ids) for result in results), tau(results)
     seconds = sum(result.seconds for result in results[:: options.batch_size])  # every result has its batch's time
     options.output.note(speed_line(tokens, seconds, per_step))
@@ -102,7 +100,6 @@ def run(options: GenerateOptions) -> None:
         options.output.note(ended)
     if opened.source is not None and opened.source.heads is not None and not options.output.quiet:
         warn_if_useless(tokens, per_step, opened.source.num_nodes, len(results))
-    options.output.write(models.results_json(options, opened, results))
 
 
 def _generate(options: GenerateOptions, opened: Opened, recorder: Recorder | None, results: list[Result]) -> None:

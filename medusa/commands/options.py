@@ -221,6 +221,17 @@ class Output(Options):
         if not self.quiet:
             print(message, file=sys.stderr)
 
+    @contextlib.contextmanager
+    def written(self, results: Sequence[object], content: Callable[[], object]) -> Iterator[None]:
+        """Write the `content` at the end of the context, also after an error or Ctrl-C if there are `results`."""
+        try:
+            yield
+        except BaseException:
+            if results:  # of the finished prompts
+                self.write(content())
+            raise
+        self.write(content())
+
     def write(self, content: object) -> None:
         """Write results to the file of --json, if the user named a file."""
         if self.json:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from decode.strategies.options import SearchOptions
 from medusa.commands.options import CommandOptions, batches
 from medusa.errors import RequestError
+from medusa.files import Json
 from medusa.options import option
 
 if TYPE_CHECKING:
@@ -65,21 +66,21 @@ class Strategy(SearchOptions):
 def run(command: CommandOptions, strategy: Strategy, opened: Opened) -> None:
     """Search for the most probable text after each prompt, print the texts, and write the results of --json."""
     output, tokenizer = command.output, opened.loaded.tokenizer
-    results, searches, tokens, start = [], [], 0, perf_counter()
-    for result, statistics in _search(strategy, opened, command.batch_size):
-        content = result.to_json(tokenizer, opened.settings.stop)
-        results.append(content | ({"search": statistics} if statistics else {}))
-        searches.append(statistics)
-        tokens += len(result.new_ids)
-        if not output.quiet:
-            print(content["text"] if tokenizer is not None else result.new_ids)
+    about = opened.settings.to_dict() | {"backbone": command.models.backbone} | asdict(strategy)
+    results, searches, tokens, start = list[Json](), [], 0, perf_counter()
+    with output.written(results, lambda: {"settings": about, "results": results}):
+        for result, statistics in _search(strategy, opened, command.batch_size):
+            content = result.to_json(tokenizer, opened.settings.stop)
+            results.append(content | ({"search": statistics} if statistics else {}))
+            searches.append(statistics)
+            tokens += len(result.new_ids)
+            if not output.quiet:
+                print(content["text"] if tokenizer is not None else result.new_ids)
     line = f"{tokens} tokens, {tokens / max(perf_counter() - start, 1e-9):.0f} a second"
     if strategy.strategy == "best-first-beam":
         calls, least = (sum(found[key] for found in searches) for key in ("calls", "beam_calls"))
         line += f"; {calls:.0f} hypotheses scored, where beam search scores at least {least:.0f}"
     output.note(line)
-    about = opened.settings.to_dict() | {"backbone": command.models.backbone} | asdict(strategy)
-    output.write({"settings": about, "results": results})
 
 
 def _search(strategy: Strategy, opened: Opened, batch_size: int) -> Iterator[tuple[Result, dict[str, float]]]:

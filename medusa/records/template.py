@@ -176,16 +176,23 @@ def _whole_source(tokenizer: PreTrainedTokenizerBase) -> str:
     return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
 
 
-def template_switches(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the names of the options that the chat template reads, such as `enable_thinking`, in order."""
+@lru_cache(maxsize=64)
+def variables_of(source: str) -> frozenset[str] | None:
+    """Return the names that a chat template reads and does not define; `None` if it has a tag that we cannot read."""
     from jinja2 import Environment, TemplateSyntaxError
     from jinja2.meta import find_undeclared_variables
 
-    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", _whole_source(tokenizer))  # a tag of transformers
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)  # a tag of transformers
     try:
-        found = find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+        return frozenset(find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)))
     except TemplateSyntaxError:
-        return []
+        return None
+
+
+def template_switches(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the names of the options that the chat template reads, such as `enable_thinking`, in order."""
+    plain = _whole_source(tokenizer)
+    found = variables_of(plain) or frozenset()
     own = {name for name in found if re.search(rf"set\s+{name}\b", plain)}  # unless they have a default for an option
     own -= {name for name in own if re.search(rf"\b{name}\s+is\s+(not\s+)?defined|\b{name}\s*\|\s*default", plain)}
     return sorted(name for name in found - GIVEN - own if not name.endswith("_token"))

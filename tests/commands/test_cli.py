@@ -213,7 +213,8 @@ def test_an_interruption_keeps_what_was_finished(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate_command, "batches", interrupted)
-    assert medusa("generate", *place.asked, "--record", tmp_path / "used").status == 130
+    assert medusa("generate", *place.asked, "--record", tmp_path / "used", "--json", tmp_path / "j").status == 130
+    assert len(json.loads((tmp_path / "j").read_text())["results"]) == 1
     (shard,) = shards(tmp_path / "used")
     assert load_file(shard)["input_ids"].tolist()[: len(PROMPTS[0])] == [LETTERS.index(c) for c in PROMPTS[0]]
     assert set(load_file(shard)["document_ids"].tolist()) == {0}

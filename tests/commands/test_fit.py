@@ -116,7 +116,7 @@ def test_a_fifth_of_the_prompts_is_set_aside(count: int, aside: int) -> None:
 
 
 def test_equal_prompts_count_once() -> None:
-    with pytest.raises(RequestError, match="there are 59 different prompts, and fit needs at least 60"):
+    with pytest.raises(RequestError, match="there are 59 different first questions, and fit needs at least 60"):
         split(prompts(59) + prompts(30), seed=0)
 
 

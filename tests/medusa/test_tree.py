@@ -180,3 +180,9 @@ def test_equal_trees_are_made_once(tmp_path: Path) -> None:
     for paths in ([[0]], [[0], [1]]):
         file.write_text(json.dumps({"paths": paths}))
         assert load_tree(str(file), 5).to_json() == paths
+
+
+@pytest.mark.parametrize("spec", ["auto", "dynamic", "dynamic:16"])
+def test_trees_that_decoding_chooses_are_no_static_ones(spec: str) -> None:
+    with pytest.raises(RequestError, match=f"the tree '{spec}' is chosen while decoding; take a static one"):
+        load_tree(spec, 4)

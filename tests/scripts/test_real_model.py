@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,28 @@ def test_every_stage_runs_once_and_is_reported(
     real_model.main(command)
     assert capsys.readouterr().err == ""
     assert json.loads((data / "out" / "fit.json").read_text())["stages"] == stages
+
+
+def test_an_interrupted_stage_keeps_its_time(command: list[str], data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `--only text` asks for nothing else."""
+    args = [*command, "--only", "text"]
+    kept = data / "out" / "fit.json"
+
+    def stop(run: Any) -> None:
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(real_model.RealModel, "text", stop)
+    with pytest.raises(KeyboardInterrupt):
+        real_model.main(args)
+    _, spent = json.loads(kept.read_text())["unfinished"]["text"]
+    assert spent >= 0.2
+    monkeypatch.setattr(real_model.RealModel, "text", lambda run: {"texts": 1, "tokens": 1, "resumed": True})
+    real_model.main(args)
+    content = json.loads(kept.read_text())
+    assert content["stages"]["text"]["seconds"] >= spent
+    assert {*content["stages"]} == {"plan", "text"}
+    assert not content["unfinished"]
 
 
 def test_long_prompts_are_questions_after_other_texts(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_documents_longer_than_a_row(
         long_documents=policy,
         max_examples=4,
         streaming=streaming,
-        **({"shuffle_buffer": 1} if streaming else {}),
+        shuffle_buffer=1,
     )
     dataset = load_dataset(config, None, VOCAB, context=None)
     if isinstance(dataset, StreamedDataset):
@@ -372,7 +372,7 @@ def test_answers_of_every_layout_are_excluded(tmp_path: Path) -> None:
         {"text": answer},
     ]
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    data = jsonl(tmp_path / "d.jsonl", {"text": f"Tom saw {answer}"}, {"text": "something else, which nobody asked"})
+    data = jsonl(tmp_path / "d.jsonl", {"text": f"Tom saw {answer}"}, {"text": "something else"})
     for row in rows:
         excluded = jsonl(tmp_path / "e.jsonl", row)
         packed = load_dataset(DataConfig(path=data, exclude=excluded, exclude_window=16), tokenizer, 512, 64)

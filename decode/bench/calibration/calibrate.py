@@ -7,7 +7,7 @@ If the trees take their nodes from a few candidates (kind `markov`), the number 
 best tree, except for compiled steps on a GPU.
 
 Then n-grams alone, and dynamic trees that n-grams and heads share (`decode.drafters.mix`), take part. Their tau is
-measured by decoding the texts again."""
+measured by decoding some of the texts again."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NODES = 256  # of a batch, all rows together: the most with which a step on a CP
 WARM_UP = 2  # steps at the beginning of each timing that do not count
 TOGETHER = 8  # trees whose steps take turns, each with its own cache
 DECODED = 2000  # tokens of the texts that are decoded again, by each tree or drafter whose tau nothing else can show
-BETTER = 1.25  # times the gain of a static tree that a dynamic one of as many nodes can reach; 1.12 is the most we saw
+BETTER = 1.25  # times a static tree's gain that a dynamic one may have; `markov` on SmolLM2 and Gemma: at most 1.12
 PROMISING = 0.8  # of the highest speed after one round: slower trees are not timed again, as no error is so large
 
 
@@ -96,7 +96,7 @@ def calibrate(
     unknown = [(tree, of_step) for tree, of_step, predicted in timed if predicted is None]
 
     few = first_texts(texts, DECODED)
-    scale = tau_of_all(trees, recording, few)
+    scale = tau_ratio(trees, recording, few)
 
     def measured_tau(tree: Layout | DrafterFactory) -> float:
         on_progress(f"decoding with a draft of {tree.num_nodes} nodes")
@@ -128,10 +128,8 @@ def first_texts(texts: Sequence[Text], tokens: int) -> int:
     return next((count for count, length in enumerate(lengths, 1) if length >= tokens), len(texts))
 
 
-def tau_of_all(trees: Sequence[Layout], recording: Recording, few: int) -> float:
-    """Return by what a tau of the first `few` texts is to be multiplied: as much as that of a static tree differs.
-
-    The tau of a static tree is predicted, for these texts and for all."""
+def tau_ratio(trees: Sequence[Layout], recording: Recording, few: int) -> float:
+    """Return the ratio of a static tree's tau over all texts to that over the first `few`, both predicted."""
     usual = next((tree for tree in trees if isinstance(tree, Tree) and tree.num_nodes >= USUAL_NODES), trees[0])
     return predicted_tau(usual, recording) / predicted_tau(usual, recording.part(range(few)))
 
@@ -170,16 +168,16 @@ def add_competitive(
     """Return `points` with those of the trees in `unknown` that can still be the fastest.
 
     `unknown` lists trees with the seconds of a step. Measuring a tau takes long. So trees are measured in the order of
-    their highest possible speed (`highest_tau`, and `BETTER` times the gain of the best known tree that is not larger),
-    until this speed is below that of the fastest measured tree."""
+    the highest speed to expect, until it is below that of the fastest measured tree: that of `highest_tau`, a bound, or
+    of `BETTER` times the gain of the best known tree that is not larger, an estimate."""
     points = list(points)
     fastest = max(WORTHWHILE * points[0].tokens_per_second, *(one.tokens_per_second for one in points))
 
-    def bound_of(nodes: int) -> float:
+    def highest(nodes: int) -> float:
         gain = max((one.tau - 1 for one in points if one.nodes <= nodes), default=0.0)
         return min(highest_tau(nodes, recording), 1 + BETTER * gain)
 
-    bounds = [(bound_of(tree.num_nodes) / seconds, tree, seconds) for tree, seconds in unknown]
+    bounds = [(highest(tree.num_nodes) / seconds, tree, seconds) for tree, seconds in unknown]
     for bound, tree, seconds in sorted(bounds, key=lambda entry: entry[0], reverse=True):
         if bound <= fastest:
             break

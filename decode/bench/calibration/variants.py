@@ -1,7 +1,7 @@
 """Compares the fastest tree of a calibration with variants: other numbers of candidates, n-grams, and both together.
 
-Their tau is measured by decoding the texts. Their step times are compared with that of the tree within one session,
-because the speed of a machine changes with time."""
+Their tau is measured by decoding some of the texts. Their step times are compared with that of the tree within one
+session, because the speed of a machine changes with time."""
 
 from __future__ import annotations
 

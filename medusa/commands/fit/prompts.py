@@ -31,17 +31,18 @@ def split(records: Sequence[Record], seed: int) -> Split:
     """Set a fifth of the prompts aside, from 20 to 100, by a seeded random draw.
 
     Prompts that begin with the same question fall on the same side, so that no test prompt is trained on: the model
-    answers all questions of a conversation. One of them is measured on. Both sides are in random order, because stages
-    may use their first prompts only, and a file may be sorted. Raise RequestError if there are fewer than 60 different
-    first questions."""
+    answers all questions of a conversation. One of them is measured on. If there are fewer than 60 first questions,
+    such as one about many documents, those under other system messages or tools are other prompts. Both sides are in
+    random order, because stages may use their first prompts only, and a file may be sorted. Raise RequestError if there
+    are fewer than 60 of these prompts, too."""
     distinct = list({asked(record): record for record in records}.values())
     groups = grouped(distinct, question)
-    if len(groups) < LEAST:  # such as one question about many documents, which are in the system message
+    if len(groups) < LEAST:
         groups = grouped(distinct, opening)
     if len(groups) < LEAST:
         raise RequestError(
-            f"there are {len(groups)} different prompts, and fit needs at least {LEAST}: {FEWEST} to measure the "
-            "speedup on, and the others to train on; give more --prompts, with other first questions"
+            f"there are {len(groups)} different first questions, and fit needs at least {LEAST}: {FEWEST} to measure "
+            "the speedup on, and the others to train on; give more --prompts"
         )
     aside, mixed = min(max(len(groups) // SHARE, FEWEST), MOST), list(groups.values())
     random.Random(seed).shuffle(mixed)

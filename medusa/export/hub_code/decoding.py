@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from medusa.recording import names_of, recorded
-from medusa.tree_support import LayerKinds, additive, longrope_boundary, text_config, why_no_tree, why_not_this_call
+from medusa.tree_support import LayerKinds, additive, drop_call_hooks, longrope_boundary, text_config, why_no_tree
 
 from .heads import CandidateTree, Heads, require
 
@@ -147,17 +147,18 @@ def read(model: PreTrainedModel, **inputs: Any) -> tuple[Tensor, Tensor]:
         return view(**inputs).logits, seen[-1]
 
 
-# A cache of the reason why each model cannot verify trees; None if the model can.
+# A cache of the reason why each model failed the test; None if it passed.
 _REASONS: weakref.WeakKeyDictionary[PreTrainedModel, dict[object, str | None]] = weakref.WeakKeyDictionary()
 
 
 def require_tree_support(model: PreTrainedModel) -> None:
     """Raise ValueError if a forward over a tree gives wrong logits. The result of the test is cached for each model."""
-    known = _REASONS.setdefault(model, {})
+    require(not drop_call_hooks(model), "adapter_names cannot be combined with heads; call model.set_adapter instead")
+    known, reason = _REASONS.setdefault(model, {}), why_no_tree(model)
     key = (model.dtype, model.device, model.training, getattr(text_config(model), "_attn_implementation", None))
-    if key not in known:
-        known[key] = why_no_tree(model) or _failed_test(model)
-    reason = why_not_this_call(model) or known[key]
+    if reason is None and key not in known:
+        known[key] = _failed_test(model)
+    reason = known[key] if reason is None else reason
     require(reason is None, f"{type(model).__name__} cannot hold a tree: {reason}")
 
 

@@ -187,7 +187,7 @@ def test_the_highest_tau_takes_the_fewest_steps() -> None:
     assert highest_tau(3, Recording([ranks])) == 4 / 3, "steps at 0, 1 and 3"
 
 
-def test_trees_that_cannot_be_the_fastest_are_not_decoded() -> None:
+def test_trees_that_will_not_be_the_fastest_are_not_decoded() -> None:
     recording = Recording([random_ranks(seed, 300) for seed in range(5)])
     plain, static = CalibrationPoint(1, [], 1.0, 10.0), CalibrationPoint(8, [[0]], 2.0, 10.0)
     trees = {nodes: DynamicTree.over_heads(nodes, 4) for nodes in (4, 8, 16)}

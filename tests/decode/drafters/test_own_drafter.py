@@ -53,8 +53,8 @@ def test_the_drafter_of_the_page_drafts_the_same_text(
 
 
 def test_packages_that_do_not_load_are_named_and_do_no_harm(packages: Path, capsys: pytest.CaptureFixture) -> None:
-    points = {"broken": "broken:Config", "ngram": "broken:Config", "list": "builtins:list"}
-    install(packages, "odd", {"medusa.drafters": points}, broken="import nowhere\n")
+    points = {"broken": "broken:Config", "ngram": "broken:Config", "list": "builtins:list", "ended": "ended:Config"}
+    install(packages, "odd", {"medusa.drafters": points}, broken="import nowhere\n", ended="raise SystemExit('no')\n")
     with pytest.raises(RequestError, match=r"'broken'; odd 0.1 has it, but does not load: ModuleNotFoundError: No mod"):
         parse("broken")
     assert type(parse("ngram")).__module__ == "decode.drafters.ngram"
@@ -63,6 +63,7 @@ def test_packages_that_do_not_load_are_named_and_do_no_harm(packages: Path, caps
     told = " ".join(capsys.readouterr().out.split())
     for line in (
         "drafter broken (odd 0.1) does not load: ModuleNotFoundError: No module named 'nowhere'",
+        "drafter ended (odd 0.1) does not load: SystemExit: no",
         "drafter list (odd 0.1) does not load: <class 'list'> is no subclass of decode.drafters.base.DrafterConfig",
         "drafter ngram (odd 0.1) does not load: the name ngram is taken already",
     ):

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +14,10 @@ import pytest
 
 pytest.importorskip("nicegui", reason="needs the extra web")
 
-from nicegui import app, binding, ui
+from nicegui import app, ui
 from nicegui.testing import user_simulation
 
 from decode.draft import DraftRecord
-from decode.serve import chat_page
 from decode.serve.chat import ChatWorker, Conversation, Side, Snapshot, Stop, Verdict, verdict
 from decode.serve.chat_card import marked
 from decode.serve.chat_options import NO_DRAFTER, drafters_of
@@ -363,22 +361,6 @@ def test_a_duplicated_tab_continues_with_a_copy(slowly: TextGenerator) -> None:
         assert [len(page.conversation.turns) for page in pages] == [1, 0]
 
     simulated(slowly, scene)
-
-
-def test_the_server_waits_for_a_browser_that_reconnects_and_logs_no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, said = dict[str, Any](), list[str]()
-    monkeypatch.setattr(app, "add_middleware", lambda *args, **kwargs: None)
-    monkeypatch.setattr(app, "on_startup", lambda handler: None)
-    monkeypatch.setattr(ui, "run", lambda root, **options: given.update(options))
-    monkeypatch.setattr(binding, "MAX_PROPAGATION_TIME", binding.MAX_PROPAGATION_TIME)
-    monkeypatch.setattr(binding, "time", SimpleNamespace(time=count(0, 5).__next__))
-    monkeypatch.setattr(binding.log, "warning", said.append)
-    binding._refresh_step()
-    assert len(said) == 1, "NiceGUI warns of slow updates"
-    chat_page.serve(None, "127.0.0.1", 8765, [], lambda: None)  # type: ignore[arg-type]
-    binding._refresh_step()
-    assert len(said) == 1
-    assert given["reconnect_timeout"] == 30
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,13 @@ def test_there_are_sixty_of_them() -> None:
 def test_what_the_chat_template_does_not_read_is_refused(name: str) -> None:
     """Else the model would answer without tools, and the client would not know why."""
     body = {"messages": [{"role": "user", "content": "hi"}], name: [{"type": "function", "function": {"name": "add"}}]}
-    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    template = "{# no tools, no documents #}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = byte_tokenizer(template)
     with pytest.raises(ApiError, match=f"reads no {name}; leave them out"):
         parse(json.dumps(body).encode(), ChatRequest).prompts(tokenizer, {})
+    reads = byte_tokenizer(template + "{{ " + name + " | tojson }}")
+    (ids,) = parse(json.dumps(body).encode(), ChatRequest).prompts(reads, {})
+    assert "add" in str(reads.decode(ids))
     unused: dict[str, Any] = {"tool_choice": "none"} if name == "tools" else {name: []}
     assert parse(json.dumps(body | unused).encode(), ChatRequest).prompts(tokenizer, {})
 

@@ -130,7 +130,9 @@ def test_the_server_answers_with_calls_of_tools() -> None:
     from decode.strategies.grammar import Grammars, lark_source
     from decode.texts import TextGenerator
 
-    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}{# tools <tool_call> #}")
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{% endif %}{# <tool_call> #}"
+    )
     model = shared_model(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     call = WRITTEN["Hermes and Qwen"].removesuffix("<|im_end|>")
     grammar = Grammars(model, tokenizer).compiled(lark_source(f"start: {json.dumps('Yes.' + call)}"))
