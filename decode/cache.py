@@ -17,7 +17,9 @@ C columns of a path."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -37,6 +39,8 @@ LARGE_BYTES, LARGE_GROWTH = 2**30, 8
 """A cache above LARGE_BYTES grows by one LARGE_GROWTHth only, or many texts could take twice the memory they need."""
 SMALL_BYTES, SHARE = 2**26, 0.1
 """A buffer is in memory twice while it grows. In a cache above SMALL_BYTES it holds only this share of the layers."""
+ALIGNMENT = 64
+"""Bytes at whose multiples PyTorch's own tensors on a CPU begin."""
 BLOCK = 256
 """Slots by which the windows and buffers of compiled steps grow. So the compiler knows that rows of masks, and of their
 parts (`decode.ops.attention`), are aligned."""
@@ -259,7 +263,7 @@ class TreeCache(Cache):
         # Zeros, because uninitialised memory may hold NaN, and a masked NaN still reaches the output as 0 x NaN.
         # A window as wide as its buffer would lie in one piece, for which torch.compile makes other code.
         slots = self.capacity + (BLOCK if self.fixed else 0)
-        return like.new_zeros(parts, rows, like.shape[1], slots, like.shape[-1])
+        return zeros((parts, rows, like.shape[1], slots, like.shape[-1]), like)
 
     def _enlarge(self, rows: int) -> None:
         """Move all keys and values, buffer after buffer, to buffers of at least so many rows and `capacity` slots."""
@@ -273,6 +277,11 @@ class TreeCache(Cache):
         """Move all keys and values, buffer after buffer, to buffers of at least `capacity` slots and so many `rows`."""
         self.capacity = max(rounded(capacity) if self.fixed else capacity, self.capacity)
         self._enlarge(max(rows, len(self.lengths)))
+
+    def reserve(self, rows: int) -> None:
+        """Have memory for so many rows, before texts `join` a few at a time, each of which would move all others."""
+        if any(buffer.shape[1] < rows for buffer in self.buffers):
+            self.make_room(self.capacity, rows)
 
     def restart(self, capacity: int) -> None:
         """Begin with empty rows, for other texts; buffers that have `capacity` slots stay where they are.
@@ -334,6 +343,18 @@ class TreeCache(Cache):
             self.all_filled[start:end] = other.filled
         else:
             self.filled = torch.cat([self.filled, other.filled])
+
+
+def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Make zeros with the dtype and device of `like`. On a CPU, memory is not taken before it is used.
+
+    PyTorch would write them: 3.3 GB in 2 seconds for 112 texts of 1,296 slots of SmolLM2, of which few are long."""
+    size = prod(shape) * like.element_size()
+    if like.device.type != "cpu" or not size:
+        return like.new_zeros(shape)
+    memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
+    start = -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + size].view(like.dtype).view(*shape)
 
 
 def most_slots(tokens: int) -> int:

@@ -81,14 +81,15 @@ def sdpa_grouped(
             return tree_attention.attention(query, key, value, attention_mask, scale), None
         seen, slots, dtype = attention_mask, key.shape[2], query.dtype
         attention_mask = once(seen, (slots, dtype), lambda seen: tree_attention.mask_of(seen, slots, dtype))
-    groups = heads // key.shape[1]
+    is_single = tokens == 1 and query.device.type == "cpu"
+    groups = 1 if is_single else heads // key.shape[1]  # `attention` chooses the form of single queries
     mask = None if attention_mask is None or attention_mask.shape[1:3] != (1, tokens) else attention_mask
-    alone = attention_mask is None and tokens == 1 and query.device.type == "cpu"  # one token that sees all slots
+    alone = attention_mask is None and is_single  # one token that sees all slots
     if (mask is None and not alone) or len(key) != batch or any(others) or torch.is_grad_enabled() or not _HERE.depth:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if mask is None:
         return attention(query, key, value, mask, scaling, dropout).transpose(1, 2).contiguous(), None
-    own = query.reshape(batch, key.shape[1], groups * tokens, size)
+    own = query if groups == 1 else query.reshape(batch, key.shape[1], groups * tokens, size)
     parts = 1 if dropout else num_parts(own, key, value, mask)
     runs = _HERE.runs
     if runs and (len(mask) != batch or key.shape[2] != longest(runs)):

@@ -206,10 +206,11 @@ def test_what_decoding_never_asks_for_is_left_to_transformers() -> None:
 
 @pytest.mark.parametrize("lengths", [[6], [6, 6], [6, 3]], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_no_token_is_a_single_query_in_bfloat16(
+def test_no_token_is_a_single_query_in_bfloat16_on_amd(
     family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain steps of any rows, with and without grouped queries: PyTorch's kernel is slow for single queries."""
+    """Plain steps of any rows, with and without grouped queries: PyTorch's kernel is slow for single queries there."""
+    monkeypatch.setattr("medusa.attention.FEW_HEADS", 0)
     model, queries, stock = tiny_model(family, dtype=torch.bfloat16), list[int](), F.scaled_dot_product_attention
     Backbone(model)  # tries out, once, how the model makes its logits
 
