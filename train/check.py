@@ -64,9 +64,10 @@ def check(config: TrainConfig, quiet: bool) -> Checked:
     else:
         require_data(data)
     if config.eval_data is not None:
-        require_data(config.eval_data)
+        require_data(config.eval_data, "eval_data")
     if config.adapter is not None and config.adapter.quality_data is not None:
-        require_data(data.model_copy(update={"path": config.adapter.quality_data}))
+        whole = {"path": config.adapter.quality_data, "split": "train", "subset": None}
+        require_data(data.model_copy(update=whole))
     require_template_options(config)
     require_adaptable(config, config.heads)
     require_own_device(config.device)
@@ -120,6 +121,8 @@ def _training_arguments(config: TrainConfig, rate: float, quiet: bool) -> Medusa
         "disable_tqdm": quiet,  # its default depends on the log level of transformers
         **device_defaults(config, config.cache_features or is_features(config.data.path)),
     }
+    if config.eval_data is None and (unused := sorted({"eval_steps", "eval_tree"} & set(config.training))):
+        raise RequestError(f"training.{unused[0]} needs evaluation data; add `eval_data: FILE`, or leave it out")
     if config.eval_data is not None:
         given |= {"eval_strategy": "steps", "eval_steps": 500}
     try:

@@ -8,23 +8,12 @@ from pathlib import Path
 from medusa.errors import RequestError
 from medusa.places import SHIPPED, may_be_on_hub
 
-DATASET_DICT = "dataset_dict.json"  # the file that marks a folder of `DatasetDict.save_to_disk`
-
 
 def require_revisions(backbone: str | None, revision: str | None) -> None:
     """Raise a `RequestError` if a revision is given for a backbone that is not on the Hub."""
     if revision is not None and backbone and not may_be_on_hub(backbone):
         what = "is shipped with this package" if backbone == SHIPPED else "is a folder"
         raise RequestError(f"--revision chooses a version on the Hub, and {backbone} {what}; leave out --revision")
-
-
-def require_splits(source: str | None) -> None:
-    """Raise a `RequestError` if data has no splits: it is missing, a file, or a folder other than a saved dataset."""
-    if source is None:
-        raise RequestError("--split chooses a part of a dataset, and none is given; leave out --split")
-    path = Path(source)
-    if path.is_file() or (path.is_dir() and not (path / DATASET_DICT).is_file()):
-        raise RequestError(f"--split chooses a part of a Hub dataset, and {source} is local; leave out --split")
 
 
 def require_distinct(**paths: str | None) -> None:

@@ -14,12 +14,11 @@ from dataclasses import asdict
 from itertools import islice
 
 from decode.settings import Settings
-from medusa.commands.effects import require_splits
 from medusa.commands.options import NO_CONTRAST, CommandOptions, Contrasting, ModelsWithHeads, warn_of_copies
 from medusa.errors import RequestError, RunError
 from medusa.options import REQUIRED, Options, count, group, option
 from medusa.records.record import naming
-from medusa.records.sources import DOCUMENT_SEPARATOR, read_records, require_records
+from medusa.records.sources import DOCUMENT_SEPARATOR, read_records, require_records, require_splits
 from medusa.tables import print_table
 
 OPENING = 16  # number of tokens of a document that the backbone continues

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from decode.settings import Settings
 from decode.strategies.options import ContrastOptions, require_uncontrasted
-from medusa.commands.effects import require_no_input, require_revisions, require_splits
+from medusa.commands.effects import require_no_input, require_revisions
 from medusa.commands.inputs import require_drafter
 from medusa.commands.prompting import raw_option, template_option
 from medusa.errors import OptionError, RequestError
@@ -22,7 +22,7 @@ from medusa.files import require_writable, write_json
 from medusa.options import QUANTIZATIONS, LoadOptions, Options, count, group, option
 from medusa.places import may_be_on_hub, require_backbone, require_heads
 from medusa.records.record import Record
-from medusa.records.sources import read_records, require_records
+from medusa.records.sources import read_records, require_records, require_splits
 from medusa.shipped import require_tree
 
 if TYPE_CHECKING:

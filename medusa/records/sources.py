@@ -75,6 +75,15 @@ def require_records(source: str) -> None:
         raise RequestError(f"no data at {source}: give {kinds}")
 
 
+def require_splits(source: str | None, option: str = "--split") -> None:
+    """Raise a RequestError if data has no splits: it is missing, a file, or a folder other than a saved dataset."""
+    if source is None:
+        raise RequestError(f"{option} chooses a part of a dataset, and none is given; leave out {option}")
+    path = PROMPTS.get(source, Path(source))
+    if path.is_file() or (path.is_dir() and not (path / SAVED_TO_DISK[0][0]).is_file()):
+        raise RequestError(f"{option} chooses a part of a Hub dataset, and {source} is local; leave out {option}")
+
+
 def _read_file(path: Path, separator: str | None) -> Iterator[Record]:
     """Read the records of one file, in the format that the file's suffix shows."""
     kind = path.suffix.lower()

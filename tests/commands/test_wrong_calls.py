@@ -400,7 +400,11 @@ training.learning_rate=-1 -> training.learning_rate
 training.report_to=wandb -> wandb
 training.optim=adma -> adma
 training.eval_strategy=steps -> add `eval_data: FILE` to the recipe
-training.eval_tree=oak -> no tree 'oak'
+training.eval_tree=oak -> needs evaluation data
+training.eval_tree=oak eval_data=prompts.jsonl -> no tree 'oak'
+training.eval_steps=5 -> needs evaluation data
+data.split=test -> leave out data.split
+data.subset=main -> leave out data.subset
 output_dir=notes.txt -> output_dir notes.txt is a file; choose a folder
 output_dir=notes.txt/new -> notes.txt is a file; choose another place
 output_dir=/proc/x -> output_dir /proc/x: nothing can be written in /proc

@@ -418,7 +418,9 @@ def test_a_growing_cache_has_one_layer_in_memory_twice() -> None:
 def test_memory_of_a_cache_is_zero_and_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """As PyTorch's own: its kernels read 64 bytes at once."""
     made = zeros(shape, torch.ones(2, dtype=dtype))
-    assert made.shape == shape and made.dtype == dtype and made.is_contiguous() and not made.any()
+    assert (made.shape, made.dtype) == (shape, dtype)
+    assert made.is_contiguous()
+    assert not made.any()
     assert made.data_ptr() % 64 == 0
     made.fill_(1)  # it can be written
     assert made.all()

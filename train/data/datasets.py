@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa.errors import RequestError
 from medusa.loading import load_tokenizer
+from medusa.records.sources import require_splits
 from medusa.records.template import require_options
 from train.config import DataConfig, TrainConfig
 from train.data.packing import Batch, DataCounts, Example, as_item, pack, padded
@@ -108,7 +110,13 @@ def require_template_options(config: TrainConfig) -> None:
             require_options(data.template_options, tokenizer, config.backbone, f"{section}.template_options.{{}}")
 
 
-def require_data(config: DataConfig) -> None:
-    """Raise RequestError if no record of the data, or of the texts to exclude, can be read."""
+def require_data(config: DataConfig, section: str = "data") -> None:
+    """Raise RequestError if no record of a `section` of the recipe, or of the texts to exclude, can be read."""
+    if config.split != type(config).model_fields["split"].default:
+        require_splits(config.path, f"{section}.split")
+    if config.subset is not None and Path(config.path).exists():
+        raise RequestError(
+            f"{section}.subset is of a Hub dataset, and {config.path} is local; leave out {section}.subset"
+        )
     for source in filter(None, (config.path, config.exclude)):
         next(iter(records_of(config, source)))
