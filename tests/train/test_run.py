@@ -339,6 +339,7 @@ def test_a_full_disk_ends_in_one_line_and_loses_no_checkpoint(
     recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(recipe("whole"))
+    capsys.readouterr()  # transformers' progress bars
     save = torch.save
 
     def full(content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
